@@ -1,0 +1,51 @@
+# The front door of the repository. Needs Python 3.11 or newer, git and make; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.polyrl-setup
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-long check format bench docs clean
+
+help: ## say what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install PolyRL into it, editable (PYTHON=python3.12 picks an interpreter)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "PolyRL needs Python 3.11 or newer; name one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: setup ## simulate an elastic run with preemptions: its table and its picture
+	$(BIN)/polyrl simulate spot-trace $(ARGS)
+
+test: setup ## run the tests (ARGS="-k words" narrows them)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-long: setup ## run the long property tests: thousands of random histories
+	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 $(ARGS)
+
+check: setup ## check format, lint, types and import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+format: setup ## rewrite the code in our format, with the safe lint fixes
+	$(BIN)/ruff check --fix --exit-zero --quiet .
+	$(BIN)/ruff format .
+
+bench: setup ## measure the scheduler on this machine
+	$(BIN)/polyrl bench scheduler $(ARGS)
+
+docs: setup ## check that the links of every page lead somewhere
+	$(BIN)/python -m pytest tests/architecture/test_docs_links.py
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist out .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,130 @@
+"""The front of the command line: finds the command, runs it, and turns how it ended into an exit code.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> int`. It is imported only when it is chosen, so
+that `polyrl --help` costs nothing; this module therefore imports the standard library and `polyrl.errors` alone.
+
+Rules: a UserError is one line on stderr and exit code 2. A failure of ours is not caught: its traceback is the bug
+report. Options and positional arguments may be mixed (`polyrl simulate ramp --seed 3 fleet.workers=2`), so a command
+has no subcommands of its own.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
+
+from polyrl import __version__
+from polyrl.errors import UserError
+
+EXIT_OK = 0
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_READER_GONE = 141  # 128 + SIGPIPE
+
+EXAMPLES = """\
+example:
+  polyrl simulate spot-trace fleet.workers=4 --seed 7
+
+`polyrl COMMAND --help` explains a command."""
+
+
+class Command(NamedTuple):
+    help: str
+    module: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "simulate": Command("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
+    "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
+    "bench": Command("measure the scheduler on this machine", "polyrl.cli.bench"),
+    "replay": Command("run a journal again and compare every command", "polyrl.cli.replay"),
+    "story": Command("say why a sample took as long as it did", "polyrl.cli.story"),
+}
+
+
+class CommandModule(Protocol):
+    """What a module of a command holds."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
+    """Run one command and return its exit code. argparse exits by itself on --help (0) and on wrong usage (2)."""
+    try:
+        return _run_and_flush(sys.argv[1:] if argv is None else argv, commands)
+    except UserError as error:
+        print(f"polyrl: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("polyrl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _discard_stdout()
+        return EXIT_READER_GONE
+
+
+def _run_and_flush(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
+    """Flush here, where a reader that went away can still be answered; at interpreter exit it cannot."""
+    try:
+        code = _dispatch(argv, commands)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
+
+
+def _dispatch(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
+    if not argv:
+        _front_parser(commands).print_help(sys.stderr)
+        return EXIT_BAD_INPUT
+    name, *rest = argv
+    if name.startswith("-"):
+        _front_parser(commands).parse_args(argv)
+        return EXIT_OK
+    if name not in commands:
+        raise UserError(_unknown_command(name, commands))
+    return _run_command(name, commands[name], rest)
+
+
+def _run_command(name: str, command: Command, argv: Sequence[str]) -> int:
+    module = cast("CommandModule", importlib.import_module(command.module))
+    parser = argparse.ArgumentParser(prog=f"polyrl {name}", description=_sentence(command.help))
+    module.add_arguments(parser)
+    return module.run(parser.parse_intermixed_args(argv))
+
+
+def _front_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """Only for --help, --version and the error about any other option: it never sees a command's arguments."""
+    width = max(len(name) for name in commands)
+    listing = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in commands.items())
+    parser = argparse.ArgumentParser(
+        prog="polyrl",
+        usage="polyrl [--help] [--version] COMMAND ...",
+        description="RL post-training for language models that you can pull the plug on.",
+        epilog=f"commands:\n{listing}\n\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"polyrl {__version__}")
+    return parser
+
+
+def _unknown_command(name: str, commands: Mapping[str, Command]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, commands, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(commands)}"
+    return f"unknown command {name!r}; {hint}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _discard_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not fail on the closed pipe again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

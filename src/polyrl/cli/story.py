@@ -1,0 +1,35 @@
+"""`polyrl story`: say why a sample took as long as it did."""
+
+import argparse
+
+from polyrl.errors import UserError
+
+EXAMPLE = """\
+example:
+  polyrl simulate spot-trace --out out/spot
+  polyrl story out/spot 12/3"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("journal", metavar="FILE_OR_DIR", help="a journal, or a directory that holds journal.bin")
+    parser.add_argument("sample", metavar="SAMPLE", help="GROUP/INDEX: 12/3 is the fourth sample of group 12")
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.ids import parse_sample
+    from polyrl.scheduling.story import UnknownSample, tell_story
+    from polyrl.telemetry.journal import open_journal
+
+    try:
+        sample = parse_sample(args.sample)
+    except ValueError as error:
+        raise UserError(f"SAMPLE: {error}") from error
+    header, records = open_journal(args.journal)
+    try:
+        lines = tell_story(header.config, ((record.now, record.event) for record in records), sample)
+    except UnknownSample as error:
+        raise UserError(f"{args.journal}: {error}") from error
+    print("\n".join(lines))
+    return 0

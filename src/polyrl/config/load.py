@@ -1,0 +1,147 @@
+"""From a TOML file and overrides to a typed, checked configuration.
+
+    tree = apply_overrides(load_toml(path), ["fleet.workers=3", "domains.0.correlation=0.5"])
+    scenario = build(tree, Scenario, source=str(path))
+
+Rules: every mistake is one ConfigError of one line; it names the dotted path (or the file and line), what was wrong and
+what was expected. Nothing that is passed in is changed. `nan` is never a value: it slips through every bound.
+Left out: includes, environment variables, and keys that hold a dot themselves (an override cannot reach them).
+"""
+
+import copy
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from polyrl.config.dump import dump_toml, show_path, show_value
+from polyrl.config.explain import explain
+from polyrl.errors import ConfigError
+
+__all__ = ["apply_overrides", "build", "dump_toml", "load_toml"]
+
+Tree = dict[str, Any]
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+_AT_POSITION = re.compile(r" \(at line (\d+), column \d+\)$")
+_AT_END = " (at end of document)"
+
+
+def load_toml(path: str | Path) -> Tree:
+    """Read a TOML file. Raises ConfigError with the file, and the line where there is one."""
+    text = _read_text(Path(path))
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply to be a configuration") from error
+    except ValueError as error:  # also the digits of an integer that Python refuses to read
+        raise ConfigError(_syntax_error(path, text, str(error))) from error
+
+
+def apply_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
+    """A copy of the tree with each `section.key=value` set; the last one wins.
+
+    A value is read as TOML (`3`, `[1, 2]`, `"3"`) and otherwise taken as a bare string. A number in the path picks an
+    element of a list that is there. Missing tables are made: `build` knows which names are wrong.
+    """
+    result = copy.deepcopy(tree)
+    for override in overrides:
+        path, value = _parse_override(override)
+        _set(result, path, value)
+    return result
+
+
+def build(tree: Tree, struct_type: type[StructT], *, source: str = "") -> StructT:
+    """Make a struct of the tree, or raise ConfigError. `source` says in the message where the tree came from.
+
+    Structs say what they accept: `forbid_unknown_fields=True`, bounds by `msgspec.Meta`, and `__post_init__` raising
+    `ValueError("key: reason")` for what takes more than one field to see.
+    """
+    suffix = f" (in {source})" if source else ""
+    for path in _paths_to_nan(tree, ()):
+        raise ConfigError(f"{show_path(path)}: got nan, expected a number{suffix}")
+    try:
+        return msgspec.convert(tree, struct_type)
+    except msgspec.ValidationError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, ValueError):
+            raise  # msgspec wraps a TypeError of __post_init__ as well; that one is a bug of ours
+        raise ConfigError(explain(error, tree, struct_type) + suffix) from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a directory, expected a TOML file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text, expected a TOML file") from error
+
+
+def _syntax_error(path: str | Path, text: str, message: str) -> str:
+    """`file:line: message`, from a message of tomllib, which keeps its line in the text until Python 3.14."""
+    if message.endswith(_AT_END):
+        return f"{path}:{max(1, len(text.splitlines()))}: {message.removesuffix(_AT_END)} at the end of the file"
+    position = _AT_POSITION.search(message)
+    if position is None:
+        return f"{path}: {message}"
+    return f"{path}:{position[1]}: {message[: position.start()]}"
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    dotted, equals, text = override.partition("=")
+    path = [part.strip() for part in dotted.split(".")]
+    if not equals or not all(path):
+        raise ConfigError(f"{override.strip()!r}: expected section.key=value, for example fleet.workers=3")
+    return path, _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _set(tree: Tree, path: list[str], value: Any) -> None:
+    node: Any = tree
+    for depth, part in enumerate(path[:-1], start=1):
+        node = node.setdefault(part, {}) if isinstance(node, dict) else node[_index(node, path, depth - 1)]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{show_path(path)}: {show_path(path[:depth])} is {show_value(node)}, expected a table")
+    if isinstance(node, dict):
+        node[path[-1]] = value
+    else:
+        node[_index(node, path, len(path) - 1)] = value
+
+
+def _index(items: list[Any], path: list[str], depth: int) -> int:
+    part = path[depth]
+    if part.isdecimal() and int(part) < len(items):
+        return int(part)
+    allowed = f"an index from 0 to {len(items) - 1}" if items else "no index: the list is empty"
+    raise ConfigError(
+        f"{show_path(path)}: {show_path(path[:depth])} is a list, got {show_value(part)}, expected {allowed}"
+    )
+
+
+def _paths_to_nan(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(node, float) and math.isnan(node):
+        yield path
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _paths_to_nan(value, (*path, key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _paths_to_nan(value, (*path, index))

@@ -1,0 +1,72 @@
+"""Continuous balancing: every few seconds, while samples run, see whether some of them should run elsewhere.
+
+What moves is decided in migration.py, from values; here the values are gathered and the moves are asked for. The speed of each
+worker, and with it its plateau, is learned from the progress it reports.
+"""
+
+from polyrl.ids import Seconds
+from polyrl.scheduling import leases, migration
+from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.migration import Candidate
+
+_MIN_SPAN_S = 0.05
+_MAX_GRANTED = 0.1
+"""A span in which a worker got more new samples than this, as a share of those it has, tells of prefilling, not of decoding."""
+_PLATEAU_CHANGE = 0.1
+
+
+def arm(desk: Desk, now: Seconds) -> None:
+    """See to it that there is a next look, if there is anything to look at."""
+    if desk.leases and desk.config.routing.balance and ("balance", 0) not in desk.deadlines.entries:
+        desk.deadlines.set(("balance", 0), now + desk.config.routing.balance_interval_s)
+
+
+def learn_speed(desk: Desk, worker: Worker, num_running: int, num_steps: int, now: Seconds) -> None:
+    """A worker has made `num_steps` decode steps with `num_running` samples since it last brought tokens.
+
+    Samples decode in lock step, so the most that any of them gained is the number of steps; the others came later.
+    """
+    span = now - worker.last_tokens_at
+    if span < _MIN_SPAN_S:
+        return
+    worker.last_tokens_at = now
+    disturbed = worker.num_granted > _MAX_GRANTED * num_running
+    worker.num_granted = 0
+    if disturbed:
+        return
+    worker.speed.observe(num_running, span / num_steps)
+    plateau = worker.speed.plateau(worker.slots)
+    if abs(plateau - worker.plateau) > _PLATEAU_CHANGE * worker.plateau:
+        worker.plateau = plateau
+        desk.router.update(worker)
+        desk.place_due = True
+
+
+def balance(desk: Desk, now: Seconds) -> None:
+    """Move what should move; then arm the next look."""
+    state = desk.state
+    desk.devices_due = True
+    waiting = any(round_.num_waiting for round_ in state.rounds.values())
+    if not waiting and len(state.fleet.seats) > 1:
+        workers = list(state.fleet.seats.values())
+        for worker, num in migration.relieve_waiting(workers):
+            for lease in list(worker.leases)[-num:]:
+                leases.hand_over(desk, desk.leases[lease], "its engine holds it back, another worker has room", now)
+        moves = migration.plan_moves(
+            workers, desk.config.routing, desk.config.prompt_tokens, lambda worker: _candidates(desk, worker)
+        )
+        for move in moves:
+            leases.hand_over(desk, desk.leases[move.lease], move.why, now)
+    arm(desk, now)
+
+
+def _candidates(desk: Desk, worker: Worker) -> list[Candidate]:
+    lengths, cap = desk.state.lengths, desk.config.max_new_tokens
+    found: list[Candidate] = []
+    for lease in worker.leases:
+        sample = desk.leases[lease]
+        if sample.state == "leased":
+            remaining = lengths.expected_remaining(sample.num_tokens, cap)
+            found.append(Candidate(lease, sample.num_tokens, sample.moved_at, remaining))
+    return found

@@ -1,0 +1,100 @@
+"""What the parts of the scheduler work on: its state, the indexes over it, and the commands of the event in hand.
+
+`State` is everything that is saved. The rest of `Desk` is derived from it and rebuilt on load: which sample a lease is
+for, which worker has credit, which deadline is next. The parts (leases, scoring, rounds, devices, deliveries) are modules of
+functions that take the desk; scheduler.py calls them. They note what has become possible in the `*_due` flags, and
+scheduler.py acts on those once, at the end of the event.
+"""
+
+from msgspec import Struct, field
+
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
+from polyrl.scheduling import seeding, tail_batching
+from polyrl.scheduling.commands import Command
+from polyrl.scheduling.deadlines import Deadlines, Wait
+from polyrl.scheduling.fleet import Fleet
+from polyrl.scheduling.ledger import Ledger
+from polyrl.scheduling.lengths import LengthModel
+from polyrl.scheduling.parallelism import ParallelismState
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.reward_budgets import RewardBudgets
+from polyrl.scheduling.routing import Router
+from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.scaling import ScalingState
+from polyrl.scheduling.seeding import SeedingState
+from polyrl.scheduling.tail_batching import Planner, TailBatching
+
+
+class TrainerClock(Struct):
+    """How the trainer and the fleet spent the step so far."""
+
+    step_began_at: Seconds = 0.0
+    busy_since: Seconds | None = None
+    idle_since: Seconds | None = None
+    """Since when its devices are there to train and nothing is."""
+    wait_train_s: Seconds = 0.0
+    train_s: Seconds = 0.0
+    first_remote_at: Seconds | None = None
+    last_remote_at: Seconds | None = None
+    seeded_s: Seconds = 0.0
+    """How long the local workers generated in this step."""
+    seeding_since: Seconds | None = None
+
+
+class Scoring(Struct):
+    queue: list[tuple[float, SampleId]] = []
+    """Heap of generated samples that wait for a place in the reward pool: cheapest expected first."""
+    running: dict[SampleId, int] = {}
+    """Samples being scored, and the attempt."""
+
+
+class State(Struct):
+    tail: TailBatching
+    seeding: SeedingState
+    budgets: RewardBudgets
+    parallelism: ParallelismState = field(default_factory=ParallelismState)
+    scaling: ScalingState = field(default_factory=ScalingState)
+    fleet: Fleet = field(default_factory=Fleet)
+    samples: dict[SampleId, Sample] = {}
+    groups: dict[GroupId, Group] = {}
+    rounds: dict[Step, Round] = {}
+    requested: list[Step] = []
+    last_requested: Step = Step(-1)
+    published: Version = NO_VERSION
+    next_lease: int = 1
+    next_group: int = 1
+    lengths: LengthModel = field(default_factory=LengthModel)
+    scoring: Scoring = field(default_factory=Scoring)
+    clock: TrainerClock = field(default_factory=TrainerClock)
+    ledger: Ledger = field(default_factory=Ledger)
+    deadlines: dict[Wait, Seconds] = {}
+
+
+def new_state(config: SchedulerConfig) -> State:
+    return State(
+        tail=tail_batching.start(config.rounds, len(config.domains)),
+        seeding=seeding.start(config.seeding),
+        budgets=RewardBudgets(config=config.rewards),
+        ledger=Ledger(trainer_usd_per_hour=config.trainer_usd_per_hour),
+    )
+
+
+class Desk:
+    def __init__(self, config: SchedulerConfig, state: State) -> None:
+        self.config = config
+        self.state = state
+        self.planner = Planner(config.rounds, config.domains, config.seed, config.num_epochs)
+        self.deadlines = Deadlines(state.deadlines)
+        self.leases: dict[LeaseId, Sample] = {
+            sample.lease: sample for sample in state.samples.values() if sample.lease != NO_LEASE
+        }
+        self.router = Router(config.routing, state.fleet.seats)
+        self.commands: list[Command] = []
+        self.place_due = False
+        """Samples wait and a worker may have credit."""
+        self.rounds_due = False
+        """A requested round may be able to open."""
+        self.pulls_due = False
+        """A worker may need weights, or a source became free."""
+        self.devices_due = False
+        """What the trainer's own devices should do may have changed."""

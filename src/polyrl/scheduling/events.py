@@ -1,0 +1,184 @@
+"""Facts, in the past tense: all that the scheduler ever hears.
+
+The union is closed: a driver that forgets one does not type-check. News about a sample carries the lease it was made
+under; news about a worker carries the incarnation it came from; so late news of the dead is a dictionary miss. Every
+struct is frozen and has a stable tag: the journal is made of them.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Step, Version, WorkerName
+
+LeaseEnd = Literal["handed_over", "engine_failed", "refused"]
+RewardOutcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed"]
+Duty = Literal["generating", "training"]
+
+
+class EventStruct(Struct, frozen=True, tag_field="event", gc=False):
+    """What all events share: how they are written down."""
+
+
+# The fleet
+
+
+class WorkerJoined(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    slots: int
+    spot: bool = False
+    local: bool = False
+    """It runs on the trainer's own devices and holds every version the moment it is published."""
+    num_devices: int = 1
+    price_usd_per_hour: float = 0.0
+    kv_tokens: int = 0
+    """Tokens that fit into its cache; 0 when it does not say."""
+    version: Version | None = None
+    """The version it holds already, if any."""
+    starting_s: Seconds = 0.0
+    """How long its machine has been paid for already."""
+
+
+class WorkerReported(EventStruct, frozen=True, tag=True):
+    """A heartbeat, with the engine's own figures."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    num_waiting: int = 0
+    """Samples that the engine itself holds back, for want of cache."""
+    num_preemptions: int = 0
+    """Since it joined: how often the engine threw a running sample's cache away."""
+
+
+class WorkerLeft(EventStruct, frozen=True, tag=True):
+    """The driver knows that it is gone: it said goodbye, or its process was seen to die."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    reason: str
+
+
+class DrainRequested(EventStruct, frozen=True, tag=True):
+    """A spot notice, a signal, or a person asked: hand over and go."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    reason: str
+
+
+class WeightsInstalled(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    version: Version
+
+
+class WeightsFailed(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    version: Version
+    reason: str
+
+
+class DutyChanged(EventStruct, frozen=True, tag=True):
+    """A local worker's devices now do the other thing."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    duty: Duty
+
+
+# Samples
+
+
+class TokensArrived(EventStruct, frozen=True, tag=True):
+    """Progress of one worker: columns of leases and of their samples' token counts, absolute."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    leases: tuple[LeaseId, ...]
+    num_tokens: tuple[int, ...]
+
+
+class SampleFinished(EventStruct, frozen=True, tag=True):
+    lease: LeaseId
+    num_tokens: int
+    """All tokens of the sample, also those of earlier leases."""
+
+
+class LeaseEnded(EventStruct, frozen=True, tag=True):
+    """A lease ended without an end of the answer."""
+
+    lease: LeaseId
+    num_tokens: int
+    reason: LeaseEnd
+
+
+class RewardFinished(EventStruct, frozen=True, tag=True):
+    sample: SampleId
+    attempt: int
+    outcome: RewardOutcome
+    correct: bool = False
+    cpu_s: Seconds = 0.0
+
+
+# The trainer
+
+
+class VersionPublished(EventStruct, frozen=True, tag=True):
+    version: Version
+
+
+class RoundRequested(EventStruct, frozen=True, tag=True):
+    step: Step
+
+
+class GroupsTaken(EventStruct, frozen=True, tag=True):
+    """The trainer starts a micro-batch of these groups: from now on they count as trained with the step."""
+
+    step: Step
+    groups: tuple[GroupId, ...]
+
+
+class GroupRejected(EventStruct, frozen=True, tag=True):
+    """The trainer will not train on this group (for example: all rewards equal)."""
+
+    group: GroupId
+    reason: str
+
+
+class MicroBatchTrained(EventStruct, frozen=True, tag=True):
+    step: Step
+
+
+class StepTrained(EventStruct, frozen=True, tag=True):
+    step: Step
+
+
+# Time
+
+
+class TimePassed(EventStruct, frozen=True, tag=True):
+    """Nothing happened, but `wakeup_at` has come."""
+
+
+Event = (
+    TokensArrived
+    | SampleFinished
+    | RewardFinished
+    | WorkerReported
+    | LeaseEnded
+    | TimePassed
+    | GroupsTaken
+    | MicroBatchTrained
+    | WeightsInstalled
+    | WeightsFailed
+    | DutyChanged
+    | WorkerJoined
+    | WorkerLeft
+    | DrainRequested
+    | GroupRejected
+    | StepTrained
+    | VersionPublished
+    | RoundRequested
+)

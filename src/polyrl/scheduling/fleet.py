@@ -1,0 +1,212 @@
+"""Who is there: the life of each worker, what it costs, and how fast it was seen to be.
+
+    joined --> waiting for weights --> pulling --> active --> draining --> gone
+                     ^                   |            |           |
+                     +--- pull failed ---+            |           |
+                     +--- a newer version is needed --+           |
+    any of them ----- missed, stalled, or its driver saw it die --+-> gone
+
+A worker takes a *seat* when it joins: a number never used again. A name that joins anew (a restart before anyone missed
+the old process, or a second machine with the same name) takes a new seat and its old one is given up first. A local
+worker shares the trainer's devices: it is never without weights, but its devices may be training.
+"""
+
+import math
+from typing import Literal
+
+from msgspec import Struct, field
+
+from polyrl.ids import Incarnation, LeaseId, SampleId, Seconds, Version, WorkerName
+from polyrl.scheduling.ledger import Activity, Ledger
+from polyrl.scheduling.samples import NO_VERSION
+
+WorkerState = Literal["waiting", "pulling", "active", "draining"]
+WorkerDuty = Literal["generating", "stopping", "to_training", "training", "to_generating"]
+
+_GAIN_DOWN = 0.3
+_GAIN_UP = 0.03
+"""How much an observation moves what is known of its bin. Prefilling and pauses only ever add time, so shorter tells more."""
+_GROWTH = 1.1
+"""A worker is at its plateau when no larger number of samples was seen to bring this much more tokens/s."""
+_MIN_PLATEAU = 0.25
+"""Of its slots: a worker that is given ever fewer samples could never show that it takes more."""
+_ENOUGH = 8
+"""Observations of a bin before it says anything about the plateau."""
+_FIXED_SHARE = 0.5
+"""Of a decode step's time, as long as no smaller number of samples has been seen."""
+
+
+class Speed(Struct):
+    """Seconds of one decode step by number of running samples, as seen: one moving mean a doubling.
+
+    No formula is fitted: contexts grow while samples end, and a line through both told plateaus of one sample.
+    """
+
+    steps_s: list[Seconds] = []
+    """Bin b holds 2^b up to 2^(b+1) - 1 samples; 0 is not seen yet."""
+    samples: list[float] = []
+    """The mean number of samples of what was seen in the bin."""
+    num_seen: list[int] = []
+
+    def observe(self, num_running: int, step_s: Seconds) -> None:
+        b = num_running.bit_length() - 1
+        if b < 0:
+            return
+        while len(self.steps_s) <= b:
+            self.steps_s.append(0.0)
+            self.samples.append(0.0)
+            self.num_seen.append(0)
+        self.num_seen[b] += 1
+        if self.steps_s[b] == 0.0:
+            self.steps_s[b], self.samples[b] = step_s, float(num_running)
+        else:
+            gain = _GAIN_DOWN if step_s < self.steps_s[b] else _GAIN_UP
+            self.steps_s[b] += gain * (step_s - self.steps_s[b])
+            self.samples[b] += gain * (num_running - self.samples[b])
+
+    def step_s(self, num_running: float) -> Seconds | None:
+        """The time of a step with so many samples: between two bins seen in proportion, None while none was."""
+        below: tuple[float, Seconds] | None = None
+        for num, step_s in zip(self.samples, self.steps_s, strict=True):
+            if step_s == 0.0:
+                continue
+            if num_running <= num:
+                if below is None:
+                    return step_s * (_FIXED_SHARE + (1.0 - _FIXED_SHARE) * num_running / num)
+                share = (num_running - below[0]) / (num - below[0])
+                return below[1] + share * (step_s - below[1])
+            below = (num, step_s)
+        return None if below is None else below[1] * (_FIXED_SHARE + (1.0 - _FIXED_SHARE) * num_running / below[0])
+
+    def plateau(self, slots: int) -> int:
+        """The number of samples beyond which tokens/s were seen not to grow; all slots while that was not seen."""
+        best, at = 0.0, slots
+        seen_more = False
+        for num, step_s, num_seen in zip(self.samples, self.steps_s, self.num_seen, strict=True):
+            if num_seen < _ENOUGH:
+                continue
+            seen_more = num / step_s <= best * _GROWTH
+            if not seen_more:
+                best, at = num / step_s, int(num)
+        return min(slots, max(at, math.ceil(slots * _MIN_PLATEAU))) if seen_more else slots
+
+
+class Worker(Struct):
+    seat: int
+    name: WorkerName
+    incarnation: Incarnation
+    slots: int
+    spot: bool
+    local: bool
+    num_devices: int
+    kv_tokens: int
+    joined_at: Seconds
+    since: Seconds
+    """Up to when its seconds are in the ledger."""
+    state: WorkerState = "waiting"
+    duty: WorkerDuty = "generating"
+    version: Version = NO_VERSION
+    pulling: Version = NO_VERSION
+    source: int = -1
+    """The seat of the peer it pulls from; -1 is the trainer, or nobody when it does not pull."""
+    num_pull_failures: int = 0
+    bad_source: bool = False
+    """A pull from it failed: others take their weights elsewhere."""
+    num_failures: int = 0
+    num_waiting: int = 0
+    """Samples that its engine itself holds back."""
+    num_preemptions: int = 0
+    leases: dict[LeaseId, SampleId] = {}
+    last_tokens_at: Seconds = 0.0
+    speed: Speed = field(default_factory=Speed)
+    plateau: int = 0
+    num_granted: int = 0
+    """Leases given to it since it last brought tokens."""
+
+    @property
+    def may_generate(self) -> bool:
+        return self.state == "active" and self.duty == "generating"
+
+    @property
+    def credit(self) -> int:
+        return self.plateau - len(self.leases)
+
+    @property
+    def activity(self) -> Activity:
+        if self.state == "draining":
+            return "draining"
+        if self.local and self.duty != "generating" and self.duty != "stopping":
+            return "training"
+        if self.leases:
+            return "generating"
+        return "idle" if self.state == "active" else "pulling"
+
+
+class Fleet(Struct):
+    seats: dict[int, Worker] = {}
+    by_name: dict[WorkerName, int] = {}
+    last_incarnations: dict[WorkerName, Incarnation] = {}
+    """The newest life of every name ever seen: a join that is repeated late is refused by it."""
+    local_seats: list[int] = []
+    next_seat: int = 1
+    num_remote: int = 0
+    """Remote workers that are there and not draining, with or without weights."""
+    counted_at: Seconds = 0.0
+    remote_area: float = 0.0
+    """`num_remote` integrated over the time since `measured_from`."""
+    measured_from: Seconds = 0.0
+
+    def find(self, name: WorkerName, incarnation: Incarnation) -> Worker | None:
+        """The worker in that very life, or None for news of the dead."""
+        seat = self.by_name.get(name)
+        if seat is None:
+            return None
+        worker = self.seats[seat]
+        return worker if worker.incarnation == incarnation else None
+
+    def local(self) -> list[Worker]:
+        return [self.seats[seat] for seat in self.local_seats]
+
+    def add(self, worker: Worker, now: Seconds) -> None:
+        self.seats[worker.seat] = worker
+        self.by_name[worker.name] = worker.seat
+        self.last_incarnations[worker.name] = worker.incarnation
+        if worker.local:
+            self.local_seats.append(worker.seat)
+        else:
+            self._count(1, now)
+
+    def remove(self, worker: Worker, now: Seconds) -> None:
+        del self.seats[worker.seat]
+        del self.by_name[worker.name]
+        if worker.local:
+            self.local_seats.remove(worker.seat)
+        elif worker.state != "draining":
+            self._count(-1, now)
+
+    def start_drain(self, worker: Worker, now: Seconds) -> None:
+        if not worker.local and worker.state != "draining":
+            self._count(-1, now)
+        worker.state = "draining"
+
+    def mean_remote(self, now: Seconds) -> float:
+        """Remote workers, averaged over the time since the last `restart_mean`."""
+        span = now - self.measured_from
+        if span <= 0.0:
+            return float(self.num_remote)
+        return (self.remote_area + self.num_remote * (now - self.counted_at)) / span
+
+    def restart_mean(self, now: Seconds) -> None:
+        self.remote_area, self.counted_at, self.measured_from = 0.0, now, now
+
+    def _count(self, change: int, now: Seconds) -> None:
+        self.remote_area += self.num_remote * (now - self.counted_at)
+        self.counted_at = now
+        self.num_remote += change
+
+
+def settle(worker: Worker, ledger: Ledger, now: Seconds) -> None:
+    """Write the seconds since the last time into the ledger. Call it before anything that changes the activity."""
+    if now > worker.since:
+        ledger.pay(worker.name, worker.activity, now - worker.since)
+        worker.since = now

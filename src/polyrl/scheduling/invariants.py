@@ -1,0 +1,213 @@
+"""The laws, re-derived from nothing but the state. Under test they are checked after every event.
+
+Every redundant count and index is computed anew here and compared; then the conservation laws are added up. A law that
+does not hold is a bug of the scheduler, whatever the environment did.
+"""
+
+from polyrl.errors import LawViolation
+from polyrl.ids import Seconds, show_sample
+from polyrl.scheduling.desk import Desk, State
+from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.scheduler import Scheduler
+from polyrl.scheduling.staleness import newest_step, oldest_version
+from polyrl.scheduling.tail_batching import num_extra
+
+LEASED = ("leased", "stopping")
+
+
+def check(scheduler: Scheduler, now: Seconds) -> None:
+    """Raise LawViolation, naming the law, if one does not hold."""
+    desk = scheduler.desk
+    for sample in desk.state.samples.values():
+        _check_sample(desk, sample)
+    for group in desk.state.groups.values():
+        _check_group(desk, group)
+    for round_ in desk.state.rounds.values():
+        _check_round(desk, round_)
+    _check_leases(desk)
+    _check_fleet(desk, now)
+    _check_scoring(desk)
+    _check_prompts(desk)
+    _check_sums(desk.state)
+    _check_rest(desk)
+
+
+def _law(holds: bool, message: str) -> None:
+    if not holds:
+        raise LawViolation(message)
+
+
+def _check_sample(desk: Desk, sample: Sample) -> None:
+    name = f"sample {show_sample(sample.id)}"
+    state = desk.state
+    group = state.groups.get(sample.group)
+    if group is None:
+        raise LawViolation(f"{name} has no group")
+    _law(0 <= sample.num_tokens <= desk.config.max_new_tokens, f"{name} has {sample.num_tokens} tokens")
+    leased = sample.state in LEASED
+    _law(leased == (sample.lease != NO_LEASE), f"{name} is {sample.state} with lease {sample.lease}")
+    if leased:
+        worker = state.fleet.seats.get(sample.worker)
+        _law(worker is not None, f"{name} is leased to an empty seat {sample.worker}")
+        _law(sample.version != NO_VERSION, f"{name} is leased and written by no version")
+    if sample.num_tokens and sample.state != "discarded":
+        oldest = oldest_version(group.step, desk.config.max_staleness)
+        _law(sample.version >= oldest, f"{name} of step {group.step} has tokens of version {sample.version}")
+    waits_for_stop = ("hand_over", sample.lease) in desk.deadlines.entries
+    _law(waits_for_stop == (sample.state == "stopping"), f"{name} is {sample.state}, hand-over deadline: {waits_for_stop}")
+
+
+def _check_group(desk: Desk, group: Group) -> None:
+    name = f"group {group.id}"
+    samples = [desk.state.samples[one] for one in group.sample_ids()]
+    kept = [one for one in samples if one.kept]
+    scored = sum(one.state == "scored" for one in kept)
+    alive = sum(one.state != "discarded" for one in kept)
+    _law(group.id in desk.state.rounds[group.step].groups, f"{name} is not in its round")
+    _law(group.num_scored == scored, f"{name} counts {group.num_scored} scored, has {scored}")
+    _law(group.need <= alive, f"{name} needs {group.need} samples, {alive} can still be trained")
+    running = sum(one.state in ("waiting", *LEASED) for one in samples)
+    if group.state == "open":
+        _law(group.num_generated < group.need, f"{name} has {group.num_generated} answers and is still open")
+        _law(running > 0, f"{name} is open and nothing of it runs or waits")
+    elif group.state != "claimed":
+        _law(running == 0, f"{name} is {group.state} and still generates")
+        _law(scored == group.need, f"{name} is {group.state} with {scored} of {group.need} scored")
+    elif desk.config.rounds.tail_batching != "designated":
+        _law(running == 0, f"{name} has its place and still generates")
+
+
+def _check_round(desk: Desk, round_: Round) -> None:
+    name = f"round {round_.step}"
+    state = desk.state
+    groups = [state.groups[one] for one in round_.groups]
+    samples = [state.samples[one] for group in groups for one in group.sample_ids()]
+    waiting = [one for one in samples if one.state == "waiting"]
+    _law(round_.num_waiting == len(waiting), f"{name} counts {round_.num_waiting} waiting, has {len(waiting)}")
+    leased = sum(one.state in LEASED for one in samples)
+    _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
+    queued = frozenset(round_.fresh) | frozenset(one for _, one in round_.resumed)
+    for one in waiting:
+        _law(one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
+    for domain in range(len(round_.quotas)):
+        mine = [group for group in groups if group.domain == domain]
+        still_open = sum(group.state == "open" for group in mine)
+        _law(round_.num_open[domain] == still_open, f"{name} counts {round_.num_open[domain]} open, has {still_open}")
+        _law(round_.claims[domain] == len(mine) - still_open, f"{name} counts {round_.claims[domain]} claims")
+        _law(round_.claims[domain] <= round_.quotas[domain], f"{name} has more claims than places")
+        if still_open:
+            _law(round_.claims[domain] < round_.quotas[domain], f"{name} has open groups and no place for them")
+        _law(len(mine) >= round_.quotas[domain], f"{name} can never fill its {round_.quotas[domain]} places")
+    ready = sum(group.state == "ready" for group in groups)
+    delivered = sum(group.state in ("delivered", "taken") for group in groups)
+    _law(round_.num_ready == ready, f"{name} counts {round_.num_ready} ready, has {ready}")
+    _law(round_.num_delivered == delivered, f"{name} counts {round_.num_delivered} delivered, has {delivered}")
+    complete = ready + delivered == sum(round_.quotas)
+    _law((round_.closed_at is not None) == complete, f"{name} is closed: {round_.closed_at}, complete: {complete}")
+    _law(not (desk.config.streaming and ready), f"{name} holds {ready} complete groups back")
+    _law(round_.step <= newest_step(state.published, desk.config.max_staleness), f"{name} opened too early")
+
+
+def _check_leases(desk: Desk) -> None:
+    state = desk.state
+    derived = {one.lease: one.id for one in state.samples.values() if one.lease != NO_LEASE}
+    _law({lease: one.id for lease, one in desk.leases.items()} == derived, "the index of leases is not what samples say")
+    _law(all(lease < state.next_lease for lease in derived), "a lease from the future")
+    by_worker = {
+        lease: one for worker in state.fleet.seats.values() for lease, one in worker.leases.items()
+    }
+    _law(by_worker == derived, "what workers hold is not what samples say")
+    for worker in state.fleet.seats.values():
+        _law(list(worker.leases) == sorted(worker.leases), f"leases of {worker.name} are out of order")
+        for lease in worker.leases:
+            _law(desk.leases[lease].worker == worker.seat, f"lease {lease} is not at {worker.name}")
+
+
+def _check_fleet(desk: Desk, now: Seconds) -> None:
+    state = desk.state
+    fleet = state.fleet
+    _law(fleet.by_name == {worker.name: seat for seat, worker in fleet.seats.items()}, "names and seats differ")
+    remote = sum(not worker.local and worker.state != "draining" for worker in fleet.seats.values())
+    _law(fleet.num_remote == remote, f"the fleet counts {fleet.num_remote} remote workers, has {remote}")
+    _law(
+        fleet.local_seats == [seat for seat, worker in fleet.seats.items() if worker.local],
+        "the seats of local workers are not what the fleet says",
+    )
+    choosable = [seat for seat, worker in fleet.seats.items() if worker.may_generate and worker.credit > 0]
+    _law(desk.router.valid_seats() == sorted(choosable), "the router's workers are not those with credit")
+    for worker in fleet.seats.values():
+        name = f"worker {worker.name}"
+        _law(("heartbeat", worker.seat) in desk.deadlines.entries, f"{name} is not missed if it dies")
+        stall = ("stall", worker.seat) in desk.deadlines.entries
+        _law(stall == bool(worker.leases), f"{name} has {len(worker.leases)} leases, stall deadline: {stall}")
+        pull = ("pull", worker.seat) in desk.deadlines.entries
+        _law(pull == (worker.pulling != NO_VERSION), f"{name} pulls {worker.pulling}, deadline: {pull}")
+        _law(worker.version <= state.published, f"{name} holds an unpublished version")
+        if worker.pulling != NO_VERSION and worker.source != -1:
+            _law(worker.source in fleet.seats, f"{name} pulls from an empty seat")
+        if worker.leases:
+            _law(worker.state in ("active", "draining"), f"{name} has samples and is {worker.state}")
+        if worker.local:
+            switching = ("switch", worker.seat) in desk.deadlines.entries
+            expected = worker.duty in ("to_training", "to_generating")
+            _law(switching == expected, f"{name} is {worker.duty}, switch deadline: {switching}")
+        _law(worker.since <= now, f"{name} is paid beyond now")
+
+
+def _check_scoring(desk: Desk) -> None:
+    state = desk.state
+    queued = frozenset(one for _, one in state.scoring.queue)
+    _law(len(state.scoring.running) <= desk.config.rewards.slots, "more rewards run than the pool has places")
+    for one, attempt in state.scoring.running.items():
+        sample = state.samples.get(one)
+        _law(sample is not None and sample.state == "scoring", f"a reward runs for {show_sample(one)}, which is {sample}")
+        _law(sample is None or sample.attempt == attempt, f"an old attempt runs for {show_sample(one)}")
+        _law(("reward", one) in desk.deadlines.entries, f"the reward of {show_sample(one)} has no deadline")
+    for sample in state.samples.values():
+        if sample.state == "generated" and desk.config.rewards.as_finished:
+            raise LawViolation(f"sample {show_sample(sample.id)} was not sent to be scored")
+        if sample.state == "scoring" and sample.id not in state.scoring.running and sample.id not in queued:
+            raise LawViolation(f"sample {show_sample(sample.id)} waits for a reward that nobody runs")
+
+
+def _check_prompts(desk: Desk) -> None:
+    state = desk.state
+    tail, config = state.tail, desk.config
+    keys = [(group.domain, group.epoch, group.prompt) for group in state.groups.values()]
+    keys += [(d, one.epoch, one.prompt) for d, waiting in enumerate(tail.deferred) for one in waiting]
+    _law(len(keys) == len(frozenset(keys)), "a prompt is in two places")
+    for d, waiting in enumerate(tail.deferred):
+        quota = config.domains[d].prompts_per_step
+        most = quota + max(num_extra(config.rounds, tail.factors, quota), _most_extra(config.rounds.adaptive, quota))
+        if config.max_staleness == 0:
+            _law(len(waiting) < most or not waiting, f"domain {d} has {len(waiting)} deferred prompts, {most} is too many")
+        for one in waiting:
+            often = 1 <= one.times_deferred <= config.rounds.max_deferrals
+            _law(often, f"prompt {one.prompt} waits and was deferred {one.times_deferred} times")
+            _law(one.first_deferred_step >= 0, f"prompt {one.prompt} waits since no step")
+
+
+def _most_extra(adaptive: bool, quota: int) -> int:
+    return quota if adaptive else 0
+
+
+def _check_sums(state: State) -> None:
+    ledger = state.ledger
+    open_samples = [one for one in state.samples.values() if one.state != "discarded"]
+    tokens = ledger.tokens_kept + sum(ledger.tokens_discarded.values()) + sum(one.num_tokens for one in open_samples)
+    _law(ledger.tokens_arrived == tokens, f"{ledger.tokens_arrived} tokens arrived, {tokens} are accounted for")
+    samples = ledger.samples_trained + sum(ledger.samples_discarded.values()) + len(open_samples)
+    _law(ledger.samples_started == samples, f"{ledger.samples_started} samples started, {samples} are accounted for")
+    deferred = sum(map(len, state.tail.deferred))
+    prompts = ledger.prompts_trained + sum(ledger.prompts_dropped.values()) + deferred + len(state.groups)
+    _law(ledger.prompts_started == prompts, f"{ledger.prompts_started} prompts started, {prompts} are accounted for")
+
+
+def _check_rest(desk: Desk) -> None:
+    due = desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
+    _law(not due, "something was left undone at the end of an event")
+    may_place = any(round_.num_waiting for round_ in desk.state.rounds.values())
+    if may_place:
+        oldest = min(round_.step for round_ in desk.state.rounds.values() if round_.num_waiting)
+        room = desk.router.has_room(oldest_version(oldest, desk.config.max_staleness))
+        _law(not room, "a sample waits although a worker has room for it")

@@ -1,0 +1,162 @@
+"""A worker's turn at a sample: given, ended, taken back, handed over.
+
+Rules kept here: a sample has at most one lease; a lease is never reused; the tokens of a lost lease that have arrived are kept and the
+sample is resumed after them. An aborted lease is over when we say so; whatever its worker still sends of it is late news.
+"""
+
+import heapq
+
+from polyrl.ids import LeaseId, Seconds
+from polyrl.scheduling.commands import Abort, Generate, HandOver, ReleaseWorker
+from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.fleet import Worker, settle
+from polyrl.scheduling.ledger import DiscardCause
+from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Round, Sample
+from polyrl.scheduling.staleness import oldest_version
+
+
+def place_waiting(desk: Desk, now: Seconds) -> None:
+    """Give waiting samples to workers with credit: earlier rounds first, moved samples before fresh ones."""
+    state = desk.state
+    for round_ in state.rounds.values():
+        min_version = oldest_version(round_.step, desk.config.max_staleness)
+        while round_.num_waiting:
+            sample = _first_waiting(desk, round_)
+            prefix_worker = -1 if sample.num_tokens else state.groups[sample.group].prefix_worker
+            worker = desk.router.choose(min_version, prefix_worker)
+            if worker is None:
+                return
+            _grant(desk, sample, round_, worker, now)
+
+
+def _first_waiting(desk: Desk, round_: Round) -> Sample:
+    """The sample to place next. There is one: `num_waiting` says so."""
+    samples = desk.state.samples
+    resumed = round_.resumed
+    while resumed:
+        sample = samples.get(resumed[0][1])
+        if sample is not None and sample.state == "waiting" and sample.num_tokens == -resumed[0][0]:
+            return sample
+        heapq.heappop(resumed)
+    fresh = round_.fresh
+    while True:
+        sample = samples.get(fresh[-1])
+        if sample is not None and sample.state == "waiting" and sample.num_tokens == 0:
+            return sample
+        fresh.pop()
+
+
+def _grant(desk: Desk, sample: Sample, round_: Round, worker: Worker, now: Seconds) -> None:
+    state = desk.state
+    if not worker.leases:
+        settle(worker, state.ledger, now)
+        worker.last_tokens_at = now
+        desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s)
+    lease = LeaseId(state.next_lease)
+    state.next_lease += 1
+    sample.state = "leased"
+    sample.lease = lease
+    sample.worker = worker.seat
+    sample.heard_at = now
+    if sample.version == NO_VERSION or worker.version < sample.version:
+        sample.version = worker.version
+    desk.leases[lease] = sample
+    worker.leases[lease] = sample.id
+    worker.num_granted += 1
+    round_.num_waiting -= 1
+    round_.num_leased += 1
+    desk.router.update(worker)
+    group = state.groups[sample.group]
+    why = "with its siblings" if group.prefix_worker == worker.seat else "least loaded"
+    group.prefix_worker = worker.seat
+    if not worker.local and state.clock.first_remote_at is None:
+        state.clock.first_remote_at = now
+    state.ledger.tokens_reprefilled += sample.num_tokens
+    desk.commands.append(
+        Generate(worker.name, lease, sample.id, sample.num_tokens, desk.config.max_new_tokens, why)
+    )
+
+
+def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
+    """Take in how far a sample is, and return how many tokens are new. Fewer than known, or beyond the cap, is not believed."""
+    gained = min(num_tokens, desk.config.max_new_tokens) - sample.num_tokens
+    if gained <= 0:
+        return 0
+    sample.num_tokens += gained
+    desk.state.ledger.tokens_arrived += gained
+    return gained
+
+
+def end_lease(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> Worker:
+    """Take a sample's lease away, whatever comes next for it. Returns the worker that had it."""
+    state = desk.state
+    worker = state.fleet.seats[sample.worker]
+    if len(worker.leases) == 1:
+        settle(worker, state.ledger, now)
+        desk.deadlines.clear(("stall", worker.seat))
+    if sample.state == "stopping":
+        desk.deadlines.clear(("hand_over", sample.lease))
+    del desk.leases[sample.lease]
+    del worker.leases[sample.lease]
+    sample.lease = NO_LEASE
+    sample.worker = -1
+    round_.num_leased -= 1
+    if not worker.local:
+        state.clock.last_remote_at = now
+    if worker.state == "draining":
+        release_if_drained(desk, worker)
+    else:
+        desk.router.update(worker)
+        desk.place_due = True
+        if worker.local:
+            desk.devices_due = True
+    return worker
+
+
+def release_if_drained(desk: Desk, worker: Worker) -> None:
+    waited_for = ("drain", worker.seat) in desk.deadlines.entries  # not so when it is lost: nobody is there to release
+    if worker.state == "draining" and not worker.leases and waited_for:
+        desk.commands.append(ReleaseWorker(worker.name, "it has handed everything over"))
+
+
+def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str) -> None:
+    """End a sample's lease before the answer ended; it waits for another worker, from the tokens that have arrived."""
+    end_lease(desk, sample, round_, now)
+    state = desk.state
+    sample.state = "waiting"
+    round_.num_waiting += 1
+    round_.num_moves += 1
+    state.ledger.count_move(cause)
+    if not desk.config.fleet_rules.migrate:
+        state.ledger.discard_tokens("preemption", sample.num_tokens)
+        sample.num_tokens = 0
+        sample.version = NO_VERSION
+    sample.moved_at = sample.num_tokens
+    if sample.num_tokens:
+        heapq.heappush(round_.resumed, (-sample.num_tokens, sample.id))
+    else:
+        round_.fresh.append(sample.id)
+    desk.place_due = True
+
+
+def hand_over(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
+    """Ask for a running sample back, at its current token."""
+    if sample.state != "leased":
+        return
+    sample.state = "stopping"
+    worker = desk.state.fleet.seats[sample.worker]
+    desk.deadlines.set(("hand_over", sample.lease), now + desk.config.fleet_rules.hand_over_timeout_s)
+    desk.commands.append(HandOver(worker.name, sample.lease, why))
+
+
+def discard_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+    """End a sample untrained, wherever it stands; abort it if it runs. Scoring is cancelled by the caller's part."""
+    if sample.state == "waiting":
+        round_.num_waiting -= 1
+    elif sample.lease != NO_LEASE:
+        desk.state.lengths.observe(sample.num_tokens, finished=False)
+        lease = sample.lease
+        worker = end_lease(desk, sample, round_, now)
+        desk.commands.append(Abort(worker.name, lease, why))
+    sample.state = "discarded"
+    desk.state.ledger.discard(cause, sample.num_tokens)

@@ -1,0 +1,125 @@
+"""What became of every prompt, sample, token, second and dollar.
+
+Sums that must hold at any moment (invariants.py checks them):
+
+    tokens arrived   = tokens kept + tokens discarded by cause + tokens of samples still open
+    samples started  = trained + discarded by cause + open
+    prompts started  = trained + dropped by reason + deferred + open
+    a worker's seconds by activity add up to its time in the fleet; dollars are seconds times its price
+
+`prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Tokens are those
+that reached us; what a dying worker had not yet sent was never counted.
+"""
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from polyrl.ids import Seconds, Step, WorkerName
+
+Activity = Literal["starting", "pulling", "generating", "idle", "draining", "training"]
+DiscardCause = Literal["speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "not_taken"]
+
+NUM_LENGTH_BINS = 24
+"""Bin b holds answers of 2^(b-1) up to 2^b - 1 tokens."""
+
+
+class StepLine(Struct, frozen=True):
+    """One step, as the metrics show it."""
+
+    step: Step
+    kind: str
+    opened_at: Seconds
+    closed_at: Seconds
+    trained_at: Seconds
+    num_groups: int
+    num_samples: int
+    tokens_trained: int
+    tokens_discarded: dict[str, int]
+    longest: int
+    trained_mean: float
+    generated_mean: float
+    """Mean length of all the round's samples that ended by themselves, trained or not."""
+    inclusion_by_length: tuple[tuple[int, int, int], ...]
+    """(bin, samples that ended with such a length, those of them trained)."""
+    wait_train_s: Seconds
+    wait_remote_s: Seconds
+    train_s: Seconds
+    seed_window_s: Seconds
+    mean_workers: float
+    num_moves: int
+    usd: float
+
+
+class WorkerLine(Struct):
+    price_usd_per_hour: float
+    seconds: dict[str, float] = {}
+    num_joins: int = 0
+    num_losses: int = 0
+
+    @property
+    def paid_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def usd(self) -> float:
+        return self.paid_s * self.price_usd_per_hour / 3600
+
+
+class Ledger(Struct):
+    prompts_started: int = 0
+    prompts_trained: int = 0
+    prompts_dropped: dict[str, int] = {}
+    num_deferrals: int = 0
+    samples_started: int = 0
+    samples_trained: int = 0
+    samples_discarded: dict[str, int] = {}
+    tokens_arrived: int = 0
+    tokens_kept: int = 0
+    tokens_discarded: dict[str, int] = {}
+    tokens_reprefilled: int = 0
+    moves: dict[str, int] = {}
+    late_news: int = 0
+    rounds: dict[str, int] = {}
+    workers: dict[WorkerName, WorkerLine] = {}
+    trainer_usd_per_hour: float = 0.0
+    started_at: Seconds | None = None
+    ended_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
+    trained_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
+
+    def discard(self, cause: DiscardCause, num_tokens: int) -> None:
+        """A sample ends untrained."""
+        self.samples_discarded[cause] = self.samples_discarded.get(cause, 0) + 1
+        self.discard_tokens(cause, num_tokens)
+
+    def discard_tokens(self, cause: DiscardCause, num_tokens: int) -> None:
+        if num_tokens:
+            self.tokens_discarded[cause] = self.tokens_discarded.get(cause, 0) + num_tokens
+
+    def drop_prompt(self, reason: str) -> None:
+        self.prompts_dropped[reason] = self.prompts_dropped.get(reason, 0) + 1
+
+    def count_move(self, cause: str) -> None:
+        self.moves[cause] = self.moves.get(cause, 0) + 1
+
+    def pay(self, worker: WorkerName, activity: Activity, seconds: Seconds) -> None:
+        line = self.workers[worker]
+        line.seconds[activity] = line.seconds.get(activity, 0.0) + seconds
+
+    def worker_line(self, worker: WorkerName, price_usd_per_hour: float) -> WorkerLine:
+        line = self.workers.get(worker)
+        if line is None:
+            line = self.workers[worker] = WorkerLine(price_usd_per_hour=price_usd_per_hour)
+        line.price_usd_per_hour = price_usd_per_hour
+        return line
+
+    def trainer_usd(self, now: Seconds) -> float:
+        return 0.0 if self.started_at is None else (now - self.started_at) * self.trainer_usd_per_hour / 3600
+
+    def usd(self, now: Seconds) -> float:
+        """All dollars up to `now`, as far as activities have been settled."""
+        return self.trainer_usd(now) + sum(line.usd for line in self.workers.values())
+
+
+def length_bin(num_tokens: int) -> int:
+    return min(num_tokens.bit_length(), NUM_LENGTH_BINS - 1)

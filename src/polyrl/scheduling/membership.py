@@ -1,0 +1,230 @@
+"""Workers come, go, drain and are given up; weights reach them.
+
+Rules kept here: a worker that is gone, however we learned it, gives its samples back at once, each after its last token that
+arrived. A join that is older than what we know is refused. Nobody waits for a dead peer's weights: who pulled from it gets another
+source. A worker counts as active only while it holds a version that some step may still be trained on.
+"""
+
+from polyrl.ids import Seconds, Step, Version
+from polyrl.scheduling import leases, weight_delivery
+from polyrl.scheduling.commands import Abort, ForgetWorker, PullWeights, StartGenerating
+from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.events import WeightsFailed, WeightsInstalled, WorkerJoined
+from polyrl.scheduling.fleet import Worker, settle
+from polyrl.scheduling.samples import NO_VERSION
+from polyrl.scheduling.staleness import oldest_version
+from polyrl.scheduling.weight_delivery import TRAINER
+
+
+def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
+    """Give a worker a seat. False for a join that is repeated late."""
+    fleet = desk.state.fleet
+    newest_life = fleet.last_incarnations.get(event.worker)
+    if newest_life is not None and event.incarnation <= newest_life:
+        desk.state.ledger.late_news += 1
+        return False
+    seat = fleet.by_name.get(event.worker)
+    if seat is not None:
+        # Not told: a command goes by name, and would hit the newer process. Who said it joined knows the old one is over.
+        lose(desk, fleet.seats[seat], "a newer process joined under its name", now, tell=False)
+    unknown = event.version is None or event.version > desk.state.published
+    worker = Worker(
+        seat=fleet.next_seat,
+        name=event.worker,
+        incarnation=event.incarnation,
+        slots=max(1, event.slots),
+        spot=event.spot,
+        local=event.local,
+        num_devices=event.num_devices,
+        kv_tokens=event.kv_tokens,
+        joined_at=now,
+        since=now,
+        version=NO_VERSION if unknown or event.version is None else event.version,
+        last_tokens_at=now,
+        plateau=max(1, event.slots),
+    )
+    fleet.next_seat += 1
+    fleet.add(worker, now)
+    line = desk.state.ledger.worker_line(worker.name, event.price_usd_per_hour)
+    line.num_joins += 1
+    desk.state.ledger.pay(worker.name, "starting", event.starting_s)
+    desk.deadlines.set(("heartbeat", worker.seat), now + desk.config.fleet_rules.heartbeat_timeout_s)
+    if worker.local:
+        worker.version = desk.state.published
+        worker.duty = "to_generating"
+        desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
+        desk.commands.append(StartGenerating(worker.name, "it has joined"))
+    _refresh_state(desk, worker, now)
+    desk.pulls_due = True
+    desk.devices_due = True
+    return True
+
+
+def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """Any news of a worker shows that it lives."""
+    desk.deadlines.entries[("heartbeat", worker.seat)] = now + desk.config.fleet_rules.heartbeat_timeout_s
+
+
+def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
+    """Take everything back from a worker, at the current token, and then let it go."""
+    if worker.state == "draining":
+        return
+    settle(worker, desk.state.ledger, now)
+    _stop_pull(desk, worker)
+    desk.state.fleet.start_drain(worker, now)
+    desk.router.update(worker)
+    desk.deadlines.set(("drain", worker.seat), now + desk.config.fleet_rules.drain_timeout_s)
+    for lease in list(worker.leases):
+        leases.hand_over(desk, desk.leases[lease], why, now)
+    leases.release_if_drained(desk, worker)
+    _resource_pullers(desk, worker)
+    desk.devices_due = True
+
+
+def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool) -> None:
+    """A worker is gone, or we give it up; `tell` the driver if it does not know."""
+    state = desk.state
+    settle(worker, state.ledger, now)
+    if worker.state != "draining" or worker.leases:
+        state.ledger.workers[worker.name].num_losses += 1
+    for name in ("heartbeat", "stall", "pull", "retry_pull", "switch", "drain"):
+        desk.deadlines.clear((name, worker.seat))
+    for lease in list(worker.leases):
+        sample = desk.leases[lease]
+        leases.requeue(desk, sample, state.rounds[state.groups[sample.group].step], now, "lost")
+    state.fleet.remove(worker, now)
+    desk.router.update(worker)
+    _resource_pullers(desk, worker)
+    desk.pulls_due = True
+    desk.devices_due = True
+    if tell:
+        desk.commands.append(ForgetWorker(worker.name, why))
+
+
+def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """Take samples back that brought no token for too long; give the worker up if that is all of them."""
+    limit = desk.config.fleet_rules.stall_timeout_s
+    desk.deadlines.set(("stall", worker.seat), now + limit / 2)
+    stalled = [desk.leases[lease] for lease in worker.leases if now - desk.leases[lease].heard_at >= limit]
+    if len(stalled) == len(worker.leases):
+        lose(desk, worker, "it has samples and brings no token", now, tell=True)
+        return
+    for sample in stalled:
+        desk.commands.append(Abort(worker.name, sample.lease, "it brought no token for too long"))
+        leases.requeue(desk, sample, desk.state.rounds[desk.state.groups[sample.group].step], now, "stalled")
+
+
+# Weights
+
+
+def publish(desk: Desk, version: Version, now: Seconds) -> None:
+    """A newer version can be had. Local workers hold it already."""
+    if version <= desk.state.published:
+        desk.state.ledger.late_news += 1
+        return
+    desk.state.published = version
+    for worker in desk.state.fleet.seats.values():
+        if worker.local:
+            worker.version = version
+        _refresh_state(desk, worker, now)
+    desk.pulls_due = True
+    desk.rounds_due = True
+
+
+def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """Active is who holds a version that may still write; the others wait for weights or pull them."""
+    if worker.state == "draining":
+        return
+    usable = worker.version >= oldest_version_wanted(desk) and worker.version != NO_VERSION
+    state = "active" if usable else "pulling" if worker.pulling != NO_VERSION else "waiting"
+    if state != worker.state:
+        settle(worker, desk.state.ledger, now)
+        worker.state = state
+        desk.router.update(worker)
+        desk.place_due = desk.place_due or usable
+        desk.devices_due = True
+
+
+def refresh_all(desk: Desk, now: Seconds) -> None:
+    """A step is over: what counts as active may have changed for everyone."""
+    for worker in desk.state.fleet.seats.values():
+        _refresh_state(desk, worker, now)
+
+
+def oldest_version_wanted(desk: Desk) -> Version:
+    """The oldest version that a round not yet trained may be written by."""
+    newest = Step(desk.state.published)
+    oldest_round = next(iter(desk.state.rounds), newest)
+    return oldest_version(min(newest, oldest_round), desk.config.max_staleness)
+
+
+def start_pulls(desk: Desk, now: Seconds) -> None:
+    """Find a source for every worker that lacks the newest version."""
+    state = desk.state
+    wanting = [
+        worker
+        for worker in state.fleet.seats.values()
+        if not worker.local
+        and worker.state != "draining"
+        and worker.version < state.published
+        and worker.pulling == NO_VERSION
+        and ("retry_pull", worker.seat) not in desk.deadlines.entries
+    ]
+    pulls = weight_delivery.plan_pulls(wanting, state.fleet.seats.values(), state.published, desk.config.weight_delivery)
+    for pull in pulls:
+        worker = state.fleet.seats[pull.worker]
+        worker.pulling = state.published
+        worker.source = pull.source
+        _refresh_state(desk, worker, now)
+        desk.deadlines.set(("pull", worker.seat), now + desk.config.fleet_rules.pull_timeout_s)
+        source = None if pull.source == TRAINER else state.fleet.seats[pull.source].name
+        held = None if worker.version == NO_VERSION else worker.version
+        desk.commands.append(PullWeights(worker.name, worker.pulling, source, held, pull.why))
+
+
+def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: Seconds) -> None:
+    if event.version > desk.state.published or event.version <= worker.version or worker.local:
+        desk.state.ledger.late_news += 1
+        return
+    worker.version = event.version
+    worker.num_pull_failures = 0
+    if worker.pulling == event.version:
+        _stop_pull(desk, worker)
+    _refresh_state(desk, worker, now)
+    desk.router.update(worker)
+    desk.pulls_due = True
+    desk.place_due = True
+    desk.devices_due = True
+
+
+def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Seconds) -> None:
+    """The worker keeps what it has and tries again later; its source, if a peer, is not asked again."""
+    if worker.pulling != event.version:
+        desk.state.ledger.late_news += 1
+        return
+    source = desk.state.fleet.seats.get(worker.source)
+    if source is not None:
+        source.bad_source = True
+    _stop_pull(desk, worker)
+    worker.num_pull_failures += 1
+    pause = weight_delivery.retry_after_s(worker.num_pull_failures, desk.config.weight_delivery)
+    desk.deadlines.set(("retry_pull", worker.seat), now + pause)
+    _refresh_state(desk, worker, now)
+    _resource_pullers(desk, worker)
+    desk.pulls_due = True
+
+
+def _stop_pull(desk: Desk, worker: Worker) -> None:
+    worker.pulling = NO_VERSION
+    worker.source = TRAINER
+    desk.deadlines.clear(("pull", worker.seat))
+    desk.pulls_due = True
+
+
+def _resource_pullers(desk: Desk, source: Worker) -> None:
+    """Whoever pulled from this worker, and cannot go on, asks anew."""
+    if source.version == desk.state.published and source.seat in desk.state.fleet.seats and source.state != "draining":
+        return
+    for worker in desk.state.fleet.seats.values():
+        if worker.pulling != NO_VERSION and worker.source == source.seat:
+            _stop_pull(desk, worker)

@@ -1,0 +1,141 @@
+"""Every knob of the scheduler, typed, with its default. A live recipe and a scenario read the same structs.
+
+What can be measured is no knob: speeds, plateaus, length distributions, seeding windows and time limits are learned.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from polyrl.scheduling.parallelism import ParallelismConfig
+from polyrl.scheduling.reward_budgets import RewardConfig
+from polyrl.scheduling.scaling import ScalingConfig
+from polyrl.scheduling.seeding import SeedingConfig
+
+__all__ = [
+    "DomainData",
+    "FleetRules",
+    "HandBackConfig",
+    "ParallelismConfig",
+    "RewardConfig",
+    "RoundsConfig",
+    "RoutingConfig",
+    "ScalingConfig",
+    "SchedulerConfig",
+    "SeedingConfig",
+    "WeightDeliveryConfig",
+]
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1, le=8)]
+Count = Annotated[int, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which prompts and how many samples a round starts; docs/concepts/tail-batching.md."""
+
+    tail_batching: Literal["off", "race", "prompts", "designated", "predicted"] = "off"
+    samples_per_prompt: Annotated[int, Meta(ge=1, le=512)] = 8
+    prompt_factor: Factor = 1.25
+    sample_factor: Factor = 1.25
+    adaptive: bool = False
+    """Choose both factors anew after every long round, from the lengths seen, under the two bounds below."""
+    max_waste: Share = 0.4
+    """The most tokens that adaptive factors may discard, as a share of all generated."""
+    max_bias: Share = 0.35
+    """The most by which adaptive factors may shorten the mean trained answer, as a share of it."""
+    max_deferrals: AtLeastOne = 2
+    refill: bool = True
+    """Start a fresh prompt for one that was dropped or filtered; otherwise the step goes on with one less."""
+    max_refill_share: NotNegative = 1.0
+    """At most this many refills in a round, as a share of its prompts."""
+    min_group_samples: AtLeastOne = 2
+    """A group that lost samples to failures is still trained with at least this many."""
+
+
+class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where samples go, and when they move; docs/concepts/routing.md and migration.md."""
+
+    prefix_imbalance: NotNegative = 0.1
+    """How much more loaded, as a share of its slots, a worker may be and still get a sample for its cached prompt."""
+    balance: bool = True
+    balance_interval_s: Positive = 2.0
+    move_every_tokens: AtLeastOne = 512
+    """A running sample moves at most once in this many tokens."""
+    move_gain_s: NotNegative = 5.0
+    """A move must save at least this many seconds beyond its own cost."""
+    prefill_tokens_per_s: Positive = 20_000.0
+    """Assumed speed of re-prefilling a moved sample; only ever used to refuse moves that do not pay."""
+
+
+class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long we wait for a worker before we act; docs/concepts/fleet.md."""
+
+    heartbeat_timeout_s: Positive = 3.0
+    stall_timeout_s: Positive = 120.0
+    """A worker that has samples but brings no token for this long is given up."""
+    hand_over_timeout_s: Positive = 10.0
+    pull_timeout_s: Positive = 900.0
+    switch_timeout_s: Positive = 300.0
+    drain_timeout_s: Positive = 30.0
+    max_failures: AtLeastOne = 3
+    """A worker that fails this many leases in a row is given up; a sample that fails this often is dropped."""
+    migrate: bool = True
+    """Resume a moved sample where it stopped. Off: it starts again from its prompt (for comparison)."""
+
+
+class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who fetches weights from whom; docs/concepts/weight-delivery.md."""
+
+    relay: bool = True
+    trainer_uploads: AtLeastOne = 4
+    peer_uploads: AtLeastOne = 2
+    retry_s: Positive = 2.0
+    max_retry_s: Positive = 60.0
+
+
+class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the trainer's own devices stop generating one by one; docs/concepts/hand-back.md."""
+
+    enabled: bool = False
+    first_share: Share = 0.2
+    last_share: Share = 0.5
+    check_every_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    max_slowdown: Factor = 1.1
+    """How much slower the samples that go on may become."""
+    come_back_after_s: Positive = 10.0
+    """A device that has had nothing to train for this long, while samples wait for a worker, generates again."""
+
+
+class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A domain's data set and its share of every step."""
+
+    name: str
+    prompts_per_step: AtLeastOne
+    num_prompts: AtLeastOne
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    domains: Annotated[tuple[DomainData, ...], Meta(min_length=1)]
+    seed: int = 0
+    num_epochs: AtLeastOne | None = None
+    """How often the data is gone through; none: for as long as rounds are requested."""
+    max_new_tokens: AtLeastOne = 8192
+    max_staleness: Count = 0
+    streaming: bool = True
+    """Hand complete groups to the trainer as they come. Off: all of a round at once."""
+    trainer_usd_per_hour: NotNegative = 0.0
+    prompt_tokens: AtLeastOne = 512
+    """A typical prompt; only used to project how much cache is needed and what a move costs."""
+    rounds: RoundsConfig = RoundsConfig()
+    routing: RoutingConfig = RoutingConfig()
+    seeding: SeedingConfig = SeedingConfig()
+    hand_back: HandBackConfig = HandBackConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
+    rewards: RewardConfig = RewardConfig()
+    fleet_rules: FleetRules = FleetRules()
+    weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
+    scaling: ScalingConfig = ScalingConfig()

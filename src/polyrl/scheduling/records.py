@@ -1,0 +1,292 @@
+"""The journal's byte format, and replaying it: what was heard, when, and a digest of what was asked for in answer.
+
+    first line      polyrl-journal FORMAT\\n
+    header          a frame: the scheduler's configuration, and words about the run
+    records         a frame each: [now, event, digest of the commands]
+    a frame         length u32, crc32 of the length u32, crc32 of the payload u32 (little endian), msgpack payload
+
+Rules kept here: a record is whole before any of its commands is carried out, so what was acted on can be read back. A
+length has its own checksum: without it a damaged length looks like the end of the file, and recovery, which drops a
+record that was cut short, would drop everything behind it. Whatever is wrong is said in one line, with the record's
+number and its offset.
+
+Left out: files (telemetry/journal.py), and tokens: payload stays with the driver. Fields added to the end of a record
+or a header are skipped by older readers of the same format.
+"""
+
+import hashlib
+import math
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
+
+import msgspec
+
+from polyrl.errors import JournalError
+from polyrl.ids import Seconds
+from polyrl.scheduling.commands import Command
+from polyrl.scheduling.events import Event
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.scheduler import Scheduler
+
+FORMAT = 1
+COMMANDS_DIGEST_BYTES = 8
+
+_MAGIC = b"polyrl-journal "
+_MAX_FIRST_LINE = 32
+_FRAME = struct.Struct("<III")
+_LENGTH = struct.Struct("<I")
+
+
+class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
+    config: SchedulerConfig
+    about: dict[str, str] = {}
+    """Whatever the driver wants to say: scenario, host, version. Nothing depends on it."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    number: int
+    """From 1; the header is 0."""
+    offset: int
+    """Where its frame starts, in bytes."""
+    now: Seconds
+    event: Event
+    commands_digest: bytes
+    payload: bytes
+    """Its bytes, without the frame: what the journal's digest is made of."""
+
+
+class CutShort(JournalError):
+    """The journal ends inside a record: its writer was killed. Everything before `offset` is whole."""
+
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+class _Stored(msgspec.Struct, frozen=True, array_like=True):
+    now: Seconds
+    event: Event
+    commands_digest: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_stored_decoder = msgspec.msgpack.Decoder(_Stored)
+_header_decoder = msgspec.msgpack.Decoder(JournalHeader)
+_EVENT_NAMES = frozenset(event.__name__ for event in get_args(Event))
+
+
+# Writing
+
+
+def encode_header(config: SchedulerConfig, about: dict[str, str] | None = None) -> bytes:
+    """What a journal starts with."""
+    header = JournalHeader(config, {} if about is None else about)
+    return _MAGIC + str(FORMAT).encode() + b"\n" + _frame(_encoder.encode(header))
+
+
+def encode_record(now: Seconds, event: Event, commands: Sequence[Command]) -> bytes:
+    """One event and the commands that followed it. Fields that are seconds or dollars must hold floats, not ints."""
+    return _frame(_encoder.encode(_Stored(float(now), event, digest_commands(commands))))
+
+
+def digest_commands(commands: Sequence[Command]) -> bytes:
+    if not commands:
+        return _DIGEST_OF_NONE
+    return hashlib.blake2b(_encoder.encode(commands), digest_size=COMMANDS_DIGEST_BYTES).digest()
+
+
+_DIGEST_OF_NONE = hashlib.blake2b(_encoder.encode([]), digest_size=COMMANDS_DIGEST_BYTES).digest()
+
+
+def _frame(payload: bytes) -> bytes:
+    length = _LENGTH.pack(len(payload))
+    return _FRAME.pack(len(payload), zlib.crc32(length), zlib.crc32(payload)) + payload
+
+
+class JournalDigest:
+    """A running digest over all records, without the header: the same run gives the same one, on any machine."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.num_records = 0
+
+    def add(self, payload: bytes) -> None:
+        """Take in a record's payload; a msgpack value says by itself where it ends."""
+        self._hash.update(payload)
+        self.num_records += 1
+
+    def add_encoded(self, encoded: bytes) -> None:
+        """Take in what `encode_record` gave."""
+        self.add(encoded[_FRAME.size :])
+
+    def hex(self) -> str:
+        return self._hash.hexdigest()
+
+
+# Reading
+
+
+def read_records(data: bytes | Iterable[bytes], name: str) -> tuple[JournalHeader, Iterator[Record]]:
+    """Read a journal's header now and its records as they are asked for. `name` is what errors call it.
+
+    Raises JournalError for what is not a journal or is damaged, and its subclass CutShort when it ends inside a record.
+    """
+    source = _Source([data] if isinstance(data, bytes) else data, name)
+    _read_first_line(source)
+    return _read_header(source), _iterate(source)
+
+
+class _Source:
+    """Bytes taken from the front, and where we are in them."""
+
+    def __init__(self, chunks: Iterable[bytes], name: str) -> None:
+        self._chunks = iter(chunks)
+        self._buffer = bytearray()
+        self._start = 0
+        self.name = name
+        self.offset = 0
+        self.number = 0
+
+    def peek(self, num_bytes: int) -> bytes:
+        """The next bytes, fewer only at the end."""
+        while len(self._buffer) - self._start < num_bytes:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            del self._buffer[: self._start]
+            self._start = 0
+            self._buffer += chunk
+        return bytes(self._buffer[self._start : self._start + num_bytes])
+
+    def skip(self, num_bytes: int) -> None:
+        self._start += num_bytes
+        self.offset += num_bytes
+
+    def skip_frame(self, payload: bytes) -> None:
+        self.skip(_FRAME.size + len(payload))
+        self.number += 1
+
+    def error(self, what: str) -> JournalError:
+        return JournalError(f"{self._place()}: {what}")
+
+    def cut_short(self, what: str) -> CutShort:
+        return CutShort(f"{self._place()}: cut short: {what}", self.offset)
+
+    def _place(self) -> str:
+        what = "header" if self.number == 0 else f"record {self.number}"
+        return f"{self.name}: {what} at byte {self.offset}"
+
+
+def _read_first_line(source: _Source) -> None:
+    line, newline, _ = source.peek(_MAX_FIRST_LINE).partition(b"\n")
+    if not newline and 0 < len(line) < _MAX_FIRST_LINE and line.startswith(_MAGIC[: len(line)]):
+        raise source.cut_short("it ends in its first line")
+    text = line[len(_MAGIC) :]
+    if not newline or not line.startswith(_MAGIC) or not text.isdigit():
+        raise JournalError(f"{source.name}: not a journal: expected a first line `polyrl-journal {FORMAT}`")
+    if int(text) != FORMAT:
+        raise JournalError(
+            f"{source.name}: a journal of format {int(text)}; this version of PolyRL reads format {FORMAT}"
+        )
+    source.skip(len(line) + 1)
+
+
+def _read_header(source: _Source) -> JournalHeader:
+    payload = _read_frame(source)
+    if payload is None:
+        raise source.cut_short("it has no header")
+    try:
+        header = _header_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise source.error(f"not a header that this version of PolyRL knows: {error}") from error
+    source.skip_frame(payload)
+    return header
+
+
+def _iterate(source: _Source) -> Iterator[Record]:
+    last = -math.inf
+    while (payload := _read_frame(source)) is not None:
+        stored = _decode(source, payload)
+        if not last <= stored.now < math.inf:
+            raise source.error(f"time goes from {last} to {stored.now}")
+        last = stored.now
+        yield Record(source.number, source.offset, stored.now, stored.event, stored.commands_digest, payload)
+        source.skip_frame(payload)
+
+
+def _read_frame(source: _Source) -> bytes | None:
+    """The payload of the next frame, or None at the end. The source stays in front of it, where errors point."""
+    head = source.peek(_FRAME.size)
+    if not head:
+        return None
+    if len(head) < _FRAME.size:
+        raise source.cut_short(f"{len(head)} of {_FRAME.size} bytes of its frame are there")
+    length, length_crc, payload_crc = _FRAME.unpack(head)
+    if zlib.crc32(head[: _LENGTH.size]) != length_crc:
+        raise source.error("the checksum of its length does not match")
+    payload = source.peek(_FRAME.size + length)[_FRAME.size :]
+    if len(payload) < length:
+        raise source.cut_short(f"{len(payload)} of its {length} bytes are there")
+    if zlib.crc32(payload) != payload_crc:
+        raise source.error("its checksum does not match")
+    return payload
+
+
+def _decode(source: _Source, payload: bytes) -> _Stored:
+    try:
+        stored = _stored_decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise source.error(_why_not_a_record(payload, error)) from error
+    if len(stored.commands_digest) != COMMANDS_DIGEST_BYTES:
+        raise source.error(f"not a record: a digest of {len(stored.commands_digest)} bytes")
+    return stored
+
+
+def _why_not_a_record(payload: bytes, error: msgspec.MsgspecError) -> str:
+    try:
+        _, event, *_ = msgspec.msgpack.decode(payload, type=tuple[object, dict[str, object], object])
+    except msgspec.MsgspecError:
+        return f"not a record: {error}"
+    name = event.get("event")
+    return f"not a record: {error}" if name in _EVENT_NAMES else f"unknown event {name!r}"
+
+
+# Replaying
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first record whose commands are not those of the journal."""
+
+    record: int
+    now: Seconds
+    event: Event
+    expected: str
+    """The digest in the journal."""
+    got: str
+    commands: tuple[Command, ...]
+    """What the scheduler asks for now. The journal holds no more of its own than their digest."""
+
+
+class ReplayReport(msgspec.Struct, frozen=True):
+    num_records: int
+    """How many were replayed: all, or those up to and with the first difference."""
+    digest: str
+    """Of those records."""
+    first_difference: Difference | None
+
+
+def replay(header: JournalHeader, records: Iterable[Record]) -> ReplayReport:
+    """Tell a fresh scheduler all that was heard, and compare what it asks for. Stops at the first difference."""
+    scheduler = Scheduler(header.config)
+    digest = JournalDigest()
+    for record in records:
+        digest.add(record.payload)
+        commands = scheduler.handle(record.event, record.now)
+        got = digest_commands(commands)
+        if got != record.commands_digest:
+            expected = record.commands_digest.hex()
+            difference = Difference(record.number, record.now, record.event, expected, got.hex(), tuple(commands))
+            return ReplayReport(digest.num_records, digest.hex(), difference)
+    return ReplayReport(digest.num_records, digest.hex(), None)

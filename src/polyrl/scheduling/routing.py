@@ -1,0 +1,75 @@
+"""Which worker a sample goes to: the least loaded of those with credit, or the one that knows its prompt already.
+
+A worker's credit is what its measured plateau leaves beside the samples it has. Samples that find no credit wait with us, not
+in an engine's queue, so a worker that joins late finds work. A fresh sample whose siblings run on a worker follows them (their
+prompt's cache is there) while that worker is loaded by at most `prefix_imbalance` more than the least loaded one.
+
+The heap may hold outdated entries; each is checked against its worker when it comes up. Ties are broken by spot (reserved
+machines first) and by seat, so a rebuilt router decides as the old one did.
+"""
+
+import heapq
+
+from polyrl.ids import Version
+from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.parameters import RoutingConfig
+
+Entry = tuple[float, bool, int]
+
+
+class Router:
+    def __init__(self, config: RoutingConfig, seats: dict[int, Worker]) -> None:
+        self._config = config
+        self._seats = seats
+        self._heap: list[Entry] = []
+        self._loads: dict[int, float] = {}
+        """The load that each worker's one valid entry shows."""
+        for worker in seats.values():
+            self.update(worker)
+
+    def update(self, worker: Worker) -> None:
+        """Say that a worker's load, plateau, state or duty has changed, or that it is gone."""
+        seat = worker.seat
+        num_leases = len(worker.leases)
+        if num_leases < worker.plateau and worker.state == "active" and worker.duty == "generating" and seat in self._seats:
+            load = num_leases / worker.slots
+            if self._loads.get(seat) != load:
+                self._loads[seat] = load
+                heapq.heappush(self._heap, (load, worker.spot, seat))
+        else:
+            self._loads.pop(seat, None)
+
+    def choose(self, min_version: Version, prefix_worker: int) -> Worker | None:
+        """The worker that takes the next sample, or None when none can."""
+        skipped: list[Entry] = []
+        chosen: Worker | None = None
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            load, _, seat = entry
+            if self._loads.get(seat) != load:
+                heapq.heappop(heap)
+                continue
+            worker = self._seats[seat]
+            if worker.version < min_version:
+                skipped.append(heapq.heappop(heap))
+                continue
+            chosen = self._prefer_prefix(worker, load, min_version, prefix_worker)
+            break
+        for entry in skipped:
+            heapq.heappush(heap, entry)
+        return chosen
+
+    def _prefer_prefix(self, least: Worker, load: float, min_version: Version, prefix_worker: int) -> Worker:
+        its_load = self._loads.get(prefix_worker)
+        if its_load is None or its_load > load + self._config.prefix_imbalance:
+            return least
+        holder = self._seats[prefix_worker]
+        return holder if holder.version >= min_version else least
+
+    def has_room(self, min_version: Version) -> bool:
+        return self.choose(min_version, -1) is not None
+
+    def valid_seats(self) -> list[int]:
+        """Seats that could be chosen, for the invariants."""
+        return sorted(self._loads)

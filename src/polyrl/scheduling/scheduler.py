@@ -1,0 +1,306 @@
+"""The scheduler: facts in, wishes out.
+
+    handle(event, now) -> commands        one task calls it; `now` never goes back
+    wakeup_at                             when to send TimePassed if nothing else happens
+
+An event is taken in by the part it concerns (leases, scoring, rounds, membership, devices). Then, once, in this order: rounds
+that may open are opened, waiting samples are placed, the trainer's devices are reviewed, pulls are started. So a
+decision sees all that the event changed. The result depends on the state and the event alone: the same journal gives the same
+commands, byte for byte.
+"""
+
+from typing import assert_never
+
+import msgspec
+
+from polyrl.errors import LawViolation
+from polyrl.ids import Seconds
+from polyrl.scheduling import balancing, devices, leases, membership, rounds, scoring, steps
+from polyrl.scheduling.commands import Command
+from polyrl.scheduling.deadlines import Wait
+from polyrl.scheduling.desk import Desk, State, new_state
+from polyrl.scheduling.events import (
+    DrainRequested,
+    DutyChanged,
+    Event,
+    GroupRejected,
+    GroupsTaken,
+    LeaseEnded,
+    MicroBatchTrained,
+    RewardFinished,
+    RoundRequested,
+    SampleFinished,
+    StepTrained,
+    TimePassed,
+    TokensArrived,
+    VersionPublished,
+    WeightsFailed,
+    WeightsInstalled,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
+from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.ledger import Ledger
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.samples import Round, Sample
+
+
+class Saved(msgspec.Struct, frozen=True):
+    config: SchedulerConfig
+    state: State
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, state: State | None = None) -> None:
+        self.desk = Desk(config, new_state(config) if state is None else state)
+        self._now: Seconds = float("-inf")
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.desk.state.ledger
+
+    @property
+    def wakeup_at(self) -> Seconds | None:
+        return self.desk.deadlines.earliest()
+
+    def save(self) -> bytes:
+        """Everything that is needed to go on from here."""
+        return msgspec.msgpack.encode(Saved(self.desk.config, self.desk.state))
+
+    @classmethod
+    def load(cls, saved: bytes) -> "Scheduler":
+        """Go on from what `save` gave. Raises msgspec.DecodeError if it is not that."""
+        loaded = msgspec.msgpack.decode(saved, type=Saved)
+        return cls(loaded.config, loaded.state)
+
+    def handle(self, event: Event, now: Seconds) -> list[Command]:
+        if now < self._now:
+            raise LawViolation(f"time went back from {self._now} to {now} at {event}")
+        self._now = now
+        desk = self.desk
+        desk.commands = []
+        if desk.state.ledger.started_at is None:
+            desk.state.ledger.started_at = now
+        self._take_in(event, now)
+        self._pursue(now)
+        return desk.commands
+
+    def _take_in(self, event: Event, now: Seconds) -> None:  # noqa: C901, PLR0912  one arm an event
+        desk = self.desk
+        match event:
+            case TokensArrived():
+                self._tokens_arrived(event, now)
+            case SampleFinished():
+                sample = desk.leases.get(event.lease)
+                if sample is None:
+                    desk.state.ledger.late_news += 1
+                    return
+                leases.note_tokens(desk, sample, event.num_tokens)
+                desk.state.fleet.seats[sample.worker].num_failures = 0
+                rounds.sample_generated(desk, sample, self._round_of(sample), now)
+            case RewardFinished():
+                self._reward_finished(event, now)
+            case WorkerReported():
+                worker = self._worker(event)
+                if worker is not None:
+                    worker.num_waiting = event.num_waiting
+                    worker.num_preemptions = max(worker.num_preemptions, event.num_preemptions)
+            case LeaseEnded():
+                self._lease_ended(event, now)
+            case TimePassed():
+                self._time_passed(now)
+            case GroupsTaken():
+                if rounds.groups_taken(desk, event.step, event.groups):
+                    steps.training_began(desk, event.step, now)
+            case MicroBatchTrained():
+                steps.training_paused(desk, event.step, now)
+            case WeightsInstalled():
+                worker = self._worker(event)
+                if worker is not None:
+                    membership.weights_installed(desk, worker, event, now)
+            case WeightsFailed():
+                worker = self._worker(event)
+                if worker is not None:
+                    membership.weights_failed(desk, worker, event, now)
+            case DutyChanged():
+                worker = self._worker(event)
+                if worker is not None:
+                    devices.duty_changed(desk, worker, event.duty, now)
+            case WorkerJoined():
+                if membership.join(desk, event, now):
+                    devices.arm_window(desk, now)
+            case WorkerLeft():
+                worker = self._worker(event)
+                if worker is not None:
+                    membership.lose(desk, worker, event.reason, now, tell=False)
+                    devices.arm_window(desk, now)
+            case DrainRequested():
+                worker = self._worker(event)
+                if worker is not None:
+                    membership.drain(desk, worker, event.reason, now)
+                    devices.arm_window(desk, now)
+            case GroupRejected():
+                self._group_rejected(event, now)
+            case StepTrained():
+                steps.step_trained(desk, event.step, now)
+            case VersionPublished():
+                membership.publish(desk, event.version, now)
+            case RoundRequested():
+                self._round_requested(event)
+            case _:
+                assert_never(event)
+
+    def _pursue(self, now: Seconds) -> None:
+        """Do what has become possible."""
+        desk = self.desk
+        while desk.rounds_due or desk.place_due or desk.devices_due or desk.pulls_due:
+            if desk.rounds_due:
+                desk.rounds_due = False
+                if rounds.open_requested(desk, now):
+                    steps.round_opened(desk, now)
+            if desk.place_due:
+                desk.place_due = False
+                leases.place_waiting(desk, now)
+                balancing.arm(desk, now)
+                desk.rounds_due = rounds.may_open_next(desk)
+            if desk.devices_due:
+                desk.devices_due = False
+                devices.review(desk, now)
+            if desk.pulls_due:
+                desk.pulls_due = False
+                membership.start_pulls(desk, now)
+
+    # Finding what an event is about
+
+    def _worker(
+        self, event: WorkerReported | WorkerLeft | DrainRequested | WeightsInstalled | WeightsFailed | DutyChanged
+    ) -> Worker | None:
+        worker = self.desk.state.fleet.find(event.worker, event.incarnation)
+        if worker is None:
+            self.desk.state.ledger.late_news += 1
+            return None
+        membership.heard_from(self.desk, worker, self._now)
+        return worker
+
+    def _round_of(self, sample: Sample) -> Round:
+        state = self.desk.state
+        return state.rounds[state.groups[sample.group].step]
+
+    # Events that need more than a line
+
+    def _tokens_arrived(self, event: TokensArrived, now: Seconds) -> None:
+        desk = self.desk
+        worker = desk.state.fleet.find(event.worker, event.incarnation)
+        if worker is None:
+            desk.state.ledger.late_news += 1
+            return
+        membership.heard_from(desk, worker, now)
+        by_lease = desk.leases
+        cap = desk.config.max_new_tokens
+        gained = most = num_known = 0
+        for lease, num_tokens in zip(event.leases, event.num_tokens, strict=False):
+            sample = by_lease.get(lease)
+            if sample is None or sample.worker != worker.seat:
+                continue
+            num_known += 1
+            more = (num_tokens if num_tokens < cap else cap) - sample.num_tokens
+            if more > 0:
+                sample.num_tokens += more
+                sample.heard_at = now
+                gained += more
+                if more > most:
+                    most = more
+        if gained:
+            desk.state.ledger.tokens_arrived += gained
+            balancing.learn_speed(desk, worker, num_known, most, now)
+
+    def _lease_ended(self, event: LeaseEnded, now: Seconds) -> None:
+        desk = self.desk
+        sample = desk.leases.get(event.lease)
+        if sample is None:
+            desk.state.ledger.late_news += 1
+            return
+        leases.note_tokens(desk, sample, event.num_tokens)
+        round_ = self._round_of(sample)
+        worker = desk.state.fleet.seats[sample.worker]
+        leases.requeue(desk, sample, round_, now, event.reason)
+        if event.reason == "handed_over":
+            return
+        limit = desk.config.fleet_rules.max_failures
+        sample.num_failures += 1
+        worker.num_failures += 1
+        if sample.num_failures >= limit:
+            rounds.sample_failed(desk, sample, round_, now)
+        if worker.num_failures >= limit and worker.seat in desk.state.fleet.seats:
+            membership.lose(desk, worker, f"{worker.num_failures} leases failed in a row", now, tell=True)
+
+    def _reward_finished(self, event: RewardFinished, now: Seconds) -> None:
+        desk = self.desk
+        sample = scoring.accept(desk, event, now)
+        if sample is None:
+            return
+        if event.outcome == "infrastructure_failed":
+            rounds.reward_failed(desk, sample, now)
+            return
+        if 0.0 <= event.cpu_s < float("inf"):  # the reward counts all the same; a clock that lies teaches nothing
+            case = scoring.case_of(desk, desk.state.groups[sample.group])
+            desk.state.budgets.observe(case, event.cpu_s, correct=event.correct and event.outcome == "scored")
+        rounds.sample_scored(desk, sample, now)
+
+    def _group_rejected(self, event: GroupRejected, now: Seconds) -> None:
+        group = self.desk.state.groups.get(event.group)
+        if group is None or group.state not in ("delivered", "taken"):
+            self.desk.state.ledger.late_news += 1
+            return
+        rounds.drop_group(self.desk, group, self.desk.state.rounds[group.step], "filtered", event.reason, now)
+
+    def _round_requested(self, event: RoundRequested) -> None:
+        state = self.desk.state
+        if event.step <= state.last_requested:
+            state.ledger.late_news += 1
+            return
+        state.last_requested = event.step
+        state.requested.append(event.step)
+        self.desk.rounds_due = True
+
+    def _time_passed(self, now: Seconds) -> None:
+        while (wait := self.desk.deadlines.pop_due(now)) is not None:
+            self._give_up_waiting(wait, now)
+
+    def _give_up_waiting(self, wait: Wait, now: Seconds) -> None:
+        desk = self.desk
+        name, key = wait
+        match name:
+            case "stall":
+                membership.give_up_stalled(desk, desk.state.fleet.seats[key], now)
+            case "heartbeat" | "drain" | "switch":
+                worker = desk.state.fleet.seats[key]
+                membership.lose(desk, worker, _WHY_LOST[name], now, tell=True)
+                devices.arm_window(desk, now)
+            case "hand_over":
+                sample = desk.leases[key]  # type: ignore[index]
+                leases.requeue(desk, sample, self._round_of(sample), now, "hand_over_timeout")
+            case "pull":
+                worker = desk.state.fleet.seats[key]
+                event = WeightsFailed(worker.name, worker.incarnation, worker.pulling, "it took too long")
+                membership.weights_failed(desk, worker, event, now)
+            case "retry_pull":
+                desk.pulls_due = True
+            case "reward":
+                sample = desk.state.samples[key]  # type: ignore[index]
+                scoring.give_up(desk, sample, now)
+                rounds.reward_failed(desk, sample, now)
+            case "seed":
+                devices.window_over(desk, key, now)
+            case "balance":
+                balancing.balance(desk, now)
+            case _:
+                assert_never(name)
+
+
+_WHY_LOST = {
+    "heartbeat": "no heartbeat",
+    "drain": "it did not hand over in time",
+    "switch": "its devices did not change over in time",
+}

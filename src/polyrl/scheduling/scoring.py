@@ -1,0 +1,83 @@
+"""Rewards beside generation: a bounded pool, cheapest expected first, learned time limits, and a failure is never a zero.
+
+A sample's reward starts when its answer ends (or, with `as_finished` off, when the whole round has been generated).
+Every attempt has a number; only the answer to the latest one counts. An attempt that the outside never answers is taken for an
+infrastructure failure after its deadline.
+"""
+
+import heapq
+
+from polyrl.ids import SampleId, Seconds
+from polyrl.scheduling.commands import CancelScore, Score
+from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.events import RewardFinished
+from polyrl.scheduling.order import unit
+from polyrl.scheduling.samples import Group, Sample
+
+_BACKSTOP_S = 30.0
+_BACKSTOP_FACTOR = 4.0
+"""A time limit is CPU time of one case; an attempt may take this many times as long on the wall, and a while more."""
+
+
+def case_of(desk: Desk, group: Group) -> int:
+    """What a learned time limit belongs to: the prompt."""
+    return group.prompt * len(desk.config.domains) + group.domain
+
+
+def score(desk: Desk, sample: Sample, now: Seconds) -> None:
+    """A sample is generated: score it now, or as soon as the pool has a place."""
+    sample.state = "scoring"
+    scoring = desk.state.scoring
+    if len(scoring.running) < desk.config.rewards.slots and not scoring.queue:
+        _start(desk, sample, now)
+        return
+    expected = desk.state.budgets.expected_s(case_of(desk, desk.state.groups[sample.group]))
+    heapq.heappush(scoring.queue, (expected, sample.id))
+
+
+def _start_waiting(desk: Desk, now: Seconds) -> None:
+    scoring = desk.state.scoring
+    while scoring.queue and len(scoring.running) < desk.config.rewards.slots:
+        _, sample_id = heapq.heappop(scoring.queue)
+        sample = desk.state.samples.get(sample_id)
+        if sample is not None and sample.state == "scoring":
+            _start(desk, sample, now)
+
+
+def _start(desk: Desk, sample: Sample, now: Seconds) -> None:
+    sample.attempt += 1
+    case = case_of(desk, desk.state.groups[sample.group])
+    limit = desk.state.budgets.limit(case, unit(desk.config.seed, sample.id, sample.attempt))
+    desk.state.scoring.running[sample.id] = sample.attempt
+    desk.deadlines.set(("reward", sample.id), now + _BACKSTOP_S + _BACKSTOP_FACTOR * limit.timeout_s)
+    desk.commands.append(Score(sample.id, sample.attempt, limit.timeout_s, limit.why))
+
+
+def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:
+    """Take in an answer. Returns the sample if it is the one waited for, None for late or repeated news."""
+    scoring = desk.state.scoring
+    if scoring.running.get(event.sample) != event.attempt:
+        desk.state.ledger.late_news += 1
+        return None
+    _free_place(desk, event.sample, now)
+    return desk.state.samples[event.sample]
+
+
+def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
+    """A sample is no longer wanted: take it out of the pool if it is there."""
+    if desk.state.scoring.running.get(sample.id) is not None:
+        desk.commands.append(CancelScore(sample.id, sample.attempt, why))
+        _free_place(desk, sample.id, now)
+
+
+def give_up(desk: Desk, sample: Sample, now: Seconds) -> None:
+    """Nobody answered in time."""
+    desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
+    _free_place(desk, sample.id, now)
+
+
+def _free_place(desk: Desk, sample_id: SampleId, now: Seconds) -> None:
+    del desk.state.scoring.running[sample_id]
+    desk.deadlines.clear(("reward", sample_id))
+    if desk.state.scoring.queue:
+        _start_waiting(desk, now)

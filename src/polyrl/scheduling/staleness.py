@@ -1,0 +1,18 @@
+"""Which version may write for which step.
+
+Step t is trained on tokens of version t - k at the oldest, where k is `max_staleness`; 0 is strictly on-policy. The rule
+is kept by pace, never by discarding: a round opens only when the newest published version is fresh enough for all of it,
+and a worker takes a sample only when the version it holds is. Tokens that exist are therefore never too old.
+"""
+
+from polyrl.ids import Step, Version
+
+
+def oldest_version(step: Step, max_staleness: int) -> Version:
+    """The oldest version that may write tokens for this step."""
+    return Version(max(0, step - max_staleness))
+
+
+def newest_step(published: Version, max_staleness: int) -> Step:
+    """The last step whose round may open once this version is published."""
+    return Step(published + max_staleness)

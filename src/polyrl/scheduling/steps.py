@@ -1,0 +1,154 @@
+"""A step's clock: when the trainer worked, when it waited, when the fleet did, and what is learned from it.
+
+After each step the seeding window is corrected, advice on the size of the fleet is given if it changed, and the step's line goes
+into the metrics.
+"""
+
+from polyrl.ids import Seconds, Step
+from polyrl.scheduling import adaptive, devices, membership, rounds, scaling, seeding
+from polyrl.scheduling.commands import AdviseFleet, ReportStep
+from polyrl.scheduling.desk import Desk, TrainerClock
+from polyrl.scheduling.fleet import settle
+from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.samples import Round
+from polyrl.scheduling.seeding import StepTimes
+
+_FORGET_PER_STEP = 0.9
+"""How much earlier answers count in the length model after each step: the policy changes."""
+
+
+def round_opened(desk: Desk, now: Seconds) -> None:
+    devices.arm_window(desk, now)
+    if not desk.state.fleet.local() and desk.state.clock.idle_since is None and desk.state.clock.busy_since is None:
+        desk.state.clock.idle_since = now
+
+
+def training_began(desk: Desk, step: Step, now: Seconds) -> None:
+    """A micro-batch was taken."""
+    clock = desk.state.clock
+    if step not in desk.state.rounds or clock.busy_since is not None:
+        return
+    if clock.idle_since is not None:
+        clock.wait_train_s += now - clock.idle_since
+        clock.idle_since = None
+    clock.busy_since = now
+
+
+def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
+    """A micro-batch is done; the next may be there or not."""
+    clock = desk.state.clock
+    if step not in desk.state.rounds or clock.busy_since is None:
+        return
+    clock.train_s += now - clock.busy_since
+    clock.busy_since = None
+    clock.idle_since = now
+    desk.devices_due = True
+
+
+def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
+    state = desk.state
+    round_ = state.rounds.get(step)
+    if round_ is None:
+        state.ledger.late_news += 1
+        return
+    for worker in state.fleet.seats.values():
+        settle(worker, state.ledger, now)
+    kept_before = state.ledger.tokens_kept
+    num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
+    times = _measure(desk, now)
+    seeding.learn(desk.config.seeding, state.seeding, times)
+    tokens = state.ledger.tokens_kept - kept_before
+    desk.commands.append(ReportStep(_line(desk, round_, times, now, num_groups, num_samples, longest, tokens)))
+    advice = scaling.advise(
+        state.scaling, desk.config.scaling, times, state.clock.seeded_s, state.fleet.num_remote
+    )
+    if advice is not None:
+        desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
+    if desk.config.rounds.adaptive and round_.kind == "long":
+        _adapt(desk)
+    state.lengths.age(_FORGET_PER_STEP)
+    _restart_clock(desk, now)
+    desk.deadlines.clear(("seed", step))
+    membership.refresh_all(desk, now)
+    devices.arm_window(desk, now)
+    desk.rounds_due = True
+    desk.devices_due = True
+    desk.place_due = True
+
+
+def _adapt(desk: Desk) -> None:
+    tail, config = desk.state.tail, desk.config
+    num_prompts = sum(domain.prompts_per_step for domain in config.domains)
+    outlook = adaptive.choose_factors(
+        config.rounds, desk.state.lengths, tail.correlation.value(), config.max_new_tokens, num_prompts
+    )
+    if outlook is not None:
+        tail.factors.prompts, tail.factors.samples = outlook.prompts, outlook.samples
+
+
+def _measure(desk: Desk, now: Seconds) -> StepTimes:
+    state, clock = desk.state, desk.state.clock
+    if clock.seeding_since is not None:
+        clock.seeded_s += now - clock.seeding_since
+    first = clock.step_began_at if clock.first_remote_at is None else clock.first_remote_at
+    last = first if clock.last_remote_at is None else clock.last_remote_at
+    return StepTimes(
+        wait_train_s=clock.wait_train_s,
+        wait_remote_s=0.0 if clock.last_remote_at is None else now - last,
+        remote_s=last - first,
+        train_s=clock.train_s,
+        mean_workers=state.fleet.mean_remote(now),
+        workers_now=state.fleet.num_remote if clock.last_remote_at is not None else 0,
+        num_reserved=len(state.fleet.local()),
+    )
+
+
+def _restart_clock(desk: Desk, now: Seconds) -> None:
+    state = desk.state
+    waits = not state.fleet.local() and bool(state.rounds)
+    seeds = state.clock.seeding_since is not None
+    state.clock = TrainerClock(
+        step_began_at=now, idle_since=now if waits else None, seeding_since=now if seeds else None
+    )
+    state.fleet.restart_mean(now)
+
+
+def _line(
+    desk: Desk,
+    round_: Round,
+    times: StepTimes,
+    now: Seconds,
+    num_groups: int,
+    num_samples: int,
+    longest: int,
+    tokens: int,
+) -> StepLine:
+    ledger = desk.state.ledger
+    before = round_.discarded_before
+    discarded = {cause: num - before.get(cause, 0) for cause, num in ledger.tokens_discarded.items()}
+    return StepLine(
+        step=round_.step,
+        kind=round_.kind,
+        opened_at=round_.opened_at,
+        closed_at=now if round_.closed_at is None else round_.closed_at,
+        trained_at=now,
+        num_groups=num_groups,
+        num_samples=num_samples,
+        tokens_trained=tokens,
+        tokens_discarded={cause: num for cause, num in discarded.items() if num},
+        longest=longest,
+        trained_mean=tokens / num_samples if num_samples else 0.0,
+        generated_mean=round_.ended_tokens / round_.num_generated if round_.num_generated else 0.0,
+        inclusion_by_length=tuple(
+            (b, ended, trained)
+            for b, (ended, trained) in enumerate(zip(ledger.ended_by_bin, ledger.trained_by_bin, strict=True))
+            if ended
+        ),
+        wait_train_s=times.wait_train_s,
+        wait_remote_s=times.wait_remote_s,
+        train_s=times.train_s,
+        seed_window_s=desk.state.clock.seeded_s,
+        mean_workers=times.mean_workers,
+        num_moves=round_.num_moves,
+        usd=ledger.usd(now),
+    )

@@ -1,0 +1,75 @@
+"""Who fetches a version from whom, so that the trainer's egress stays nearly constant in the size of the fleet.
+
+The trainer serves `trainer_uploads` workers at once; everyone else takes the version from a peer that has it, or is just
+receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. Who finds no source waits for one.
+A peer whose transfer failed or lied is not asked again. A worker whose pull failed tries again after a growing pause, keeps
+its old version meanwhile and is still alive.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from polyrl.ids import Version
+from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.parameters import WeightDeliveryConfig
+from polyrl.scheduling.samples import NO_VERSION
+
+TRAINER = -1
+
+
+class Pull(Struct, frozen=True, gc=False):
+    worker: int
+    source: int
+    """A seat, or TRAINER."""
+    why: str
+
+
+def plan_pulls(
+    wanting: Iterable[Worker], fleet: Iterable[Worker], newest: Version, config: WeightDeliveryConfig
+) -> list[Pull]:
+    """A source for each worker in `wanting` that can have one now, in their order."""
+    wanting = list(wanting)
+    if not wanting:
+        return []
+    uploads: dict[int, int] = {TRAINER: 0}
+    for worker in fleet:
+        has_it = newest in (worker.version, worker.pulling) and worker.state != "draining"
+        if has_it and not worker.local and not worker.bad_source:
+            uploads.setdefault(worker.seat, 0)
+        if worker.pulling != NO_VERSION:
+            uploads[worker.source] = uploads.get(worker.source, 0) + 1
+    servers = [(num, seat) for seat, num in uploads.items() if seat != TRAINER] if config.relay else []
+    heapq.heapify(servers)
+    from_trainer = uploads[TRAINER]
+    pulls: list[Pull] = []
+    for worker in wanting:
+        if from_trainer < config.trainer_uploads:
+            from_trainer += 1
+            pulls.append(Pull(worker.seat, TRAINER, "from the trainer"))
+        else:
+            source = _take_peer(servers, worker.seat, config.peer_uploads)
+            if source is None:
+                break
+            pulls.append(Pull(worker.seat, source, "from a peer that has it or is getting it"))
+        if config.relay and not worker.bad_source:
+            heapq.heappush(servers, (uploads.get(worker.seat, 0), worker.seat))
+    return pulls
+
+
+def _take_peer(servers: list[tuple[int, int]], own: int, max_uploads: int) -> int | None:
+    """The peer with the fewest uploads that is not the worker itself; counts one more for it."""
+    if not servers or servers[0][0] >= max_uploads:
+        return None
+    num, seat = heapq.heappop(servers)
+    if seat != own:
+        heapq.heappush(servers, (num + 1, seat))
+        return seat
+    other = _take_peer(servers, own, max_uploads)
+    heapq.heappush(servers, (num, seat))
+    return other
+
+
+def retry_after_s(num_failures: int, config: WeightDeliveryConfig) -> float:
+    return min(config.max_retry_s, config.retry_s * 2.0 ** (num_failures - 1))

@@ -1,0 +1,64 @@
+"""Finding scenarios: by the name of one that ships with the package, or by the path of a TOML file.
+
+A file may say `extends = "NAME or path"`: it then starts from that scenario and changes what it names. Tables are merged, lists
+and values replaced; `[[domains]]` are a list. Overrides of the command line come last.
+"""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from polyrl.config.load import apply_overrides, build, load_toml
+from polyrl.errors import ConfigError
+from polyrl.sim.scenario import Scenario
+
+_MAX_DEPTH = 8
+
+
+def scenario_folder() -> Path:
+    return Path(str(resources.files("polyrl.sim") / "scenarios"))
+
+
+def list_scenarios() -> list[tuple[str, str]]:
+    """(name, what it is about) of every scenario that ships with the package, by name."""
+    found = [(path.stem, load_toml(path)) for path in sorted(scenario_folder().glob("*.toml"))]
+    return [(name, str(tree.get("about", ""))) for name, tree in found]
+
+
+def find_scenario(name: str, folder: Path | None = None) -> Path:
+    """The file of a scenario: a path (relative to `folder`), or the name of one in the package."""
+    path = (folder or Path()) / name
+    if path.suffix == ".toml":
+        return path
+    shipped = scenario_folder() / f"{name}.toml"
+    if shipped.is_file():
+        return shipped
+    known = ", ".join(one for one, _ in list_scenarios())
+    raise ConfigError(f"{name}: no such scenario; expected a file ending in .toml, or one of: {known}")
+
+
+def load_scenario(name: str, overrides: list[str] | None = None) -> tuple[Scenario, Path]:
+    """A scenario with overrides applied, and the folder that its relative paths start from."""
+    path = find_scenario(name)
+    tree = apply_overrides(_load_tree(path, 0), overrides or [])
+    return build(tree, Scenario, source=str(path if path.parent != scenario_folder() else name)), path.parent
+
+
+def _load_tree(path: Path, depth: int) -> dict[str, Any]:
+    tree = load_toml(path)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"extends: expected the name or path of a scenario, got {base!r} (in {path})")
+    if depth >= _MAX_DEPTH:
+        raise ConfigError(f"extends: scenarios extend each other more than {_MAX_DEPTH} deep (in {path})")
+    return _merge(_load_tree(find_scenario(base, path.parent), depth + 1), tree)
+
+
+def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in change.items():
+        known = merged.get(key)
+        merged[key] = _merge(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,63 @@
+"""How long scoring takes and how it ends.
+
+Rules it keeps: whether an answer is right, and how long its run would take, is a fact of the sample and not of the
+attempt: trying again gives the same. Only failures of the sandbox or the judge are drawn anew for each attempt. Answers
+whose run never ends are wrong; `correct_share` is of the others. It leaves out queues and the size of the pool.
+"""
+
+from bisect import bisect_right
+from math import inf, isinf
+from typing import Literal
+
+from polyrl.ids import Seconds
+from polyrl.sim.draws import unit
+from polyrl.sim.scenario import DomainSection
+
+_ENDLESS_STREAM = 0x20
+_DURATION_STREAM = 0x21
+_CORRECT_STREAM = 0x22
+_FAILURE_STREAM = 0x23
+_FAILED_AFTER_STREAM = 0x24
+
+Ending = Literal["scored", "timed_out", "infrastructure_failed"]
+
+
+class RewardModel:
+    """Scoring as the scenario's domains describe it. Domains go by their index in the scenario."""
+
+    def __init__(self, domains: list[DomainSection], seed: int) -> None:
+        self._rewards = [domain.reward for domain in domains]
+        self._seed = seed
+
+    def natural(self, domain: int, prompt: int, turn: int, index: int) -> tuple[Seconds, bool]:
+        """Seconds without a limit (infinite for a run that never ends), and whether the answer is right."""
+        reward, seed = self._rewards[domain], self._seed
+        if unit(seed, _ENDLESS_STREAM, domain, prompt, turn, index) < reward.endless_share:
+            return inf, False
+        probability = unit(seed, _DURATION_STREAM, domain, prompt, turn, index)
+        correct = unit(seed, _CORRECT_STREAM, domain, prompt, turn, index) < reward.correct_share
+        return interpolate(reward.duration_quantiles, probability), correct
+
+    def outcome(
+        self, domain: int, prompt: int, turn: int, index: int, attempt: int, timeout_s: Seconds
+    ) -> tuple[Ending, Seconds, bool]:
+        """How one attempt ends, after how many seconds, and whether a scored answer is right."""
+        natural_s, correct = self.natural(domain, prompt, turn, index)
+        key = (domain, prompt, turn, index, attempt)
+        if unit(self._seed, _FAILURE_STREAM, *key) < self._rewards[domain].failure_share:
+            share = unit(self._seed, _FAILED_AFTER_STREAM, *key)
+            return "infrastructure_failed", share * min(natural_s, timeout_s), False
+        if natural_s > timeout_s or isinf(natural_s):
+            return "timed_out", timeout_s, False
+        return "scored", natural_s, correct
+
+
+def interpolate(quantiles: list[tuple[float, float]], probability: float) -> float:
+    """The value at that probability, linear between the given points and flat outside them."""
+    at = bisect_right(quantiles, probability, key=lambda point: point[0])
+    if at == 0:
+        return quantiles[0][1]
+    if at == len(quantiles):
+        return quantiles[-1][1]
+    (low, from_value), (high, to_value) = quantiles[at - 1], quantiles[at]
+    return from_value + (probability - low) / (high - low) * (to_value - from_value)

@@ -1,0 +1,230 @@
+"""What a scenario file may say: one typed tree, its defaults, and what is refused.
+
+A scenario is a TOML file; docs/reference/scenarios.md explains every key. The sections `rounds`, `seeding`, `rewards`,
+`routing`, `fleet_rules`, `weight_delivery` and `scaling` are the scheduler's own configuration, the very same structs that
+a live run reads. The others describe the world that the simulator plays: machines, network, workload, supply, faults.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from polyrl.scheduling.parameters import (
+    FleetRules,
+    HandBackConfig,
+    ParallelismConfig,
+    RewardConfig,
+    RoundsConfig,
+    RoutingConfig,
+    ScalingConfig,
+    SeedingConfig,
+    WeightDeliveryConfig,
+)
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class RunSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    steps: AtLeastOne = 20
+    warmup_steps: Count = 0
+    """Steps left out of the figures, for what is still being learned (the seeding window) to settle."""
+    mode: Literal["synchronous", "streaming"] = "streaming"
+    """`synchronous` generates all, then scores all, then trains; `streaming` does each as soon as it can."""
+    max_staleness: Count = 0
+    max_new_tokens: AtLeastOne = 8192
+    max_time_s: Positive = 1e7
+    """Virtual seconds after which the run is called stuck, with an error."""
+
+
+class TrainerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    num_devices: AtLeastOne = 8
+    local_workers: Count = 4
+    """Engines on the trainer's own devices; 0 for a trainer that never generates."""
+    price_usd_per_hour: NotNegative = 83.79
+    s_per_token: Positive = 4e-5
+    """Seconds of forward and backward per trained token, with all devices."""
+    micro_batch_samples: AtLeastOne = 16
+    micro_batch_fixed_s: NotNegative = 0.2
+    optimizer_s: NotNegative = 3.0
+    switch_s: NotNegative = 2.0
+    """Seconds that a device needs to go from generating to training or back."""
+
+
+class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    step_fixed_s: Positive = 0.012
+    """Seconds of one decode step with no sample in it; the rest is added."""
+    step_sample_s: NotNegative = 0.0
+    """More seconds a step, per running sample."""
+    step_context_s: NotNegative = 0.0
+    """More seconds a step, per token of context in the cache."""
+    prefill_tokens_per_s: Positive = 40_000.0
+    kv_tokens: AtLeastOne = 2_000_000
+    """Tokens that fit into the cache of one engine. Above it the engine preempts the newest sample."""
+    slots: AtLeastOne = 256
+    flush_s: Positive = 1.0
+    """How often a worker's progress reaches the manager. Tokens not yet flushed die with a worker."""
+
+
+class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    workers: Count = 0
+    """Remote workers that are there from the start. Supply adds to them and takes away."""
+    devices_per_worker: AtLeastOne = 2
+    spot: bool = True
+    price_usd_per_hour: NotNegative = 5.32
+    start_s: NotNegative = 60.0
+    """From the machine's start (paid) to its joining."""
+    heartbeat_s: Positive = 1.0
+    speed: Positive = 1.0
+    """How fast a remote engine is, against a local one."""
+    join_at_s: list[NotNegative] = []
+    """Moments at which one more worker joins (the ramp)."""
+    held_by_advice: bool = False
+    """Hold only as many workers as the scheduler's scaling rule says are useful; release the rest."""
+
+
+class NetworkSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    weights_gb: Positive = 16.4
+    delta_gb: Positive | None = None
+    """Size of a delta to the previous version; none: every pull is full."""
+    trainer_egress_gbps: Positive = 200.0
+    worker_ingress_gbps: Positive = 50.0
+    worker_egress_gbps: Positive = 50.0
+    publish_s: NotNegative = 1.0
+    """Seconds from the optimizer step's end to a version that can be pulled."""
+    install_s: NotNegative = 1.0
+    latency_s: NotNegative = 0.001
+
+
+class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long scoring takes in a domain. Quantiles are of the natural duration; a time limit cuts it."""
+
+    duration_quantiles: list[tuple[Share, NotNegative]] = field(default_factory=lambda: [(0.0, 0.01), (1.0, 0.01)])
+    endless_share: Share = 0.0
+    """Share of samples that would never end: they hit whatever limit there is, and are wrong."""
+    correct_share: Share = 0.5
+    failure_share: Share = 0.0
+    """Share of scoring attempts that fail for reasons outside the sample."""
+
+
+class DomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    prompts_per_step: AtLeastOne
+    num_prompts: AtLeastOne = 100_000
+    prompt_tokens: AtLeastOne = 512
+    length_quantiles: list[tuple[Share, Positive]]
+    """[probability, tokens], both rising; between them lengths are interpolated in the logarithm."""
+    cap_share: Share = 0.0
+    """Share of answers that run into max_new_tokens whatever it is."""
+    correlation: Share = 0.2
+    """Within-prompt correlation of lengths (Gaussian copula)."""
+    reward: RewardSection = RewardSection()
+
+    def __post_init__(self) -> None:
+        check_quantiles("length_quantiles", self.length_quantiles)
+        check_quantiles("reward.duration_quantiles", self.reward.duration_quantiles)
+
+
+class WorkloadSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    trace: str | None = None
+    """A JSONL file of recorded lengths; replaces the domains' length quantiles. Relative to the scenario file."""
+    growth_per_step: Annotated[float, Meta(gt=-1)] = 0.0
+    """Answers grow by this share every step (models learn to think longer)."""
+
+
+class SupplyEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    at_s: NotNegative
+    workers: Count
+    """How many remote workers the market grants from this moment on."""
+
+
+class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Spot supply: a schedule of granted workers, a trace file of the same, or a random market."""
+
+    events: list[SupplyEvent] = []
+    trace: str | None = None
+    """A CSV file `at_s,workers`, in order. Relative to the scenario file."""
+    notice_s: NotNegative = 30.0
+    """Warning before a machine is taken; 0 is death without notice."""
+    market_mean_s: Positive | None = None
+    """Mean seconds between random changes of the supply; none: no random market."""
+    market_min: Count = 0
+    market_max: Count = 6
+
+    def __post_init__(self) -> None:
+        times = [event.at_s for event in self.events]
+        for index, (earlier, later) in enumerate(zip(times, times[1:], strict=False)):
+            if later < earlier:
+                raise ValueError(f"events.{index + 1}.at_s: {later} comes before {earlier}; events must be in order of time")
+        if self.market_max < self.market_min:
+            raise ValueError(f"market_max: {self.market_max} is below market_min = {self.market_min}")
+
+
+class FaultsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What goes wrong. Rates are per worker and hour of virtual time."""
+
+    kill_at_s: list[NotNegative] = []
+    """Moments, counted from the start of the step `step`, at which `num_workers` workers die or are taken."""
+    kill_step: Count = 2
+    kill_workers: Count = 0
+    kill_notice_s: NotNegative = 0.0
+    kill_back_after_s: Positive | None = None
+    deaths_per_hour: NotNegative = 0.0
+    restart_s: Positive = 20.0
+    """A worker that died by `deaths_per_hour` comes back after this, under its old name."""
+    slow_share: Share = 0.0
+    """Share of remote workers that run at `slow_speed`."""
+    slow_speed: Positive = 0.5
+    partitions_per_hour: NotNegative = 0.0
+    partition_s: Positive = 10.0
+    """A partitioned worker goes on generating; its news arrives late, all at once."""
+    late_s: NotNegative = 0.0
+    """News of workers is late by up to this."""
+    repeat_share: Share = 0.0
+    """Share of news that arrives twice."""
+    pull_failure_share: Share = 0.0
+
+
+class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    about: str
+    source: str = ""
+    """Where its figures come from."""
+    run: RunSection = RunSection()
+    trainer: TrainerSection = TrainerSection()
+    engine: EngineSection = EngineSection()
+    fleet: FleetSection = FleetSection()
+    network: NetworkSection = NetworkSection()
+    workload: WorkloadSection = WorkloadSection()
+    domains: Annotated[list[DomainSection], Meta(min_length=1)]
+    supply: SupplySection = SupplySection()
+    faults: FaultsSection = FaultsSection()
+    rounds: RoundsConfig = RoundsConfig()
+    routing: RoutingConfig = RoutingConfig()
+    seeding: SeedingConfig = SeedingConfig()
+    hand_back: HandBackConfig = HandBackConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
+    rewards: RewardConfig = RewardConfig()
+    fleet_rules: FleetRules = FleetRules()
+    weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
+    scaling: ScalingConfig = ScalingConfig()
+
+    def __post_init__(self) -> None:
+        names = [domain.name for domain in self.domains]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ValueError(f"domains.{index}.name: {name!r} is there twice")
+        if self.trainer.local_workers == 0 and self.run.mode == "synchronous":
+            raise ValueError("trainer.local_workers: a synchronous run generates on the trainer's devices; expected at least 1")
+
+
+def check_quantiles(key: str, quantiles: list[tuple[float, float]]) -> None:
+    """Refuse a quantile list that does not rise; `key` names it in the message."""
+    if len(quantiles) < 2:
+        raise ValueError(f"{key}: expected at least two [probability, value] pairs, got {len(quantiles)}")
+    for index, (earlier, later) in enumerate(zip(quantiles, quantiles[1:], strict=False)):
+        if later[0] <= earlier[0] or later[1] < earlier[1]:
+            raise ValueError(f"{key}.{index + 1}: {list(later)} does not rise above {list(earlier)}")

@@ -1,0 +1,237 @@
+"""What the world does to remote machines: a list of events in order of time, made before the run starts.
+
+Rules it keeps:
+- The same sections and seed give the same list; what happens to one machine does not depend on the others' draws.
+- Machines are named w1, w2, ... in the order of their grants. A fall of the supply takes the newest first; a taken
+  machine never comes back, a machine that died does, under its name.
+- The supply is a level: how many remote machines there are in all. It starts at `fleet.workers`; a schedule, a trace or
+  a random market sets it; each moment of `fleet.join_at_s` adds one to it.
+- The level falls when the machine goes, so its notice comes `notice_s` earlier, but never before its grant.
+- Nothing happens to a machine after it was taken: no restart, no end of a partition.
+
+It leaves out `faults.kill_at_s`, which counts from a step's start and is the simulation's, late and repeated news, and
+the release of machines that nobody needs: events of a machine that the simulation gave back are to be ignored.
+"""
+
+import csv
+from math import inf, isfinite
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from polyrl.errors import ConfigError
+from polyrl.ids import Seconds, WorkerName
+from polyrl.sim.draws import exponential, key_of, unit
+from polyrl.sim.scenario import FaultsSection, FleetSection, SupplyEvent, SupplySection
+
+_GAP_STREAM = 0x30
+_LEVEL_STREAM = 0x31
+_DEATH_STREAM = 0x32
+_PARTITION_STREAM = 0x33
+_SLOW_STREAM = 0x34
+_HOUR_S = 3600.0
+_HEADER = ["at_s", "workers"]
+
+WorldKind = Literal["grant", "notice", "take", "die", "restart", "cut", "heal"]
+_ORDER_AT_ONE_MOMENT = ("grant", "restart", "heal", "cut", "notice", "die", "take")
+
+
+class WorldEvent(Struct, frozen=True):
+    """Something that happens to a machine. A grant also says when the machine joins; it is paid from the grant on."""
+
+    at_s: Seconds
+    kind: WorldKind
+    worker: WorkerName
+    joins_at_s: Seconds | None = None
+
+
+class _Machine(Struct):
+    number: int
+    granted_at: Seconds
+    joins_at: Seconds
+    taken_at: Seconds = inf
+
+    @property
+    def name(self) -> WorkerName:
+        return WorkerName(f"w{self.number}")
+
+
+def plan_supply(
+    fleet: FleetSection,
+    supply: SupplySection,
+    faults: FaultsSection,
+    seed: int,
+    horizon_s: Seconds,
+    *,
+    trace: list[SupplyEvent] | None = None,
+) -> list[WorldEvent]:
+    """Everything that happens to remote machines up to the horizon. `trace` is the content of `supply.trace`."""
+    machines = _machines(fleet, _levels(fleet, supply, seed, horizon_s, trace), horizon_s)
+    events: list[tuple[int, WorldEvent]] = []
+    for machine in machines:
+        happens = [*_life(machine, supply.notice_s), *_deaths(machine, faults, seed, horizon_s)]
+        happens += _partitions(machine, faults, seed, horizon_s)
+        events += [(machine.number, event) for event in happens]
+    events.sort(key=lambda item: (item[1].at_s, _ORDER_AT_ONE_MOMENT.index(item[1].kind), item[0]))
+    return [event for _, event in events]
+
+
+def speed_of(worker: WorkerName, faults: FaultsSection, seed: int) -> float:
+    """How fast a worker is against its like: 1, or `slow_speed` for the share that is slow."""
+    if unit(seed, _SLOW_STREAM, key_of(worker)) < faults.slow_share:
+        return faults.slow_speed
+    return 1.0
+
+
+def read_supply_trace(path: Path | str) -> list[SupplyEvent]:
+    """Read a CSV file `at_s,workers`. Raises ConfigError that names the file, the line and what is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not a text file in UTF-8") from error
+    rows = csv.reader(text.splitlines())
+    if [cell.strip() for cell in next(rows, [])] != _HEADER:
+        raise ConfigError(f"{path}:1: expected the header {','.join(_HEADER)}")
+    events: list[SupplyEvent] = []
+    for row in rows:
+        if not row:
+            continue
+        event = _trace_event(row, f"{path}:{rows.line_num}")
+        if events and event.at_s < events[-1].at_s:
+            raise ConfigError(
+                f"{path}:{rows.line_num}: at_s {event.at_s:g} comes before {events[-1].at_s:g}; expected order"
+            )
+        events.append(event)
+    if not events:
+        raise ConfigError(f"{path}: has no rows; expected lines of {','.join(_HEADER)}")
+    return events
+
+
+def _trace_event(row: list[str], where: str) -> SupplyEvent:
+    if len(row) != len(_HEADER):
+        raise ConfigError(f"{where}: expected {len(_HEADER)} values ({','.join(_HEADER)}), got {len(row)}")
+    at_s = _number(row[0], float, f"{where}: at_s", "a number of seconds, 0 or more")
+    workers = _number(row[1], int, f"{where}: workers", "a whole number, 0 or more")
+    return SupplyEvent(at_s=at_s, workers=int(workers))
+
+
+def _number(cell: str, kind: type[float] | type[int], where: str, expected: str) -> float:
+    try:
+        value = kind(cell)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {cell!r} is not a number; expected {expected}") from error
+    if value < 0 or not isfinite(value):
+        raise ConfigError(f"{where}: {cell!r} is out of range; expected {expected}")
+    return value
+
+
+def _levels(
+    fleet: FleetSection, supply: SupplySection, seed: int, horizon_s: Seconds, trace: list[SupplyEvent] | None
+) -> list[SupplyEvent]:
+    """The levels of the supply by its one source: the schedule, the trace or the market."""
+    named = {
+        "events": bool(supply.events),
+        "trace": supply.trace is not None,
+        "market_mean_s": supply.market_mean_s is not None,
+    }
+    sources = [name for name, is_set in named.items() if is_set]
+    if len(sources) > 1:
+        raise ConfigError(f"supply.{sources[1]}: supply.{sources[0]} is set too; expected one source of supply")
+    if supply.trace is not None and trace is None:
+        raise ValueError("supply.trace is set, but its content was not passed to plan_supply")
+    if supply.market_mean_s is not None:
+        return _market(fleet.workers, supply, supply.market_mean_s, seed, horizon_s)
+    return supply.events if trace is None else trace
+
+
+def _market(level: int, supply: SupplySection, mean_s: Seconds, seed: int, horizon_s: Seconds) -> list[SupplyEvent]:
+    """A new level after exponential times, each other level within the bounds as likely as the next."""
+    levels: list[SupplyEvent] = []
+    at_s = exponential(mean_s, seed, _GAP_STREAM, 0)
+    while at_s <= horizon_s:
+        change = len(levels) + 1
+        others = [other for other in range(supply.market_min, supply.market_max + 1) if other != level]
+        if not others:
+            break
+        level = others[int(unit(seed, _LEVEL_STREAM, change) * len(others))]
+        levels.append(SupplyEvent(at_s=at_s, workers=level))
+        at_s += exponential(mean_s, seed, _GAP_STREAM, change)
+    return levels
+
+
+def _machines(fleet: FleetSection, levels: list[SupplyEvent], horizon_s: Seconds) -> list[_Machine]:
+    """Every machine that is ever granted, with its moments."""
+    machines = [_Machine(number, 0.0, 0.0) for number in range(1, fleet.workers + 1)]
+    held = list(machines)
+
+    def grant(at_s: Seconds, joins_at: Seconds) -> None:
+        machine = _Machine(len(machines) + 1, at_s, joins_at)
+        machines.append(machine)
+        held.append(machine)
+
+    # A machine of the ramp joins at its moment, so it was granted earlier.
+    ramp = [(max(0.0, joins_at - fleet.start_s), joins_at) for joins_at in sorted(fleet.join_at_s)]
+    changes = [(level.at_s, level.workers, 0.0) for level in levels]
+    changes += [(at_s, None, joins_at) for at_s, joins_at in ramp]
+    for at_s, level, joins_at in sorted(changes, key=lambda change: change[0]):
+        if at_s > horizon_s:
+            break
+        if level is None:
+            grant(at_s, joins_at)
+            continue
+        while len(held) < level:
+            grant(at_s, at_s + fleet.start_s)
+        while len(held) > level:
+            held.pop().taken_at = at_s
+    return machines
+
+
+def _life(machine: _Machine, notice_s: Seconds) -> list[WorldEvent]:
+    life = [WorldEvent(machine.granted_at, "grant", machine.name, machine.joins_at)]
+    if machine.taken_at == inf:
+        return life
+    if notice_s > 0:
+        life.append(WorldEvent(max(machine.granted_at, machine.taken_at - notice_s), "notice", machine.name))
+    life.append(WorldEvent(machine.taken_at, "take", machine.name))
+    return life
+
+
+def _deaths(machine: _Machine, faults: FaultsSection, seed: int, horizon_s: Seconds) -> list[WorldEvent]:
+    spans = _spans(machine, faults.deaths_per_hour, faults.restart_s, (seed, _DEATH_STREAM), horizon_s)
+    return _as_events(machine, spans, "die", "restart", horizon_s)
+
+
+def _partitions(machine: _Machine, faults: FaultsSection, seed: int, horizon_s: Seconds) -> list[WorldEvent]:
+    spans = _spans(machine, faults.partitions_per_hour, faults.partition_s, (seed, _PARTITION_STREAM), horizon_s)
+    return _as_events(machine, spans, "cut", "heal", horizon_s)
+
+
+def _spans(
+    machine: _Machine, per_hour: float, span_s: Seconds, stream: tuple[int, int], horizon_s: Seconds
+) -> list[tuple[Seconds, Seconds]]:
+    """Begin and end of what goes wrong with a machine from its joining on: exponential gaps, fixed spans."""
+    if per_hour == 0:
+        return []
+    key = key_of(machine.name)
+    spans: list[tuple[Seconds, Seconds]] = []
+    free_from = machine.joins_at
+    while True:
+        begins = free_from + exponential(_HOUR_S / per_hour, *stream, key, len(spans))
+        if begins >= machine.taken_at or begins > horizon_s:
+            return spans
+        free_from = begins + span_s
+        spans.append((begins, free_from))
+
+
+def _as_events(
+    machine: _Machine, spans: list[tuple[Seconds, Seconds]], first: WorldKind, then: WorldKind, horizon_s: Seconds
+) -> list[WorldEvent]:
+    events: list[WorldEvent] = []
+    for begins, ends in spans:
+        events.append(WorldEvent(begins, first, machine.name))
+        if ends < machine.taken_at and ends <= horizon_s:
+            events.append(WorldEvent(ends, then, machine.name))
+    return events

@@ -1,0 +1,153 @@
+"""How long answers are: natural lengths by domain, prompt, turn and index, drawn or read from a recording.
+
+Rules it keeps: a length depends only on its key and the seed, never on who asks when; it is at least 1 and at most
+`max_new_tokens`; samples of one prompt are correlated through a Gaussian copula, so that some prompts are long in every
+attempt. With a recorded trace, prompt i is row i modulo the number of rows of its domain, and its attempts cycle
+through the row's lengths. It leaves out what the tokens say, and what training does to lengths but `growth_per_step`.
+"""
+
+from bisect import bisect_right
+from math import erf, exp, log, log1p, sqrt
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from polyrl.errors import ConfigError
+from polyrl.sim.draws import normal
+from polyrl.sim.scenario import DomainSection
+
+_PROMPT_STREAM = 0x10
+_SAMPLE_STREAM = 0x11
+_INTEGRATION_POINTS = 4096
+_SQRT_HALF = sqrt(0.5)
+_LARGEST_EXPONENT = 600.0
+
+_Tokens = Annotated[int, Meta(ge=1)]
+
+
+class TraceRow(Struct, frozen=True, forbid_unknown_fields=True):
+    """One recorded prompt and the lengths of its answers."""
+
+    domain: str
+    prompt_tokens: _Tokens
+    lengths: Annotated[list[_Tokens], Meta(min_length=1)]
+
+
+class Trace(Struct, frozen=True):
+    """A recording: the rows of each domain, in the order of the file."""
+
+    rows: dict[str, list[TraceRow]]
+
+
+def read_trace(path: Path | str) -> Trace:
+    """Read a JSONL file of rows. Raises ConfigError that names the file, the line and what is wrong."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    rows: dict[str, list[TraceRow]] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=TraceRow)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}:{number}: {error}; expected {_EXPECTED_ROW}") from error
+        rows.setdefault(row.domain, []).append(row)
+    if not rows:
+        raise ConfigError(f"{path}: has no rows; expected lines of {_EXPECTED_ROW}")
+    return Trace(rows)
+
+
+_EXPECTED_ROW = '{"domain": "math", "prompt_tokens": 512, "lengths": [700, 1200]}'
+
+
+class _LengthCurve:
+    """A domain's lengths by probability: the logarithm is linear between the given points."""
+
+    def __init__(self, domain: DomainSection, max_new_tokens: int) -> None:
+        points = list(domain.length_quantiles)
+        last_probability, last_tokens = points[-1]
+        if last_probability < 1.0:
+            points.append((1.0, max(last_tokens, float(max_new_tokens))))
+        self.probabilities = [probability for probability, _ in points]
+        self.log_tokens = [log(tokens) for _, tokens in points]
+        self.uncapped_share = 1.0 - domain.cap_share
+        self.of_prompt = sqrt(domain.correlation)
+        self.of_sample = sqrt(1.0 - domain.correlation)
+
+    def tokens_at(self, probability: float) -> float | None:
+        """Tokens at that probability; none for an answer that runs into the cap whatever the cap is."""
+        if probability > self.uncapped_share or self.uncapped_share == 0.0:
+            return None
+        within = probability / self.uncapped_share
+        at = bisect_right(self.probabilities, within)
+        if at == 0:
+            return exp(self.log_tokens[0])
+        if at == len(self.probabilities):
+            return exp(self.log_tokens[-1])
+        low, high = self.probabilities[at - 1], self.probabilities[at]
+        share = (within - low) / (high - low)
+        return exp(self.log_tokens[at - 1] + share * (self.log_tokens[at] - self.log_tokens[at - 1]))
+
+
+class Workload:
+    """The lengths of every answer that a run may ask for. Domains go by their index in the scenario."""
+
+    def __init__(
+        self,
+        domains: list[DomainSection],
+        max_new_tokens: int,
+        seed: int,
+        growth_per_step: float = 0.0,
+        trace: Trace | None = None,
+    ) -> None:
+        self._domains = domains
+        self._max_new_tokens = max_new_tokens
+        self._seed = seed
+        self._log_growth = log1p(growth_per_step)
+        self._curves = [_LengthCurve(domain, max_new_tokens) for domain in domains]
+        self._rows = None if trace is None else _rows_by_domain(trace, domains)
+
+    def prompt_tokens(self, domain: int, prompt: int) -> int:
+        if self._rows is None:
+            return self._domains[domain].prompt_tokens
+        rows = self._rows[domain]
+        return rows[prompt % len(rows)].prompt_tokens
+
+    def answer_tokens(self, domain: int, prompt: int, turn: int, index: int, step: int = 0) -> int:
+        """Where this sample ends if nobody stops it, the cap included."""
+        if self._rows is not None:
+            rows = self._rows[domain]
+            lengths = rows[prompt % len(rows)].lengths
+            return self._bounded(lengths[(turn + index) % len(lengths)], step)
+        curve = self._curves[domain]
+        z = curve.of_prompt * normal(self._seed, _PROMPT_STREAM, domain, prompt)
+        z += curve.of_sample * normal(self._seed, _SAMPLE_STREAM, domain, prompt, turn, index)
+        return self._bounded(curve.tokens_at(0.5 + 0.5 * erf(z * _SQRT_HALF)), step)
+
+    def mean_tokens(self, domain: int) -> float:
+        """Mean length of the domain's answers at step 0, the cap included."""
+        if self._rows is not None:
+            lengths = [self._bounded(length, 0) for row in self._rows[domain] for length in row.lengths]
+            return sum(lengths) / len(lengths)
+        curve = self._curves[domain]
+        probabilities = ((point + 0.5) / _INTEGRATION_POINTS for point in range(_INTEGRATION_POINTS))
+        return sum(self._bounded(curve.tokens_at(p), 0) for p in probabilities) / _INTEGRATION_POINTS
+
+    def _bounded(self, natural: float | None, step: int) -> int:
+        if natural is None:
+            return self._max_new_tokens
+        # Bounded before it is taken: growth over thousands of steps is more than a float holds.
+        growth = exp(min(step * self._log_growth, _LARGEST_EXPONENT))
+        return max(1, round(min(float(self._max_new_tokens), natural * growth)))
+
+
+def _rows_by_domain(trace: Trace, domains: list[DomainSection]) -> list[list[TraceRow]]:
+    for domain in domains:
+        if domain.name not in trace.rows:
+            known = ", ".join(sorted(trace.rows))
+            raise ConfigError(f"workload.trace: has no row of domain {domain.name!r}; its rows are of: {known}")
+    return [trace.rows[domain.name] for domain in domains]

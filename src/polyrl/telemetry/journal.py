@@ -1,0 +1,101 @@
+"""The journal as a file. Its bytes are made and read in scheduling/records.py; here they meet the disk.
+
+Rules kept here: a journal is never written over. A file that cannot be read is a JournalError that names it.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from polyrl.errors import JournalError, UserError
+from polyrl.ids import Seconds
+from polyrl.scheduling.commands import Command
+from polyrl.scheduling.events import Event
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.records import (
+    JournalDigest,
+    JournalHeader,
+    Record,
+    encode_header,
+    encode_record,
+    read_records,
+)
+
+FILE_NAME = "journal.bin"
+"""What a journal is called in the directory of a run."""
+
+_BUFFER_BYTES = 1 << 18
+
+
+class JournalWriter:
+    """A new journal. Raises UserError if there is a file already, or none can be made."""
+
+    def __init__(self, path: Path | str, config: SchedulerConfig, about: dict[str, str] | None = None) -> None:
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("xb", buffering=_BUFFER_BYTES)
+        except FileExistsError as error:
+            raise UserError(f"{self.path}: exists already; a journal is never written over") from error
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write a journal there: {error.strerror}") from error
+        self._digest = JournalDigest()
+        self._file.write(encode_header(config, about))
+
+    def append(self, now: Seconds, event: Event, commands: Sequence[Command]) -> None:
+        """Call it before the commands are carried out."""
+        encoded = encode_record(now, event, commands)
+        self._digest.add_encoded(encoded)
+        self._file.write(encoded)
+
+    @property
+    def num_records(self) -> int:
+        return self._digest.num_records
+
+    @property
+    def digest(self) -> str:
+        """Of all records so far."""
+        return self._digest.hex()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_journal(path: Path | str) -> tuple[JournalHeader, Iterator[Record]]:
+    """A journal's header, and its records as they are asked for. `path` is the file, or a directory that holds it.
+
+    Raises JournalError if there is none or it is damaged; the records raise it when the damage is reached.
+    """
+    file = _find(Path(path))
+    try:
+        opened = file.open("rb")
+    except FileNotFoundError as error:
+        raise JournalError(f"{file}: there is no such file") from error
+    except OSError as error:
+        raise JournalError(f"{file}: cannot be read: {error.strerror}") from error
+    try:
+        return read_records(_chunks(opened), str(file))
+    except JournalError:
+        opened.close()
+        raise
+
+
+def _find(path: Path) -> Path:
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(_BUFFER_BYTES):
+            yield chunk

@@ -1,0 +1,339 @@
+"""A hostile world for the scheduler: news is late, repeated, reordered or lost; workers die and come back at any point;
+weights, rewards and hand-overs fail or stay unanswered; the fleet goes to zero. After every event all laws are checked:
+those of the state (polyrl.scheduling.invariants) and those of what was said (books.py).
+
+Then the world turns fair, and the run must go on: a scheduler that keeps all laws by standing still is caught here. Half
+of the worlds are fair with a fleet, half with nothing but the trainer's own devices. Everything follows from one seed.
+"""
+
+import random
+from collections.abc import Callable
+
+from polyrl.errors import LawViolation
+from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName
+from polyrl.scheduling import commands as c
+from polyrl.scheduling import events as e
+from polyrl.scheduling.invariants import check
+from polyrl.scheduling.parameters import (
+    DomainData,
+    FleetRules,
+    HandBackConfig,
+    RewardConfig,
+    RoundsConfig,
+    RoutingConfig,
+    SchedulerConfig,
+    SeedingConfig,
+    WeightDeliveryConfig,
+)
+from polyrl.scheduling.scheduler import Scheduler
+from tests.properties.books import Books
+
+FAIR_SECONDS = 6000
+FAIR_STEPS = 2
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    """Any mode, small enough that every corner is reached within a few hundred events."""
+    domains = tuple(
+        DomainData(name=f"d{i}", prompts_per_step=rng.randint(1, 4), num_prompts=rng.choice([3, 7, 20, 500]))
+        for i in range(rng.choice([1, 1, 2]))
+    )
+    return SchedulerConfig(
+        domains=domains,
+        seed=rng.randrange(1000),
+        max_new_tokens=rng.choice([1, 8, 40]),
+        max_staleness=rng.choice([0, 0, 0, 1, 2]),
+        streaming=rng.random() < 0.8,
+        trainer_usd_per_hour=10.0,
+        rounds=RoundsConfig(
+            tail_batching=rng.choice(["off", "race", "race", "prompts", "designated", "predicted"]),
+            samples_per_prompt=rng.randint(1, 4),
+            prompt_factor=rng.choice([1.0, 1.25, 1.5, 2.0]),
+            sample_factor=rng.choice([1.0, 1.25, 1.5]),
+            adaptive=rng.random() < 0.2,
+            refill=rng.random() < 0.6,
+            min_group_samples=rng.randint(1, 2),
+        ),
+        routing=RoutingConfig(balance_interval_s=rng.choice([0.5, 5.0]), move_every_tokens=2, move_gain_s=0.0),
+        seeding=SeedingConfig(mode=rng.choice(["learned", "fixed", "whole_round", "off"]), fixed_s=5.0, initial_s=5.0),
+        hand_back=HandBackConfig(enabled=rng.random() < 0.3, first_share=0.1, last_share=0.9),
+        rewards=RewardConfig(slots=rng.choice([1, 3, 64]), as_finished=rng.random() < 0.8, max_attempts=2),
+        fleet_rules=FleetRules(stall_timeout_s=20.0, migrate=rng.random() < 0.8),
+        weight_delivery=WeightDeliveryConfig(relay=rng.random() < 0.7, trainer_uploads=rng.choice([1, 4])),
+    )
+
+
+class Machine:
+    """A worker's process, as the world knows it."""
+
+    def __init__(self, name: WorkerName, incarnation: Incarnation, *, local: bool) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.local = local
+        self.running: dict[LeaseId, tuple[SampleId, int]] = {}
+
+
+class HostileWorld:
+    def __init__(self, seed: int, make: Callable[[SchedulerConfig], Scheduler] = Scheduler) -> None:
+        self.rng = random.Random(seed)
+        self.config = random_config(self.rng)
+        self.scheduler = make(self.config)
+        self.books = Books(self.scheduler)
+        self.now = 0.0
+        self.fair = False
+        self.machines: dict[WorkerName, Machine] = {}
+        self.lives: dict[WorkerName, int] = {}
+        self.news: list[e.Event] = []
+        self.old_news: list[e.Event] = []
+        self.lengths: dict[SampleId, int] = {}
+        self.leases_seen = 0
+        self.delivered: dict[GroupId, Step] = {}
+        self.to_take: dict[Step, list[GroupId]] = {}
+        self.taken: dict[Step, list[GroupId]] = {}
+        self.closed: dict[Step, int] = {}
+        self.steps_trained = 0
+        self.data_ended = False
+        self.training_step = 0
+        self.log: list[tuple[float, e.Event, list[c.Command]]] = []
+
+    # Playing
+
+    def play(self, num_events: int) -> None:
+        """`num_events` of malice, then enough fairness to train a few steps."""
+        self.tell(e.VersionPublished(Version(0)))
+        for step in range(self.config.max_staleness + 1):
+            self.tell(e.RoundRequested(Step(step)))
+        if self.rng.random() < 0.7:
+            self.join_machine(local=True)
+        for _ in range(num_events):
+            self.malice()
+        self.be_fair()
+
+    def tell(self, event: e.Event) -> None:
+        if self.rng.random() < 0.1:
+            self.old_news.append(event)
+            if len(self.old_news) > 50:
+                del self.old_news[self.rng.randrange(50)]
+        self.books.before(self.scheduler, event, self.now, self.machines.values())
+        commands = self.scheduler.handle(event, self.now)
+        self.log.append((self.now, event, list(commands)))
+        check(self.scheduler, self.now)
+        self.books.after(self.scheduler, event, commands)
+        for command in commands:
+            self.carry_out(command)
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (at := self.scheduler.wakeup_at) is not None and at <= end:
+            self.now = max(self.now, at)
+            self.tell(e.TimePassed())
+        self.now = end
+
+    def malice(self) -> None:
+        rng = self.rng
+        draw = rng.random()
+        if draw < 0.35 and self.news:
+            self.tell(self.news.pop(rng.randrange(len(self.news))))
+        elif draw < 0.40 and self.old_news:
+            self.tell(rng.choice(self.old_news))
+        elif draw < 0.60 and self.machines:
+            self.progress(rng.choice(list(self.machines.values())))
+        elif draw < 0.66:
+            self.join_machine(local=rng.random() < 0.2)
+        elif draw < 0.70 and self.machines:
+            self.kill(rng.choice(list(self.machines)), noticed=rng.random() < 0.5)
+        elif draw < 0.72 and self.machines:
+            machine = rng.choice(list(self.machines.values()))
+            self.tell(e.DrainRequested(machine.name, machine.incarnation, "a notice"))
+        elif draw < 0.74 and self.news:
+            self.news.pop(rng.randrange(len(self.news)))  # lost for ever
+        elif draw < 0.80:
+            self.heartbeats()
+        elif draw < 0.82:
+            self.pass_time(rng.choice([1.0, 4.0, 30.0, 400.0]))
+        elif draw < 0.94:
+            self.train()
+        else:
+            self.pass_time(rng.random() * 0.5)
+        self.now += rng.random() * 0.05
+
+    def be_fair(self) -> None:
+        """No more faults: whoever is there works, and somebody is always there."""
+        self.fair = True
+        without_fleet = self.rng.random() < 0.5
+        if without_fleet:
+            for machine in [one for one in self.machines.values() if not one.local]:
+                self.kill(machine.name, noticed=False)
+        target = self.steps_trained + FAIR_STEPS
+        deadline = self.now + FAIR_SECONDS
+        while self.steps_trained < target and not self.data_ended:
+            if self.now > deadline:
+                raise LawViolation(f"stuck: {self.steps_trained} steps trained, wanted {target}; {self.waits()}")
+            if not any(machine.local == without_fleet for machine in self.machines.values()):
+                self.join_machine(local=without_fleet)
+            news, self.news = self.news, []
+            for event in news:
+                self.tell(event)
+            for machine in list(self.machines.values()):
+                self.progress(machine)
+            self.heartbeats()
+            self.train()
+            self.pass_time(1.0)
+
+    def waits(self) -> str:
+        state = self.scheduler.desk.state
+        workers = [(w.name, w.state, w.duty, len(w.leases), w.version) for w in state.fleet.seats.values()]
+        groups = [(g.id, g.state, g.num_generated, g.need, g.num_scored) for g in state.groups.values()]
+        rounds = [(r.step, r.kind, r.num_waiting, r.num_leased, r.closed_at) for r in state.rounds.values()]
+        return f"{workers} {groups} {rounds} published {state.published} requested {state.requested}"
+
+    # The machines
+
+    def join_machine(self, *, local: bool) -> None:
+        name = WorkerName(f"{'local' if local else 'w'}{self.rng.randrange(5)}")
+        life = self.lives.get(name, 0) + 1
+        self.lives[name] = life
+        machine = Machine(name, Incarnation(life), local=local)
+        self.machines[name] = machine
+        event = e.WorkerJoined(
+            name,
+            machine.incarnation,
+            slots=self.rng.randint(1, 6),
+            spot=self.rng.random() < 0.5,
+            local=local,
+            price_usd_per_hour=1.0,
+            kv_tokens=self.rng.choice([0, 2000]),
+            version=Version(self.rng.choice([0, 0, 1, 99])) if self.rng.random() < 0.2 else None,
+            starting_s=self.rng.choice([0.0, 7.0]),
+        )
+        self.tell(event)
+
+    def kill(self, name: WorkerName, *, noticed: bool) -> None:
+        machine = self.machines.pop(name)
+        if noticed:
+            self.news.append(e.WorkerLeft(name, machine.incarnation, "died"))
+
+    def heartbeats(self) -> None:
+        for machine in list(self.machines.values()):
+            if self.fair or self.rng.random() < 0.9:
+                self.tell(e.WorkerReported(machine.name, machine.incarnation, 0 if self.fair else self.rng.randint(0, 3)))
+
+    def progress(self, machine: Machine) -> None:
+        """Some samples advance, some finish; now and then the engine fails, or reports nonsense."""
+        leases: list[LeaseId] = []
+        counts: list[int] = []
+        for lease, (sample, num) in list(machine.running.items()):
+            total = self.lengths[sample]
+            num = min(total, num + self.rng.randint(1, max(1, total)))
+            machine.running[lease] = (sample, num)
+            if not self.fair and self.rng.random() < 0.05:
+                del machine.running[lease]
+                self.news.append(e.LeaseEnded(lease, num, self.rng.choice(["engine_failed", "refused"])))
+            elif num >= total:
+                del machine.running[lease]
+                self.news.append(e.SampleFinished(lease, num))
+            else:
+                leases.append(lease)
+                counts.append(num)
+        if not self.fair and self.rng.random() < 0.1:
+            leases.append(LeaseId(self.rng.randint(0, self.leases_seen + 3)))
+            counts.append(self.rng.choice([-5, 0, 3, 10**9]))
+        self.news.append(e.TokensArrived(machine.name, machine.incarnation, tuple(leases), tuple(counts)))
+
+    # The trainer
+
+    def train(self) -> None:
+        step = Step(self.training_step)
+        waiting = self.to_take.get(step, [])
+        if waiting and self.may_train():
+            batch, self.to_take[step] = tuple(waiting), []
+            if not self.fair and self.rng.random() < 0.1:
+                self.tell(e.GroupRejected(batch[0], "all rewards are equal"))
+                batch = batch[1:]
+            self.tell(e.GroupsTaken(step, batch))
+            self.now += 0.1
+            self.tell(e.MicroBatchTrained(step))
+        # A rejected group may have reopened the round: then it is closed again later.
+        round_ = self.scheduler.desk.state.rounds.get(step)
+        if step in self.closed and round_ is not None and round_.closed_at is not None and not self.to_take.get(step):
+            del self.closed[step]
+            self.steps_trained += 1
+            self.training_step += 1
+            self.tell(e.StepTrained(step))
+            self.tell(e.VersionPublished(Version(step + 1)))
+            self.tell(e.RoundRequested(Step(step + 1 + self.config.max_staleness)))
+
+    def may_train(self) -> bool:
+        local = self.scheduler.desk.state.fleet.local()
+        return not local or any(worker.duty == "training" for worker in local)
+
+    # Carrying out commands
+
+    def carry_out(self, command: c.Command) -> None:
+        rng = self.rng
+        answered = self.fair or rng.random() < 0.9
+        match command:
+            case c.Generate():
+                self.carry_out_generate(command)
+            case c.Abort():
+                machine = self.machines.get(command.worker)
+                if machine is not None:
+                    machine.running.pop(command.lease, None)
+            case c.HandOver():
+                machine = self.machines.get(command.worker)
+                if machine is not None and answered and command.lease in machine.running:
+                    _, num = machine.running.pop(command.lease)
+                    self.news.append(e.LeaseEnded(command.lease, num, "handed_over"))
+            case c.PullWeights():
+                machine = self.machines.get(command.worker)
+                if machine is not None and answered:
+                    ok = self.fair or rng.random() < 0.8
+                    who = (machine.name, machine.incarnation, command.version)
+                    self.news.append(e.WeightsInstalled(*who) if ok else e.WeightsFailed(*who, "a bad chunk"))
+            case c.ReleaseWorker():
+                if command.worker in self.machines:
+                    self.kill(command.worker, noticed=answered)
+            case c.ForgetWorker():
+                self.machines.pop(command.worker, None)
+            case c.StartTraining() | c.StartGenerating():
+                machine = self.machines.get(command.worker)
+                if machine is not None and (self.fair or rng.random() < 0.97):
+                    duty = "training" if isinstance(command, c.StartTraining) else "generating"
+                    self.news.append(e.DutyChanged(machine.name, machine.incarnation, duty))
+            case c.Score():
+                if answered:
+                    outcomes = ["scored", "timed_out"] if self.fair else ["scored", "scored", "crashed", "infrastructure_failed"]
+                    cpu_s = rng.random() if self.fair or rng.random() < 0.95 else rng.choice([-1.0, float("nan"), float("inf")])
+                    self.news.append(
+                        e.RewardFinished(command.sample, command.attempt, rng.choice(outcomes), rng.random() < 0.5, cpu_s)
+                    )
+            case c.DeliverGroup():
+                if command.group in self.delivered:
+                    raise LawViolation(f"group {command.group} was delivered twice")
+                if len(command.samples) == 0:
+                    raise LawViolation(f"group {command.group} was delivered empty")
+                self.delivered[command.group] = command.step
+                self.to_take.setdefault(command.step, []).append(command.group)
+            case c.CloseRound():
+                self.closed[command.step] = command.num_groups
+            case c.EndData():
+                self.data_ended = True
+            case _:
+                pass
+
+    def carry_out_generate(self, command: c.Generate) -> None:
+        if command.lease <= self.leases_seen:
+            raise LawViolation(f"lease {command.lease} was given before")
+        self.leases_seen = command.lease
+        total = self.lengths.setdefault(command.sample, self.rng.randint(1, command.max_tokens))
+        if command.from_token > total:  # a machine's nonsense was believed
+            self.lengths[command.sample] = command.from_token
+        machine = self.machines.get(command.worker)
+        if machine is not None:
+            machine.running[command.lease] = (command.sample, command.from_token)
+
+
+def play(seed: int, num_events: int = 250, make: Callable[[SchedulerConfig], Scheduler] = Scheduler) -> HostileWorld:
+    world = HostileWorld(seed, make)
+    world.play(num_events)
+    return world

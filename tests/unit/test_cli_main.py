@@ -1,0 +1,181 @@
+"""The front of the command line: lazy commands, and an exit code for every way to end."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import polyrl
+from polyrl.cli.main import COMMANDS, Command, main
+
+FAKE_COMMAND = """
+import sys
+from polyrl.errors import LawViolation, UserError
+
+def add_arguments(parser):
+    parser.add_argument("how")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--seed", type=int, default=0)
+
+def run(args):
+    match args.how:
+        case "well":
+            print(args.overrides, args.seed)
+            return 0
+        case "refused":
+            raise UserError("fleet.workers: got -1, expected an integer >= 0")
+        case "interrupted":
+            raise KeyboardInterrupt
+        case "broken":
+            raise LawViolation("a sample has two ends")
+        case "talkative":
+            for _ in range(100_000):
+                print("many words")
+            return 0
+        case code:
+            return int(code)
+"""
+HEAVY = ("msgspec", "numpy", "rich", "matplotlib", "hypothesis", "asyncio", "polyrl.config", "polyrl.scheduling")
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """A table with one command, `end`, that ends as its first argument says."""
+    (tmp_path / "fake_end_command.py").write_text(FAKE_COMMAND)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return {"end": Command("end in a given way", "fake_end_command")}
+
+
+def in_a_process(code, *arguments, cwd=None):
+    """Run Python code with this polyrl on its path."""
+    source = str(Path(polyrl.__file__).parents[1])
+    program = f"import sys; sys.path.insert(0, {source!r})\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_help_lists_every_command_and_ends_with_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(f"  {name} " in text and command.help in text for name, command in COMMANDS.items())
+    assert "polyrl simulate spot-trace" in text
+
+
+def test_help_imports_nothing_heavy():
+    ended = in_a_process(
+        "from polyrl.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: print('LOADED', *sys.modules)\n"
+    )
+    loaded = ended.stdout.rpartition("LOADED")[2].split()
+    assert "argparse" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_help_starts_in_under_half_a_second():
+    def seconds():
+        start = time.perf_counter()
+        in_a_process("from polyrl.cli.main import main; main(['--help'])")
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"polyrl {polyrl.__version__}\n"
+
+
+def test_no_command_shows_the_help_as_an_error(capsys):
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_answered_with_the_nearest_one(capsys):
+    assert main(["simulat"]) == 2
+    assert capsys.readouterr().err == "polyrl: error: unknown command 'simulat'; did you mean simulate?\n"
+
+
+def test_a_command_like_no_other_is_answered_with_all_of_them(capsys):
+    assert main(["xyz"]) == 2
+    assert "expected one of simulate, plan," in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--frobnicate"])
+    assert ended.value.code == 2
+    assert "--frobnicate" in capsys.readouterr().err
+
+
+def test_a_command_gets_its_arguments_in_any_order(commands, capsys):
+    assert main(["end", "well", "a.b=1", "--seed", "3", "c.d=-2"], commands) == 0
+    assert capsys.readouterr().out == "['a.b=1', 'c.d=-2'] 3\n"
+
+
+def test_the_exit_code_of_a_command_is_passed_on(commands):
+    assert main(["end", "1"], commands) == 1
+
+
+def test_a_command_explains_itself(commands, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["end", "--help"], commands)
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: polyrl end ")
+    assert "End in a given way." in text
+
+
+def test_wrong_usage_of_a_command_ends_with_2(commands):
+    with pytest.raises(SystemExit) as ended:
+        main(["end", "well", "--seed", "many"], commands)
+    assert ended.value.code == 2
+
+
+def test_a_users_mistake_is_one_line_and_2(commands, capsys):
+    assert main(["end", "refused"], commands) == 2
+    output = capsys.readouterr()
+    assert output.err == "polyrl: error: fleet.workers: got -1, expected an integer >= 0\n"
+    assert output.out == ""
+
+
+def test_an_interrupt_ends_with_130(commands, capsys):
+    assert main(["end", "interrupted"], commands) == 130
+    assert capsys.readouterr().err == "polyrl: interrupted\n"
+
+
+def test_a_bug_of_ours_is_not_caught(commands):
+    with pytest.raises(Exception, match="a sample has two ends"):
+        main(["end", "broken"], commands)
+
+
+def test_a_bug_of_ours_ends_the_process_with_1_and_a_traceback(commands, tmp_path):
+    ended = in_a_process(
+        "from polyrl.cli.main import Command, main\n"
+        "sys.exit(main(sys.argv[1:], {'end': Command('end', 'fake_end_command')}))",
+        *("end", "broken"),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(commands, tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from polyrl.cli.main import Command, main\n"
+        "sys.exit(main(['end', 'talkative'], {'end': Command('end', 'fake_end_command')}))"
+    )
+    source = str(Path(polyrl.__file__).parents[1])
+    command = [sys.executable, "-c", code, source]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141

@@ -1,0 +1,137 @@
+"""How many workers are worth holding, by time and by money."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrl.scheduling.scaling import (
+    Advice,
+    ScalingConfig,
+    ScalingState,
+    advise,
+    cheapest_workers,
+    gain_per_worker,
+    useful_workers,
+)
+from polyrl.scheduling.seeding import StepTimes
+
+CONFIG = ScalingConfig(min_workers=1, max_workers=8)
+
+
+def times(*, remote_s: float = 250.0, train_s: float = 181.0, mean_workers: float = 4.0) -> StepTimes:
+    return StepTimes(
+        wait_train_s=0.0,
+        wait_remote_s=0.0,
+        remote_s=remote_s,
+        train_s=train_s,
+        mean_workers=mean_workers,
+        workers_now=round(mean_workers),
+        num_reserved=4,
+    )
+
+
+def asking_for(num_workers: int) -> StepTimes:
+    return times(remote_s=100.0 * num_workers, train_s=100.0, mean_workers=1.0)
+
+
+def advice_after(state: ScalingState, *wanted: int) -> list[int | None]:
+    given_advice = [advise(state, CONFIG, asking_for(n), 0.0, 4) for n in wanted]
+    return [None if advice is None else advice.num_workers for advice in given_advice]
+
+
+def test_the_useful_number_generates_a_step_in_the_time_it_trains():
+    assert useful_workers(times(), 70.0) == pytest.approx((250 * 4 + 70 * 4) / 181)
+
+
+def test_a_step_that_did_not_train_is_no_measure():
+    assert useful_workers(times(train_s=0.0), 70.0) == 0.0
+    assert advise(ScalingState(), CONFIG, times(train_s=0.0), 70.0, 4) is None
+
+
+def test_an_unbounded_window_counts_as_the_whole_round():
+    assert useful_workers(times(), math.inf) == pytest.approx(250 * 8 / 181)
+    assert useful_workers(times(remote_s=0.0, mean_workers=0.0), math.inf) == 0.0
+
+
+def test_advice_waits_for_a_second_step_that_agrees():
+    assert advice_after(ScalingState(), 6, 6, 6, 6) == [None, 6, None, None]
+
+
+def test_a_single_odd_step_advises_nothing():
+    assert advice_after(ScalingState(), 4, 6, 4, 6, 4) == [None] * 5
+
+
+def test_steps_that_disagree_on_the_side_advise_nothing():
+    assert advice_after(ScalingState(), 6, 3, 6, 3) == [None] * 4
+
+
+def test_the_latest_of_two_numbers_on_one_side_is_advised():
+    assert advice_after(ScalingState(), 6, 7, 7, 3, 2) == [None, 7, None, None, 2]
+
+
+def test_advice_stays_within_bounds():
+    assert advice_after(ScalingState(), 30, 30, 30) == [None, 8, None]
+    state = ScalingState()
+    small = times(remote_s=1.0, train_s=100.0, mean_workers=1.0)
+    assert [advise(state, CONFIG, small, 0.0, 4) for _ in range(2)][1] == Advice(1, why=WHY_ONE)
+
+
+WHY_ONE = "0.0 workers generate a step's samples in the 100 s it trains (1 to 8 allowed, 4 now, 4 before)"
+
+
+def test_bounds_that_cross_are_refused():
+    with pytest.raises(ValueError, match="min_workers 5"):
+        ScalingConfig(min_workers=5, max_workers=4)
+
+
+def test_four_published_workers_make_a_token_cost_seven_tenths():
+    """8 H100 at 83.79 $/h; workers of 2 H100 at 5.32 $/h, each adding 2,000 to 10,000 tokens/s."""
+    config = ScalingConfig(max_workers=4)
+    advice = cheapest_workers(trainer_price=83.79, worker_price=5.32, gain=0.2, useful=7.0, config=config)
+    assert advice.num_workers == 4
+    assert "70% of what it costs without workers" in advice.why
+
+
+def test_workers_beyond_the_useful_number_are_not_bought():
+    advice = cheapest_workers(trainer_price=83.79, worker_price=5.32, gain=0.2, useful=5.0, config=ScalingConfig())
+    assert advice.num_workers == 5
+
+
+def test_a_worker_dearer_than_its_share_of_the_trainer_is_not_bought():
+    advice = cheapest_workers(trainer_price=80.0, worker_price=17.0, gain=0.2, useful=5.0, config=ScalingConfig())
+    assert advice.num_workers == 0
+
+
+@given(
+    trainer_price=st.floats(1, 1000),
+    worker_price=st.floats(0, 100),
+    gain=st.floats(0, 2),
+    useful=st.floats(0, 40),
+)
+def test_no_other_number_of_workers_makes_a_token_cheaper(trainer_price, worker_price, gain, useful):
+    advice = cheapest_workers(
+        trainer_price=trainer_price, worker_price=worker_price, gain=gain, useful=useful, config=ScalingConfig()
+    )
+
+    def price(n: int) -> float:
+        return (trainer_price + n * worker_price) / (1 + gain * min(n, useful))
+
+    assert all(price(advice.num_workers) <= price(n) for n in range(65))
+
+
+def test_the_gain_of_a_worker_counts_only_useful_ones():
+    assert gain_per_worker(1.8, 4, useful=7.0) == pytest.approx(0.2)
+    assert gain_per_worker(1.8, 8, useful=4.0) == pytest.approx(0.2)
+    assert gain_per_worker(1.0, 0, useful=4.0) == 0.0
+
+
+@given(wanted=st.lists(st.integers(1, 8), max_size=30))
+def test_a_state_saved_and_loaded_goes_on_like_the_one_that_was_not(wanted):
+    state = ScalingState()
+    for n in wanted:
+        loaded = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ScalingState)
+        assert advice_after(state, n) == advice_after(loaded, n)
+        assert loaded == state
