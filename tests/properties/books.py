@@ -1,7 +1,7 @@
 """The world's own books: laws that are checked against what was said to the scheduler and what it answered.
 
-`invariants.py` holds the scheduler's state against itself. Here commands are held against the events that were told, so a
-rule that is wrong in one place, and wrong the same way in the check, is still found:
+`invariants.py` holds the scheduler's state against itself. Here commands are held against the events that were told, so
+a rule that is wrong in one place, and wrong the same way in the check, is still found:
 
 - late news (of a dead lease, an old life, an answered attempt) changes nothing but its own count;
 - a sample is resumed exactly at the last token that its own worker brought, and runs at one worker;
@@ -115,7 +115,7 @@ class Books:
             case _:
                 return isinstance(event, WorkerNews) and self.alive.get(event.worker) != event.incarnation
 
-    def note(self, scheduler: Scheduler, event: e.Event) -> None:  # noqa: C901, PLR0912  one arm an event
+    def note(self, scheduler: Scheduler, event: e.Event) -> None:
         cap = self.config.max_new_tokens
         match event:
             case e.WorkerJoined():
@@ -194,7 +194,7 @@ class Books:
         ledger.late_news += 1
         law(same, f"late news was believed: {event}")
 
-    def check_command(self, scheduler: Scheduler, command: c.Command, commands: list[c.Command]) -> None:  # noqa: C901, PLR0912
+    def check_command(self, scheduler: Scheduler, command: c.Command, commands: list[c.Command]) -> None:
         fleet = scheduler.desk.state.fleet
         match command:
             case c.Generate():
@@ -218,7 +218,7 @@ class Books:
                 law(self.scoring.pop(command.sample, None) == command.attempt, f"nothing to cancel: {command}")
             case c.OpenRound():
                 newest = self.published + self.config.max_staleness
-                law(0 <= self.published and command.step <= newest, f"round {command.step} opened before its version")
+                law(self.published >= 0 and command.step <= newest, f"round {command.step} opened before its version")
                 self.delivered[command.step] = set()
                 for planned in command.groups:
                     self.check_planned(scheduler, command.step, planned)
@@ -241,8 +241,8 @@ class Books:
         law(worker not in self.draining, f"{name} went to {worker}, which is draining")
         law(command.lease not in self.holder, f"lease {command.lease} was given before")
         self.holder[command.lease] = worker
-        if not self.config.fleet_rules.migrate:
-            self.tokens[command.sample] = 0
+        if command.from_token == 0 and not self.config.fleet_rules.migrate:
+            self.tokens[command.sample] = 0  # its worker was lost
         known = self.tokens.get(command.sample, 0)
         law(command.from_token == known, f"{name} has {known} tokens and is resumed at {command.from_token}")
         step, _ = self.groups[group_of(command.sample)]

@@ -2,8 +2,9 @@
 weights, rewards and hand-overs fail or stay unanswered; the fleet goes to zero. After every event all laws are checked:
 those of the state (polyrl.scheduling.invariants) and those of what was said (books.py).
 
-Then the world turns fair, and the run must go on: a scheduler that keeps all laws by standing still is caught here. Half
-of the worlds are fair with a fleet, half with nothing but the trainer's own devices. Everything follows from one seed.
+Then the world turns fair, and the run must go on: a scheduler that keeps all laws by standing still is caught here.
+Half of the worlds are fair with a fleet, half with nothing but the trainer's own devices. Everything follows from one
+seed.
 """
 
 import random
@@ -30,6 +31,8 @@ from tests.properties.books import Books
 
 FAIR_SECONDS = 6000
 FAIR_STEPS = 2
+FAIR_OUTCOMES: tuple[e.RewardOutcome, ...] = ("scored", "timed_out")
+OUTCOMES: tuple[e.RewardOutcome, ...] = ("scored", "scored", "crashed", "infrastructure_failed")
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:
@@ -71,6 +74,8 @@ class Machine:
         self.incarnation = incarnation
         self.local = local
         self.running: dict[LeaseId, tuple[SampleId, int]] = {}
+        self.stuck: set[LeaseId] = set()
+        """What its engine will never go on with, however fair the world."""
 
 
 class HostileWorld:
@@ -94,6 +99,8 @@ class HostileWorld:
         self.steps_trained = 0
         self.data_ended = False
         self.training_step = 0
+        self.asked_ahead = self.rng.choice([0, 0, 2])
+        """Rounds that the trainer requests before their time has come."""
         self.log: list[tuple[float, e.Event, list[c.Command]]] = []
 
     # Playing
@@ -101,7 +108,7 @@ class HostileWorld:
     def play(self, num_events: int) -> None:
         """`num_events` of malice, then enough fairness to train a few steps."""
         self.tell(e.VersionPublished(Version(0)))
-        for step in range(self.config.max_staleness + 1):
+        for step in range(self.config.max_staleness + 1 + self.asked_ahead):
             self.tell(e.RoundRequested(Step(step)))
         if self.rng.random() < 0.7:
             self.join_machine(local=True)
@@ -216,13 +223,17 @@ class HostileWorld:
     def heartbeats(self) -> None:
         for machine in list(self.machines.values()):
             if self.fair or self.rng.random() < 0.9:
-                self.tell(e.WorkerReported(machine.name, machine.incarnation, 0 if self.fair else self.rng.randint(0, 3)))
+                self.tell(
+                    e.WorkerReported(machine.name, machine.incarnation, 0 if self.fair else self.rng.randint(0, 3))
+                )
 
     def progress(self, machine: Machine) -> None:
         """Some samples advance, some finish; now and then the engine fails, or reports nonsense."""
         leases: list[LeaseId] = []
         counts: list[int] = []
         for lease, (sample, num) in list(machine.running.items()):
+            if lease in machine.stuck:
+                continue
             total = self.lengths[sample]
             num = min(total, num + self.rng.randint(1, max(1, total)))
             machine.running[lease] = (sample, num)
@@ -247,10 +258,13 @@ class HostileWorld:
         waiting = self.to_take.get(step, [])
         if waiting and self.may_train():
             batch, self.to_take[step] = tuple(waiting), []
-            if not self.fair and self.rng.random() < 0.1:
-                self.tell(e.GroupRejected(batch[0], "all rewards are equal"))
-                batch = batch[1:]
+            rejected = self.rng.choice(batch) if not self.fair and self.rng.random() < 0.25 else None
+            if rejected is not None and self.rng.random() < 0.5:
+                self.tell(e.GroupRejected(rejected, "all rewards are equal"))
+                batch = tuple(group for group in batch if group != rejected)
             self.tell(e.GroupsTaken(step, batch))
+            if rejected is not None and rejected in batch:
+                self.tell(e.GroupRejected(rejected, "its losses are not numbers"))
             self.now += 0.1
             self.tell(e.MicroBatchTrained(step))
         # A rejected group may have reopened the round: then it is closed again later.
@@ -261,7 +275,7 @@ class HostileWorld:
             self.training_step += 1
             self.tell(e.StepTrained(step))
             self.tell(e.VersionPublished(Version(step + 1)))
-            self.tell(e.RoundRequested(Step(step + 1 + self.config.max_staleness)))
+            self.tell(e.RoundRequested(Step(step + 1 + self.config.max_staleness + self.asked_ahead)))
 
     def may_train(self) -> bool:
         local = self.scheduler.desk.state.fleet.local()
@@ -302,11 +316,7 @@ class HostileWorld:
                     self.news.append(e.DutyChanged(machine.name, machine.incarnation, duty))
             case c.Score():
                 if answered:
-                    outcomes = ["scored", "timed_out"] if self.fair else ["scored", "scored", "crashed", "infrastructure_failed"]
-                    cpu_s = rng.random() if self.fair or rng.random() < 0.95 else rng.choice([-1.0, float("nan"), float("inf")])
-                    self.news.append(
-                        e.RewardFinished(command.sample, command.attempt, rng.choice(outcomes), rng.random() < 0.5, cpu_s)
-                    )
+                    self.news.append(self.reward(command))
             case c.DeliverGroup():
                 if command.group in self.delivered:
                     raise LawViolation(f"group {command.group} was delivered twice")
@@ -321,6 +331,13 @@ class HostileWorld:
             case _:
                 pass
 
+    def reward(self, command: c.Score) -> e.RewardFinished:
+        rng = self.rng
+        outcome: e.RewardOutcome = rng.choice(FAIR_OUTCOMES if self.fair else OUTCOMES)
+        lies = not self.fair and rng.random() < 0.05
+        cpu_s = rng.choice([-1.0, float("nan"), float("inf")]) if lies else rng.random()
+        return e.RewardFinished(command.sample, command.attempt, outcome, rng.random() < 0.5, cpu_s)
+
     def carry_out_generate(self, command: c.Generate) -> None:
         if command.lease <= self.leases_seen:
             raise LawViolation(f"lease {command.lease} was given before")
@@ -331,6 +348,8 @@ class HostileWorld:
         machine = self.machines.get(command.worker)
         if machine is not None:
             machine.running[command.lease] = (command.sample, command.from_token)
+            if not self.fair and self.rng.random() < 0.03:
+                machine.stuck.add(command.lease)
 
 
 def play(seed: int, num_events: int = 250, make: Callable[[SchedulerConfig], Scheduler] = Scheduler) -> HostileWorld:

@@ -1,7 +1,7 @@
 """Continuous balancing: every few seconds, while samples run, see whether some of them should run elsewhere.
 
 What moves is decided in migration.py, from values; here the values are gathered and the moves are asked for. The speed of each
-worker, and with it its plateau, is learned from the progress it reports.
+worker is learned from the progress it brings, its plateau from what its engine reports.
 """
 
 from polyrl.ids import Seconds
@@ -13,7 +13,8 @@ from polyrl.scheduling.migration import Candidate
 _MIN_SPAN_S = 0.05
 _MAX_GRANTED = 0.1
 """A span in which a worker got more new samples than this, as a share of those it has, tells of prefilling, not of decoding."""
-_PLATEAU_CHANGE = 0.1
+_PLATEAU_GROWTH = 20
+"""A plateau that holds grows by one part in this many, at every report."""
 
 
 def arm(desk: Desk, now: Seconds) -> None:
@@ -36,8 +37,21 @@ def learn_speed(desk: Desk, worker: Worker, num_running: int, num_steps: int, no
     if disturbed:
         return
     worker.speed.observe(num_running, span / num_steps)
-    plateau = worker.speed.plateau(worker.slots)
-    if abs(plateau - worker.plateau) > _PLATEAU_CHANGE * worker.plateau:
+
+
+def learn_plateau(desk: Desk, worker: Worker, num_waiting: int) -> None:
+    """An engine that holds samples back has too many; one that runs all it has may be given a few more.
+
+    What it runs at once depends on its cache and on how long contexts are now, and it is the one who knows.
+    """
+    worker.num_waiting = num_waiting
+    num = len(worker.leases)
+    plateau = worker.plateau
+    if num_waiting > 0:
+        plateau = max(1, min(plateau, num - num_waiting))
+    elif num >= plateau:
+        plateau = min(worker.slots, plateau + max(1, plateau // _PLATEAU_GROWTH))
+    if plateau != worker.plateau:
         worker.plateau = plateau
         desk.router.update(worker)
         desk.place_due = True

@@ -44,8 +44,8 @@ class TrainerClock(Struct):
 class Scoring(Struct):
     queue: list[tuple[float, SampleId]] = []
     """Heap of generated samples that wait for a place in the reward pool: cheapest expected first."""
-    running: dict[SampleId, int] = {}
-    """Samples being scored, and the attempt."""
+    running: dict[SampleId, tuple[int, Seconds]] = {}
+    """Samples being scored: the attempt, and when it is given up."""
 
 
 class State(Struct):

@@ -8,6 +8,8 @@ They generate again when the step is trained, and in mid-step when samples wait 
 has been nothing to train for a while. Zero remote workers is a normal state: then they generate the whole round.
 """
 
+import math
+
 from polyrl.ids import Seconds
 from polyrl.scheduling import leases, seeding
 from polyrl.scheduling.commands import StartGenerating, StartTraining
@@ -28,12 +30,16 @@ def arm_window(desk: Desk, now: Seconds) -> None:
     round_ = oldest_round(desk)
     if round_ is None or round_.closed_at is not None:
         return
+    desk.deadlines.clear(("seed", round_.step))
+    end = _window_end(desk, round_)
+    if end < math.inf:
+        desk.deadlines.set(("seed", round_.step), max(now, end))
+
+
+def _window_end(desk: Desk, round_: Round) -> Seconds:
+    """The window starts with the step: when its round opens, or, if that was earlier, when the step before is trained."""
     span = seeding.window(desk.config.seeding, desk.state.seeding, desk.state.fleet.num_remote).seconds
-    if span == float("inf"):
-        desk.deadlines.clear(("seed", round_.step))
-    else:
-        desk.deadlines.clear(("seed", round_.step))
-        desk.deadlines.set(("seed", round_.step), max(now, round_.opened_at + span))
+    return max(round_.opened_at, desk.state.clock.step_began_at) + span
 
 
 def window_over(desk: Desk, step: int, now: Seconds) -> None:
@@ -66,6 +72,8 @@ def review(desk: Desk, now: Seconds) -> None:
     """Set every local worker to what it should do now. Cheap, and called after any event that may change it."""
     state = desk.state
     local = state.fleet.local()
+    if state.clock.seeding_since is not None and all(one.duty in ("training", "to_generating") for one in local):
+        _note_seeding(desk, now)  # the last one that generated is gone
     if not local:
         return
     round_ = oldest_round(desk)
@@ -101,6 +109,8 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
         return "the step is trained" if seeds else None
     if round_.closed_at is not None or round_.num_waiting == 0:
         return None
+    if state.clock.train_s == 0.0 and now < _window_end(desk, round_):
+        return "the step begins and samples wait"
     if not any(worker.may_generate for worker in state.fleet.seats.values()):
         return "samples wait and no other worker is there"
     idle = state.clock.idle_since
@@ -131,9 +141,14 @@ def duty_changed(desk: Desk, worker: Worker, duty: str, now: Seconds) -> None:
     desk.place_due = True
     desk.devices_due = True
     clock = desk.state.clock
-    if duty == "training" and clock.busy_since is None and clock.idle_since is None:
+    if clock.busy_since is None and clock.idle_since is None and all_train(desk):
         clock.idle_since = now
     _note_seeding(desk, now)
+
+
+def all_train(desk: Desk) -> bool:
+    """Whether the trainer has all of its devices: only then is it waiting when it has nothing to train."""
+    return all(worker.duty == "training" for worker in desk.state.fleet.local())
 
 
 def _note_seeding(desk: Desk, now: Seconds) -> None:

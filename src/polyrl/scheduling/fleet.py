@@ -11,7 +11,6 @@ the old process, or a second machine with the same name) takes a new seat and it
 worker shares the trainer's devices: it is never without weights, but its devices may be training.
 """
 
-import math
 from typing import Literal
 
 from msgspec import Struct, field
@@ -26,12 +25,6 @@ WorkerDuty = Literal["generating", "stopping", "to_training", "training", "to_ge
 _GAIN_DOWN = 0.3
 _GAIN_UP = 0.03
 """How much an observation moves what is known of its bin. Prefilling and pauses only ever add time, so shorter tells more."""
-_GROWTH = 1.1
-"""A worker is at its plateau when no larger number of samples was seen to bring this much more tokens/s."""
-_MIN_PLATEAU = 0.25
-"""Of its slots: a worker that is given ever fewer samples could never show that it takes more."""
-_ENOUGH = 8
-"""Observations of a bin before it says anything about the plateau."""
 _FIXED_SHARE = 0.5
 """Of a decode step's time, as long as no smaller number of samples has been seen."""
 
@@ -39,14 +32,13 @@ _FIXED_SHARE = 0.5
 class Speed(Struct):
     """Seconds of one decode step by number of running samples, as seen: one moving mean a doubling.
 
-    No formula is fitted: contexts grow while samples end, and a line through both told plateaus of one sample.
+    No formula is fitted: contexts grow while samples end, and a line through both had a worker decode in no time.
     """
 
     steps_s: list[Seconds] = []
     """Bin b holds 2^b up to 2^(b+1) - 1 samples; 0 is not seen yet."""
     samples: list[float] = []
     """The mean number of samples of what was seen in the bin."""
-    num_seen: list[int] = []
 
     def observe(self, num_running: int, step_s: Seconds) -> None:
         b = num_running.bit_length() - 1
@@ -55,8 +47,6 @@ class Speed(Struct):
         while len(self.steps_s) <= b:
             self.steps_s.append(0.0)
             self.samples.append(0.0)
-            self.num_seen.append(0)
-        self.num_seen[b] += 1
         if self.steps_s[b] == 0.0:
             self.steps_s[b], self.samples[b] = step_s, float(num_running)
         else:
@@ -77,18 +67,6 @@ class Speed(Struct):
                 return below[1] + share * (step_s - below[1])
             below = (num, step_s)
         return None if below is None else below[1] * (_FIXED_SHARE + (1.0 - _FIXED_SHARE) * num_running / below[0])
-
-    def plateau(self, slots: int) -> int:
-        """The number of samples beyond which tokens/s were seen not to grow; all slots while that was not seen."""
-        best, at = 0.0, slots
-        seen_more = False
-        for num, step_s, num_seen in zip(self.samples, self.steps_s, self.num_seen, strict=True):
-            if num_seen < _ENOUGH:
-                continue
-            seen_more = num / step_s <= best * _GROWTH
-            if not seen_more:
-                best, at = num / step_s, int(num)
-        return min(slots, max(at, math.ceil(slots * _MIN_PLATEAU))) if seen_more else slots
 
 
 class Worker(Struct):
@@ -120,6 +98,7 @@ class Worker(Struct):
     last_tokens_at: Seconds = 0.0
     speed: Speed = field(default_factory=Speed)
     plateau: int = 0
+    """Samples that its engine runs at once without holding any back; balancing.py learns it."""
     num_granted: int = 0
     """Leases given to it since it last brought tokens."""
 

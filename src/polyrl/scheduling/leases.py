@@ -19,6 +19,8 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
     """Give waiting samples to workers with credit: earlier rounds first, moved samples before fresh ones."""
     state = desk.state
     for round_ in state.rounds.values():
+        if not round_.num_waiting:
+            continue
         min_version = oldest_version(round_.step, desk.config.max_staleness)
         while round_.num_waiting:
             sample = _first_waiting(desk, round_)
@@ -51,13 +53,13 @@ def _grant(desk: Desk, sample: Sample, round_: Round, worker: Worker, now: Secon
     if not worker.leases:
         settle(worker, state.ledger, now)
         worker.last_tokens_at = now
-        desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s)
+        desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s / 2)
     lease = LeaseId(state.next_lease)
     state.next_lease += 1
     sample.state = "leased"
     sample.lease = lease
     sample.worker = worker.seat
-    sample.heard_at = now
+    sample.seen_tokens = -1
     if sample.version == NO_VERSION or worker.version < sample.version:
         sample.version = worker.version
     desk.leases[lease] = sample
@@ -127,7 +129,7 @@ def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str)
     round_.num_waiting += 1
     round_.num_moves += 1
     state.ledger.count_move(cause)
-    if not desk.config.fleet_rules.migrate:
+    if cause == "lost" and not desk.config.fleet_rules.migrate:
         state.ledger.discard_tokens("preemption", sample.num_tokens)
         sample.num_tokens = 0
         sample.version = NO_VERSION

@@ -103,9 +103,11 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool) -> N
 
 def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
     """Take samples back that brought no token for too long; give the worker up if that is all of them."""
-    limit = desk.config.fleet_rules.stall_timeout_s
-    desk.deadlines.set(("stall", worker.seat), now + limit / 2)
-    stalled = [desk.leases[lease] for lease in worker.leases if now - desk.leases[lease].heard_at >= limit]
+    desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s)
+    held = [desk.leases[lease] for lease in worker.leases]
+    stalled = [sample for sample in held if sample.seen_tokens == sample.num_tokens]
+    for sample in held:
+        sample.seen_tokens = sample.num_tokens
     if len(stalled) == len(worker.leases):
         lose(desk, worker, "it has samples and brings no token", now, tell=True)
         return

@@ -84,7 +84,7 @@ class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_failures: AtLeastOne = 3
     """A worker that fails this many leases in a row is given up; a sample that fails this often is dropped."""
     migrate: bool = True
-    """Resume a moved sample where it stopped. Off: it starts again from its prompt (for comparison)."""
+    """Resume the samples of a lost worker where they stopped. Off: they start again from their prompts (for comparison)."""
 
 
 class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +106,7 @@ class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     check_every_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
     max_slowdown: Factor = 1.1
     """How much slower the samples that go on may become."""
-    come_back_after_s: Positive = 10.0
+    come_back_after_s: Positive = 60.0
     """A device that has had nothing to train for this long, while samples wait for a worker, generates again."""
 
 

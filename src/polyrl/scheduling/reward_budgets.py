@@ -74,9 +74,9 @@ class RewardBudgets(msgspec.Struct):
         if anchor is None:
             return Limit(config.t_max_s, "no correct run of this case yet")
         if draw < config.probe_probability:
-            return Limit(config.t_max_s, f"a probe for slower correct answers than {anchor:.2f} s")
+            return Limit(config.t_max_s, "a probe for slower correct answers")
         timeout = min(max(config.t_min_s, config.slack * anchor), config.t_max_s)
-        return Limit(timeout, f"{config.slack:g} times the longest correct run, {anchor:.2f} s")
+        return Limit(timeout, "from the longest correct run of this case")
 
     def observe(self, case: int, cpu_s: Seconds, *, correct: bool) -> None:
         """A run of this case ended, by itself or at its limit."""

@@ -9,7 +9,7 @@ Rules kept here:
 - A sample is trained if and only if the trainer took its group. What it did not take when the step ended is discarded.
 """
 
-from polyrl.ids import GroupId, Seconds, Step, sample_id
+from polyrl.ids import GroupId, Seconds, Step
 from polyrl.scheduling import leases, scoring
 from polyrl.scheduling.commands import (
     AddGroup,
@@ -65,7 +65,7 @@ def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
         quotas=list(plan.quotas),
         claims=[0] * len(plan.quotas),
         num_open=[0] * len(plan.quotas),
-        groups=[],
+        groups={},
         num_planned=len(plan.choices) * plan.num_samples,
         fresh=[],
         resumed=[],
@@ -99,13 +99,12 @@ def _add_group(desk: Desk, round_: Round, choice: Choice, num_samples: int) -> P
         need=desk.config.rounds.samples_per_prompt,
     )
     state.groups[group_id] = group
-    round_.groups.append(group_id)
+    round_.groups[group_id] = None
     round_.num_open[choice.domain] += 1
     kept = _designated(desk, group)
-    for index in range(num_samples):
-        sample = Sample(id=sample_id(group_id, index), group=group_id, kept=index in kept)
-        state.samples[sample.id] = sample
-        round_.fresh.append(sample.id)
+    for index, sample in enumerate(group.sample_ids()):
+        state.samples[sample] = Sample(sample, group_id, index in kept)
+        round_.fresh.append(sample)
     round_.num_waiting += num_samples
     state.ledger.samples_started += num_samples
     if choice.first_deferred_step < 0:
@@ -127,7 +126,7 @@ def _designated(desk: Desk, group: Group) -> range | frozenset[int]:
 def sample_generated(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> None:
     """An answer has ended."""
     state = desk.state
-    leases.end_lease(desk, sample, round_, now)
+    leases.end_lease(desk, sample, round_, now).num_failures = 0
     sample.state = "generated"
     state.lengths.observe(sample.num_tokens, finished=sample.num_tokens < desk.config.max_new_tokens)
     state.ledger.ended_by_bin[length_bin(sample.num_tokens)] += 1
@@ -141,7 +140,8 @@ def sample_generated(desk: Desk, sample: Sample, round_: Round, now: Seconds) ->
         scoring.score(desk, sample, now)
     if group.state == "open" and group.num_generated >= group.need:
         _claim(desk, group, round_, now)
-    score_if_generated(desk, round_, now)
+    if not desk.config.rewards.as_finished:
+        score_if_generated(desk, round_, now)
 
 
 def score_if_generated(desk: Desk, round_: Round, now: Seconds) -> None:
@@ -313,7 +313,7 @@ def _discard_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause,
             scoring.cancel(desk, sample, why, now)
             leases.discard_sample(desk, sample, round_, cause, why, now)
     _forget(desk, group)
-    round_.groups.remove(group.id)
+    del round_.groups[group.id]
 
 
 def _forget(desk: Desk, group: Group) -> None:

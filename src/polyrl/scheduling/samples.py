@@ -13,6 +13,7 @@ given to the trainer. `taken`: the trainer said so. Samples and groups of a step
 what remains of them is in the ledger.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -45,8 +46,8 @@ class Sample(Struct, gc=False):
     attempt: int = 0
     """Of scoring it. Only the answer to the latest one counts."""
     num_failures: int = 0
-    heard_at: Seconds = 0.0
-    """When its lease began or last brought a token."""
+    seen_tokens: int = -1
+    """Its tokens at the last look for stalled leases; -1 when there was none under its present lease."""
 
 
 class Group(Struct, gc=False):
@@ -66,8 +67,9 @@ class Group(Struct, gc=False):
     prefix_worker: int = -1
     """The seat of the worker that was last given one of its samples."""
 
-    def sample_ids(self) -> list[SampleId]:
-        return [sample_id(self.id, index) for index in range(self.num_samples)]
+    def sample_ids(self) -> Sequence[SampleId]:
+        first = sample_id(self.id, 0)
+        return range(first, first + self.num_samples)  # pyright: ignore[reportReturnType]  integers, one a sample
 
 
 class Round(Struct):
@@ -80,7 +82,8 @@ class Round(Struct):
     """Groups of each domain that have their place."""
     num_open: list[int]
     """Groups of each domain that still race."""
-    groups: list[GroupId]
+    groups: dict[GroupId, None]
+    """In the order of the plan."""
     num_planned: int
     """Samples at its start: what shares of it are measured against."""
     fresh: list[SampleId]

@@ -9,11 +9,14 @@ import heapq
 
 from polyrl.ids import SampleId, Seconds
 from polyrl.scheduling.commands import CancelScore, Score
+from polyrl.scheduling.deadlines import Wait
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.events import RewardFinished
 from polyrl.scheduling.order import unit
 from polyrl.scheduling.samples import Group, Sample
 
+_LOOK: Wait = ("reward", 0)
+_LOOK_EVERY_S = 10.0
 _BACKSTOP_S = 30.0
 _BACKSTOP_FACTOR = 4.0
 """A time limit is CPU time of one case; an attempt may take this many times as long on the wall, and a while more."""
@@ -47,16 +50,25 @@ def _start_waiting(desk: Desk, now: Seconds) -> None:
 def _start(desk: Desk, sample: Sample, now: Seconds) -> None:
     sample.attempt += 1
     case = case_of(desk, desk.state.groups[sample.group])
-    limit = desk.state.budgets.limit(case, unit(desk.config.seed, sample.id, sample.attempt))
-    desk.state.scoring.running[sample.id] = sample.attempt
-    desk.deadlines.set(("reward", sample.id), now + _BACKSTOP_S + _BACKSTOP_FACTOR * limit.timeout_s)
+    draw = unit(mix_key(desk.config.seed, sample)) if case in desk.state.budgets.anchors else 0.0
+    limit = desk.state.budgets.limit(case, draw)
+    due = now + _BACKSTOP_S + _BACKSTOP_FACTOR * limit.timeout_s
+    desk.state.scoring.running[sample.id] = (sample.attempt, due)
+    if _LOOK not in desk.deadlines.entries:
+        desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
     desk.commands.append(Score(sample.id, sample.attempt, limit.timeout_s, limit.why))
+
+
+def mix_key(seed: int, sample: Sample) -> int:
+    """One integer for the draw of one attempt."""
+    return (seed << 48) ^ (sample.id << 4) ^ sample.attempt
 
 
 def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:
     """Take in an answer. Returns the sample if it is the one waited for, None for late or repeated news."""
     scoring = desk.state.scoring
-    if scoring.running.get(event.sample) != event.attempt:
+    running = scoring.running.get(event.sample)
+    if running is None or running[0] != event.attempt:
         desk.state.ledger.late_news += 1
         return None
     _free_place(desk, event.sample, now)
@@ -65,19 +77,24 @@ def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:
 
 def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
     """A sample is no longer wanted: take it out of the pool if it is there."""
-    if desk.state.scoring.running.get(sample.id) is not None:
+    if sample.id in desk.state.scoring.running:
         desk.commands.append(CancelScore(sample.id, sample.attempt, why))
         _free_place(desk, sample.id, now)
 
 
-def give_up(desk: Desk, sample: Sample, now: Seconds) -> None:
-    """Nobody answered in time."""
-    desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
-    _free_place(desk, sample.id, now)
+def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
+    """Take out who was not answered in time, and see to the next look. Called now and then, not at each one's moment."""
+    running = desk.state.scoring.running
+    overdue = [desk.state.samples[sample_id] for sample_id, (_, due) in running.items() if due <= now]
+    for sample in overdue:
+        desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
+        _free_place(desk, sample.id, now)
+    if running:
+        desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
+    return overdue
 
 
 def _free_place(desk: Desk, sample_id: SampleId, now: Seconds) -> None:
     del desk.state.scoring.running[sample_id]
-    desk.deadlines.clear(("reward", sample_id))
     if desk.state.scoring.queue:
         _start_waiting(desk, now)

@@ -41,7 +41,7 @@ def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
         return
     clock.train_s += now - clock.busy_since
     clock.busy_since = None
-    clock.idle_since = now
+    clock.idle_since = now if devices.all_train(desk) else None
     desk.devices_due = True
 
 

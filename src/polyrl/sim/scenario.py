@@ -116,9 +116,9 @@ class DomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_prompts: AtLeastOne = 100_000
     prompt_tokens: AtLeastOne = 512
     length_quantiles: list[tuple[Share, Positive]]
-    """[probability, tokens], both rising; between them lengths are interpolated in the logarithm."""
+    """[probability, tokens], both rising. Between them the logarithm of the length is linear in the normal score."""
     cap_share: Share = 0.0
-    """Share of answers that run into max_new_tokens whatever it is."""
+    """Share of answers that run into max_new_tokens whatever it is; above the last quantile lengths rise to that."""
     correlation: Share = 0.2
     """Within-prompt correlation of lengths (Gaussian copula)."""
     reward: RewardSection = RewardSection()

@@ -141,13 +141,15 @@ class Simulation:
         self._check_laws()
 
     def _begin(self) -> None:
+        scenario = self.scenario
+        horizon = min(scenario.run.max_time_s, 30 * 24 * 3600.0)
+        supply = plan_supply(  # first: it refuses what it cannot play, and then nothing has been written yet
+            scenario.fleet, scenario.supply, scenario.faults, self.seed, horizon, trace=self._supply_trace
+        )
         self._trainer.start()
-        for number in range(self.scenario.trainer.local_workers):
+        for number in range(scenario.trainer.local_workers):
             self._join(WorkerName(f"local{number + 1}"), local=True, starting_s=0.0)
-        horizon = min(self.scenario.run.max_time_s, 30 * 24 * 3600.0)
-        for event in plan_supply(
-            self.scenario.fleet, self.scenario.supply, self.scenario.faults, self.seed, horizon, trace=self._supply_trace
-        ):
+        for event in supply:
             self._at(event.at_s, lambda event=event: self._world(event))
 
     def _play_next(self) -> None:

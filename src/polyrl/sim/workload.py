@@ -7,8 +7,9 @@ through the row's lengths. It leaves out what the tokens say, and what training 
 """
 
 from bisect import bisect_right
-from math import erf, exp, log, log1p, sqrt
+from math import exp, log, log1p, sqrt
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated
 
 import msgspec
@@ -21,7 +22,8 @@ from polyrl.sim.scenario import DomainSection
 _PROMPT_STREAM = 0x10
 _SAMPLE_STREAM = 0x11
 _INTEGRATION_POINTS = 4096
-_SQRT_HALF = sqrt(0.5)
+_LEAST = 1e-6
+"""The least probability that is told from none."""
 _LARGEST_EXPONENT = 600.0
 
 _Tokens = Annotated[int, Meta(ge=1)]
@@ -65,32 +67,35 @@ _EXPECTED_ROW = '{"domain": "math", "prompt_tokens": 512, "lengths": [700, 1200]
 
 
 class _LengthCurve:
-    """A domain's lengths by probability: the logarithm is linear between the given points."""
+    """A domain's lengths by normal score: the logarithm is linear between the given points.
+
+    Scores rather than probabilities, because a tail that is straight in them is the log-normal one that answers have.
+    """
 
     def __init__(self, domain: DomainSection, max_new_tokens: int) -> None:
-        points = list(domain.length_quantiles)
-        last_probability, last_tokens = points[-1]
-        if last_probability < 1.0:
-            points.append((1.0, max(last_tokens, float(max_new_tokens))))
-        self.probabilities = [probability for probability, _ in points]
+        uncapped = 1.0 - domain.cap_share
+        points = [point for point in domain.length_quantiles if point[0] < uncapped]
+        points.append((uncapped, max(points[-1][1] if points else 1.0, float(max_new_tokens))))
+        self.scores = [_score(probability) for probability, _ in points]
         self.log_tokens = [log(tokens) for _, tokens in points]
-        self.uncapped_share = 1.0 - domain.cap_share
         self.of_prompt = sqrt(domain.correlation)
         self.of_sample = sqrt(1.0 - domain.correlation)
 
-    def tokens_at(self, probability: float) -> float | None:
-        """Tokens at that probability; none for an answer that runs into the cap whatever the cap is."""
-        if probability > self.uncapped_share or self.uncapped_share == 0.0:
+    def tokens_at(self, score: float) -> float | None:
+        """Tokens at that score; none for an answer that runs into the cap whatever the cap is."""
+        scores = self.scores
+        if score >= scores[-1]:
             return None
-        within = probability / self.uncapped_share
-        at = bisect_right(self.probabilities, within)
+        at = bisect_right(scores, score)
         if at == 0:
             return exp(self.log_tokens[0])
-        if at == len(self.probabilities):
-            return exp(self.log_tokens[-1])
-        low, high = self.probabilities[at - 1], self.probabilities[at]
-        share = (within - low) / (high - low)
+        low = scores[at - 1]
+        share = (score - low) / (scores[at] - low)
         return exp(self.log_tokens[at - 1] + share * (self.log_tokens[at] - self.log_tokens[at - 1]))
+
+
+def _score(probability: float) -> float:
+    return NormalDist().inv_cdf(min(1.0 - _LEAST, max(_LEAST, probability)))
 
 
 class Workload:
@@ -126,7 +131,7 @@ class Workload:
         curve = self._curves[domain]
         z = curve.of_prompt * normal(self._seed, _PROMPT_STREAM, domain, prompt)
         z += curve.of_sample * normal(self._seed, _SAMPLE_STREAM, domain, prompt, turn, index)
-        return self._bounded(curve.tokens_at(0.5 + 0.5 * erf(z * _SQRT_HALF)), step)
+        return self._bounded(curve.tokens_at(z), step)
 
     def mean_tokens(self, domain: int) -> float:
         """Mean length of the domain's answers at step 0, the cap included."""
@@ -135,7 +140,7 @@ class Workload:
             return sum(lengths) / len(lengths)
         curve = self._curves[domain]
         probabilities = ((point + 0.5) / _INTEGRATION_POINTS for point in range(_INTEGRATION_POINTS))
-        return sum(self._bounded(curve.tokens_at(p), 0) for p in probabilities) / _INTEGRATION_POINTS
+        return sum(self._bounded(curve.tokens_at(_score(p)), 0) for p in probabilities) / _INTEGRATION_POINTS
 
     def _bounded(self, natural: float | None, step: int) -> int:
         if natural is None:

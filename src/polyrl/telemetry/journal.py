@@ -44,7 +44,10 @@ class JournalWriter:
 
     def append(self, now: Seconds, event: Event, commands: Sequence[Command]) -> None:
         """Call it before the commands are carried out."""
-        encoded = encode_record(now, event, commands)
+        self.append_encoded(encode_record(now, event, commands))
+
+    def append_encoded(self, encoded: bytes) -> None:
+        """A record that the driver has encoded already, for its digest."""
         self._digest.add_encoded(encoded)
         self._file.write(encoded)
 

@@ -1,0 +1,205 @@
+"""`polyrl plan`: play a scenario with other fleets, factors and staleness, price it, and say what to choose."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyrl.cli.simulate import add_run_options, load, make_folder, new_folder, progress
+from polyrl.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polyrl.sim.planner import Plan, Row
+
+EXIT_OK = 0
+EXIT_WRONG = 1
+MAX_WORKERS = 1000
+MAX_STALENESS = 16
+MAX_FACTOR = 8.0
+
+EXAMPLE = """\
+examples:
+  polyrl plan elastic-8b                                  42 short simulations, a minute or two on two cores
+  polyrl plan elastic-8b --workers 0-8 --factors 1 --staleness 0
+  polyrl plan my-scenario.toml --worker-price 2.66,5.32 --out out/plan
+
+Fastest means most tokens trained a second; cheapest the fewest dollars a token. A factor of 1 is no over-provisioning,
+above 1 a race over prompts and samples. Files of --out: plan.json and, with matplotlib, plan.png."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "scenario", metavar="SCENARIO", help="a name of `polyrl simulate --list`, or a file ending in .toml"
+    )
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="changes to the scenario")
+    parser.add_argument("--workers", default="0-6", metavar="LIST", help="remote workers to try (default: 0-6)")
+    parser.add_argument(
+        "--factors", default="1,1.25,1.5", metavar="LIST", help="over-provisioning (default: 1,1.25,1.5)"
+    )
+    parser.add_argument("--staleness", default="0,1", metavar="LIST", help="max_staleness to try (default: 0,1)")
+    parser.add_argument("--worker-price", metavar="LIST", help="dollars an hour (default: the scenario's)")
+    add_run_options(parser)
+    parser.add_argument("--out", metavar="DIR", help="write plan.json and plan.png to a new folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.sim import planner
+
+    steps = planner.DEFAULT_STEPS if args.steps is None else args.steps
+    args.steps = steps
+    scenario, folder = load(args)
+    own_price = scenario.fleet.price_usd_per_hour
+    prices = [own_price] if args.worker_price is None else _numbers("--worker-price", args.worker_price, 0.0, 1e6)
+    wanted = planner.choices(
+        _integers("--workers", args.workers, MAX_WORKERS),
+        _numbers("--factors", args.factors, 1.0, MAX_FACTOR),
+        _integers("--staleness", args.staleness, MAX_STALENESS),
+    )
+    out = None if args.out is None else new_folder(args.out)
+    with progress("planning", len(wanted), shown=not args.no_progress) as on_done:
+        outcomes = planner.play_all(scenario, wanted, steps, args.seed, folder, on_done=on_done)
+    plan = planner.make_plan(scenario, outcomes, prices, args.seed, steps)
+    return _report(plan, out, as_json=args.json)
+
+
+def _integers(option: str, text: str, most: int) -> list[int]:
+    """`0-3,6` as [0, 1, 2, 3, 6]."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"{option}: got {part.strip()!r}, expected integers >= 0 like 0-6 or 0,2,4")
+        low, high = int(first), int(last if dash else first)
+        if high < low or high > most:
+            raise UserError(f"{option}: got {part.strip()!r}, expected a rising range up to {most}")
+        numbers.update(range(low, high + 1))
+    return sorted(numbers)
+
+
+def _numbers(option: str, text: str, least: float, most: float) -> list[float]:
+    """`1,1.25` as [1.0, 1.25]."""
+    numbers: set[float] = set()
+    for part in text.split(","):
+        try:
+            number = float(part)
+        except ValueError as error:
+            raise UserError(f"{option}: got {part.strip()!r}, expected numbers like {least:g},1.25") from error
+        if not least <= number <= most:
+            raise UserError(f"{option}: got {number:g}, expected a number from {least:g} to {most:g}")
+        numbers.add(number)
+    return sorted(numbers)
+
+
+def _report(plan: "Plan", out: Path | None, *, as_json: bool) -> int:
+    from polyrl.sim.result import to_json
+
+    if as_json:
+        print(to_json(plan))
+    else:
+        _print_plan(plan)
+    if out is not None:
+        _write_files(plan, out, quiet=as_json)
+    problems = sorted(
+        {
+            f"{row.workers} workers, factor {row.factor:g}, staleness {row.staleness}: {row.problem}"
+            for row in plan.rows
+            if row.problem
+        }
+    )
+    for problem in problems:
+        print(f"polyrl: {problem}", file=sys.stderr)
+    return EXIT_WRONG if problems else EXIT_OK
+
+
+def _print_plan(plan: "Plan") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_table(plan))
+    for choice in plan.by_price:
+        price = f" at ${choice.worker_price_usd_per_hour:g} a worker and hour" if len(plan.by_price) > 1 else ""
+        console.print(f"\n[bold green]cheapest[/]{price}: {choice.cheapest.why}.")
+        console.print(f"[bold blue]fastest[/]{price}: {choice.fastest.why}.")
+    if plan.useful_workers is not None:
+        useful = (
+            f"at most about {plan.useful_workers:.1f}: so many generate a step's samples in the time that it trains"
+        )
+        console.print(f"\n[bold]useful workers[/]: {useful}, more only wait.")
+
+
+def _table(plan: "Plan") -> "Table":
+    """One line a choice; a column of dollars for each price."""
+    from rich.table import Table
+
+    title = (
+        f"{plan.scenario}, seed {plan.seed}: {plan.steps} steps each, trainer ${plan.trainer_price_usd_per_hour:g}/h"
+    )
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="cyan"
+    )
+    prices = sorted({row.worker_price_usd_per_hour for row in plan.rows})
+    dollars = [f"$/Mtok\nat ${price:g}" for price in prices]
+    heads = ["stale-\nness", "factor", "workers", "tokens/s", "step\ntime", *dollars]
+    for head in [*heads, "trained\nlength", "dis-\ncarded", "trainer\nwaits", "fleet\nidle"]:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", min_width=10)
+    by_choice: dict[tuple[int, float, int], list[Row]] = {}
+    for row in plan.rows:
+        by_choice.setdefault((row.staleness, row.factor, row.workers), []).append(row)
+    marks = _marks(plan)
+    last = None
+    for (staleness, factor, workers), rows in by_choice.items():
+        is_new, last = (staleness, factor) != last, (staleness, factor)
+        if is_new and table.row_count:
+            table.add_row()
+        names = [str(staleness) if is_new else "", f"{factor:g}" if is_new else "", str(workers)]
+        mark = marks.get((staleness, factor, workers), "")
+        table.add_row(*names, *_figures(rows), mark, style="bold" if mark else "")
+    return table
+
+
+def _figures(rows: "list[Row]") -> list[str]:
+    row = rows[0]
+    if row.problem is not None:
+        return ["failed", "", *("" for _ in rows), "", "", "", ""]
+    return [
+        f"{row.throughput_tok_s:,.0f}",
+        f"{row.step_time_s:,.0f} s",
+        *("" if one.usd_per_mtok is None else f"{one.usd_per_mtok:.2f}" for one in rows),
+        f"{row.bias:.1%}",
+        f"{row.discarded_share:.0%}",
+        f"{row.trainer_waiting:.0%}",
+        "" if row.fleet_idle is None else f"{row.fleet_idle:.0%}",
+    ]
+
+
+def _marks(plan: "Plan") -> dict[tuple[int, float, int], str]:
+    marks: dict[tuple[int, float, int], list[str]] = {}
+    cheapest = {
+        (one.cheapest.row.staleness, one.cheapest.row.factor, one.cheapest.row.workers) for one in plan.by_price
+    }
+    for one in plan.by_price:
+        at = f" at ${one.worker_price_usd_per_hour:g}" if len(cheapest) > 1 else ""
+        for word, row in ((f"cheapest{at}", one.cheapest.row), ("fastest", one.fastest.row)):
+            words = marks.setdefault((row.staleness, row.factor, row.workers), [])
+            if word not in words:
+                words.append(word)
+    return {choice: "< " + ", ".join(words) for choice, words in marks.items()}
+
+
+def _write_files(plan: "Plan", out: Path, *, quiet: bool) -> None:
+    from polyrl.sim.pictures import NoPlottingError, plan_figure, save
+    from polyrl.sim.result import to_json
+
+    make_folder(out)
+    (out / "plan.json").write_text(to_json(plan) + "\n", encoding="utf-8")
+    try:
+        save(plan_figure(plan), out / "plan.png")
+    except NoPlottingError as error:
+        print(f"polyrl: {error}", file=sys.stderr)
+    if not quiet:
+        print(f"\nwritten to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")

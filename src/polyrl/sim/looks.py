@@ -1,0 +1,58 @@
+"""How things look, the same in the terminal and in pictures: activities of a worker, kinds of rounds, units of time.
+
+Rules kept here: every activity has a character of its own, so that a timeline reads without colour; colours are told
+apart by colour-blind people (after Okabe and Ito) on a dark and on a white ground.
+"""
+
+import math
+from typing import NamedTuple
+
+from polyrl.ids import Seconds
+
+
+class Look(NamedTuple):
+    glyph: str
+    colour: str
+    words: str
+
+
+ACTIVITIES: dict[str, Look] = {
+    "generating": Look("█", "#3a86c8", "generating"),
+    "training": Look("▒", "#e69f00", "training, or ready to"),
+    "idle": Look("·", "#a8adb3", "idle"),
+    "pulling": Look("▾", "#009e73", "pulling weights"),
+    "starting": Look("░", "#cc79a7", "starting"),
+    "draining": Look("▚", "#d55e00", "draining"),
+    "switching": Look("╱", "#c9b400", "switching"),
+    "left": Look("✕", "#e0218a", "gone"),
+}
+LEFT = "left"
+"""Not an activity of the timeline: the moment at which a worker is there no longer."""
+GONE = " "
+KINDS: dict[str, str] = {"short": "#3a86c8", "long": "#d55e00"}
+TRAINER = "#e69f00"
+
+
+class TimeUnit(NamedTuple):
+    name: str
+    seconds: float
+
+
+_UNITS = (TimeUnit("s", 1.0), TimeUnit("min", 60.0), TimeUnit("h", 3600.0))
+
+
+def unit_for(total_s: Seconds) -> TimeUnit:
+    """The unit in which so long a time reads best: seconds to 10 minutes, minutes to 4 hours, then hours."""
+    if total_s <= 600:
+        return _UNITS[0]
+    return _UNITS[1] if total_s <= 4 * 3600 else _UNITS[2]
+
+
+def nice_ticks(total: float, most: int) -> list[float]:
+    """Round numbers from 0 up to `total`, at most about `most` of them."""
+    if total <= 0 or most < 1:
+        return [0.0]
+    rough = total / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [number * step for number in range(int(total / step + 1e-9) + 1)]

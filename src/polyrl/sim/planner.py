@@ -1,0 +1,377 @@
+"""The planner: what would a scenario cost, and how fast would it be, with other fleets, factors, staleness and prices?
+
+It plays every choice in the simulator, each in a process of its own, and recommends the cheapest and the fastest with
+the reason. Prices decide nothing in a run, so they are not played: dollars are worker-hours and trainer-hours times
+prices.
+
+Rules kept here:
+- `workers` is the most that are held. Where the scenario has a supply of its own, it is cut at that number.
+- A factor of 1 means no tail batching; above 1 it is a race over prompts and samples with that factor for both.
+- Over-provisioning makes short and long rounds come in turns, so what is measured is whole turns: 5 steps for a factor
+  of 1.25, 3 for 1.5. Otherwise one long round more or less decides.
+- Fastest is most tokens trained a second, not the shortest step: a race shortens steps by training shorter answers.
+- A choice that gets stuck or breaks a law is shown and never recommended.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from polyrl.ids import Seconds
+from polyrl.scheduling.ledger import StepLine
+from polyrl.sim.result import Result, summarize
+from polyrl.sim.scenario import Scenario, SupplyEvent
+from polyrl.sim.simulation import Simulation, StuckError
+from polyrl.sim.supply import read_supply_trace
+
+DEFAULT_STEPS = 14
+_MIN_WARMUP = 4
+"""Steps for the seeding window to settle. One that was never met before takes about as many."""
+_MILLION = 1e6
+_HOUR_S = 3600.0
+_WORTH_NAMING = 0.01
+
+_T = TypeVar("_T")
+
+
+class Choice(Struct, frozen=True, order=True):
+    """One way to run the scenario."""
+
+    staleness: int
+    factor: float
+    workers: int
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What a choice came to, prices apart. Hours of workers are those paid for in one hour of the run."""
+
+    choice: Choice
+    throughput_tok_s: float = 0.0
+    step_time_s: Seconds = 0.0
+    mean_workers: float = 0.0
+    paid_workers: float = 0.0
+    useful_workers: float = 0.0
+    bias: float = 0.0
+    """Mean length trained, over whole turns, against that of all samples started."""
+    discarded_share: float = 0.0
+    trainer_waiting: float = 0.0
+    fleet_idle: float | None = None
+    problem: str | None = None
+    """Why it is out of the question: it got stuck, or a law did not hold."""
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One choice at one price of a worker: a line of the table."""
+
+    workers: int
+    factor: float
+    staleness: int
+    worker_price_usd_per_hour: float
+    throughput_tok_s: float
+    step_time_s: Seconds
+    usd_per_hour: float
+    usd_per_mtok: float | None
+    bias: float
+    discarded_share: float
+    mean_workers: float
+    trainer_waiting: float
+    fleet_idle: float | None
+    useful_workers: float
+    problem: str | None
+
+
+class Recommendation(Struct, frozen=True, kw_only=True):
+    row: Row
+    why: str
+
+
+class AtPrice(Struct, frozen=True, kw_only=True):
+    """What to choose when a worker costs so much. The fastest is the same at every price, its reason is not."""
+
+    worker_price_usd_per_hour: float
+    cheapest: Recommendation
+    fastest: Recommendation
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    scenario: str
+    seed: int
+    steps: int
+    trainer_price_usd_per_hour: float
+    rows: list[Row]
+    cheapest: Recommendation | None
+    """At the lowest price of a worker; None if no choice can be recommended."""
+    fastest: Recommendation | None
+    by_price: list[AtPrice]
+    useful_workers: float | None
+    """How many workers generate a step's samples in the time that it trains: by the plainest choice that was played."""
+
+
+def choices(workers: Sequence[int], factors: Sequence[float], staleness: Sequence[int]) -> list[Choice]:
+    """Every combination, once each, in the order of the table."""
+    return sorted({Choice(k, factor, n) for n in workers for factor in factors for k in staleness})
+
+
+def steps_in_turn(factor: float) -> int:
+    """After how many steps short and long rounds repeat: each short one puts off a share of `factor - 1`."""
+    return 1 if factor <= 1.0 else 1 + round(1.0 / (factor - 1.0)) if factor < 2.0 else 2
+
+
+def num_warmup(steps: int, factor: float) -> int:
+    """How many of the steps to leave out, so that whole turns are measured."""
+    turn = steps_in_turn(factor)
+    most = steps - min(_MIN_WARMUP, steps // 2)
+    return steps - (most // turn * turn or most)
+
+
+def apply_choice(scenario: Scenario, choice: Choice, steps: int, supply: list[SupplyEvent] | None = None) -> Scenario:
+    """The scenario with a choice made. `supply` is the content of `supply.trace`, if it has one."""
+    rounds = replace(scenario.rounds, tail_batching="off")
+    if choice.factor > 1.0:
+        rounds = replace(
+            rounds, tail_batching="race", prompt_factor=choice.factor, sample_factor=choice.factor, adaptive=False
+        )
+    warmup = num_warmup(steps, choice.factor)
+    run = replace(scenario.run, steps=steps, warmup_steps=warmup, max_staleness=choice.staleness)
+    priced = replace(scenario, fleet=replace(scenario.fleet, price_usd_per_hour=1.0))  # a dollar is a worker-hour
+    return replace(_hold_at_most(priced, choice.workers, supply), run=run, rounds=rounds)
+
+
+def play(scenario: Scenario, choice: Choice, seed: int, folder: Path) -> Outcome:
+    """Simulate a choice that was applied to its scenario."""
+    sim = Simulation(scenario, seed, folder=folder)
+    try:
+        sim.run()
+    except StuckError as error:
+        return Outcome(choice=choice, problem=f"stuck: {error}")
+    return outcome_of(choice, summarize(sim, 0.0), trained_mean(sim.lines, choice.factor))
+
+
+def trained_mean(lines: Sequence[StepLine], factor: float) -> float:
+    """Mean length of what was trained, in whole turns, so that what was put off is in it. Lengths need no warm-up."""
+    turn = steps_in_turn(factor)
+    steps = lines[: len(lines) // turn * turn or len(lines)]
+    return _share(sum(line.tokens_trained for line in steps), sum(line.num_samples for line in steps))
+
+
+def outcome_of(choice: Choice, result: Result, trained_tokens: float) -> Outcome:
+    """What a result says about a choice; the scenario was played with workers at a dollar an hour."""
+    hours = result.step_time_s.mean * (result.steps - result.warmup_steps) / _HOUR_S
+    return Outcome(
+        choice=choice,
+        throughput_tok_s=result.throughput_tok_s,
+        step_time_s=result.step_time_s.mean,
+        mean_workers=result.workers.mean,
+        paid_workers=result.cost.workers_usd / hours if hours > 0 else 0.0,
+        useful_workers=result.workers.useful,
+        bias=_share(trained_tokens, result.length.generated_mean),
+        discarded_share=_share(sum(result.tokens.discarded.values()), result.tokens.generated),
+        trainer_waiting=result.idle.trainer_waiting,
+        fleet_idle=result.idle.fleet_idle,
+        problem=result.broken_laws[0] if result.broken_laws else None,
+    )
+
+
+def play_all(
+    scenario: Scenario,
+    wanted: Sequence[Choice],
+    steps: int,
+    seed: int,
+    folder: Path,
+    *,
+    num_processes: int | None = None,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Outcome]:
+    """Play every choice, in as many processes as there are cores; the outcomes come in the order of the choices."""
+    supply = None if scenario.supply.trace is None else read_supply_trace(folder / scenario.supply.trace)
+    jobs = [(apply_choice(scenario, choice, steps, supply), choice, seed, folder) for choice in wanted]
+    processes = min(len(jobs), num_cores() if num_processes is None else num_processes)
+    if processes <= 1:
+        return list(_counted((play(*job) for job in jobs), on_done))
+    # Spawned, not forked: a fork copies whatever threads and locks this process has at the moment.
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(play, *job): index for index, job in enumerate(jobs)}
+        done = {futures[future]: future.result() for future in _counted(as_completed(futures), on_done)}
+    return [done[index] for index in range(len(jobs))]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def make_plan(scenario: Scenario, outcomes: Sequence[Outcome], prices: Sequence[float], seed: int, steps: int) -> Plan:
+    """Put prices on the outcomes and choose."""
+    trainer_price = scenario.trainer.price_usd_per_hour
+    rows = [price_outcome(outcome, price, trainer_price) for price in sorted(set(prices)) for outcome in outcomes]
+    by_price: list[AtPrice] = []
+    for price in sorted(set(prices)):
+        sound = [row for row in rows if row.worker_price_usd_per_hour == price and _is_sound(row)]
+        if sound:
+            by_price.append(
+                AtPrice(
+                    worker_price_usd_per_hour=price,
+                    cheapest=recommend_cheapest(sound),
+                    fastest=recommend_fastest(sound),
+                )
+            )
+    plainest = min((one for one in outcomes if one.problem is None), key=_plainness, default=None)
+    return Plan(
+        scenario=scenario.name,
+        seed=seed,
+        steps=steps,
+        trainer_price_usd_per_hour=trainer_price,
+        rows=rows,
+        cheapest=by_price[0].cheapest if by_price else None,
+        fastest=by_price[0].fastest if by_price else None,
+        by_price=by_price,
+        useful_workers=None if plainest is None else plainest.useful_workers,
+    )
+
+
+def price_outcome(outcome: Outcome, worker_price: float, trainer_price: float) -> Row:
+    """An outcome with dollars."""
+    usd_per_hour = trainer_price + outcome.paid_workers * worker_price
+    mtok_per_hour = outcome.throughput_tok_s * _HOUR_S / _MILLION
+    return Row(
+        workers=outcome.choice.workers,
+        factor=outcome.choice.factor,
+        staleness=outcome.choice.staleness,
+        worker_price_usd_per_hour=worker_price,
+        throughput_tok_s=outcome.throughput_tok_s,
+        step_time_s=outcome.step_time_s,
+        usd_per_hour=usd_per_hour,
+        usd_per_mtok=usd_per_hour / mtok_per_hour if mtok_per_hour > 0 else None,
+        bias=outcome.bias,
+        discarded_share=outcome.discarded_share,
+        mean_workers=outcome.mean_workers,
+        trainer_waiting=outcome.trainer_waiting,
+        fleet_idle=outcome.fleet_idle,
+        useful_workers=outcome.useful_workers,
+        problem=outcome.problem,
+    )
+
+
+def marginal_usd_per_mtok(fewer: Row, more: Row) -> float | None:
+    """What a further million tokens costs that the larger fleet makes in the same time; None if it makes none."""
+    extra_tok_s = more.throughput_tok_s - fewer.throughput_tok_s
+    if extra_tok_s <= 0:
+        return None
+    return (more.usd_per_hour - fewer.usd_per_hour) / (extra_tok_s * _HOUR_S / _MILLION)
+
+
+def show_choice(row: Row) -> str:
+    """A choice in words: `4 workers, factor 1.25, staleness 1`."""
+    return f"{_fleet_and_factor(row)}, {'on-policy' if row.staleness == 0 else f'staleness {row.staleness}'}"
+
+
+def _fleet_and_factor(row: Row) -> str:
+    factor = "no over-provisioning" if row.factor <= 1.0 else f"factor {row.factor:g}"
+    return f"{row.workers} worker{'' if row.workers == 1 else 's'}, {factor}"
+
+
+def recommend_cheapest(rows: Sequence[Row]) -> Recommendation:
+    """Of sound rows at one price: the lowest price of a token; of equals the faster."""
+    best = min(rows, key=_by_price)
+    fewest = min(_same_but_workers(rows, best), key=lambda row: row.workers)
+    parts = [f"{show_choice(best)}: ${_usd(best):.2f} a million tokens"]
+    if fewest.workers < best.workers and _usd(fewest) > 0:
+        parts[0] += f", {1.0 - _usd(best) / _usd(fewest):.0%} less than with {fewest.workers}"
+    return Recommendation(row=best, why="; ".join([*parts, _next_worker(rows, best), *_reservations(rows, best)]))
+
+
+def recommend_fastest(rows: Sequence[Row]) -> Recommendation:
+    """Of sound rows at one price: the most tokens a second; of equals the cheaper."""
+    best = max(rows, key=lambda row: (row.throughput_tok_s, -_usd(row)))
+    cheapest = min(rows, key=_by_price)
+    words = f"{show_choice(best)}: {best.throughput_tok_s:,.0f} tokens/s, {best.step_time_s:,.0f} s a step"
+    if best == cheapest:
+        return Recommendation(row=best, why=f"{words}; the cheapest is the fastest, too")
+    words += f", {best.throughput_tok_s / cheapest.throughput_tok_s - 1.0:.0%} more than the cheapest"
+    dearer = marginal_usd_per_mtok(cheapest, best)
+    words += "" if dearer is None else f", each extra million tokens for ${dearer:.2f}"
+    return Recommendation(row=best, why="; ".join([words, _next_worker(rows, best), *_reservations(rows, best)]))
+
+
+def _is_sound(row: Row) -> bool:
+    return row.problem is None and row.throughput_tok_s > 0
+
+
+def _plainness(outcome: Outcome) -> tuple[int, float, int]:
+    """On-policy first, no over-provisioning, then the largest fleet."""
+    return outcome.choice.staleness, outcome.choice.factor, -outcome.choice.workers
+
+
+def _usd(row: Row) -> float:
+    """Dollars a million tokens, of a sound row."""
+    return float("inf") if row.usd_per_mtok is None else row.usd_per_mtok
+
+
+def _by_price(row: Row) -> tuple[float, float]:
+    return _usd(row), -row.throughput_tok_s
+
+
+def _same_but_workers(rows: Iterable[Row], like: Row) -> list[Row]:
+    return [row for row in rows if (row.factor, row.staleness) == (like.factor, like.staleness)]
+
+
+def _next_worker(rows: Iterable[Row], best: Row) -> str:
+    """What the next larger fleet would bring."""
+    larger = [row for row in _same_but_workers(rows, best) if row.workers > best.workers]
+    if not larger:
+        return "no larger fleet was tried"
+    more = min(larger, key=lambda row: row.workers)
+    cost = marginal_usd_per_mtok(best, more)
+    if cost is None:
+        return f"a fleet of {more.workers} brings nothing more"
+    return f"the tokens that a fleet of {more.workers} would add cost ${cost:.2f} a million"
+
+
+def _reservations(rows: Iterable[Row], best: Row) -> list[str]:
+    """What the figures of a choice do not show."""
+    notes: list[str] = []
+    if best.factor > 1.0 and best.bias < 1.0 - _WORTH_NAMING:
+        notes.append(f"racing trains answers {1.0 - best.bias:.0%} shorter than those started")
+    if best.staleness > 0:
+        notes.append(f"its samples are up to {best.staleness} version{'' if best.staleness == 1 else 's'} old")
+        strict = min((row for row in rows if row.staleness == 0), key=_by_price, default=None)
+        if strict is not None:
+            notes.append(f"strictly on-policy, {_fleet_and_factor(strict)} is the cheapest: ${_usd(strict):.2f}")
+    return notes
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _counted(items: Iterable[_T], on_done: Callable[[int], None] | None) -> Iterator[_T]:
+    for number, item in enumerate(items, start=1):
+        if on_done is not None:
+            on_done(number)
+        yield item
+
+
+def _hold_at_most(scenario: Scenario, most: int, trace: list[SupplyEvent] | None) -> Scenario:
+    """The scenario with never more than `most` remote workers; without a supply, exactly so many all the time."""
+    fleet, supply = scenario.fleet, scenario.supply
+    if not (supply.events or trace is not None or supply.market_mean_s is not None or fleet.join_at_s):
+        return replace(scenario, fleet=replace(fleet, workers=most))
+    workers = min(fleet.workers, most)
+    levels = supply.events if trace is None else trace
+    return replace(
+        scenario,
+        fleet=replace(fleet, workers=workers, join_at_s=fleet.join_at_s[: most - workers]),
+        supply=replace(
+            supply,
+            events=[replace(level, workers=min(level.workers, most)) for level in levels],
+            trace=None,
+            market_min=min(supply.market_min, most),
+            market_max=min(supply.market_max, most),
+        ),
+    )

@@ -1,0 +1,298 @@
+"""What a simulated run came to: one typed struct, made from a finished simulation, and the JSON that it is.
+
+Two windows, and every field says which one it has. *Measured* is the steps after `run.warmup_steps`: times, throughput,
+dollars, shares. *Whole run* is what the ledger counted: tokens, rounds, migrations, joins and losses.
+
+Rules kept here: everything but `events_per_s`, the speed of this machine, depends on the scenario and the seed alone.
+A figure that does not exist (the mean long step of a run without one) is None, never zero.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+
+import msgspec
+from msgspec import Struct
+
+from polyrl.ids import Seconds
+from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.scaling import useful_workers
+from polyrl.scheduling.seeding import StepTimes
+from polyrl.sim.machines import Span
+from polyrl.sim.simulation import Simulation
+
+_HOUR_S = 3600.0
+_MILLION = 1e6
+_SHOWN_VIOLATIONS = 20
+
+
+class StepTime(Struct, frozen=True):
+    mean: float
+    p50: float
+    p95: float
+    short_mean: float | None
+    long_mean: float | None
+
+
+class RolloutTime(Struct, frozen=True):
+    mean: float
+    short_mean: float | None
+    long_mean: float | None
+
+
+class Tokens(Struct, frozen=True):
+    generated: int
+    trained: int
+    open: int
+    """Of samples that were still running when the run ended."""
+    discarded: dict[str, int]
+    reprefilled: int
+    """Computed a second time because a sample moved; not part of `generated`."""
+
+
+class Length(Struct, frozen=True):
+    trained_mean: float
+    generated_mean: float
+    bias: float
+    """trained_mean / generated_mean: below 1, long answers are trained too rarely."""
+
+
+class Cost(Struct, frozen=True):
+    usd: float
+    trainer_usd: float
+    workers_usd: float
+    usd_per_hour: float
+    usd_per_mtok: float
+    tok_per_usd: float | None
+    """None when the run costs nothing."""
+
+
+class Workers(Struct, frozen=True):
+    mean: float
+    joins: int
+    losses: int
+    paid_hours: float
+    useful: float
+    """How many would generate a step's samples in the time that it trains (scheduling/scaling.py)."""
+
+
+class Idle(Struct, frozen=True):
+    trainer_waiting: float
+    """Share of the time in which the trainer was ready to train and had no micro-batch."""
+    fleet_idle: float | None
+    """Share of the remote workers' time in which they had no sample, their pulling of weights not counted."""
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    scenario: str
+    seed: int
+    steps: int
+    warmup_steps: int
+    """Steps left out of the measured figures: `run.warmup_steps`, or half of the steps if that would leave none."""
+    virtual_s: Seconds
+    step_time_s: StepTime
+    rollout_s: RolloutTime
+    throughput_tok_s: float
+    tokens: Tokens
+    length: Length
+    cost: Cost
+    workers: Workers
+    idle: Idle
+    rounds: dict[str, int]
+    migrations: int
+    migrations_by_cause: dict[str, int]
+    seed_window_s: float
+    seed_memory_s: dict[str, float]
+    """The window learned for each number of workers."""
+    prompts_deferred: int
+    prompts_dropped: dict[str, int]
+    journal_digest: str
+    events: int
+    events_per_s: float
+    law_violations: int
+    broken_laws: list[str]
+
+
+class Measured(Struct, frozen=True):
+    """One step, in the figures that a person reads."""
+
+    line: StepLine
+    step_s: Seconds
+    rollout_s: Seconds
+    tokens: int
+    """Trained in it, prompts included."""
+    usd: float
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.step_s if self.step_s > 0 else 0.0
+
+
+def measure_steps(sim: Simulation) -> list[Measured]:
+    """Every step of the run, the warm-up included."""
+    steps: list[Measured] = []
+    ended_at, tokens, usd = 0.0, 0, 0.0
+    for line, tokens_now in zip(sim.lines, sim.tokens_at_step, strict=True):
+        rollout_s = line.closed_at - line.opened_at
+        steps.append(Measured(line, line.trained_at - ended_at, rollout_s, tokens_now - tokens, line.usd - usd))
+        ended_at, tokens, usd = line.trained_at, tokens_now, line.usd
+    return steps
+
+
+def num_warmup_steps(sim: Simulation) -> int:
+    """How many steps the measured figures leave out."""
+    wanted, num_steps = sim.scenario.run.warmup_steps, len(sim.lines)
+    return wanted if wanted < num_steps else num_steps // 2
+
+
+def summarize(sim: Simulation, wall_s: float) -> Result:
+    """The result of a finished simulation that took `wall_s` seconds of this machine. Needs at least one step."""
+    warmup = num_warmup_steps(sim)
+    ledger = sim.scheduler.desk.state.ledger
+    steps = measure_steps(sim)[warmup:]
+    total_s = sum(step.step_s for step in steps)
+    tokens = sum(step.tokens for step in steps)
+    return Result(
+        scenario=sim.scenario.name,
+        seed=sim.seed,
+        steps=len(sim.lines),
+        warmup_steps=warmup,
+        virtual_s=sim.now,
+        step_time_s=_step_time(steps),
+        rollout_s=RolloutTime(
+            mean=fmean(step.rollout_s for step in steps),
+            short_mean=_mean_of_kind(steps, "short", lambda step: step.rollout_s),
+            long_mean=_mean_of_kind(steps, "long", lambda step: step.rollout_s),
+        ),
+        throughput_tok_s=tokens / total_s if total_s > 0 else 0.0,
+        tokens=Tokens(
+            generated=ledger.tokens_arrived,
+            trained=ledger.tokens_kept,
+            open=ledger.tokens_arrived - ledger.tokens_kept - sum(ledger.tokens_discarded.values()),
+            discarded=_largest_first(ledger.tokens_discarded),
+            reprefilled=ledger.tokens_reprefilled,
+        ),
+        length=_length(sim),
+        cost=_cost(sim, steps, total_s, tokens),
+        workers=_workers(sim, steps, total_s),
+        idle=_idle(sim, steps, total_s),
+        rounds={kind: ledger.rounds.get(kind, 0) for kind in ("short", "long")},
+        migrations=sum(ledger.moves.values()),
+        migrations_by_cause=_largest_first(ledger.moves),
+        seed_window_s=fmean(step.line.seed_window_s for step in steps),
+        seed_memory_s={str(n): seconds for n, seconds in sorted(sim.scheduler.desk.state.seeding.memory.items())},
+        prompts_deferred=ledger.num_deferrals,
+        prompts_dropped=_largest_first(ledger.prompts_dropped),
+        journal_digest=sim.digest.hex(),
+        events=sim.num_events,
+        events_per_s=round(sim.num_events / wall_s, 1) if wall_s > 0 else 0.0,
+        law_violations=len(sim.law_violations),
+        broken_laws=sim.law_violations[:_SHOWN_VIOLATIONS],
+    )
+
+
+def to_json(result: Struct, *, indent: int = 2) -> str:
+    """Any struct of figures as JSON text. A number that JSON cannot say is null."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=indent).decode()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie, linear between two."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low, high = math.floor(place), math.ceil(place)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def is_local(worker: str) -> bool:
+    """Whether a row of the timeline is an engine on the trainer's own devices."""
+    return worker.startswith("local")
+
+
+def seconds_by_activity(spans: Iterable[Span], start_s: Seconds, end_s: Seconds) -> dict[str, float]:
+    """What the spans hold of each activity between two moments."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        within = min(span.end_s, end_s) - max(span.start_s, start_s)
+        if within > 0:
+            seconds[span.activity] = seconds.get(span.activity, 0.0) + within
+    return seconds
+
+
+def _step_time(steps: list[Measured]) -> StepTime:
+    times = [step.step_s for step in steps]
+    return StepTime(
+        mean=fmean(times),
+        p50=percentile(times, 0.5),
+        p95=percentile(times, 0.95),
+        short_mean=_mean_of_kind(steps, "short", lambda step: step.step_s),
+        long_mean=_mean_of_kind(steps, "long", lambda step: step.step_s),
+    )
+
+
+def _mean_of_kind(steps: list[Measured], kind: str, value: Callable[[Measured], float]) -> float | None:
+    values = [value(step) for step in steps if step.line.kind == kind]
+    return fmean(values) if values else None
+
+
+def _largest_first(counts: dict[str, int]) -> dict[str, int]:
+    return {cause: num for cause, num in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if num}
+
+
+def _length(sim: Simulation) -> Length:
+    ledger = sim.scheduler.desk.state.ledger
+    trained = ledger.tokens_kept / ledger.samples_trained if ledger.samples_trained else 0.0
+    generated = sim.natural_tokens / sim.num_natural if sim.num_natural else 0.0
+    return Length(trained_mean=trained, generated_mean=generated, bias=trained / generated if generated else 0.0)
+
+
+def _cost(sim: Simulation, steps: list[Measured], total_s: Seconds, tokens: int) -> Cost:
+    usd = sum(step.usd for step in steps)
+    trainer_usd = total_s * sim.scenario.trainer.price_usd_per_hour / _HOUR_S
+    return Cost(
+        usd=usd,
+        trainer_usd=trainer_usd,
+        workers_usd=max(0.0, usd - trainer_usd),
+        usd_per_hour=usd / total_s * _HOUR_S if total_s > 0 else 0.0,
+        usd_per_mtok=usd / tokens * _MILLION if tokens else 0.0,
+        tok_per_usd=tokens / usd if usd else None,
+    )
+
+
+def _workers(sim: Simulation, steps: list[Measured], total_s: Seconds) -> Workers:
+    remote = [line for name, line in sim.scheduler.desk.state.ledger.workers.items() if not is_local(name)]
+    weighted = sum(step.line.mean_workers * step.step_s for step in steps)
+    return Workers(
+        mean=weighted / total_s if total_s > 0 else 0.0,
+        joins=sum(line.num_joins for line in remote),
+        losses=sum(line.num_losses for line in remote),
+        paid_hours=sum(line.paid_s for line in remote) / _HOUR_S,
+        useful=_useful(sim, steps),
+    )
+
+
+def _useful(sim: Simulation, steps: list[Measured]) -> float:
+    """The scheduler's own rule, over all measured steps: what all engines generated, against what was trained."""
+    window = steps[0].line.trained_at - steps[0].step_s, steps[-1].line.trained_at
+    generating = [seconds_by_activity(spans, *window).get("generating", 0.0) for spans in sim.timeline.rows.values()]
+    times = StepTimes(
+        wait_train_s=0.0,
+        wait_remote_s=0.0,
+        remote_s=sum(generating),
+        train_s=sum(step.line.train_s for step in steps),
+        mean_workers=1.0,
+        workers_now=0,
+        num_reserved=0,
+    )
+    return useful_workers(times, 0.0)
+
+
+def _idle(sim: Simulation, steps: list[Measured], total_s: Seconds) -> Idle:
+    window = steps[0].line.trained_at - steps[0].step_s, steps[-1].line.trained_at
+    remote = [seconds_by_activity(spans, *window) for name, spans in sim.timeline.rows.items() if not is_local(name)]
+    paid_s = sum(sum(seconds.values()) for seconds in remote)
+    waited_s = sum(step.line.wait_train_s for step in steps)
+    return Idle(
+        trainer_waiting=waited_s / total_s if total_s > 0 else 0.0,
+        fleet_idle=sum(seconds.get("idle", 0.0) for seconds in remote) / paid_s if paid_s > 0 else None,
+    )

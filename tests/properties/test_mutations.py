@@ -1,0 +1,274 @@
+"""The laws have teeth: each of these bugs, planted in a copy of the package, is found by some test.
+
+A mutation is an edit of the source. Its old text must occur exactly once, so an edit that has gone stale with the code
+fails loudly instead of proving nothing.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Mutation(NamedTuple):
+    bug: str
+    file: str
+    old: str
+    new: str
+
+
+MUTATIONS = [
+    Mutation(
+        "a lost worker keeps its samples",
+        "membership.py",
+        'leases.requeue(desk, sample, state.rounds[state.groups[sample.group].step], now, "lost")',
+        "pass",
+    ),
+    Mutation(
+        "a lost worker's samples start again although they had tokens",
+        "leases.py",
+        'if cause == "lost" and not desk.config.fleet_rules.migrate:',
+        'if cause == "lost":',
+    ),
+    Mutation(
+        "a worker's word about somebody else's lease is believed",
+        "scheduler.py",
+        "if sample is None or sample.worker != seat:",
+        "if sample is None:",
+    ),
+    Mutation(
+        "news of an earlier life of a worker is believed",
+        "fleet.py",
+        "return worker if worker.incarnation == incarnation else None",
+        "return worker",
+    ),
+    Mutation(
+        "a repeated join resurrects a worker",
+        "membership.py",
+        "event.incarnation <= newest_life:",
+        "event.incarnation < newest_life:",
+    ),
+    Mutation(
+        "the process that replaced a lost one is forgotten in its place",
+        "membership.py",
+        '"a newer process joined under its name", now, tell=False)',
+        '"a newer process joined under its name", now, tell=True)',
+    ),
+    Mutation(
+        "the tokens of a discarded sample are not in the ledger",
+        "leases.py",
+        "desk.state.ledger.discard(cause, sample.num_tokens)",
+        "desk.state.ledger.discard(cause, 0)",
+    ),
+    Mutation(
+        "a discarded sample is not aborted",
+        "leases.py",
+        "desk.commands.append(Abort(worker.name, lease, why))",
+        "pass",
+    ),
+    Mutation(
+        "the race is decided by rewards instead of answers",
+        "rounds.py",
+        "num_generated >= group.need:\n        _claim(desk, group, round_, now)\n    score_if_generated",
+        "num_scored >= group.need:\n        _claim(desk, group, round_, now)\n    score_if_generated",
+    ),
+    Mutation(
+        "more groups get a place than the step has",
+        "rounds.py",
+        "if round_.claims[domain] < round_.quotas[domain] or round_.num_open[domain] == 0:",
+        "if round_.claims[domain] <= round_.quotas[domain] or round_.num_open[domain] == 0:",
+    ),
+    Mutation(
+        "a deferral is not counted",
+        "tail_batching.py",
+        "choice.times_deferred + 1, first))",
+        "choice.times_deferred, first))",
+    ),
+    Mutation(
+        "a deferred prompt is forgotten",
+        "rounds.py",
+        "    desk.planner.defer(desk.state.tail, choice, round_.step)\n",
+        "",
+    ),
+    Mutation(
+        "an epoch ends although prompts of it are deferred",
+        "tail_batching.py",
+        "self.domains[domain].num_prompts and not state.deferred[domain]\n",
+        "self.domains[domain].num_prompts\n",
+    ),
+    Mutation(
+        "a prompt of the epoch is passed by",
+        "tail_batching.py",
+        "        cursor.position += 1\n",
+        "        cursor.position += 2 if cursor.position == 3 and self.domains[domain].num_prompts > 4 else 1\n",
+    ),
+    Mutation(
+        "the answer to an earlier attempt at a reward counts",
+        "scoring.py",
+        "if running is None or running[0] != event.attempt:",
+        "if running is None:",
+    ),
+    Mutation(
+        "a reward that could not be had counts as one",
+        "scheduler.py",
+        'if event.outcome == "infrastructure_failed":',
+        'if event.outcome == "never":',
+    ),
+    Mutation(
+        "a reward that nobody answers is waited for without end",
+        "scoring.py",
+        "        desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)\n    desk.commands.append(Score(",
+        "        pass\n    desk.commands.append(Score(",
+    ),
+    Mutation(
+        "a round opens one version too early",
+        "staleness.py",
+        "return Step(published + max_staleness)",
+        "return Step(published + max_staleness + 1)",
+    ),
+    Mutation(
+        "a sample is written by a version one too old",
+        "staleness.py",
+        "return Version(max(0, step - max_staleness))",
+        "return Version(max(0, step - max_staleness - 1))",
+    ),
+    Mutation(
+        "a lost worker stays in the router",
+        "membership.py",
+        "    state.fleet.remove(worker, now)\n    desk.router.update(worker)\n",
+        "    state.fleet.remove(worker, now)\n",
+    ),
+    Mutation(
+        "a draining worker gets samples",
+        "membership.py",
+        "    desk.state.fleet.start_drain(worker, now)\n    desk.router.update(worker)\n",
+        "    desk.state.fleet.start_drain(worker, now)\n",
+    ),
+    Mutation(
+        "credit is not freed when a sample ends",
+        "leases.py",
+        "    else:\n        desk.router.update(worker)\n        desk.place_due = True\n",
+        "    else:\n        desk.place_due = True\n",
+    ),
+    Mutation(
+        "a hand-over that is not answered is waited for without end",
+        "leases.py",
+        '    desk.deadlines.set(("hand_over", sample.lease), now + desk.config.fleet_rules.hand_over_timeout_s)\n',
+        "",
+    ),
+    Mutation(
+        "a stalled sample is given away and still runs",
+        "membership.py",
+        '        desk.commands.append(Abort(worker.name, sample.lease, "it brought no token for too long"))\n',
+        "",
+    ),
+    Mutation(
+        "the seeding window ends although nobody else generates",
+        "devices.py",
+        "    if not _somebody_else_generates(desk):\n",
+        "    if False:\n",
+    ),
+    Mutation(
+        "the trainer's devices stay with the trainer when the fleet is gone",
+        "devices.py",
+        "    if not any(worker.may_generate for worker in state.fleet.seats.values()):\n",
+        "    if False:\n",
+    ),
+    Mutation(
+        "repeated news makes the trainer busy for ever",
+        "scheduler.py",
+        "if rounds.groups_taken(desk, event.step, event.groups):",
+        "if rounds.groups_taken(desk, event.step, event.groups) or True:",
+    ),
+    Mutation(
+        "a refill is not seen by the trainer's devices",
+        "rounds.py",
+        '"in place of a dropped prompt"))\n    desk.place_due = True\n    desk.devices_due = True\n',
+        '"in place of a dropped prompt"))\n    desk.place_due = True\n',
+    ),
+    Mutation(
+        "a round that gets a refill stays closed",
+        "rounds.py",
+        "    round_.num_refills += 1\n    round_.closed_at = None\n",
+        "    round_.num_refills += 1\n",
+    ),
+    Mutation(
+        "weights are pulled from a worker that is gone",
+        "membership.py",
+        "    desk.router.update(worker)\n    _resource_pullers(desk, worker)\n    desk.pulls_due = True\n",
+        "    desk.router.update(worker)\n    desk.pulls_due = True\n",
+    ),
+    Mutation(
+        "a failed pull is never tried again",
+        "scheduler.py",
+        '            case "retry_pull":\n                desk.pulls_due = True\n',
+        '            case "retry_pull":\n                pass\n',
+    ),
+    Mutation(
+        "a worker's time with samples is paid as idle",
+        "leases.py",
+        "    if not worker.leases:\n        settle(worker, state.ledger, now)\n",
+        "    if not worker.leases:\n",
+    ),
+    Mutation(
+        "designated samples are given up when extras have ended",
+        "rounds.py",
+        "if running and not (designated and sample.kept):",
+        "if running:",
+    ),
+    Mutation(
+        "a group is delivered before all its rewards are there",
+        "rounds.py",
+        'if group.state != "claimed" or group.num_scored < group.need:',
+        'if group.state != "claimed" or group.num_scored < group.need - 1:',
+    ),
+    Mutation(
+        "a sample is resumed one token too far",
+        "scheduler.py",
+        "        leases.note_tokens(desk, sample, event.num_tokens)\n        round_ = self._round_of(sample)\n",
+        "        leases.note_tokens(desk, sample, event.num_tokens + 1)\n        round_ = self._round_of(sample)\n",
+    ),
+]
+
+
+def look_for_a_bug(folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.properties.mutation_check"],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.stdout.startswith(str(folder)), f"another polyrl was looked at: {result.stdout}{result.stderr}"
+    return result
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    shutil.copytree(ROOT / "src" / "polyrl", folder / "polyrl", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "polyrl" / "scheduling"
+
+
+def test_no_bug_is_found_where_none_was_planted(tmp_path):
+    copy_of_the_package(tmp_path)
+    result = look_for_a_bug(tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.bug.replace(" ", "-"))
+def test_a_planted_bug_is_found(mutation, tmp_path):
+    path = copy_of_the_package(tmp_path) / mutation.file
+    source = path.read_text(encoding="utf-8")
+    assert source.count(mutation.old) == 1, f"{mutation.file} has changed: renew the mutation"
+    path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+    result = look_for_a_bug(tmp_path)
+    assert result.returncode == 1, f"nobody noticed that {mutation.bug}\n{result.stdout}{result.stderr}"
+    assert not result.stderr, result.stderr
