@@ -1,10 +1,10 @@
 """Who raises, who catches.
 
-    PolyrlError                 everything we raise on purpose
-    ├── UserError               the person can fix it: one line, exit code 2, no traceback   (caught by cli)
-    │   ├── ConfigError         a key or a value of a TOML file or an override
-    │   └── JournalError        a journal that cannot be read
-    └── LawViolation            we are wrong: an invariant of the scheduler does not hold      (caught by nobody)
+PolyrlError                 everything we raise on purpose
+├── UserError               the person can fix it: one line, exit code 2, no traceback   (caught by cli)
+│   ├── ConfigError         a key or a value of a TOML file or an override
+│   └── JournalError        a journal that cannot be read
+└── LawViolation            we are wrong: an invariant of the scheduler does not hold      (caught by nobody)
 """
 
 

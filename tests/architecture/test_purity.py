@@ -29,6 +29,7 @@ ALLOWED_MODULES = {
     "itertools",
     "math",
     "msgspec",
+    "statistics",
     "struct",
     "typing",
     "zlib",

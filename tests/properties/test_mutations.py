@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "the race is decided by rewards instead of answers",
         "rounds.py",
-        "num_generated >= group.need:\n        _claim(desk, group, round_, now)\n    score_if_generated",
-        "num_scored >= group.need:\n        _claim(desk, group, round_, now)\n    score_if_generated",
+        'scoring.score(desk, sample, now)\n    if group.state == "open" and group.num_generated >= group.need:',
+        'scoring.score(desk, sample, now)\n    if group.state == "open" and group.num_scored >= group.need:',
     ),
     Mutation(
         "more groups get a place than the step has",

@@ -83,7 +83,7 @@ def test_the_devices_come_back_when_the_fleet_goes_to_zero():
     run.end("2/0", at=6)
     run.turn("t", "training")
     said = run.leave("a")
-    assert [one.why for one in only(said, c.StartGenerating)] == ["samples wait and no other worker is there"]
+    assert [one.worker for one in only(said, c.StartGenerating)] == ["t"]
     assert leased(run.turn("t", "generating")) == {"2/0": ("t", 6), "1/0": ("t", 4)}
 
 

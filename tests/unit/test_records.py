@@ -68,7 +68,9 @@ def test_a_hostile_history_is_read_back_as_it_was_and_replays_to_the_same_comman
     header, records = read_records(journal(seed), "a journal")
     kept = list(records)
     assert (header.config, header.about) == (world(seed).config, ABOUT)
-    assert [(record.now, record.event) for record in kept] == [(now, event) for now, event, _ in world(seed).log]
+    # By their text: a hostile machine says NaN, which no equality holds for.
+    told = [repr((now, event)) for now, event, _ in world(seed).log]
+    assert [repr((record.now, record.event)) for record in kept] == told
     assert [record.number for record in kept] == list(range(1, len(kept) + 1))
     report = replay(header, kept)
     assert report.first_difference is None
@@ -80,7 +82,8 @@ def test_a_hostile_history_is_read_back_as_it_was_and_replays_to_the_same_comman
 def test_it_does_not_matter_how_the_bytes_come_in(seed, chunk_bytes):
     data = journal(seed)
     chunks = [data[first : first + chunk_bytes] for first in range(0, len(data), chunk_bytes)]
-    assert list(read_records(chunks, "a journal")[1]) == list(read_records(data, "a journal")[1])
+    in_chunks, at_once = read_records(chunks, "a journal")[1], read_records(data, "a journal")[1]
+    assert [record.payload for record in in_chunks] == [record.payload for record in at_once]
 
 
 def test_a_record_is_found_at_its_offset():

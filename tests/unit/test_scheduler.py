@@ -219,6 +219,17 @@ def test_a_reward_that_nobody_answers_is_asked_for_again():
     assert [one.attempt for one in only(said, c.Score)] == [2]
 
 
+def test_siblings_whose_rewards_nobody_answers_fall_together():
+    run = Driver(small_config(prompts=1, samples=2, rewards=RewardConfig(max_attempts=1)))
+    run.begin()
+    run.join("a")
+    run.finish("1/0", "1/1")
+    said = run.wait(200.0)
+    assert [one.group for one in only(said, c.DropGroup)] == [1]
+    assert run.ledger.prompts_dropped == {"reward_failed": 1}
+    assert run.ledger.samples_discarded == {"reward_failed": 2}
+
+
 @pytest.mark.parametrize("outcome", ["timed_out", "crashed", "refused"])
 def test_an_answer_that_breaks_its_own_reward_is_scored_like_any_other(outcome):
     run = Driver(small_config(prompts=1, samples=1))
@@ -348,18 +359,13 @@ def test_a_stalled_sample_among_healthy_ones_is_taken_back():
     run = Driver(small_config(prompts=1, samples=2))
     run.begin()
     run.join("a", slots=2)
-    stuck, tokens = run.leases["1/1"], 0
-    for tokens in range(1, 12):
+    stuck = run.leases["1/1"]
+    for tokens in range(1, 20):
         run.wait(10.0)
         run.bring("a", s1_0=tokens)
-    assert not only(run.said, c.Abort), "110 s are not too long"
-    while not only(run.said, c.Abort):
-        tokens += 1
-        run.wait(10.0)
-        run.bring("a", s1_0=tokens)
+        assert tokens > 11 or not only(run.said, c.Abort), "110 s are not too long"
     assert [one.lease for one in only(run.said, c.Abort)] == [stuck]
     assert run.leases["1/1"] > stuck
-    assert run.now <= 240.0
     assert run.ledger.moves == {"stalled": 1}
     assert run.state("a") == "active"
 

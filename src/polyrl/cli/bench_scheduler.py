@@ -2,9 +2,9 @@
 
 A cheap world stands in for workers, rewards and trainer: lengths are drawn beforehand, speeds are constant, time is
 virtual. It feeds the scheduler as a manager would: every two seconds each worker's progress (TokensArrived, all its
-running leases at once), every second its heartbeat (WorkerReported); each answer ends in SampleFinished and RewardFinished;
-the trainer takes micro-batches, trains steps and publishes versions, which every worker then installs; workers are lost
-and come back.
+running leases at once), every second its heartbeat (WorkerReported); each answer ends in SampleFinished and
+RewardFinished; the trainer takes micro-batches, trains steps and publishes versions, which every worker then installs;
+workers are lost and come back.
 
 Only the scheduler is on the clock: `handle` and the `wakeup_at` after it, each event by itself, less what reading the
 clock costs. A reading of CPU time costs ten times as much, so it is taken once a virtual second, and the second's spans

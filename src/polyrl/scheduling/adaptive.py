@@ -1,8 +1,9 @@
 """Choosing the over-provisioning factors from the lengths seen, under a bound on waste and a bound on bias.
 
-After every long round, each pair of factors on a small grid plays one period (some short rounds, one long) in a lock-step
-token model: lengths drawn from the learned distribution with the learned within-prompt correlation, the same draws for every
-pair. The fastest pair that stays within `max_waste` and `max_bias` is taken. The draws are a function of the state alone.
+After every long round, each pair of factors on a small grid plays one period (some short rounds, one long) in a lock-
+step token model: lengths drawn from the learned distribution with the learned within-prompt correlation, the same draws
+for every pair. The fastest pair that stays within `max_waste` and `max_bias` is taken. The draws are a function of the
+state alone.
 """
 
 import math
@@ -22,7 +23,7 @@ _MIN_GROUPS = 32
 
 
 class Correlation(Struct):
-    """How alike the lengths of one prompt's samples are: the share of the variance of log-length that lies between prompts."""
+    """How alike a prompt's samples are: the share of the variance of log-length that lies between prompts."""
 
     num_groups: float = 0.0
     sum_means: float = 0.0

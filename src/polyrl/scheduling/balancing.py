@@ -1,7 +1,7 @@
 """Continuous balancing: every few seconds, while samples run, see whether some of them should run elsewhere.
 
-What moves is decided in migration.py, from values; here the values are gathered and the moves are asked for. The speed of each
-worker is learned from the progress it brings, its plateau from what its engine reports.
+What moves is decided in migration.py, from values; here the values are gathered and the moves are asked for. The speed
+of each worker is learned from the progress it brings, its plateau from what its engine reports.
 """
 
 from polyrl.ids import Seconds
@@ -12,7 +12,7 @@ from polyrl.scheduling.migration import Candidate
 
 _MIN_SPAN_S = 0.05
 _MAX_GRANTED = 0.1
-"""A span in which a worker got more new samples than this, as a share of those it has, tells of prefilling, not of decoding."""
+"""A span in which a worker got more new samples than this share tells of prefilling, not of decoding."""
 _PLATEAU_GROWTH = 20
 """A plateau that holds grows by one part in this many, at every report."""
 

@@ -41,7 +41,7 @@ class Abort(CommandStruct, frozen=True, tag=True):
 
 
 class HandOver(CommandStruct, frozen=True, tag=True):
-    """Stop it at its current token and deliver all of them. Ends in LeaseEnded (or SampleFinished, if that was first)."""
+    """Stop it at its current token and deliver all of them. Ends in LeaseEnded, or SampleFinished if that was first."""
 
     worker: WorkerName
     lease: LeaseId

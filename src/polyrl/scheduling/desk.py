@@ -1,16 +1,16 @@
 """What the parts of the scheduler work on: its state, the indexes over it, and the commands of the event in hand.
 
 `State` is everything that is saved. The rest of `Desk` is derived from it and rebuilt on load: which sample a lease is
-for, which worker has credit, which deadline is next. The parts (leases, scoring, rounds, devices, deliveries) are modules of
-functions that take the desk; scheduler.py calls them. They note what has become possible in the `*_due` flags, and
-scheduler.py acts on those once, at the end of the event.
+for, which worker has credit, which deadline is next. The parts (leases, scoring, rounds, devices, deliveries) are
+modules of functions that take the desk; scheduler.py calls them. They note what has become possible in the `*_due`
+flags, and scheduler.py acts on those once, at the end of the event.
 """
 
 from msgspec import Struct, field
 
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
 from polyrl.scheduling import seeding, tail_batching
-from polyrl.scheduling.commands import Command
+from polyrl.scheduling.commands import Command, RoundKind
 from polyrl.scheduling.deadlines import Deadlines, Wait
 from polyrl.scheduling.fleet import Fleet
 from polyrl.scheduling.ledger import Ledger
@@ -50,7 +50,8 @@ class Scoring(Struct):
 
 class State(Struct):
     tail: TailBatching
-    seeding: SeedingState
+    seeding: dict[RoundKind, SeedingState]
+    """A window for each kind of round: what is right for a short one is wrong for a long one."""
     budgets: RewardBudgets
     parallelism: ParallelismState = field(default_factory=ParallelismState)
     scaling: ScalingState = field(default_factory=ScalingState)
@@ -73,7 +74,7 @@ class State(Struct):
 def new_state(config: SchedulerConfig) -> State:
     return State(
         tail=tail_batching.start(config.rounds, len(config.domains)),
-        seeding=seeding.start(config.seeding),
+        seeding={"short": seeding.start(config.seeding), "long": seeding.start(config.seeding)},
         budgets=RewardBudgets(config=config.rewards),
         ledger=Ledger(trainer_usd_per_hour=config.trainer_usd_per_hour),
     )

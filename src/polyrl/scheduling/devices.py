@@ -4,8 +4,8 @@ Each step starts with local workers generating. They stop, hand their samples ov
 - when the seeding window is over and there is somebody to hand over to (seeding.py says how long it is);
 - one by one, in a round without a fleet, as soon as fewer devices hold what still runs (hand-back);
 - when nothing is left for them to generate.
-They generate again when the step is trained, and in mid-step when samples wait and nobody else can take them, or when there
-has been nothing to train for a while. Zero remote workers is a normal state: then they generate the whole round.
+They generate again when the step is trained, and in mid-step when samples wait and nobody else can take them, or when
+there has been nothing to train for a while. Zero remote workers is a normal state: then they generate the whole round.
 """
 
 import math
@@ -37,8 +37,8 @@ def arm_window(desk: Desk, now: Seconds) -> None:
 
 
 def _window_end(desk: Desk, round_: Round) -> Seconds:
-    """The window starts with the step: when its round opens, or, if that was earlier, when the step before is trained."""
-    span = seeding.window(desk.config.seeding, desk.state.seeding, desk.state.fleet.num_remote).seconds
+    """The window starts with the step: when its round opens, or when the step before is trained if that is later."""
+    span = seeding.window(desk.config.seeding, desk.state.seeding[round_.kind], desk.state.fleet.num_remote).seconds
     return max(round_.opened_at, desk.state.clock.step_began_at) + span
 
 

@@ -24,7 +24,7 @@ WorkerDuty = Literal["generating", "stopping", "to_training", "training", "to_ge
 
 _GAIN_DOWN = 0.3
 _GAIN_UP = 0.03
-"""How much an observation moves what is known of its bin. Prefilling and pauses only ever add time, so shorter tells more."""
+"""How much an observation moves its bin. Prefilling and pauses only ever add time, so a shorter one tells more."""
 _FIXED_SHARE = 0.5
 """Of a decode step's time, as long as no smaller number of samples has been seen."""
 

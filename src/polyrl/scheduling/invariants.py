@@ -54,7 +54,10 @@ def _check_sample(desk: Desk, sample: Sample) -> None:
         oldest = oldest_version(group.step, desk.config.max_staleness)
         _law(sample.version >= oldest, f"{name} of step {group.step} has tokens of version {sample.version}")
     waits_for_stop = ("hand_over", sample.lease) in desk.deadlines.entries
-    _law(waits_for_stop == (sample.state == "stopping"), f"{name} is {sample.state}, hand-over deadline: {waits_for_stop}")
+    _law(
+        waits_for_stop == (sample.state == "stopping"),
+        f"{name} is {sample.state}, hand-over deadline: {waits_for_stop}",
+    )
 
 
 def _check_group(desk: Desk, group: Group) -> None:
@@ -111,11 +114,11 @@ def _check_round(desk: Desk, round_: Round) -> None:
 def _check_leases(desk: Desk) -> None:
     state = desk.state
     derived = {one.lease: one.id for one in state.samples.values() if one.lease != NO_LEASE}
-    _law({lease: one.id for lease, one in desk.leases.items()} == derived, "the index of leases is not what samples say")
+    _law(
+        {lease: one.id for lease, one in desk.leases.items()} == derived, "the index of leases is not what samples say"
+    )
     _law(all(lease < state.next_lease for lease in derived), "a lease from the future")
-    by_worker = {
-        lease: one for worker in state.fleet.seats.values() for lease, one in worker.leases.items()
-    }
+    by_worker = {lease: one for worker in state.fleet.seats.values() for lease, one in worker.leases.items()}
     _law(by_worker == derived, "what workers hold is not what samples say")
     for worker in state.fleet.seats.values():
         _law(list(worker.leases) == sorted(worker.leases), f"leases of {worker.name} are out of order")
@@ -161,7 +164,9 @@ def _check_scoring(desk: Desk) -> None:
     _law(not state.scoring.running or ("reward", 0) in desk.deadlines.entries, "rewards run that nobody gives up on")
     for one, (attempt, _) in state.scoring.running.items():
         sample = state.samples.get(one)
-        _law(sample is not None and sample.state == "scoring", f"a reward runs for {show_sample(one)}, which is {sample}")
+        _law(
+            sample is not None and sample.state == "scoring", f"a reward runs for {show_sample(one)}, which is {sample}"
+        )
         _law(sample is None or sample.attempt == attempt, f"an old attempt runs for {show_sample(one)}")
     for sample in state.samples.values():
         if sample.state == "generated" and desk.config.rewards.as_finished:
@@ -180,7 +185,10 @@ def _check_prompts(desk: Desk) -> None:
         quota = config.domains[d].prompts_per_step
         most = quota + max(num_extra(config.rounds, tail.factors, quota), _most_extra(config.rounds.adaptive, quota))
         if config.max_staleness == 0:
-            _law(len(waiting) < most or not waiting, f"domain {d} has {len(waiting)} deferred prompts, {most} is too many")
+            _law(
+                len(waiting) < most or not waiting,
+                f"domain {d} has {len(waiting)} deferred prompts, {most} is too many",
+            )
         for one in waiting:
             often = 1 <= one.times_deferred <= config.rounds.max_deferrals
             _law(often, f"prompt {one.prompt} waits and was deferred {one.times_deferred} times")

@@ -1,7 +1,8 @@
 """A worker's turn at a sample: given, ended, taken back, handed over.
 
-Rules kept here: a sample has at most one lease; a lease is never reused; the tokens of a lost lease that have arrived are kept and the
-sample is resumed after them. An aborted lease is over when we say so; whatever its worker still sends of it is late news.
+Rules kept here: a sample has at most one lease; a lease is never reused; the tokens of a lost lease that have arrived
+are kept and the sample is resumed after them. An aborted lease is over when we say so; whatever its worker still sends
+of it is late news.
 """
 
 import heapq
@@ -74,13 +75,11 @@ def _grant(desk: Desk, sample: Sample, round_: Round, worker: Worker, now: Secon
     if not worker.local and state.clock.first_remote_at is None:
         state.clock.first_remote_at = now
     state.ledger.tokens_reprefilled += sample.num_tokens
-    desk.commands.append(
-        Generate(worker.name, lease, sample.id, sample.num_tokens, desk.config.max_new_tokens, why)
-    )
+    desk.commands.append(Generate(worker.name, lease, sample.id, sample.num_tokens, desk.config.max_new_tokens, why))
 
 
 def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
-    """Take in how far a sample is, and return how many tokens are new. Fewer than known, or beyond the cap, is not believed."""
+    """Take in how far a sample is; returns how many tokens are new. Fewer, or beyond the cap, is not believed."""
     gained = min(num_tokens, desk.config.max_new_tokens) - sample.num_tokens
     if gained <= 0:
         return 0

@@ -7,8 +7,8 @@ Sums that must hold at any moment (invariants.py checks them):
     prompts started  = trained + dropped by reason + deferred + open
     a worker's seconds by activity add up to its time in the fleet; dollars are seconds times its price
 
-`prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Tokens are those
-that reached us; what a dying worker had not yet sent was never counted.
+`prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Tokens are
+those that reached us; what a dying worker had not yet sent was never counted.
 """
 
 from typing import Literal

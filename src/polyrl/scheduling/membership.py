@@ -1,8 +1,8 @@
 """Workers come, go, drain and are given up; weights reach them.
 
-Rules kept here: a worker that is gone, however we learned it, gives its samples back at once, each after its last token that
-arrived. A join that is older than what we know is refused. Nobody waits for a dead peer's weights: who pulled from it gets another
-source. A worker counts as active only while it holds a version that some step may still be trained on.
+Rules kept here: a worker that is gone, however we learned it, gives its samples back at once, each after its last token
+that arrived. A join that is older than what we know is refused. Nobody waits for a dead peer's weights: who pulled from
+it gets another source. A worker counts as active only while it holds a version that some step may still be trained on.
 """
 
 from polyrl.ids import Seconds, Step, Version
@@ -25,7 +25,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         return False
     seat = fleet.by_name.get(event.worker)
     if seat is not None:
-        # Not told: a command goes by name, and would hit the newer process. Who said it joined knows the old one is over.
+        # Not told: a command goes by name, and would hit the newer process. Who said it joined knows the old is over.
         lose(desk, fleet.seats[seat], "a newer process joined under its name", now, tell=False)
     unknown = event.version is None or event.version > desk.state.published
     worker = Worker(
@@ -172,7 +172,9 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
         and worker.pulling == NO_VERSION
         and ("retry_pull", worker.seat) not in desk.deadlines.entries
     ]
-    pulls = weight_delivery.plan_pulls(wanting, state.fleet.seats.values(), state.published, desk.config.weight_delivery)
+    pulls = weight_delivery.plan_pulls(
+        wanting, state.fleet.seats.values(), state.published, desk.config.weight_delivery
+    )
     for pull in pulls:
         worker = state.fleet.seats[pull.worker]
         worker.pulling = state.published

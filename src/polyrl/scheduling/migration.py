@@ -1,12 +1,12 @@
 """Which running samples move to another worker although nobody died.
 
-Two reasons. An engine holds samples back for want of cache while another worker has credit: the youngest ones move. Or a
-worker has few samples while another runs many: a sample that moves decodes faster there, and moves if the time it saves
-pays for its re-prefill and `move_gain_s` beyond. Longest expected remaining first, a sample at most once in
+Two reasons. An engine holds samples back for want of cache while another worker has credit: the youngest ones move. Or
+a worker has few samples while another runs many: a sample that moves decodes faster there, and moves if the time it
+saves pays for its re-prefill and `move_gain_s` beyond. Longest expected remaining first, a sample at most once in
 `move_every_tokens`, reserved machines before spot. In the tail of a round this spreads the stragglers out.
 
-Everything is decided from values: loads, speeds that were seen, expected remaining tokens. Nothing moves away from a worker whose
-speed is not yet known.
+Everything is decided from values: loads, speeds that were seen, expected remaining tokens. Nothing moves away from a
+worker whose speed is not yet known.
 """
 
 import heapq
@@ -95,7 +95,7 @@ def _move_from(
         cost = HAND_OVER_S + (prompt_tokens + candidate.num_tokens) / config.prefill_tokens_per_s
         if not _is_crowded(num_here, num_there) or saved < cost + config.move_gain_s:
             return
-        if 0 < candidate.moved_at and candidate.num_tokens < candidate.moved_at + config.move_every_tokens:
+        if candidate.moved_at > 0 and candidate.num_tokens < candidate.moved_at + config.move_every_tokens:
             continue
         moves.append(Move(source.seat, seat, candidate.lease, f"saves about {saved:.0f} s, costs {cost:.1f} s"))
         num_here -= 1
@@ -106,7 +106,7 @@ def _move_from(
 
 
 def _saved_s(source: Worker, num_source: int, target: Worker, num_target: int, candidate: Candidate) -> float:
-    """What the sample would gain. A target is never believed to be faster than the source with as few samples would be."""
+    """What the sample would gain. A target is not believed to be faster than the source with as few samples."""
     here = source.speed.step_s(num_source)
     alike = source.speed.step_s(num_target + 1)
     if here is None or alike is None:

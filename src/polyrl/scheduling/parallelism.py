@@ -35,13 +35,7 @@ _NUM_CALM_ROUNDS = 4
 _GRID_PER_DOUBLING = 16
 
 
-class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    enabled: bool = False
-    min_gain: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
-    """A plan that fits is changed only for one predicted to save more than this share of the round's time."""
-
-
-class ModelShape(msgspec.Struct, frozen=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -64,7 +58,7 @@ class RoundShape(msgspec.Struct, frozen=True):
     cap: int
 
 
-class DecodeSpeed(msgspec.Struct, frozen=True):
+class DecodeSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one decode step at TP 1: fixed (reading weights), per running sample, per token of their contexts.
 
     At TP p all of it is divided by p ** tp_exponent: 1 is a free exchange of activations, 0 gains nothing.
@@ -80,6 +74,20 @@ class DecodeSpeed(msgspec.Struct, frozen=True):
         return work / tp**self.tp_exponent
 
 
+class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    enabled: bool = False
+    min_gain: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
+    """A plan that fits is changed only for one predicted to save more than this share of the round's time."""
+    model: ModelShape | None = None
+    """What is run; without it nothing is planned."""
+    speed: DecodeSpeed | None = None
+    """How fast one device runs it; without it nothing is planned."""
+    memory_gb: Annotated[float, msgspec.Meta(gt=0)] = 80.0
+    """Of one device."""
+    memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
+    """The share of it that an engine may use."""
+
+
 class ParallelismPlan(msgspec.Struct, frozen=True):
     tp: int
     replicas: int
@@ -87,8 +95,39 @@ class ParallelismPlan(msgspec.Struct, frozen=True):
     why: str
 
 
+class TpAdvice(msgspec.Struct, frozen=True):
+    tp: int
+    why: str
+
+
+class PreemptionWatch(msgspec.Struct):
+    """What engines did in the rounds of one kind: the share of samples put back into the queue for want of KV cache."""
+
+    last_share: float = 0.0
+    num_calm: int = 0
+
+    def after_round(self, tp: int, preempted_share: float, *, allowed: list[int]) -> TpAdvice:
+        """The TP for the next round, after one at `tp`. `allowed` comes from `tensor_parallel_sizes`."""
+        rise = preempted_share - self.last_share
+        self.last_share = preempted_share
+        self.num_calm = self.num_calm + 1 if preempted_share <= 0.0 else 0
+        if rise > _MAX_RISE:
+            self.num_calm = 0
+            why = f"{preempted_share:.0%} of samples were preempted, {rise * 100:.0f} points above the last round"
+            return _moved(tp, tp * 2, allowed, why)
+        if self.num_calm >= _NUM_CALM_ROUNDS:
+            self.num_calm = 0
+            return _moved(tp, tp // 2, allowed, f"{_NUM_CALM_ROUNDS} rounds without a preemption")
+        return TpAdvice(tp, f"TP {tp} stays: {preempted_share:.0%} of samples were preempted")
+
+
 class ParallelismState(msgspec.Struct):
     tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
+    min_tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
+    """What preemptions have shown to be too narrow is not planned again."""
+    watches: dict[str, PreemptionWatch] = msgspec.field(default_factory=dict)
+    num_preemptions: int = 0
+    """Of the local engines, when the last step was trained."""
 
 
 def kv_bytes_per_token(shape: ModelShape) -> int:
@@ -178,32 +217,6 @@ def _choose(
     if gain > min_gain:
         return best, f"TP {best} saves {gain:.0%} over TP {current} ({times})"
     return current, f"TP {current} stays: TP {best} would save {gain:.1%}, not over {min_gain:.0%} ({times})"
-
-
-class TpAdvice(msgspec.Struct, frozen=True):
-    tp: int
-    why: str
-
-
-class PreemptionWatch(msgspec.Struct):
-    """What engines did in the rounds of one kind: the share of samples put back into the queue for want of KV cache."""
-
-    last_share: float = 0.0
-    num_calm: int = 0
-
-    def after_round(self, tp: int, preempted_share: float, *, allowed: list[int]) -> TpAdvice:
-        """The TP for the next round, after one at `tp`. `allowed` comes from `tensor_parallel_sizes`."""
-        rise = preempted_share - self.last_share
-        self.last_share = preempted_share
-        self.num_calm = self.num_calm + 1 if preempted_share <= 0.0 else 0
-        if rise > _MAX_RISE:
-            self.num_calm = 0
-            why = f"{preempted_share:.0%} of samples were preempted, {rise * 100:.0f} points above the last round"
-            return _moved(tp, tp * 2, allowed, why)
-        if self.num_calm >= _NUM_CALM_ROUNDS:
-            self.num_calm = 0
-            return _moved(tp, tp // 2, allowed, f"{_NUM_CALM_ROUNDS} rounds without a preemption")
-        return TpAdvice(tp, f"TP {tp} stays: {preempted_share:.0%} of samples were preempted")
 
 
 def _moved(tp: int, wanted: int, allowed: list[int], why: str) -> TpAdvice:

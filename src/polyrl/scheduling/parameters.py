@@ -84,7 +84,7 @@ class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_failures: AtLeastOne = 3
     """A worker that fails this many leases in a row is given up; a sample that fails this often is dropped."""
     migrate: bool = True
-    """Resume the samples of a lost worker where they stopped. Off: they start again from their prompts (for comparison)."""
+    """Resume the samples of a lost worker where they stopped. Off: they start again, for comparison."""
 
 
 class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the trainer's own devices stop generating one by one; docs/concepts/hand-back.md."""
+    """When the trainer's own devices stop generating one by one; docs/concepts/devices.md."""
 
     enabled: bool = False
     first_share: Share = 0.2

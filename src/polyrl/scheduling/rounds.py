@@ -1,11 +1,11 @@
 """From a requested round to a trained step: groups race, claim their places, are scored, delivered and trained.
 
 Rules kept here:
-- The race is decided by the order in which samples are generated, never by how fast their rewards are: a slow sandbox must not
-  send a short answer to the long queue. The group that has enough answers claims its place; when a domain's places are all
-  claimed, its other groups are deferred at that moment.
-- Whole groups only, each delivered once. A group that cannot be completed is dropped with a reason and replaced by a fresh
-  prompt, or the step goes on with one less; both are in the ledger.
+- The race is decided by the order in which samples are generated, never by how fast their rewards are: a slow sandbox
+  must not send a short answer to the long queue. The group that has enough answers claims its place; when a domain's
+  places are all claimed, its other groups are deferred at that moment.
+- Whole groups only, each delivered once. A group that cannot be completed is dropped with a reason and replaced by a
+  fresh prompt, or the step goes on with one less; both are in the ledger.
 - A sample is trained if and only if the trainer took its group. What it did not take when the step ended is discarded.
 """
 

@@ -1,11 +1,12 @@
 """Which worker a sample goes to: the least loaded of those with credit, or the one that knows its prompt already.
 
-A worker's credit is what its measured plateau leaves beside the samples it has. Samples that find no credit wait with us, not
-in an engine's queue, so a worker that joins late finds work. A fresh sample whose siblings run on a worker follows them (their
-prompt's cache is there) while that worker is loaded by at most `prefix_imbalance` more than the least loaded one.
+A worker's credit is what its measured plateau leaves beside the samples it has. Samples that find no credit wait with
+us, not in an engine's queue, so a worker that joins late finds work. A fresh sample whose siblings run on a worker
+follows them (their prompt's cache is there) while that worker is loaded by at most `prefix_imbalance` more than the
+least loaded one.
 
-The heap may hold outdated entries; each is checked against its worker when it comes up. Ties are broken by spot (reserved
-machines first) and by seat, so a rebuilt router decides as the old one did.
+The heap may hold outdated entries; each is checked against its worker when it comes up. Ties are broken by spot
+(reserved machines first) and by seat, so a rebuilt router decides as the old one did.
 """
 
 import heapq
@@ -31,7 +32,12 @@ class Router:
         """Say that a worker's load, plateau, state or duty has changed, or that it is gone."""
         seat = worker.seat
         num_leases = len(worker.leases)
-        if num_leases < worker.plateau and worker.state == "active" and worker.duty == "generating" and seat in self._seats:
+        if (
+            num_leases < worker.plateau
+            and worker.state == "active"
+            and worker.duty == "generating"
+            and seat in self._seats
+        ):
             load = num_leases / worker.slots
             if self._loads.get(seat) != load:
                 self._loads[seat] = load

@@ -3,10 +3,10 @@
     handle(event, now) -> commands        one task calls it; `now` never goes back
     wakeup_at                             when to send TimePassed if nothing else happens
 
-An event is taken in by the part it concerns (leases, scoring, rounds, membership, devices). Then, once, in this order: rounds
-that may open are opened, waiting samples are placed, the trainer's devices are reviewed, pulls are started. So a
-decision sees all that the event changed. The result depends on the state and the event alone: the same journal gives the same
-commands, byte for byte.
+An event is taken in by the part it concerns (leases, scoring, rounds, membership, devices). Then, once, in this order:
+rounds that may open are opened, waiting samples are placed, the trainer's devices are reviewed, pulls are started. So a
+decision sees all that the event changed. The result depends on the state and the event alone: the same journal gives
+the same commands, byte for byte.
 """
 
 from typing import assert_never
@@ -86,7 +86,7 @@ class Scheduler:
         self._pursue(now)
         return desk.commands
 
-    def _take_in(self, event: Event, now: Seconds) -> None:  # noqa: C901, PLR0912  one arm an event
+    def _take_in(self, event: Event, now: Seconds) -> None:
         desk = self.desk
         match event:
             case TokensArrived():
@@ -156,8 +156,9 @@ class Scheduler:
         while desk.rounds_due or desk.place_due or desk.devices_due or desk.pulls_due:
             if desk.rounds_due:
                 desk.rounds_due = False
-                if rounds.open_requested(desk, now):
-                    steps.round_opened(desk, now)
+                opened = rounds.open_requested(desk, now)
+                if opened:
+                    steps.rounds_opened(desk, opened, now)
             if desk.place_due:
                 desk.place_due = False
                 leases.place_waiting(desk, now)
@@ -206,7 +207,7 @@ class Scheduler:
             if more > 0:
                 if num_tokens > cap:
                     more -= num_tokens - cap
-                    num_tokens = cap  # noqa: PLW2901
+                    num_tokens = cap
                 sample.num_tokens = num_tokens
                 gained += more
                 if more > most:
@@ -289,7 +290,8 @@ class Scheduler:
                 desk.pulls_due = True
             case "reward":
                 for sample in scoring.give_up_overdue(desk, now):
-                    rounds.reward_failed(desk, sample, now)
+                    if sample.state == "scoring":  # a sibling's failure may have dropped its group
+                        rounds.reward_failed(desk, sample, now)
             case "seed":
                 devices.window_over(desk, key, now)
             case "balance":

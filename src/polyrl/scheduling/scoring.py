@@ -1,8 +1,8 @@
-"""Rewards beside generation: a bounded pool, cheapest expected first, learned time limits, and a failure is never a zero.
+"""Rewards beside generation: a bounded pool, cheapest expected first, learned limits; a failure is never a zero.
 
 A sample's reward starts when its answer ends (or, with `as_finished` off, when the whole round has been generated).
-Every attempt has a number; only the answer to the latest one counts. An attempt that the outside never answers is taken for an
-infrastructure failure after its deadline.
+Every attempt has a number; only the answer to the latest one counts. An attempt that the outside never answers is taken
+for an infrastructure failure after its deadline.
 """
 
 import heapq
@@ -83,7 +83,7 @@ def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
 
 
 def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
-    """Take out who was not answered in time, and see to the next look. Called now and then, not at each one's moment."""
+    """Take out who was not answered in time, and see to the next look. Called now and then, not at each moment."""
     running = desk.state.scoring.running
     overdue = [desk.state.samples[sample_id] for sample_id, (_, due) in running.items() if due <= now]
     for sample in overdue:

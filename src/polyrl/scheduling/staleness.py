@@ -1,8 +1,8 @@
 """Which version may write for which step.
 
-Step t is trained on tokens of version t - k at the oldest, where k is `max_staleness`; 0 is strictly on-policy. The rule
-is kept by pace, never by discarding: a round opens only when the newest published version is fresh enough for all of it,
-and a worker takes a sample only when the version it holds is. Tokens that exist are therefore never too old.
+Step t is trained on tokens of version t - k at the oldest, where k is `max_staleness`; 0 is strictly on-policy. The
+rule is kept by pace, never by discarding: a round opens only when the newest published version is fresh enough for all
+of it, and a worker takes a sample only when the version it holds is. Tokens that exist are therefore never too old.
 """
 
 from polyrl.ids import Step, Version

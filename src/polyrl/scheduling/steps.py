@@ -1,11 +1,11 @@
 """A step's clock: when the trainer worked, when it waited, when the fleet did, and what is learned from it.
 
-After each step the seeding window is corrected, advice on the size of the fleet is given if it changed, and the step's line goes
-into the metrics.
+After each step the seeding window is corrected, advice on the size of the fleet is given if it changed, and the step's
+line goes into the metrics.
 """
 
 from polyrl.ids import Seconds, Step
-from polyrl.scheduling import adaptive, devices, membership, rounds, scaling, seeding
+from polyrl.scheduling import adaptive, devices, membership, reshaping, rounds, scaling, seeding
 from polyrl.scheduling.commands import AdviseFleet, ReportStep
 from polyrl.scheduling.desk import Desk, TrainerClock
 from polyrl.scheduling.fleet import settle
@@ -17,7 +17,9 @@ _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 
 
-def round_opened(desk: Desk, now: Seconds) -> None:
+def rounds_opened(desk: Desk, opened: list[Round], now: Seconds) -> None:
+    for round_ in opened:
+        reshaping.round_opened(desk, round_, now)
     devices.arm_window(desk, now)
     if not desk.state.fleet.local() and desk.state.clock.idle_since is None and desk.state.clock.busy_since is None:
         desk.state.clock.idle_since = now
@@ -55,13 +57,12 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         settle(worker, state.ledger, now)
     kept_before = state.ledger.tokens_kept
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
+    reshaping.step_trained(desk, round_)
     times = _measure(desk, now)
-    seeding.learn(desk.config.seeding, state.seeding, times)
+    seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = state.ledger.tokens_kept - kept_before
     desk.commands.append(ReportStep(_line(desk, round_, times, now, num_groups, num_samples, longest, tokens)))
-    advice = scaling.advise(
-        state.scaling, desk.config.scaling, times, state.clock.seeded_s, state.fleet.num_remote
-    )
+    advice = scaling.advise(state.scaling, desk.config.scaling, times, state.clock.seeded_s, state.fleet.num_remote)
     if advice is not None:
         desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
     if desk.config.rounds.adaptive and round_.kind == "long":

@@ -90,6 +90,7 @@ class _Teller:
         self._opened_at: Seconds | None = None
         self._now: Seconds = 0.0
         self._before: Sample | None = None
+        self._heard_at: Seconds = 0.0
         self._phase: Phase | None = None
         self._since: Seconds = 0.0
         self._leased_at: Seconds = 0.0
@@ -120,7 +121,7 @@ class _Teller:
         self._move_on(state, sample, now)
         if self._phase is None:
             self._tell_end(event, commands, sample, now)
-        self._remember(sample)
+        self._remember(sample, now)
 
     def _look_for_opening(self, commands: Sequence[Command], now: Seconds) -> None:
         for command in commands:
@@ -146,7 +147,10 @@ class _Teller:
         )
         self._say(now, f"opened in {where}: {why}")
 
-    def _remember(self, sample: Sample | None) -> None:
+    def _remember(self, sample: Sample | None, now: Seconds) -> None:
+        before = self._before
+        if sample is None or before is None or (sample.lease, sample.num_tokens) != (before.lease, before.num_tokens):
+            self._heard_at = now
         self._before = None if sample is None else structs.replace(sample)
 
     def _move_on(self, state: State, sample: Sample | None, now: Seconds) -> None:
@@ -209,15 +213,15 @@ class _Teller:
                 case Abort(lease=before.lease):
                     return f"aborted on {self._worker}: {command.why};"
                 case ForgetWorker(worker=self._worker):
-                    return f"lost: {self._worker} was given up ({command.why}){self._silence(before, now)}"
+                    return f"lost: {self._worker} was given up ({command.why}){self._silence(now)}"
                 case _:
                     pass
         if isinstance(event, WorkerLeft) and event.worker == self._worker:
-            return f"lost: {self._worker} is gone ({event.reason}){self._silence(before, now)}"
-        return f"taken back: {self._worker} did not hand it over in time{self._silence(before, now)}"
+            return f"lost: {self._worker} is gone ({event.reason}){self._silence(now)}"
+        return f"taken back: {self._worker} did not hand it over in time{self._silence(now)}"
 
-    def _silence(self, before: Sample, now: Seconds) -> str:
-        silent_s = now - before.heard_at
+    def _silence(self, now: Seconds) -> str:
+        silent_s = now - self._heard_at
         return f", silent for {silent_s:.1f} s," if silent_s > _SILENT_S else ""
 
     def _tell_command(self, command: Command, now: Seconds) -> None:

@@ -1,8 +1,8 @@
 """Which prompts the next round starts: long answers wait, together, for rare long rounds.
 
-A SHORT round starts more prompts, and more samples of each, than the step needs, and keeps the first to end; prompts that
-came too late are deferred. When every domain has enough deferred prompts, a LONG round takes the oldest, without extras, and
-everything in it ends. With a factor of 1.25 that is four short rounds, then one long.
+A SHORT round starts more prompts, and more samples of each, than the step needs, and keeps the first to end; prompts
+that came too late are deferred. When every domain has enough deferred prompts, a LONG round takes the oldest, without
+extras, and everything in it ends. With a factor of 1.25 that is four short rounds, then one long.
 
     off         every round takes what the step needs and waits for all of it
     race        the published rule: prompts race, and the samples of a prompt race (trains on order statistics: biased)
@@ -11,9 +11,9 @@ everything in it ends. With a factor of 1.25 that is four short rounds, then one
     predicted   short or long is chosen before sampling, from the lengths of the prompt's earlier turns: no bias
 
 Laws: a prompt is trained exactly once an epoch (or dropped with a reason); a domain never has as many deferred prompts
-as its share of a step plus its extras; a prompt is deferred at most `max_deferrals` times and then comes first. At the end
-of a domain's epoch its deferred prompts are drained by long rounds, the last one possibly smaller; a domain that has too
-few deferred prompts for a long round fills it with fresh ones.
+as its share of a step plus its extras; a prompt is deferred at most `max_deferrals` times and then comes first. At the
+end of a domain's epoch its deferred prompts are drained by long rounds, the last one possibly smaller; a domain that
+has too few deferred prompts for a long round fills it with fresh ones.
 """
 
 import math
@@ -81,7 +81,7 @@ class TailBatching(Struct):
     deferred: list[list[Deferred]]
     """By domain, oldest first."""
     history: dict[int, float] = msgspec.field(default_factory=dict)
-    """Mean length of a prompt's earlier turns, by `prompt * number of domains + domain`; kept in predicted mode only."""
+    """Mean length of a prompt's earlier turns, by `prompt * num_domains + domain`; kept in predicted mode only."""
     means: LengthModel = msgspec.field(default_factory=LengthModel)
     """Of the values in `history`."""
     correlation: Correlation = msgspec.field(default_factory=Correlation)
@@ -109,7 +109,9 @@ def num_extra(config: RoundsConfig, factors: Factors, quota: int) -> int:
 class Planner:
     """Plans rounds over a TailBatching state. Holds nothing of its own."""
 
-    def __init__(self, config: RoundsConfig, domains: tuple[DomainData, ...], seed: int, num_epochs: int | None) -> None:
+    def __init__(
+        self, config: RoundsConfig, domains: tuple[DomainData, ...], seed: int, num_epochs: int | None
+    ) -> None:
         self.config = config
         self.domains = domains
         self.seed = seed
@@ -127,7 +129,9 @@ class Planner:
             for d, domain in enumerate(self.domains)
         )
         if draining:
-            return self._long(state, step, f"the epoch of {self.domains[draining[0]].name} ends: its deferred prompts are drained")
+            return self._long(
+                state, step, f"the epoch of {self.domains[draining[0]].name} ends: its deferred prompts are drained"
+            )
         if full and self.config.tail_batching != "off":
             return self._long(state, step, "every domain has a step's share of deferred prompts")
         plan = self._short(state, step)
@@ -189,7 +193,9 @@ class Planner:
     def _take_deferred(self, state: TailBatching, domain: int, num: int) -> list[Choice]:
         """The oldest deferred prompts, those that may not be deferred again before all others."""
         waiting = state.deferred[domain]
-        order = sorted(range(len(waiting)), key=lambda i: (waiting[i].times_deferred < self.config.max_deferrals, i))[:num]
+        order = sorted(range(len(waiting)), key=lambda i: (waiting[i].times_deferred < self.config.max_deferrals, i))[
+            :num
+        ]
         taken = frozenset(order)
         state.deferred[domain] = [one for i, one in enumerate(waiting) if i not in taken]
         return [
@@ -214,7 +220,11 @@ class Planner:
             quotas.append(min(quota, len(taken)))
         num_samples = num_samples_of(self.config, state.factors, "short")
         extras = len(choices) - sum(quotas)
-        why = f"{extras} prompts more than the step needs, {num_samples} samples each" if extras else "what the step needs"
+        why = (
+            f"{extras} prompts more than the step needs, {num_samples} samples each"
+            if extras
+            else "what the step needs"
+        )
         return RoundPlan("short", tuple(choices), tuple(quotas), num_samples, num_passed_over, why)
 
     def _take_fresh_many(self, state: TailBatching, domain: int, num: int) -> list[Choice]:

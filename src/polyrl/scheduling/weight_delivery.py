@@ -1,9 +1,9 @@
 """Who fetches a version from whom, so that the trainer's egress stays nearly constant in the size of the fleet.
 
-The trainer serves `trainer_uploads` workers at once; everyone else takes the version from a peer that has it, or is just
-receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. Who finds no source waits for one.
-A peer whose transfer failed or lied is not asked again. A worker whose pull failed tries again after a growing pause, keeps
-its old version meanwhile and is still alive.
+The trainer serves `trainer_uploads` workers at once; everyone else takes the version from a peer that has it, or is
+just receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. Who finds no source waits
+for one. A peer whose transfer failed or lied is not asked again. A worker whose pull failed tries again after a growing
+pause, keeps its old version meanwhile and is still alive.
 """
 
 import heapq

@@ -1,7 +1,7 @@
 """Finding scenarios: by the name of one that ships with the package, or by the path of a TOML file.
 
-A file may say `extends = "NAME or path"`: it then starts from that scenario and changes what it names. Tables are merged, lists
-and values replaced; `[[domains]]` are a list. Overrides of the command line come last.
+A file may say `extends = "NAME or path"`: it then starts from that scenario and changes what it names. Tables are
+merged, lists and values replaced; `[[domains]]` are a list. Overrides of the command line come last.
 """
 
 from importlib import resources

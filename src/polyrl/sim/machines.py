@@ -1,7 +1,7 @@
 """The machines of the simulated world: an engine each, a link to the manager, and what the timeline shows of them.
 
-A machine's news may be late, repeated, or held back by a partition until it heals; a dead machine says nothing, and what it had not
-flushed is lost. News of one machine may overtake each other only when the scenario makes it late.
+A machine's news may be late, repeated, or held back by a partition until it heals; a dead machine says nothing, and
+what it had not flushed is lost. News of one machine may overtake each other only when the scenario makes it late.
 """
 
 from msgspec import Struct

@@ -180,7 +180,9 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
         migrations=sum(ledger.moves.values()),
         migrations_by_cause=_largest_first(ledger.moves),
         seed_window_s=fmean(step.line.seed_window_s for step in steps),
-        seed_memory_s={str(n): seconds for n, seconds in sorted(sim.scheduler.desk.state.seeding.memory.items())},
+        seed_memory_s={
+            str(n): seconds for n, seconds in sorted(sim.scheduler.desk.state.seeding["short"].memory.items())
+        },
         prompts_deferred=ledger.num_deferrals,
         prompts_dropped=_largest_first(ledger.prompts_dropped),
         journal_digest=sim.digest.hex(),

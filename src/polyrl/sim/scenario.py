@@ -1,10 +1,12 @@
 """What a scenario file may say: one typed tree, its defaults, and what is refused.
 
 A scenario is a TOML file; docs/reference/scenarios.md explains every key. The sections `rounds`, `seeding`, `rewards`,
-`routing`, `fleet_rules`, `weight_delivery` and `scaling` are the scheduler's own configuration, the very same structs that
-a live run reads. The others describe the world that the simulator plays: machines, network, workload, supply, faults.
+`routing`, `fleet_rules`, `weight_delivery` and `scaling` are the scheduler's own configuration, the very same structs
+that a live run reads. The others describe the world that the simulator plays: machines, network, workload, supply,
+faults.
 """
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
@@ -156,9 +158,11 @@ class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         times = [event.at_s for event in self.events]
-        for index, (earlier, later) in enumerate(zip(times, times[1:], strict=False)):
+        for index, (earlier, later) in enumerate(pairwise(times)):
             if later < earlier:
-                raise ValueError(f"events.{index + 1}.at_s: {later} comes before {earlier}; events must be in order of time")
+                raise ValueError(
+                    f"events.{index + 1}.at_s: {later} comes before {earlier}; events must be in order of time"
+                )
         if self.market_max < self.market_min:
             raise ValueError(f"market_max: {self.market_max} is below market_min = {self.market_min}")
 
@@ -218,13 +222,15 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if name in names[:index]:
                 raise ValueError(f"domains.{index}.name: {name!r} is there twice")
         if self.trainer.local_workers == 0 and self.run.mode == "synchronous":
-            raise ValueError("trainer.local_workers: a synchronous run generates on the trainer's devices; expected at least 1")
+            raise ValueError(
+                "trainer.local_workers: a synchronous run generates on the trainer's devices; expected at least 1"
+            )
 
 
 def check_quantiles(key: str, quantiles: list[tuple[float, float]]) -> None:
     """Refuse a quantile list that does not rise; `key` names it in the message."""
     if len(quantiles) < 2:
         raise ValueError(f"{key}: expected at least two [probability, value] pairs, got {len(quantiles)}")
-    for index, (earlier, later) in enumerate(zip(quantiles, quantiles[1:], strict=False)):
+    for index, (earlier, later) in enumerate(pairwise(quantiles)):
         if later[0] <= earlier[0] or later[1] < earlier[1]:
             raise ValueError(f"{key}.{index + 1}: {list(later)} does not rise above {list(earlier)}")

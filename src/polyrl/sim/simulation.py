@@ -1,8 +1,8 @@
 """The simulator's driver: a virtual clock, modelled machines, and the very scheduler that runs live.
 
-It does what a manager does: tells the scheduler what happened, carries its commands out, and wakes it when it asked for that. The
-machines, the network, the rewards and the trainer are models; every decision is the scheduler's. The same scenario and
-seed give the same events, and the journal's digest shows it.
+It does what a manager does: tells the scheduler what happened, carries its commands out, and wakes it when it asked for
+that. The machines, the network, the rewards and the trainer are models; every decision is the scheduler's. The same
+scenario and seed give the same events, and the journal's digest shows it.
 
 It leaves out payload: no token is ever made, only counted.
 """
@@ -11,6 +11,8 @@ import heapq
 from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
+
+import msgspec
 
 from polyrl.errors import LawViolation, PolyrlError
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of
@@ -111,9 +113,11 @@ class Simulation:
         self._pulls: dict[int, tuple[Machine, Version, str]] = {}
         self._num_pulls = 0
         self._parked: list[WorkerName] = []
-        read = (lambda name: (folder or Path()) / name)
-        trace = None if scenario.workload.trace is None else read_trace(read(scenario.workload.trace))
-        self._supply_trace = None if scenario.supply.trace is None else read_supply_trace(read(scenario.supply.trace))
+        self._local_width = scenario.trainer.num_devices // max(1, scenario.trainer.local_workers)
+        folder = Path() if folder is None else folder
+        length_file, supply_file = scenario.workload.trace, scenario.supply.trace
+        trace = None if length_file is None else read_trace(folder / length_file)
+        self._supply_trace = None if supply_file is None else read_supply_trace(folder / supply_file)
         self._workload = Workload(
             scenario.domains, scenario.run.max_new_tokens, seed, scenario.workload.growth_per_step, trace
         )
@@ -209,12 +213,14 @@ class Simulation:
         speed = 1.0 if local else scenario.fleet.speed * speed_of(name, scenario.faults, self.seed)
         spot = scenario.fleet.spot and not local
         price = 0.0 if local else scenario.fleet.price_usd_per_hour
-        engine = EngineModel(scenario.engine, speed)
+        engine, kv_tokens = EngineModel(scenario.engine, speed), scenario.engine.kv_tokens
+        if local:
+            engine, kv_tokens = self._local_engine()
         machine = Machine(name, Incarnation(life), engine, local=local, spot=spot, price=price)
         self._machines[name] = machine
         if not local:
             self._network.set_node(name, scenario.network.worker_egress_gbps, scenario.network.worker_ingress_gbps)
-        devices = scenario.trainer.num_devices // scenario.trainer.local_workers if local else scenario.fleet.devices_per_worker
+        devices = self._local_width if local else scenario.fleet.devices_per_worker
         self.timeline.mark(name, "idle" if local else "pulling", self.now)
         self.tell(
             e.WorkerJoined(
@@ -225,7 +231,7 @@ class Simulation:
                 local=local,
                 num_devices=max(1, devices),
                 price_usd_per_hour=price,
-                kv_tokens=scenario.engine.kv_tokens,
+                kv_tokens=kv_tokens,
                 starting_s=starting_s,
             )
         )
@@ -249,7 +255,9 @@ class Simulation:
         self._later(self.scenario.engine.flush_s, lambda: self._flush(machine))
 
     def _send(self, machine: Machine, event: e.Event) -> None:
-        """A machine's news goes out; it may be held back, late, or arrive twice."""
+        """A machine's news goes out; it may be held back, late, or arrive twice. The dead say nothing."""
+        if not machine.alive:
+            return
         if machine.cut:
             machine.held_back.append(event)
             return
@@ -265,6 +273,8 @@ class Simulation:
 
     def _die(self, machine: Machine) -> None:
         """A machine ends without a word."""
+        if not machine.alive:
+            return
         machine.alive = False
         if self._machines.get(machine.name) is machine:
             del self._machines[machine.name]
@@ -394,7 +404,7 @@ class Simulation:
 
     # Commands
 
-    def _carry_out(self, command: c.Command) -> None:  # noqa: C901, PLR0912  one arm a command
+    def _carry_out(self, command: c.Command) -> None:
         match command:
             case c.Generate():
                 self._generate(command)
@@ -438,7 +448,7 @@ class Simulation:
             case c.DropGroup():
                 self._groups.pop(command.group, None)
             case c.Reshape():
-                raise LawViolation("a simulated trainer was asked to reshape its engines")
+                self._reshape(command)
             case _:
                 assert_never(command)
 
@@ -473,7 +483,7 @@ class Simulation:
         self._touch(machine)
         if tokens is not None:
             ended = e.LeaseEnded(command.lease, tokens, "handed_over")
-            self._later(self.scenario.network.latency_s, lambda: machine.alive and self._send(machine, ended))
+            self._later(self.scenario.network.latency_s, lambda: self._send(machine, ended))
 
     def _pull(self, command: c.PullWeights) -> None:
         machine = self._machines.get(command.worker)
@@ -540,7 +550,7 @@ class Simulation:
         for machine in remote[-faults.kill_workers :]:
             if faults.kill_notice_s:
                 self._drain(machine, "a notice")
-                self._later(faults.kill_notice_s, lambda machine=machine: machine.alive and self._die(machine))
+                self._later(faults.kill_notice_s, lambda machine=machine: self._die(machine))
             else:
                 self._die(machine)
             if faults.kill_back_after_s is not None:
@@ -575,6 +585,24 @@ class Simulation:
         prompt_tokens = self._workload.prompt_tokens(domain, prompt)
         tokens = sum(self._lengths[sample] + prompt_tokens for sample in command.samples)
         self._trainer.deliver(command.step, command.group, len(command.samples), tokens)
+
+    def _reshape(self, command: c.Reshape) -> None:
+        """The local engines end; those of the new width join once their weights are loaded."""
+        for machine in [machine for machine in self._machines.values() if machine.local]:
+            self._die(machine)
+        self._trainer.num_local = command.replicas
+        self._local_width = command.tensor_parallel
+        for number in range(command.replicas):
+            name = WorkerName(f"local{number + 1}")
+            self.timeline.mark(name, "switching", self.now)
+            self._later(self.scenario.trainer.switch_s, lambda name=name: self._rejoin(name, local=True))
+
+    def _local_engine(self) -> tuple[EngineModel, int]:
+        """An engine of the width in force, and the tokens its cache holds. The scenario describes the first width."""
+        trainer, speed = self.scenario.trainer, self.scenario.parallelism.speed
+        wider = self._local_width / max(1, trainer.num_devices // trainer.local_workers)
+        engine = msgspec.structs.replace(self.scenario.engine, kv_tokens=int(self.scenario.engine.kv_tokens * wider))
+        return EngineModel(engine, 1.0 if speed is None else wider**speed.tp_exponent), engine.kv_tokens
 
     def _hold(self, num_workers: int) -> None:
         """Hold as many remote workers as advised: give the newest back, or take back who was parked."""

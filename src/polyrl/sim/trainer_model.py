@@ -1,8 +1,9 @@
 """The trainer, as the simulator plays it: it takes complete groups in micro-batches, steps, publishes, asks for more.
 
-Rules it keeps: it trains step by step, and a step ends only when its round is closed and every delivered group is trained.
-It trains on the devices that local workers have given it, in proportion to how many those are; a trainer without local
-workers has all its devices all the time. Several events of one moment come out in the order in which a real one would send them.
+Rules it keeps: it trains step by step, and a step ends only when its round is closed and every delivered group is
+trained. It trains on the devices that local workers have given it, in proportion to how many those are; a trainer
+without local workers has all its devices all the time. Several events of one moment come out in the order in which a
+real one would send them.
 
 It leaves out what training does to the policy: lengths are the workload's.
 """
@@ -35,6 +36,8 @@ class TrainerModel:
         self.tokens_trained = 0
         """With the prompts: what forward and backward went over."""
         self.done = False
+        self.num_local = scenario.trainer.local_workers
+        """Engines on its devices now."""
 
     def start(self) -> None:
         self._tell(e.VersionPublished(Version(0)))
@@ -64,9 +67,9 @@ class TrainerModel:
         self._later(0.0, self._go_on)
 
     def _share_of_devices(self) -> float:
-        if self._trainer.local_workers == 0:
+        if self.num_local == 0:
             return 1.0
-        return min(1.0, len(self._training) / self._trainer.local_workers)
+        return min(1.0, len(self._training) / self.num_local)
 
     def _go_on(self) -> None:
         """Start a micro-batch if there is one, or end the step if that was all."""
@@ -79,7 +82,7 @@ class TrainerModel:
             self._busy = True
             self._later(self._trainer.optimizer_s, self._end_step)
             return
-        batch, num_samples, num_tokens = self._next_batch(waiting, whole=closed is not None)
+        batch, num_tokens = self._next_batch(waiting, whole=closed is not None)
         if not batch:
             return
         self._delivered[self.step] = waiting[len(batch) :]
@@ -90,9 +93,7 @@ class TrainerModel:
         duration = self._trainer.micro_batch_fixed_s + num_tokens * self._trainer.s_per_token / share
         self._later(duration, self._end_batch)
 
-    def _next_batch(
-        self, waiting: list[tuple[GroupId, int, int]], *, whole: bool
-    ) -> tuple[list[GroupId], int, int]:
+    def _next_batch(self, waiting: list[tuple[GroupId, int, int]], *, whole: bool) -> tuple[list[GroupId], int]:
         """Enough groups for a micro-batch; fewer only when no more will come."""
         batch: list[GroupId] = []
         num_samples = num_tokens = 0
@@ -101,8 +102,8 @@ class TrainerModel:
             num_samples += samples
             num_tokens += tokens
             if num_samples >= self._trainer.micro_batch_samples:
-                return batch, num_samples, num_tokens
-        return (batch, num_samples, num_tokens) if whole else ([], 0, 0)
+                return batch, num_tokens
+        return (batch, num_tokens) if whole else ([], 0)
 
     def _end_batch(self) -> None:
         self._busy = False
