@@ -1,12 +1,15 @@
 """The published figures of RollPacker and RLBoost beside what the simulator gives, and the page that shows both.
 
-    .venv/bin/python benchmarks/published.py [--only SECTION] [--seeds N] [--json] [--out docs/results/published-figures.md]
+    .venv/bin/python benchmarks/published.py [--only SECTION] [--seeds N] [--json] [--out docs/results/published-
+    figures.md]
 
-Rules kept here: what is published stands in the constants below, with its source; every simulated figure comes from a run
-of a shipped scenario with the overrides that the table names. A row with a tolerance passes or fails, and the command exits
-with 1 if one fails. A period of tail batching is measured whole: part of one would hold too few long rounds.
+Rules kept here: what is published stands in the constants below, with its source; every simulated figure comes from a
+run of a shipped scenario with the overrides that the table names. A row with a tolerance passes or fails, and the
+command exits with 1 if one fails. A period of tail batching is measured whole: part of one would hold too few long
+rounds.
 
-Left out, because their inputs are not published: the three spot-trace segments (1.66x and 1.97x), the memory of the window.
+Left out, because their inputs are not published: the three spot-trace segments (1.66x and 1.97x), the memory of the
+window.
 """
 
 import argparse
@@ -74,8 +77,8 @@ GAIN_BY_CAP = {5120: 1.47, 14336: 2.22}
 WITHOUT_SEEDING = 0.81
 MIGRATION_SAVES = {100: 0.33, 200: 0.76}
 
-# Our own earlier simulation with RollPacker's lengths (not published by its authors): mean trained length, both factors 1.25.
-EARLIER_BIAS = {"race": 0.68, "prompts": 0.85}
+# Our own earlier simulation with RollPacker's lengths (not published by its authors): mean trained length, both factors
+1.25. EARLIER_BIAS = {"race": 0.68, "prompts": 0.85}
 
 # Tolerances: issue 2, "Must hold". Three of six has none in numbers ("direction and size"): 15 points are ours.
 RATIO_TOLERANCE, THROUGHPUT_TOLERANCE, WINDOW_TOLERANCE, SAVING_TOLERANCE = 0.15, 0.10, 0.25, 0.15
@@ -318,10 +321,10 @@ def published_rollout_s(cap: str, kind: str, factor: float) -> float:
 
 def factors(player: Player) -> Section:
     section = Section(
-        "Rollout time by over-provisioning factor (RollPacker)",
-        "Seconds from a round's opening to its closing, rewards at no cost, averaged over whole periods; the ratio to factor 1.0 "
-        "is compared. **Calibration, not prediction:** the length distribution above its published p95, the within-prompt "
-        "correlation and the decode constants of these two scenarios were fitted to this very table by an earlier fit.",
+        "Rollout time by over-provisioning factor (RollPacker)", "Seconds from a round's opening to its closing, rewards
+        at no cost, averaged over whole periods; the ratio to factor 1.0 " "is compared. **Calibration, not
+        prediction:** the length distribution above its published p95, the within-prompt " "correlation and the decode
+        constants of these two scenarios were fitted to this very table by an earlier fit.",
     )
     for cap in CAP:
         runs = player.play(factor_cases(cap))
@@ -349,9 +352,10 @@ def absolute_misfit(cap: str, base_s: float) -> list[str]:
     if abs(base_s / wanted - 1) <= RATIO_TOLERANCE:
         return []
     return [
-        f"Factor table at {cap}: the ratios are compared, the seconds are not. Factor 1.0 takes {base_s:.0f} s here, {wanted:.0f} s "
-        f"in the table, because a rollout that long leaves no room for the rest of the {STEP_S[cap]['baseline']} s step that the same "
-        "paper gives: its two sets of figures do not fit one set of constants, and the step time was preferred."
+        f"Factor table at {cap}: the ratios are compared, the seconds are not. Factor 1.0 takes {base_s:.0f} s here,
+        {wanted:.0f} s " f"in the table, because a rollout that long leaves no room for the rest of the
+        {STEP_S[cap]['baseline']} s step that the same " "paper gives: its two sets of figures do not fit one set of
+        constants, and the step time was preferred."
     ]
 
 
@@ -375,11 +379,11 @@ def speedup_cases(cap: str) -> dict[str, Case]:
 
 def speedups(player: Player) -> Section:
     section = Section(
-        "RollPacker's cumulative speedups",
-        "Each row adds a mechanism to the row above it (but for the first, which stands alone). `stream` is the shipped `tail-*` "
-        "scenario, the others the `synchronous-*` one with overrides. Engines do not exchange samples here "
-        "(`routing.balance=false`), as in RollPacker. **Calibration, not prediction:** training time, reward pool and decode "
-        "constants were fitted to the baseline's step time and to these speedups; the same constants serve all rows.",
+        "RollPacker's cumulative speedups", "Each row adds a mechanism to the row above it (but for the first, which
+        stands alone). `stream` is the shipped `tail-*` " "scenario, the others the `synchronous-*` one with overrides.
+        Engines do not exchange samples here " "(`routing.balance=false`), as in RollPacker. **Calibration, not
+        prediction:** training time, reward pool and decode " "constants were fitted to the baseline's step time and to
+        these speedups; the same constants serve all rows.",
     )
     runs = {cap: player.play(speedup_cases(cap)) for cap in CAP}
     for cap in CAP:
@@ -439,12 +443,12 @@ def add_step_times(section: Section, cap: str, runs: dict[str, Runs]) -> None:
 
 def elastic(player: Player) -> Section:
     section = Section(
-        "RLBoost's elastic runs",
-        "8B: the engine's constants were scaled until the baseline (`colocated-8b`) gave 10,000 tok/s; `fleet.speed` stays at 1.0 "
-        "because that already gives the one-worker row. Rows 2 to 4 and all windows are predictions of these constants, with one "
-        "reservation: the length distribution came from an earlier fit that had the published windows and throughputs in view. Windows "
-        "are learned from 60 s, with no constants; the first 12 steps are left out. 14B: lengths and constants were fitted to "
-        "the static runs and to the preemption ablation; its baseline's step time is not published.",
+        "RLBoost's elastic runs", "8B: the engine's constants were scaled until the baseline (`colocated-8b`) gave
+        10,000 tok/s; `fleet.speed` stays at 1.0 " "because that already gives the one-worker row. Rows 2 to 4 and all
+        windows are predictions of these constants, with one " "reservation: the length distribution came from an
+        earlier fit that had the published windows and throughputs in view. Windows " "are learned from 60 s, with no
+        constants; the first 12 steps are left out. 14B: lengths and constants were fitted to " "the static runs and to
+        the preemption ablation; its baseline's step time is not published.",
     )
     add_8b(section, player)
     add_14b(section, player)
@@ -534,10 +538,9 @@ KILL_STEP = 16
 
 def preemption(player: Player) -> Section:
     section = Section(
-        "Three of six workers preempted (RLBoost, 14B)",
-        f"Scenario `three-of-six`: the overhead is what step {KILL_STEP} takes longer than the same step, with the same seed, "
-        "without a loss. No notice, nobody comes back within the step. At least three seeds. The 14B constants were chosen with "
-        "these two figures in view.",
+        "Three of six workers preempted (RLBoost, 14B)", f"Scenario `three-of-six`: the overhead is what step
+        {KILL_STEP} takes longer than the same step, with the same seed, " "without a loss. No notice, nobody comes back
+        within the step. At least three seeds. The 14B constants were chosen with " "these two figures in view.",
     )
     cases = {"undisturbed": Case("three-of-six", ("faults.kill_workers=0",))}
     for at in MIGRATION_SAVES:
@@ -588,10 +591,10 @@ def together_cases() -> dict[str, Case]:
 
 def together(player: Player) -> Section:
     section = Section(
-        "All together",
-        "Nothing published to compare with: the machines and prices of `elastic-8b` with four workers, the answers and the slow code "
-        "rewards of the 16k scenario. Each mechanism alone is added to the synchronous baseline; `all` is the "
-        "shipped scenario `all-together`. Trained length is the mean trained answer against the baseline's, which trains all.",
+        "All together", "Nothing published to compare with: the machines and prices of `elastic-8b` with four workers,
+        the answers and the slow code " "rewards of the 16k scenario. Each mechanism alone is added to the synchronous
+        baseline; `all` is the " "shipped scenario `all-together`. Trained length is the mean trained answer against the
+        baseline's, which trains all.",
     )
     runs = player.play(together_cases())
     figures = {
@@ -638,11 +641,12 @@ def together_remarks(figures: dict[str, dict[str, float]]) -> list[str]:
     tokens = tail["tokens/s"] / plain["tokens/s"] - 1
     return [
         f"Most tokens/s: {best['tokens/s']}. Most tokens per dollar: {best['tokens/$']}. Most steps/s: {fastest}.",
-        f"Tail batching on top of the others takes a step from {plain['step']:.0f} s to {tail['step']:.0f} s, but what it trains is "
-        f"{1 - tail['length'] / plain['length']:.0%} shorter and {tail['discarded']:.0%} of what is generated is thrown away: "
-        f"in tokens/s it is {abs(tokens):.0%} {'ahead of' if tokens > 0 else 'behind'} the run without it. A fleet that already "
-        "takes the long answers off the trainer leaves it little to win; steps/s is the figure that it improves, and whether "
-        "a step of shorter answers is worth as much is a question about learning that no simulator answers.",
+        f"Tail batching on top of the others takes a step from {plain['step']:.0f} s to {tail['step']:.0f} s, but what
+        it trains is " f"{1 - tail['length'] / plain['length']:.0%} shorter and {tail['discarded']:.0%} of what is
+        generated is thrown away: " f"in tokens/s it is {abs(tokens):.0%} {'ahead of' if tokens > 0 else 'behind'} the
+        run without it. A fleet that already " "takes the long answers off the trainer leaves it little to win; steps/s
+        is the figure that it improves, and whether " "a step of shorter answers is worth as much is a question about
+        learning that no simulator answers.",
     ]
 
 
@@ -653,12 +657,11 @@ MODES = ("off", "race", "prompts", "designated", "predicted")
 
 def bias(player: Player) -> Section:
     section = Section(
-        "What tail batching trains: bias and trends",
-        "Lengths of the 16k scenario, rewards at no cost, factors 1.25, a small data set (ten steps an epoch) so that `predicted` "
-        "has a history; the first two epochs are left out. Trained length is against `off`, which trains every answer. (The "
-        "`length.bias` of `polyrl simulate` divides by the mean of all samples started instead: deferred prompts, the long ones, "
-        "are in that twice, so it shows more bias than this table.) The earlier figures are our own first simulation, "
-        "not RollPacker's authors'.",
+        "What tail batching trains: bias and trends", "Lengths of the 16k scenario, rewards at no cost, factors 1.25, a
+        small data set (ten steps an epoch) so that `predicted` " "has a history; the first two epochs are left out.
+        Trained length is against `off`, which trains every answer. (The " "`length.bias` of `polyrl simulate` divides
+        by the mean of all samples started instead: deferred prompts, the long ones, " "are in that twice, so it shows
+        more bias than this table.) The earlier figures are our own first simulation, " "not RollPacker's authors'.",
     )
     add_modes(section, player)
     add_trends(section, player)
@@ -702,9 +705,8 @@ def add_trends(section: Section, player: Player) -> None:
     section.claim(f"a saw-tooth of four short rounds and a long one: `{kinds}`", holds="ssssl" * 4 in kinds)
     filled = {cap: mean(one, of_kind("short", longest)) / CAP[cap] for cap, one in fixed.items()}
     section.claim(
-        f"the longest answer of a short round is far under the cap, and the gap grows with it: {filled['8k']:.0%} of 8k, "
-        f"{filled['16k']:.0%} of 16k",
-        holds=filled["16k"] < filled["8k"] < 1,
+        f"the longest answer of a short round is far under the cap, and the gap grows with it: {filled['8k']:.0%} of 8k,
+        " f"{filled['16k']:.0%} of 16k", holds=filled["16k"] < filled["8k"] < 1,
     )
     add_adaptive(section, player, fixed)
 
@@ -738,12 +740,13 @@ SECTIONS: dict[str, Callable[[Player], Section]] = {
     "preemption": preemption,
     "together": together,
     "bias": bias,
-}
-NOT_COMPARED = """- RLBoost's averages over three spot-trace segments (1.66x and 1.97x, +34% and +49% tokens per dollar): the traces are not
+} NOT_COMPARED = """- RLBoost's averages over three spot-trace segments (1.66x and 1.97x, +34% and +49% tokens per
+dollar): the traces are not
   published. `spot-trace` plays a market of our own.
 - The +6% from remembering the seeding window: it depends on how the fleet changes, which is not published.
-- RollPacker's adaptive time limits on code only (60.8 s to 41.9 s): with one test a sample instead of the eight that the step times
-  need, no single set of reward constants gave both (calibration notes: the fixed limit's long rounds came out a third too long).
+- RollPacker's adaptive time limits on code only (60.8 s to 41.9 s): with one test a sample instead of the eight that
+  the step times need, no single set of reward constants gave both (calibration notes: the fixed limit's long rounds
+  came out a third too long).
 - RollPacker's fixed hand-back at 20, 30 and 40%: the rule here is the adaptive one.
 """
 
@@ -818,17 +821,12 @@ def cpu_lines() -> list[str]:
 def page(sections: dict[str, Section], origin: str) -> str:
     wrong = misfits(sections)
     parts = [
-        "# Published figures, simulated",
-        "What RollPacker and RLBoost published, beside what PolyRL's scheduler does in its simulator. Nothing here is a "
-        "measurement of real devices. Written by the command below; the simulated figures depend on scenario and seed alone, "
-        "not on the machine.",
-        origin,
-        markdown_table(summary_table(sections)),
-        *(markdown_section(name, section) for name, section in sections.items()),
-        "## What does not fit",
-        "\n".join(f"- {one}" for one in wrong) if wrong else "Nothing.",
-        "## Not compared",
-        NOT_COMPARED,
+        "# Published figures, simulated", "What RollPacker and RLBoost published, beside what PolyRL's scheduler does in
+        its simulator. Nothing here is a " "measurement of real devices. Written by the command below; the simulated
+        figures depend on scenario and seed alone, " "not on the machine.", origin,
+        markdown_table(summary_table(sections)), *(markdown_section(name, section) for name, section in
+        sections.items()), "## What does not fit", "\n".join(f"- {one}" for one in wrong) if wrong else "Nothing.", "##
+        Not compared", NOT_COMPARED,
     ]
     return "\n\n".join(parts)
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec import NODEFAULT, inspect
 
 from polyrl.config.dump import show_value
+from polyrl.scheduling.parallelism import DecodeSpeed, ModelShape
 from polyrl.sim import scenario as s
 from polyrl.sim.library import load_scenario
 from polyrl.sim.simulation import Simulation
@@ -31,6 +32,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "seeding": s.SeedingConfig,
     "hand_back": s.HandBackConfig,
     "parallelism": s.ParallelismConfig,
+    "parallelism.model": ModelShape,
+    "parallelism.speed": DecodeSpeed,
     "rewards": s.RewardConfig,
     "fleet_rules": s.FleetRules,
     "weight_delivery": s.WeightDeliveryConfig,

@@ -62,7 +62,7 @@ class State(Struct):
     requested: list[Step] = []
     last_requested: Step = Step(-1)
     published: Version = NO_VERSION
-    next_lease: int = 1
+    next_lease: LeaseId = LeaseId(1)
     next_group: int = 1
     lengths: LengthModel = field(default_factory=LengthModel)
     scoring: Scoring = field(default_factory=Scoring)
@@ -91,6 +91,9 @@ class Desk:
         }
         self.router = Router(config.routing, state.fleet.seats)
         self.commands: list[Command] = []
+        # The same objects as in the state, one look-up nearer: these are what every event touches.
+        self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
+        self.seats, self.ledger = state.fleet.seats, state.ledger
         self.place_due = False
         """Samples wait and a worker may have credit."""
         self.rounds_due = False

@@ -7,34 +7,34 @@ of it is late news.
 
 import heapq
 
-from polyrl.ids import LeaseId, Seconds
+from polyrl.ids import LeaseId, SampleId, Seconds
 from polyrl.scheduling.commands import Abort, Generate, HandOver, ReleaseWorker
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.ledger import DiscardCause
-from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Round, Sample
+from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
 from polyrl.scheduling.staleness import oldest_version
 
 
 def place_waiting(desk: Desk, now: Seconds) -> None:
     """Give waiting samples to workers with credit: earlier rounds first, moved samples before fresh ones."""
-    state = desk.state
-    for round_ in state.rounds.values():
+    groups = desk.groups
+    choose = desk.router.choose
+    for round_ in desk.rounds.values():
         if not round_.num_waiting:
             continue
         min_version = oldest_version(round_.step, desk.config.max_staleness)
         while round_.num_waiting:
-            sample = _first_waiting(desk, round_)
-            prefix_worker = -1 if sample.num_tokens else state.groups[sample.group].prefix_worker
-            worker = desk.router.choose(min_version, prefix_worker)
+            sample = _first_waiting(desk.samples, round_)
+            group = groups[sample.group]
+            worker = choose(min_version, -1 if sample.num_tokens else group.prefix_worker)
             if worker is None:
                 return
-            _grant(desk, sample, round_, worker, now)
+            _grant(desk, sample, group, round_, worker, now)
 
 
-def _first_waiting(desk: Desk, round_: Round) -> Sample:
+def _first_waiting(samples: dict[SampleId, Sample], round_: Round) -> Sample:
     """The sample to place next. There is one: `num_waiting` says so."""
-    samples = desk.state.samples
     resumed = round_.resumed
     while resumed:
         sample = samples.get(resumed[0][1])
@@ -49,19 +49,21 @@ def _first_waiting(desk: Desk, round_: Round) -> Sample:
         fresh.pop()
 
 
-def _grant(desk: Desk, sample: Sample, round_: Round, worker: Worker, now: Seconds) -> None:
+def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Worker, now: Seconds) -> None:
     state = desk.state
+    seat = worker.seat
     if not worker.leases:
-        settle(worker, state.ledger, now)
+        settle(worker, desk.ledger, now)
         worker.last_tokens_at = now
-        desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s / 2)
-    lease = LeaseId(state.next_lease)
-    state.next_lease += 1
+        desk.deadlines.set(("stall", seat), now + desk.config.fleet_rules.stall_timeout_s / 2)
+    lease = state.next_lease
+    state.next_lease = LeaseId(lease + 1)
     sample.state = "leased"
     sample.lease = lease
-    sample.worker = worker.seat
+    sample.worker = seat
     sample.seen_tokens = -1
-    if sample.version == NO_VERSION or worker.version < sample.version:
+    version = sample.version
+    if version == NO_VERSION or worker.version < version:
         sample.version = worker.version
     desk.leases[lease] = sample
     worker.leases[lease] = sample.id
@@ -69,13 +71,14 @@ def _grant(desk: Desk, sample: Sample, round_: Round, worker: Worker, now: Secon
     round_.num_waiting -= 1
     round_.num_leased += 1
     desk.router.update(worker)
-    group = state.groups[sample.group]
-    why = "with its siblings" if group.prefix_worker == worker.seat else "least loaded"
-    group.prefix_worker = worker.seat
+    why = "with its siblings" if group.prefix_worker == seat else "least loaded"
+    group.prefix_worker = seat
     if not worker.local and state.clock.first_remote_at is None:
         state.clock.first_remote_at = now
-    state.ledger.tokens_reprefilled += sample.num_tokens
-    desk.commands.append(Generate(worker.name, lease, sample.id, sample.num_tokens, desk.config.max_new_tokens, why))
+    num_tokens = sample.num_tokens
+    if num_tokens:
+        desk.ledger.tokens_reprefilled += num_tokens
+    desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, desk.config.max_new_tokens, why))
 
 
 def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
@@ -90,20 +93,20 @@ def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
 
 def end_lease(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> Worker:
     """Take a sample's lease away, whatever comes next for it. Returns the worker that had it."""
-    state = desk.state
-    worker = state.fleet.seats[sample.worker]
+    worker = desk.seats[sample.worker]
+    lease = sample.lease
     if len(worker.leases) == 1:
-        settle(worker, state.ledger, now)
+        settle(worker, desk.ledger, now)
         desk.deadlines.clear(("stall", worker.seat))
     if sample.state == "stopping":
-        desk.deadlines.clear(("hand_over", sample.lease))
-    del desk.leases[sample.lease]
-    del worker.leases[sample.lease]
+        desk.deadlines.clear(("hand_over", lease))
+    del desk.leases[lease]
+    del worker.leases[lease]
     sample.lease = NO_LEASE
     sample.worker = -1
     round_.num_leased -= 1
     if not worker.local:
-        state.clock.last_remote_at = now
+        desk.state.clock.last_remote_at = now
     if worker.state == "draining":
         release_if_drained(desk, worker)
     else:

@@ -7,18 +7,23 @@ Rules kept here:
 - `mix64` and `unit` are the only source of "randomness" in scheduling. The same integers give the same number on every
   machine and in every release: a journal replays to the same decisions.
 
-How: a balanced Feistel network permutes the smallest power of four that holds the data set; a result outside the data
-set is sent through again until it falls inside (cycle walking, under four turns on average).
+How: the data set is laid out in a rectangle, row by row, nearly square; in turn every row is rotated by a hash of the
+column and every column by a hash of the row (a Feistel network over the two coordinates). A place that falls outside
+the data set is sent through again, which is rare: the rectangle has less than a row too many. A data set of up to 64
+prompts is sorted by a hash.
 
 Left out: which data set, which domain, and where the cursor stands (tail_batching). This is mixing, not cryptography.
 """
+
+import math
+from functools import lru_cache
 
 from polyrl.ids import PromptId
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15  # the odd number nearest 2^64 / golden ratio; splitmix64's increment
-_NUM_ROUNDS = 8  # with four, a data set of two prompts starts with the same one for 55% of seeds
-_MIN_HALF_BITS = 2
+_NUM_TURNS = 4
+_SMALL = 64  # a rectangle this small mixes badly
 
 
 def mix64(*numbers: int) -> int:
@@ -38,24 +43,32 @@ def position_to_prompt(position: int, *, num_prompts: int, seed: int, epoch: int
     """The prompt at this position of this epoch. Raises ValueError when the position is not in the epoch."""
     if not 0 <= position < num_prompts:
         raise ValueError(f"a position in a data set of {num_prompts} prompts was expected; got {position}")
-    if num_prompts == 1:
-        return PromptId(0)
-    half_bits = max(_MIN_HALF_BITS, ((num_prompts - 1).bit_length() + 1) // 2)
+    if num_prompts <= _SMALL:
+        return _shuffled(num_prompts, seed, epoch)[position]
+    height = math.isqrt(num_prompts - 1) + 1
+    width = -(-num_prompts // height)
+    keys = _keys(num_prompts, seed, epoch)
+    place = position
+    while True:
+        row, column = divmod(place, width)
+        for key_of_row, key_of_column in keys:
+            row = (row + _finalize(key_of_row ^ column)) % height
+            column = (column + _finalize(key_of_column ^ row)) % width
+        place = row * width + column
+        if place < num_prompts:
+            return PromptId(place)
+
+
+@lru_cache(maxsize=64)
+def _keys(num_prompts: int, seed: int, epoch: int) -> tuple[tuple[int, int], ...]:
     key = mix64(seed, epoch, num_prompts)
-    place = _permute(position, half_bits, key)
-    while place >= num_prompts:
-        place = _permute(place, half_bits, key)
-    return PromptId(place)
+    return tuple((mix64(key, 2 * turn), mix64(key, 2 * turn + 1)) for turn in range(_NUM_TURNS))
 
 
-def _permute(place: int, half_bits: int, key: int) -> int:
-    """A bijection of range(4 ** half_bits)."""
-    mask = (1 << half_bits) - 1
-    left, right = place >> half_bits, place & mask
-    for _ in range(_NUM_ROUNDS):
-        key = (key + _GAMMA) & _MASK
-        left, right = right, left ^ (_finalize(key ^ right) & mask)
-    return left << half_bits | right
+@lru_cache(maxsize=64)
+def _shuffled(num_prompts: int, seed: int, epoch: int) -> tuple[PromptId, ...]:
+    order = sorted(range(num_prompts), key=lambda prompt: (mix64(seed, epoch, num_prompts, prompt), prompt))
+    return tuple(map(PromptId, order))
 
 
 def _finalize(number: int) -> int:

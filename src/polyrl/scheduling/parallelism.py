@@ -30,18 +30,20 @@ RoundKind = Literal["short", "long"]
 Survival = Callable[[float], float]
 """The share of answers longer than so many tokens (lengths.LengthModel.survival)."""
 
+_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
 _MAX_RISE = 0.05
 _NUM_CALM_ROUNDS = 4
 _GRID_PER_DOUBLING = 16
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
-    weight_bytes: int
-    activation_bytes: int
+    num_layers: _AtLeastOne
+    num_kv_heads: _AtLeastOne
+    head_dim: _AtLeastOne
+    dtype_bytes: _AtLeastOne
+    weight_bytes: _AtLeastOne
+    activation_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Devices(msgspec.Struct, frozen=True):
@@ -64,10 +66,10 @@ class DecodeSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     At TP p all of it is divided by p ** tp_exponent: 1 is a free exchange of activations, 0 gains nothing.
     """
 
-    fixed_s: Seconds
-    per_sample_s: Seconds
-    per_context_token_s: Seconds
-    tp_exponent: float
+    fixed_s: Annotated[float, msgspec.Meta(gt=0)]
+    per_sample_s: Annotated[float, msgspec.Meta(ge=0)]
+    per_context_token_s: Annotated[float, msgspec.Meta(ge=0)]
+    tp_exponent: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
     def step_s(self, tp: int, num_running: float, context_tokens: float) -> Seconds:
         work = self.fixed_s + self.per_sample_s * num_running + self.per_context_token_s * context_tokens

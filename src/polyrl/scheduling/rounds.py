@@ -125,15 +125,15 @@ def _designated(desk: Desk, group: Group) -> range | frozenset[int]:
 
 def sample_generated(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> None:
     """An answer has ended."""
-    state = desk.state
     leases.end_lease(desk, sample, round_, now).num_failures = 0
     sample.state = "generated"
-    state.lengths.observe(sample.num_tokens, finished=sample.num_tokens < desk.config.max_new_tokens)
-    state.ledger.ended_by_bin[length_bin(sample.num_tokens)] += 1
-    group = state.groups[sample.group]
+    num_tokens = sample.num_tokens
+    desk.state.lengths.observe(num_tokens, finished=num_tokens < desk.config.max_new_tokens)
+    desk.ledger.ended_by_bin[length_bin(num_tokens)] += 1
+    group = desk.groups[sample.group]
     group.num_generated += 1
     round_.num_generated += 1
-    round_.ended_tokens += sample.num_tokens
+    round_.ended_tokens += num_tokens
     if not sample.kept:
         leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
     elif desk.config.rewards.as_finished:
@@ -323,7 +323,7 @@ def _forget(desk: Desk, group: Group) -> None:
 
 
 def _samples(desk: Desk, group: Group) -> list[Sample]:
-    samples = desk.state.samples
+    samples = desk.samples
     return [samples[one] for one in group.sample_ids()]
 
 

@@ -80,8 +80,8 @@ class Scheduler:
         self._now = now
         desk = self.desk
         desk.commands = []
-        if desk.state.ledger.started_at is None:
-            desk.state.ledger.started_at = now
+        if desk.ledger.started_at is None:
+            desk.ledger.started_at = now
         self._take_in(event, now)
         self._pursue(now)
         return desk.commands
@@ -184,8 +184,8 @@ class Scheduler:
         return worker
 
     def _round_of(self, sample: Sample) -> Round:
-        state = self.desk.state
-        return state.rounds[state.groups[sample.group].step]
+        desk = self.desk
+        return desk.rounds[desk.groups[sample.group].step]
 
     # Events that need more than a line
 

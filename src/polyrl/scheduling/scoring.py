@@ -49,7 +49,7 @@ def _start_waiting(desk: Desk, now: Seconds) -> None:
 
 def _start(desk: Desk, sample: Sample, now: Seconds) -> None:
     sample.attempt += 1
-    case = case_of(desk, desk.state.groups[sample.group])
+    case = case_of(desk, desk.groups[sample.group])
     draw = unit(mix_key(desk.config.seed, sample)) if case in desk.state.budgets.anchors else 0.0
     limit = desk.state.budgets.limit(case, draw)
     due = now + _BACKSTOP_S + _BACKSTOP_FACTOR * limit.timeout_s
