@@ -18,6 +18,9 @@ from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.samples import Round
 
 _RECHECK_S = 2.0
+_CROWD = 16
+"""More samples than this on each worker that generates are worth coming back for."""
+_LOOKS = 2
 
 
 def oldest_round(desk: Desk) -> Round | None:
@@ -80,23 +83,36 @@ def review(desk: Desk, now: Seconds) -> None:
     for worker in local:
         if worker.duty == "stopping" and not worker.leases:
             _switch(desk, worker, "to_training", "its samples are handed over", now)
-        elif worker.duty == "generating" and round_ is not None and _has_nothing_to_generate(desk, worker, round_):
+        elif worker.duty == "generating" and round_ is not None and _has_nothing_to_generate(desk, worker, round_, now):
             _switch(desk, worker, "to_training", "nothing is left for it to generate", now)
         elif worker.duty == "training":
             why = _why_generate(desk, round_, now)
             if why is not None:
                 _switch(desk, worker, "to_generating", why, now)
+                _renew_window(desk, round_, now)
     if round_ is not None:
         _hand_back(desk, round_, local, now)
 
 
-def _has_nothing_to_generate(desk: Desk, worker: Worker, round_: Round) -> bool:
+def _renew_window(desk: Desk, round_: Round | None, now: Seconds) -> None:
+    """Devices that come back in mid-step seed once more, for as long as suits the fleet as it is now."""
+    if round_ is None or now < _window_end(desk, round_):
+        return
+    span = seeding.window(desk.config.seeding, desk.state.seeding[round_.kind], desk.state.fleet.num_remote).seconds
+    if span < math.inf:
+        desk.deadlines.set(("seed", round_.step), now + max(span, _RECHECK_S))
+
+
+def _has_nothing_to_generate(desk: Desk, worker: Worker, round_: Round, now: Seconds) -> bool:
     if worker.leases:
         return False
     if round_.closed_at is not None:
         return True
     waiting = any(one.num_waiting for one in desk.state.rounds.values())
-    return desk.config.streaming and not waiting and round_.num_delivered > 0
+    if waiting or not desk.config.streaming or round_.num_delivered == 0:
+        return False
+    # The next look at the balance may bring it samples that others have too many of.
+    return now - worker.since >= _LOOKS * desk.config.routing.balance_interval_s or not desk.config.routing.balance
 
 
 def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
@@ -107,16 +123,18 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
     if round_ is None:
         seeds = desk.config.seeding.mode != "off" or state.fleet.num_remote == 0
         return "the step is trained" if seeds else None
-    if round_.closed_at is not None or round_.num_waiting == 0:
+    if round_.closed_at is not None:
         return None
-    if state.clock.train_s == 0.0 and now < _window_end(desk, round_):
+    if round_.num_waiting and state.clock.train_s == 0.0 and now < _window_end(desk, round_):
         return "the step begins and samples wait"
-    if not any(worker.may_generate for worker in state.fleet.seats.values()):
+    num_generating = sum(worker.may_generate for worker in state.fleet.seats.values())
+    if round_.num_waiting and num_generating == 0:
         return "samples wait and no other worker is there"
     idle = state.clock.idle_since
-    if idle is not None and now - idle >= desk.config.hand_back.come_back_after_s:
-        return f"samples wait and nothing was there to train for {now - idle:.0f} s"
-    return None
+    if idle is None or now - idle < desk.config.hand_back.come_back_after_s:
+        return None
+    crowded = round_.num_waiting > 0 or round_.num_leased > _CROWD * num_generating
+    return f"the fleet has much to do, and nothing was there to train for {now - idle:.0f} s" if crowded else None
 
 
 def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> None:

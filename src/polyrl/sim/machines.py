@@ -1,12 +1,10 @@
-"""The machines of the simulated world: an engine each, a link to the manager, and what the timeline shows of them.
+"""One machine of the simulated world, and the timeline of what all of them did."""
 
-A machine's news may be late, repeated, or held back by a partition until it heals; a dead machine says nothing, and
-what it had not flushed is lost. News of one machine may overtake each other only when the scenario makes it late.
-"""
+from collections.abc import Callable
 
 from msgspec import Struct
 
-from polyrl.ids import Incarnation, LeaseId, Seconds, WorkerName
+from polyrl.ids import Incarnation, Seconds, WorkerName
 from polyrl.scheduling.events import Event
 from polyrl.sim.engine_model import EngineModel
 
@@ -20,24 +18,22 @@ class Span(Struct, frozen=True):
 
 
 class Machine:
-    def __init__(
-        self, name: WorkerName, incarnation: Incarnation, engine: EngineModel, *, local: bool, spot: bool, price: float
-    ) -> None:
+    def __init__(self, name: WorkerName, incarnation: Incarnation, engine: EngineModel, *, local: bool) -> None:
         self.name = name
         self.incarnation = incarnation
         self.engine = engine
         self.local = local
-        self.spot = spot
-        self.price = price
         self.alive = True
         self.cut = False
         self.held_back: list[Event] = []
         """News that waits for a partition to heal."""
         self.pull = 0
         """The flow that brings it weights, or 0."""
-        self.stopping: dict[LeaseId, None] = {}
         self.change_stamp = 0
         """Grows whenever its next change is found anew, so that older alarms are ignored."""
+
+
+Send = Callable[[Machine, Event], None]
 
 
 class Timeline:

@@ -1,0 +1,324 @@
+"""The machines as a fleet: they join, report, generate, drain, die, are cut off and come back.
+
+It does to machines what the market, the faults and the scheduler's commands ask, and sends what they have to say. News may be late, repeated, or
+held back by a partition until that heals; a dead machine says nothing, and what it had not flushed is lost.
+"""
+
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from polyrl.ids import Incarnation, LeaseId, Seconds, WorkerName
+from polyrl.scheduling import commands as c
+from polyrl.scheduling import events as e
+from polyrl.scheduling.fleet import Worker
+from polyrl.sim.agenda import Agenda
+from polyrl.sim.deliveries import Deliveries
+from polyrl.sim.draws import unit
+from polyrl.sim.engine_model import EngineModel
+from polyrl.sim.machines import Machine, Timeline
+from polyrl.sim.scenario import Scenario
+from polyrl.sim.supply import WorldEvent, speed_of
+from polyrl.sim.trainer_model import TrainerModel
+
+_LATE_STREAM = 0x40
+_REPEAT_STREAM = 0x41
+_REPEATED_AFTER_S = 0.5
+
+Tell = Callable[[e.Event], None]
+Find = Callable[[WorkerName], Worker | None]
+"""What the scheduler knows of a worker, by name."""
+
+
+class FleetModel:
+    def __init__(
+        self, scenario: Scenario, seed: int, agenda: Agenda, trainer: TrainerModel, tell: Tell, find: Find
+    ) -> None:
+        self._scenario = scenario
+        self._seed = seed
+        self._agenda = agenda
+        self._trainer = trainer
+        self._tell = tell
+        self._find = find
+        self.timeline = Timeline()
+        self._deliveries = Deliveries(scenario, seed, agenda, self._send)
+        self._machines: dict[WorkerName, Machine] = {}
+        self._lives: dict[WorkerName, int] = {}
+        self._taken: dict[WorkerName, None] = {}
+        """Machines that the market took back for good."""
+        self._parked: list[WorkerName] = []
+        self._touched: dict[WorkerName, Machine] = {}
+        self._num_news = 0
+        self._local_width = scenario.trainer.num_devices // max(1, scenario.trainer.local_workers)
+
+    def _remote(self) -> list[Machine]:
+        return [machine for machine in self._machines.values() if not machine.local]
+
+    # Joining and reporting
+
+    def join(self, name: WorkerName, *, local: bool, starting_s: Seconds = 0.0) -> None:
+        """A machine's process starts and joins, unless it runs already or the market has taken the machine."""
+        if name in self._machines or name in self._taken:
+            return
+        scenario = self._scenario
+        life = self._lives.get(name, 0) + 1
+        self._lives[name] = life
+        engine, kv_tokens = self._local_engine() if local else self._remote_engine(name)
+        machine = Machine(name, Incarnation(life), engine, local=local)
+        self._machines[name] = machine
+        if not local:
+            self._deliveries.add(name)
+        self.timeline.mark(name, "idle" if local else "pulling", self._agenda.now)
+        self._tell(
+            e.WorkerJoined(
+                name,
+                machine.incarnation,
+                slots=scenario.engine.slots,
+                spot=scenario.fleet.spot and not local,
+                local=local,
+                num_devices=max(1, self._local_width if local else scenario.fleet.devices_per_worker),
+                price_usd_per_hour=0.0 if local else scenario.fleet.price_usd_per_hour,
+                kv_tokens=kv_tokens,
+                starting_s=starting_s,
+            )
+        )
+        self._agenda.later(scenario.fleet.heartbeat_s, lambda: self._heartbeat(machine))
+        self._agenda.later(scenario.engine.flush_s, lambda: self._flush(machine))
+
+    def _remote_engine(self, name: WorkerName) -> tuple[EngineModel, int]:
+        speed = self._scenario.fleet.speed * speed_of(name, self._scenario.faults, self._seed)
+        return EngineModel(self._scenario.engine, speed), self._scenario.engine.kv_tokens
+
+    def _local_engine(self) -> tuple[EngineModel, int]:
+        """An engine of the width in force, and the tokens its cache holds. The scenario describes the first width."""
+        trainer, speed = self._scenario.trainer, self._scenario.parallelism.speed
+        wider = self._local_width / max(1, trainer.num_devices // trainer.local_workers)
+        engine = self._scenario.engine
+        engine = msgspec.structs.replace(engine, kv_tokens=max(1, int(engine.kv_tokens * wider)))
+        return EngineModel(engine, 1.0 if speed is None else wider**speed.tp_exponent), engine.kv_tokens
+
+    def _heartbeat(self, machine: Machine) -> None:
+        if machine.alive:
+            engine = machine.engine
+            report = e.WorkerReported(machine.name, machine.incarnation, engine.num_waiting, engine.num_preemptions)
+            self._send(machine, report)
+            self._agenda.later(self._scenario.fleet.heartbeat_s, lambda: self._heartbeat(machine))
+
+    def _flush(self, machine: Machine) -> None:
+        if not machine.alive:
+            return
+        if not machine.engine.is_idle:
+            leases, tokens = machine.engine.progress(self._agenda.now)
+            columns = tuple(map(LeaseId, leases)), tuple(tokens)
+            self._send(machine, e.TokensArrived(machine.name, machine.incarnation, *columns))
+        self._agenda.later(self._scenario.engine.flush_s, lambda: self._flush(machine))
+
+    def _send(self, machine: Machine, event: e.Event) -> None:
+        """A machine's news goes out. The dead say nothing."""
+        if not machine.alive:
+            return
+        if machine.cut:
+            machine.held_back.append(event)
+            return
+        faults = self._scenario.faults
+        self._num_news += 1
+        late = faults.late_s * unit(self._seed, _LATE_STREAM, self._num_news) if faults.late_s else 0.0
+        if late == 0.0:
+            self._tell(event)
+        else:
+            self._agenda.later(late, lambda: self._tell(event))
+        if faults.repeat_share and unit(self._seed, _REPEAT_STREAM, self._num_news) < faults.repeat_share:
+            self._agenda.later(late + _REPEATED_AFTER_S, lambda: self._tell(event))
+        self._show(machine)
+
+    def _show(self, machine: Machine) -> None:
+        """Put down what a machine does, once its engine has nothing to do."""
+        worker = self._find(machine.name) if machine.engine.is_idle and machine.alive else None
+        if worker is not None and worker.duty in ("generating", "stopping", "training"):
+            self.timeline.mark(machine.name, worker.activity, self._agenda.now)
+
+    # What the world does
+
+    def happen(self, event: WorldEvent) -> None:
+        machine = self._machines.get(event.worker)
+        match event.kind:
+            case "grant":
+                self._grant(event)
+            case "restart":
+                self.join(event.worker, local=False)
+            case "notice":
+                if machine is not None:
+                    self._drain(machine, "the market takes it back")
+            case "take":
+                self._taken[event.worker] = None
+                self.timeline.mark(event.worker, None, self._agenda.now)
+                if machine is not None:
+                    self._die(machine)
+            case "die":
+                if machine is not None:
+                    self._die(machine)
+            case "cut":
+                if machine is not None:
+                    machine.cut = True
+            case "heal":
+                if machine is not None:
+                    self._heal(machine)
+            case _:
+                assert_never(event.kind)
+
+    def _grant(self, event: WorldEvent) -> None:
+        now = self._agenda.now
+        joins_at = now if event.joins_at_s is None else event.joins_at_s
+        if joins_at > now:
+            self.timeline.mark(event.worker, "starting", now)
+        self._agenda.at(joins_at, lambda: self.join(event.worker, local=False, starting_s=joins_at - now))
+
+    def _heal(self, machine: Machine) -> None:
+        machine.cut = False
+        held, machine.held_back = machine.held_back, []
+        worker = self._find(machine.name)
+        for event in held:
+            self._tell(event)
+        if worker is None or worker.incarnation != machine.incarnation:
+            self._die(machine)  # given up meanwhile: its process starts again
+            self.join(machine.name, local=machine.local)
+
+    def _die(self, machine: Machine) -> None:
+        """A machine ends without a word."""
+        if not machine.alive:
+            return
+        machine.alive = False
+        if self._machines.get(machine.name) is machine:
+            del self._machines[machine.name]
+        self._deliveries.cancel(machine)
+        self._deliveries.fail_from(machine.name)
+        self._trainer.take_devices(machine.name)
+        self.timeline.mark(machine.name, None, self._agenda.now)
+
+    def _drain(self, machine: Machine, reason: str) -> None:
+        self.timeline.mark(machine.name, "draining", self._agenda.now)
+        self._tell(e.DrainRequested(machine.name, machine.incarnation, reason))
+
+    def kill_some(self) -> None:
+        """The fault of the scenario's kill step: the newest machines die, or are taken with notice."""
+        faults = self._scenario.faults
+        for machine in self._remote()[-faults.kill_workers :]:
+            if faults.kill_notice_s:
+                self._drain(machine, "a notice")
+                self._agenda.later(faults.kill_notice_s, lambda machine=machine: self._die(machine))
+            else:
+                self._die(machine)
+            if faults.kill_back_after_s is not None:
+                name = machine.name
+                self._agenda.later(faults.kill_back_after_s, lambda name=name: self.join(name, local=False))
+
+    # When engines change next
+
+    def set_alarms(self) -> None:
+        """After an event: find out anew when the engines and the network that it touched change next."""
+        touched, self._touched = self._touched, {}
+        for machine in touched.values():
+            machine.change_stamp += 1
+            at = machine.engine.next_change() if machine.alive else None
+            if at is not None:
+                stamp = machine.change_stamp
+                self._agenda.at(at, lambda machine=machine, stamp=stamp: self._advance(machine, stamp))
+        self._deliveries.set_alarm()
+
+    def _advance(self, machine: Machine, stamp: int) -> None:
+        if not machine.alive or machine.change_stamp != stamp:
+            return
+        self._touched[machine.name] = machine
+        for lease, tokens, _ in machine.engine.advance(self._agenda.now):
+            self._send(machine, e.SampleFinished(LeaseId(lease), tokens))
+
+    # What the scheduler asks for
+
+    def generate(self, command: c.Generate, *, prompt_tokens: int, total_tokens: int, prefix: int) -> None:
+        machine = self._machines.get(command.worker)
+        if machine is None:
+            return
+        machine.engine.start(
+            command.lease,
+            self._agenda.now,
+            prompt_tokens=prompt_tokens,
+            from_token=command.from_token,
+            total_tokens=max(total_tokens, command.from_token),
+            prefix=prefix,
+        )
+        self.timeline.mark(machine.name, "generating", self._agenda.now)
+        self._touched[machine.name] = machine
+
+    def stop(self, command: c.Abort | c.HandOver) -> None:
+        """Stop a sample; if it is handed over, tell how far it came."""
+        machine = self._machines.get(command.worker)
+        if machine is None:
+            return
+        tokens = machine.engine.stop(command.lease, self._agenda.now)
+        self._touched[machine.name] = machine
+        if tokens is not None and isinstance(command, c.HandOver):
+            ended = e.LeaseEnded(command.lease, tokens, "handed_over")
+            self._agenda.later(self._scenario.network.latency_s, lambda: self._send(machine, ended))
+
+    def pull(self, command: c.PullWeights) -> None:
+        machine = self._machines.get(command.worker)
+        if machine is not None:
+            self._deliveries.start(machine, command)
+            if machine.engine.is_idle:
+                self.timeline.mark(machine.name, "pulling", self._agenda.now)
+
+    def release(self, name: WorkerName) -> None:
+        machine = self._machines.get(name)
+        if machine is not None:
+            self._die(machine)
+            left = e.WorkerLeft(machine.name, machine.incarnation, "drained")
+            self._agenda.later(self._scenario.network.latency_s, lambda: self._tell(left))
+
+    def forget(self, name: WorkerName) -> None:
+        """The driver closed its connection: a machine that is alive starts its process again and joins anew."""
+        machine = self._machines.get(name)
+        if machine is None or machine.cut or self._find(name) is not None:
+            return
+        self._die(machine)
+        self._agenda.later(self._scenario.faults.restart_s, lambda: self.join(name, local=machine.local))
+
+    def switch(self, name: WorkerName, duty: e.Duty) -> None:
+        """A local worker's devices turn to the other thing."""
+        if duty == "generating":
+            self._trainer.take_devices(name)
+        self.timeline.mark(name, "switching", self._agenda.now)
+        self._agenda.later(self._scenario.trainer.switch_s, lambda: self._switched(name, duty))
+
+    def _switched(self, name: WorkerName, duty: e.Duty) -> None:
+        machine = self._machines.get(name)
+        if machine is None:
+            return
+        self.timeline.mark(name, "training" if duty == "training" else "idle", self._agenda.now)
+        self._tell(e.DutyChanged(machine.name, machine.incarnation, duty))
+        if duty == "training":
+            self._trainer.give_devices(name)
+
+    def reshape(self, command: c.Reshape) -> None:
+        """The local engines end; those of the new width join once their weights are loaded."""
+        for machine in [machine for machine in self._machines.values() if machine.local]:
+            self._die(machine)
+        self._trainer.num_local = command.replicas
+        self._local_width = command.tensor_parallel
+        for number in range(command.replicas):
+            name = WorkerName(f"local{number + 1}")
+            self.timeline.mark(name, "switching", self._agenda.now)
+            self._agenda.later(self._scenario.trainer.switch_s, lambda name=name: self.join(name, local=True))
+
+    def hold(self, num_workers: int) -> None:
+        """Hold as many remote workers as advised: give the newest back, or take back who was parked."""
+        if not self._scenario.fleet.held_by_advice:
+            return
+        remote = self._remote()
+        for machine in remote[num_workers:]:
+            self._parked.append(machine.name)
+            self._drain(machine, f"only {num_workers} workers are worth holding")
+        for _ in range(num_workers - len(remote)):
+            if self._parked:
+                name = self._parked.pop()
+                self._agenda.later(self._scenario.fleet.start_s, lambda name=name: self.join(name, local=False))
