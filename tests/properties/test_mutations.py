@@ -177,7 +177,7 @@ MUTATIONS = [
     Mutation(
         "the trainer's devices stay with the trainer when the fleet is gone",
         "devices.py",
-        "    if not any(worker.may_generate for worker in state.fleet.seats.values()):\n",
+        "    if round_.num_waiting and num_generating == 0:\n",
         "    if False:\n",
     ),
     Mutation(
@@ -213,7 +213,7 @@ MUTATIONS = [
     Mutation(
         "a worker's time with samples is paid as idle",
         "leases.py",
-        "    if not worker.leases:\n        settle(worker, state.ledger, now)\n",
+        "    if not worker.leases:\n        settle(worker, desk.ledger, now)\n",
         "    if not worker.leases:\n",
     ),
     Mutation(

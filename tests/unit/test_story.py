@@ -100,7 +100,7 @@ def a_life_with_a_loss() -> Run:
 
 def test_a_lost_worker_a_resumption_and_the_trainer_are_told_in_order_with_their_reasons():
     assert a_life_with_a_loss().story("1/0") == [
-        "sample 1/0: prompt 2 of math, epoch 0, one of 2; round 0 (short) opened at 10.0 s",
+        "sample 1/0: prompt 6 of math, epoch 0, one of 2; round 0 (short) opened at 10.0 s",
         "      +0.0 s  opened in round 0 (short): what the step needs",
         "      +2.0 s  started on w1 (least loaded), after 2.0 s of waiting",
         "      +7.0 s  lost: w1 is gone (preempted), silent for 2.0 s, at token 30 (30 tokens in 5.0 s)",
@@ -147,7 +147,7 @@ def test_a_hand_over_that_nobody_answers_is_told():
     run.join(0.0, W1)
     run.tell(1.0, e.DrainRequested(W1, LIFE, "a spot notice"))
     run.tell(11.0, e.TimePassed())
-    assert any("taken back: w1 did not hand it over in time" in line for line in run.story("1/0"))
+    assert any("stopped on w1: it was not handed over in time" in line for line in run.story("1/0"))
 
 
 def test_tokens_that_are_thrown_away_are_told():
@@ -195,7 +195,7 @@ def test_a_sample_that_was_not_needed_says_so():
     run.join(0.0, W1)
     run.finish(5.0, "1/0", 9)
     told = run.story("1/1")
-    assert any("aborted on w1: its group has enough answers; at token 0" in line for line in told)
+    assert any("stopped on w1: its group has enough answers; at token 0" in line for line in told)
     assert any("discarded: its group has enough answers" in line for line in told)
 
 

@@ -140,6 +140,10 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
 def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> None:
     settle(worker, desk.state.ledger, now)
     worker.duty = duty  # type: ignore[assignment]
+    clock = desk.state.clock
+    if duty == "to_generating" and clock.idle_since is not None:
+        clock.wait_train_s += now - clock.idle_since
+        clock.idle_since = None
     desk.router.update(worker)
     desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
     command = StartTraining if duty == "to_training" else StartGenerating

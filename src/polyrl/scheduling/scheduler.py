@@ -16,7 +16,7 @@ import msgspec
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds
 from polyrl.scheduling import balancing, devices, leases, membership, rounds, scoring, steps
-from polyrl.scheduling.commands import Command
+from polyrl.scheduling.commands import Abort, Command
 from polyrl.scheduling.deadlines import Wait
 from polyrl.scheduling.desk import Desk, State, new_state
 from polyrl.scheduling.events import (
@@ -281,6 +281,8 @@ class Scheduler:
                 devices.arm_window(desk, now)
             case "hand_over":
                 sample = desk.leases[key]  # type: ignore[index]
+                worker = desk.seats[sample.worker]
+                desk.commands.append(Abort(worker.name, sample.lease, "it was not handed over in time"))
                 leases.requeue(desk, sample, self._round_of(sample), now, "hand_over_timeout")
             case "pull":
                 worker = desk.state.fleet.seats[key]

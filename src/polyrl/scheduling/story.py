@@ -211,14 +211,14 @@ class _Teller:
         for command in commands:
             match command:
                 case Abort(lease=before.lease):
-                    return f"aborted on {self._worker}: {command.why};"
+                    return f"stopped on {self._worker}: {command.why};"
                 case ForgetWorker(worker=self._worker):
                     return f"lost: {self._worker} was given up ({command.why}){self._silence(now)}"
                 case _:
                     pass
         if isinstance(event, WorkerLeft) and event.worker == self._worker:
             return f"lost: {self._worker} is gone ({event.reason}){self._silence(now)}"
-        return f"taken back: {self._worker} did not hand it over in time{self._silence(now)}"
+        return f"lost: {self._worker} started anew{self._silence(now)}"
 
     def _silence(self, now: Seconds) -> str:
         silent_s = now - self._heard_at

@@ -1,7 +1,8 @@
 """The machines as a fleet: they join, report, generate, drain, die, are cut off and come back.
 
-It does to machines what the market, the faults and the scheduler's commands ask, and sends what they have to say. News may be late, repeated, or
-held back by a partition until that heals; a dead machine says nothing, and what it had not flushed is lost.
+It does to machines what the market, the faults and the scheduler's commands ask, and sends what they have to say. News
+may be late, repeated, or held back by a partition until that heals; a dead machine says nothing, and what it had not
+flushed is lost.
 """
 
 from collections.abc import Callable

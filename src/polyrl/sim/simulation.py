@@ -1,8 +1,8 @@
 """The simulator's driver: a virtual clock, modelled machines, and the very scheduler that runs live.
 
-It does what a manager does: tells the scheduler what happened, carries its commands out, and wakes it when it asked for that.
-The machines, the network, the rewards and the trainer are models; every decision is the scheduler's. The same scenario
-and seed give the same events, and the journal's digest shows it.
+It does what a manager does: tells the scheduler what happened, carries its commands out, and wakes it when it asked for
+that. The machines, the network, the rewards and the trainer are models; every decision is the scheduler's. The same
+scenario and seed give the same events, and the journal's digest shows it.
 
 It leaves out payload: no token is ever made, only counted.
 """
