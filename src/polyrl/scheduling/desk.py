@@ -65,6 +65,10 @@ class State(Struct):
     next_lease: LeaseId = LeaseId(1)
     next_group: int = 1
     lengths: LengthModel = field(default_factory=LengthModel)
+    lengths_by_kind: dict[RoundKind, LengthModel] = field(
+        default_factory=lambda: {"short": LengthModel(), "long": LengthModel()}
+    )
+    """Only kept when parallelism is planned: prompts of long rounds are long for a reason."""
     scoring: Scoring = field(default_factory=Scoring)
     clock: TrainerClock = field(default_factory=TrainerClock)
     ledger: Ledger = field(default_factory=Ledger)

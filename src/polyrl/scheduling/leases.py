@@ -91,6 +91,13 @@ def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
     return gained
 
 
+def note_length(desk: Desk, sample: Sample, round_: Round, *, finished: bool) -> None:
+    """Learn from an answer that ended, or was stopped and would have gone on."""
+    desk.state.lengths.observe(sample.num_tokens, finished=finished)
+    if desk.config.parallelism.enabled:
+        desk.state.lengths_by_kind[round_.kind].observe(sample.num_tokens, finished=finished)
+
+
 def end_lease(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> Worker:
     """Take a sample's lease away, whatever comes next for it. Returns the worker that had it."""
     worker = desk.seats[sample.worker]
@@ -158,7 +165,7 @@ def discard_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCaus
     if sample.state == "waiting":
         round_.num_waiting -= 1
     elif sample.lease != NO_LEASE:
-        desk.state.lengths.observe(sample.num_tokens, finished=False)
+        note_length(desk, sample, round_, finished=False)
         lease = sample.lease
         worker = end_lease(desk, sample, round_, now)
         desk.commands.append(Abort(worker.name, lease, why))

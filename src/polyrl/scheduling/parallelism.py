@@ -7,7 +7,8 @@ each round kind has its own plan.
 Rules kept here:
 - TP is a power of two that divides the devices, and a copy's weights fit it. All devices are used.
 - Of the plans whose peak KV fits, the one with the least predicted round time. When none fits, the widest, and `why`
-  says so. A plan that fits is kept until another is more than 5% faster: changing it reloads the engines.
+  says so. A plan that fits is kept until another is more than 5% faster and saves more than changing there and
+  back costs.
 - `PreemptionWatch` corrects the model by what happened: a preemption share more than 5 points above the last round's
   doubles TP; four rounds without any halve it.
 
@@ -80,6 +81,8 @@ class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     enabled: bool = False
     min_gain: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
     """A plan that fits is changed only for one predicted to save more than this share of the round's time."""
+    reshape_s: Annotated[float, msgspec.Meta(ge=0)] = 15.0
+    """What changing costs, there and back: a change must save more seconds of the round than this."""
     model: ModelShape | None = None
     """What is run; without it nothing is planned."""
     speed: DecodeSpeed | None = None
@@ -192,7 +195,7 @@ def plan(
         round_s[tp] = round_time_s(speed, survival, work, tp=tp, replicas=replicas, capacity=capacity)
         if peak_tokens(survival, work.num_samples / replicas, work.prompt_tokens, work.cap) <= capacity:
             fits.append(tp)
-    tp, why = _choose(widths, fits, round_s, state.tp_by_kind.get(kind), config.min_gain)
+    tp, why = _choose(widths, fits, round_s, state.tp_by_kind.get(kind), config)
     state.tp_by_kind[kind] = tp
     return ParallelismPlan(tp, devices.num_devices // tp, round_s[tp], f"{kind} round: {why}")
 
@@ -205,7 +208,7 @@ def tensor_parallel_sizes(shape: ModelShape, devices: Devices) -> list[int]:
 
 
 def _choose(
-    widths: list[int], fits: list[int], round_s: dict[int, Seconds], current: int | None, min_gain: float
+    widths: list[int], fits: list[int], round_s: dict[int, Seconds], current: int | None, config: ParallelismConfig
 ) -> tuple[int, str]:
     if not fits:
         return widths[-1], f"no plan holds the peak of KV; TP {widths[-1]} is the widest, samples will wait"
@@ -216,9 +219,9 @@ def _choose(
     if current not in fits:
         return best, f"TP {current} does not hold the peak of KV any more; TP {best} is the fastest that fits ({times})"
     gain = 1.0 - round_s[best] / round_s[current]
-    if gain > min_gain:
+    if gain > config.min_gain and round_s[current] - round_s[best] > config.reshape_s:
         return best, f"TP {best} saves {gain:.0%} over TP {current} ({times})"
-    return current, f"TP {current} stays: TP {best} would save {gain:.1%}, not over {min_gain:.0%} ({times})"
+    return current, f"TP {current} stays: TP {best} would save {gain:.1%}, not worth a change ({times})"
 
 
 def _moved(tp: int, wanted: int, allowed: list[int], why: str) -> TpAdvice:

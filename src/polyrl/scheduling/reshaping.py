@@ -24,7 +24,8 @@ def round_opened(desk: Desk, round_: Round, now: Seconds) -> None:
     if not config.enabled or config.model is None or config.speed is None or not local:
         return
     ready = all(not worker.leases and worker.duty in ("generating", "to_generating") for worker in local)
-    if not ready or state.lengths.num_observed < _MIN_OBSERVED:
+    lengths = state.lengths_by_kind[round_.kind]
+    if not ready or lengths.num_observed < _MIN_OBSERVED:
         return
     state.parallelism.tp_by_kind.setdefault(round_.kind, local[0].num_devices)
     plan = parallelism.plan(
@@ -35,7 +36,7 @@ def round_opened(desk: Desk, round_: Round, now: Seconds) -> None:
         shape=config.model,
         devices=_devices(desk),
         speed=config.speed,
-        survival=state.lengths.survival,
+        survival=lengths.survival,
     )
     tp = max(plan.tp, state.parallelism.min_tp_by_kind.get(round_.kind, 1))
     if tp == local[0].num_devices:

@@ -128,7 +128,7 @@ def sample_generated(desk: Desk, sample: Sample, round_: Round, now: Seconds) ->
     leases.end_lease(desk, sample, round_, now).num_failures = 0
     sample.state = "generated"
     num_tokens = sample.num_tokens
-    desk.state.lengths.observe(num_tokens, finished=num_tokens < desk.config.max_new_tokens)
+    leases.note_length(desk, sample, round_, finished=num_tokens < desk.config.max_new_tokens)
     desk.ledger.ended_by_bin[length_bin(num_tokens)] += 1
     group = desk.groups[sample.group]
     group.num_generated += 1

@@ -12,7 +12,7 @@ from polyrl.scheduling.commands import CancelScore, Score
 from polyrl.scheduling.deadlines import Wait
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.events import RewardFinished
-from polyrl.scheduling.order import unit
+from polyrl.scheduling.order import quick_unit
 from polyrl.scheduling.samples import Group, Sample
 
 _LOOK: Wait = ("reward", 0)
@@ -50,18 +50,12 @@ def _start_waiting(desk: Desk, now: Seconds) -> None:
 def _start(desk: Desk, sample: Sample, now: Seconds) -> None:
     sample.attempt += 1
     case = case_of(desk, desk.groups[sample.group])
-    draw = unit(mix_key(desk.config.seed, sample)) if case in desk.state.budgets.anchors else 0.0
-    limit = desk.state.budgets.limit(case, draw)
+    limit = desk.state.budgets.limit(case, quick_unit(sample.id ^ desk.config.seed ^ sample.attempt << 32))
     due = now + _BACKSTOP_S + _BACKSTOP_FACTOR * limit.timeout_s
     desk.state.scoring.running[sample.id] = (sample.attempt, due)
     if _LOOK not in desk.deadlines.entries:
         desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
     desk.commands.append(Score(sample.id, sample.attempt, limit.timeout_s, limit.why))
-
-
-def mix_key(seed: int, sample: Sample) -> int:
-    """One integer for the draw of one attempt."""
-    return (seed << 48) ^ (sample.id << 4) ^ sample.attempt
 
 
 def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:

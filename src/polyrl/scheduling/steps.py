@@ -68,6 +68,8 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     if desk.config.rounds.adaptive and round_.kind == "long":
         _adapt(desk)
     state.lengths.age(_FORGET_PER_STEP)
+    if desk.config.parallelism.enabled:
+        state.lengths_by_kind[round_.kind].age(_FORGET_PER_STEP)
     _restart_clock(desk, now)
     desk.deadlines.clear(("seed", step))
     membership.refresh_all(desk, now)

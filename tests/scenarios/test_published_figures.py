@@ -1,0 +1,116 @@
+"""The calibration of the shipped scenarios holds: a few steps of each comparison of benchmarks/published.py.
+
+Few steps are noisy, so tolerances are wider here than on docs/results/published-figures.md. The whole command, with the
+tolerances that count, is the test marked `long`.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(__file__).parents[2] / "benchmarks" / "published.py"
+SPEC = importlib.util.spec_from_file_location("published", COMMAND)
+assert SPEC is not None and SPEC.loader is not None
+published = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = published  # its dataclasses look themselves up there
+SPEC.loader.exec_module(published)
+
+
+def played(case, *overrides, seed=0):
+    """The case with a few more overrides; the later one counts."""
+    return published.play(published.Case(case.scenario, (*case.overrides, *overrides)), seed)
+
+
+def figure(value, case, *overrides):
+    return value(played(case, *overrides).measured)
+
+
+@pytest.mark.parametrize("cap", ["8k", "16k"])
+def test_over_provisioning_shortens_the_rollout_as_published(cap):
+    cases = published.factor_cases(cap)
+    seconds = {
+        kind: figure(published.rollout_s, cases[cap, kind, factor], f"run.steps={steps}")
+        for kind, factor, steps in (("none", 1.0, 5), ("prompts", 1.25, 10), ("both", 1.25, 10))
+    }
+    wanted = {kind: published.published_rollout_s(cap, kind, 1.25) for kind in ("prompts", "both")}
+    wanted["none"] = published.published_rollout_s(cap, "none", 1.0)
+    for kind in ("prompts", "both"):
+        assert seconds[kind] / seconds["none"] == pytest.approx(wanted[kind] / wanted["none"], rel=0.2)
+    assert seconds["both"] < seconds["prompts"]
+
+
+@pytest.mark.parametrize("cap", ["8k", "16k"])
+def test_everything_on_is_as_much_faster_than_the_synchronous_baseline_as_published(cap):
+    cases = published.speedup_cases(cap)
+    base = figure(published.step_s, cases["baseline"], "run.steps=5")
+    full = played(cases["stream"], "run.steps=10")
+    assert base == pytest.approx(published.STEP_S[cap]["baseline"], rel=0.1)
+    assert base / published.step_s(full.measured) == pytest.approx(published.SPEEDUPS[cap]["stream"], rel=0.15)
+    assert [step.line.kind for step in full.measured] == ["short"] * 4 + ["long"]
+
+
+def test_the_8b_baseline_trains_the_tokens_a_second_that_it_was_calibrated_on():
+    speed = figure(published.tok_s, published.Case("colocated-8b"), "run.steps=5")
+    assert speed == pytest.approx(published.TOK_S_8B[0], rel=0.05)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_elastic_8b_lands_near_the_published_throughput_and_window(num_workers):
+    case = published.Case("elastic-8b", (f"fleet.workers={num_workers}", "run.steps=16", "run.warmup_steps=11"))
+    steps = played(case).measured
+    assert published.tok_s(steps) == pytest.approx(published.TOK_S_8B[num_workers], rel=0.12)
+    assert published.window_s(steps) == pytest.approx(published.WINDOW_S_8B[num_workers], rel=0.3)
+
+
+def test_migrating_saves_about_the_published_share_of_the_overhead():
+    case = published.Case("three-of-six", ("faults.kill_at_s=[200]", "run.steps=13", "faults.kill_step=12"))
+    took = {
+        name: played(case, *overrides).steps[12].step_s
+        for name, overrides in (
+            ("undisturbed", ["faults.kill_workers=0"]),
+            ("migrated", []),
+            ("regenerated", ["fleet_rules.migrate=false"]),
+        )
+    }
+    migrated, regenerated = (took[name] - took["undisturbed"] for name in ("migrated", "regenerated"))
+    assert 0 < migrated < regenerated
+    assert 1 - migrated / regenerated == pytest.approx(published.MIGRATION_SAVES[200], abs=0.2)
+
+
+def test_all_together_beats_the_best_single_mechanism_in_tokens_per_second_and_per_dollar():
+    cases = published.together_cases()
+    together = played(cases[published.TOGETHER], "run.steps=16", "run.warmup_steps=5").measured
+    for alone in ("elastic", "rewards"):
+        steps = played(cases[alone], "run.steps=9", "run.warmup_steps=5").measured
+        assert published.tok_s(together) > 1.2 * published.tok_s(steps)
+        assert published.tok_per_usd(together) > 1.1 * published.tok_per_usd(steps)
+
+
+def test_racing_samples_trains_shorter_answers_than_racing_prompts():
+    cases = published.factor_cases("16k")
+    natural = figure(published.trained_length, cases["16k", "none", 1.0], "run.steps=10")
+    prompts = figure(published.trained_length, cases["16k", "prompts", 1.25], "run.steps=10")
+    both = figure(published.trained_length, cases["16k", "both", 1.25], "run.steps=10")
+    assert both < prompts < natural
+    assert both / natural == pytest.approx(published.EARLIER_BIAS["race"], abs=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_every_published_figure_is_within_its_tolerance():
+    ended = subprocess.run(
+        [sys.executable, COMMAND, "--json"], capture_output=True, text=True, timeout=2900, check=False
+    )
+    sections = json.loads(ended.stdout)["sections"]
+    outside = [
+        f"{name}, {check['table']}: {check['name']}: {check['simulated']:.3g}, published {check['published']:.3g}"
+        for name, section in sections.items()
+        for check in section["checks"]
+        if check["holds"] is False
+    ]
+    assert outside == []
+    assert ended.returncode == 0
