@@ -404,8 +404,14 @@ def speedups(player: Player) -> Section:
     text = f"the reward scheduler matters most at short caps ({times(gains['8k'])} at 8k, {times(gains['16k'])} at 16k)"
     section.claim(text, holds=gains["8k"] > gains["16k"])
     planned = {cap: mean(one["rewards"], step_s) / mean(one["planner"], step_s) for cap, one in runs.items()}
-    text = f"the planner does no harm at 8k and helps a little at 16k ({planned['8k']:.3f}x, {planned['16k']:.3f}x)"
-    section.claim(text, holds=planned["8k"] >= 1 and planned["16k"] > 1)
+    text = f"the parallelism planner does no harm ({planned['8k']:.3f}x at 8k, {planned['16k']:.3f}x at 16k)"
+    section.claim(text, holds=min(planned.values()) > 0.995)
+    if planned["16k"] < 1.005:
+        wanted = SPEEDUPS["16k"]["planner"] / SPEEDUPS["16k"]["rewards"]
+        section.misfits.append(
+            f"The parallelism planner brings {planned['16k']:.3f}x at 16k, published {wanted:.3f}x: with these constants it "
+            "finds no engine width worth the change."
+        )
     return section
 
 
@@ -716,10 +722,19 @@ def add_modes(section: Section, player: Player) -> None:
             f"{mean(runs[mode], discarded_share):.0%}",
             f"{seconds[mode]:.0f}",
             times(seconds["off"] / seconds[mode]),
+            f"{mean(runs[mode], of_kind('short', longest)) / CAP['16k']:.0%}",
         ]
         for mode in MODES
     ]
-    header = ("mode", "trained length", "earlier simulation", "discarded", "rollout, s", "rollouts/s gain")
+    header = (
+        "mode",
+        "trained length",
+        "earlier simulation",
+        "discarded",
+        "rollout, s",
+        "rollouts/s gain",
+        "longest, short round",
+    )
     section.tables.append(Table("The modes of tail batching, 16k", header, rows))
     section.claim(
         f"`race` shortens the trained answers most ({lengths['race']:.0%}), then `prompts` ({lengths['prompts']:.0%})",
@@ -729,8 +744,7 @@ def add_modes(section: Section, player: Player) -> None:
     if slow:
         section.misfits.append(
             f"Tail batching by {' and '.join(f'`{mode}`' for mode in slow)} gains less than 5% in rollout time on "
-            "these lengths, though its bias is small: `predicted` learns too little from a prompt's earlier answers "
-            "(correlation 0.225), and `designated` waits for every designated sample."
+            "these lengths, though its bias is small: its short rounds still hold answers at or near the cap."
         )
     section.claim(
         f"`predicted` trains without bias ({lengths['predicted']:.0%})", holds=abs(lengths["predicted"] - 1) < 0.05
@@ -753,8 +767,7 @@ def add_trends(section: Section, player: Player) -> None:
     section.tables.append(adaptive_table(fixed, adaptive))
     gains = {cap: mean(fixed[cap], step_s) / mean(adaptive[cap], step_s) for cap in CAP}
     section.claim(
-        f"adaptive factors shorten the step against 1.25 ({gains['8k']:.3f}x at 8k, {gains['16k']:.3f}x at 16k; they "
-        "are chosen for the time of generation alone, and here rewards hold the short rounds)",
+        f"adaptive factors shorten the step against 1.25 ({gains['8k']:.3f}x at 8k, {gains['16k']:.3f}x at 16k)",
         holds=min(gains.values()) > 1,
     )
 

@@ -9,6 +9,7 @@ seed.
 
 import random
 from collections.abc import Callable
+from typing import Literal
 
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName
@@ -29,6 +30,7 @@ from polyrl.scheduling.parameters import (
 from polyrl.scheduling.scheduler import Scheduler
 from tests.properties.books import Books
 
+TailMode = Literal["off", "race", "prompts", "designated", "predicted"]
 FAIR_SECONDS = 6000
 FAIR_STEPS = 2
 FAIR_OUTCOMES: tuple[e.RewardOutcome, ...] = ("scored", "timed_out")
@@ -41,6 +43,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         DomainData(name=f"d{i}", prompts_per_step=rng.randint(1, 4), num_prompts=rng.choice([3, 7, 20, 500]))
         for i in range(rng.choice([1, 1, 2]))
     )
+    mode: TailMode = rng.choice(["off", "race", "race", "prompts", "designated", "predicted"])
     return SchedulerConfig(
         domains=domains,
         seed=rng.randrange(1000),
@@ -49,11 +52,11 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         streaming=rng.random() < 0.8,
         trainer_usd_per_hour=10.0,
         rounds=RoundsConfig(
-            tail_batching=rng.choice(["off", "race", "race", "prompts", "designated", "predicted"]),
+            tail_batching=mode,
             samples_per_prompt=rng.randint(1, 4),
             prompt_factor=rng.choice([1.0, 1.25, 1.5, 2.0]),
             sample_factor=rng.choice([1.0, 1.25, 1.5]),
-            adaptive=rng.random() < 0.2,
+            adaptive=rng.random() < 0.2 and mode not in ("designated", "predicted"),
             refill=rng.random() < 0.6,
             min_group_samples=rng.randint(1, 2),
         ),

@@ -20,7 +20,7 @@ sys.modules[SPEC.name] = published  # its dataclasses look themselves up there
 SPEC.loader.exec_module(published)
 
 
-def played(case, *overrides, seed=int(__import__("os").environ.get("SEED","0"))):
+def played(case, *overrides, seed=0):
     """The case with a few more overrides; the later one counts."""
     return published.play(published.Case(case.scenario, (*case.overrides, *overrides)), seed)
 

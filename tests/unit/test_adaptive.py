@@ -74,9 +74,8 @@ def test_a_looser_bound_never_makes_rounds_slower():
     assert tokens == sorted(tokens, reverse=True)
 
 
-@pytest.mark.parametrize("mode", ["prompts", "predicted"])
-def test_samples_do_not_race_where_the_mode_has_no_extra_samples(mode):
-    outlook = choose(1.2, mode=mode)
+def test_samples_do_not_race_where_the_mode_has_no_extra_samples():
+    outlook = choose(1.2, mode="prompts")
     assert outlook is not None
     assert outlook.samples == 1.0
     assert outlook.prompts in GRID
@@ -103,3 +102,9 @@ def test_single_samples_tell_nothing_of_correlation():
     for _ in range(100):
         correlation.observe([5])
     assert correlation.value() == 0.2
+
+
+@pytest.mark.parametrize("mode", ["designated", "predicted"])
+def test_factors_are_not_chosen_for_modes_that_the_token_model_does_not_play(mode):
+    with pytest.raises(ValueError, match="adaptive: factors are chosen for race and prompts only"):
+        RoundsConfig(tail_batching=mode, adaptive=True)

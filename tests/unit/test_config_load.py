@@ -241,7 +241,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_one_or_all_of_them(tree, me
         ),
         ({"prices": {"a": {}, "b": {"price": -1}}}, "prices.b.price: got -1, expected a number > 0 and <= 100"),
         ({"host": "A"}, 'host: got "A", expected a string that matches ^[a-z]*$'),
-        ({"domains": [{"name": "a"}], "fleet": {"price": math.nan}}, "fleet.price: got nan, expected a number"),
+        ({"domains": [{"name": "a"}], "fleet": {"price": math.nan}}, "fleet.price: got nan, expected a finite number"),
+        ({"domains": [{"name": "a"}], "fleet": {"price": math.inf}}, "fleet.price: got inf, expected a finite number"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_path_and_what_was_expected(tree, message):
@@ -295,7 +296,7 @@ def test_whatever_the_tree_it_is_built_or_refused_in_one_line(tree):
 # Writing
 
 
-numbers = st.floats(allow_nan=False, min_value=0)
+numbers = st.floats(allow_nan=False, allow_infinity=False, min_value=0)
 fleets = st.builds(
     Fleet,
     workers=st.integers(min_value=0, max_value=2**60),

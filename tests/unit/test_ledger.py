@@ -72,11 +72,14 @@ def test_all_dollars_are_the_trainers_and_the_workers():
     assert run.ledger.usd(run.now) == pytest.approx(83.79 / 20 + 5.32 / 40)
 
 
-def test_a_price_that_changes_with_a_new_life_is_the_newest():
+def test_a_new_price_in_a_new_life_leaves_the_old_dollars_as_they_were():
     ledger = Ledger()
-    ledger.worker_line(WorkerName("a"), 1.0)
+    ledger.worker_line(WorkerName("a"), 10.0)
     ledger.pay(WorkerName("a"), "idle", 3600.0)
-    assert ledger.worker_line(WorkerName("a"), 2.0).usd == 2.0
+    line = ledger.worker_line(WorkerName("a"), 1.0)
+    assert line.usd == 10.0
+    ledger.pay(WorkerName("a"), "idle", 3600.0)
+    assert line.usd == 11.0
 
 
 def test_a_step_line_holds_what_the_step_was_made_of():

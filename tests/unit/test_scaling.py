@@ -1,4 +1,4 @@
-"""How many workers are worth holding, by time and by money."""
+"""How many workers are worth holding."""
 
 import math
 
@@ -12,8 +12,6 @@ from polyrl.scheduling.scaling import (
     ScalingConfig,
     ScalingState,
     advise,
-    cheapest_workers,
-    gain_per_worker,
     useful_workers,
 )
 from polyrl.scheduling.seeding import StepTimes
@@ -85,47 +83,6 @@ WHY_ONE = "0.0 workers generate a step's samples in the 100 s it trains (1 to 8 
 def test_bounds_that_cross_are_refused():
     with pytest.raises(ValueError, match="min_workers 5"):
         ScalingConfig(min_workers=5, max_workers=4)
-
-
-def test_four_published_workers_make_a_token_cost_seven_tenths():
-    """8 H100 at 83.79 $/h; workers of 2 H100 at 5.32 $/h, each adding 2,000 to 10,000 tokens/s."""
-    config = ScalingConfig(max_workers=4)
-    advice = cheapest_workers(trainer_price=83.79, worker_price=5.32, gain=0.2, useful=7.0, config=config)
-    assert advice.num_workers == 4
-    assert "70% of what it costs without workers" in advice.why
-
-
-def test_workers_beyond_the_useful_number_are_not_bought():
-    advice = cheapest_workers(trainer_price=83.79, worker_price=5.32, gain=0.2, useful=5.0, config=ScalingConfig())
-    assert advice.num_workers == 5
-
-
-def test_a_worker_dearer_than_its_share_of_the_trainer_is_not_bought():
-    advice = cheapest_workers(trainer_price=80.0, worker_price=17.0, gain=0.2, useful=5.0, config=ScalingConfig())
-    assert advice.num_workers == 0
-
-
-@given(
-    trainer_price=st.floats(1, 1000),
-    worker_price=st.floats(0, 100),
-    gain=st.floats(0, 2),
-    useful=st.floats(0, 40),
-)
-def test_no_other_number_of_workers_makes_a_token_cheaper(trainer_price, worker_price, gain, useful):
-    advice = cheapest_workers(
-        trainer_price=trainer_price, worker_price=worker_price, gain=gain, useful=useful, config=ScalingConfig()
-    )
-
-    def price(n: int) -> float:
-        return (trainer_price + n * worker_price) / (1 + gain * min(n, useful))
-
-    assert all(price(advice.num_workers) <= price(n) for n in range(65))
-
-
-def test_the_gain_of_a_worker_counts_only_useful_ones():
-    assert gain_per_worker(1.8, 4, useful=7.0) == pytest.approx(0.2)
-    assert gain_per_worker(1.8, 8, useful=4.0) == pytest.approx(0.2)
-    assert gain_per_worker(1.0, 0, useful=4.0) == 0.0
 
 
 @given(wanted=st.lists(st.integers(1, 8), max_size=30))

@@ -55,7 +55,7 @@ def play(plan: Planner, state: TailBatching, num_rounds: int = 10_000) -> list[t
             quota = plan.domains[domain].prompts_per_step
             most = quota + math.ceil(plan.config.prompt_factor * quota) - quota
             assert len(waiting) < most or not waiting
-            assert all(1 <= one.times_deferred <= plan.config.max_deferrals for one in waiting)
+            assert all(one.times_deferred == 1 for one in waiting)
     return played
 
 
@@ -139,13 +139,16 @@ def test_the_data_ends_after_the_last_epoch_and_never_without_one():
     assert len(play(plan, state, 50)) == 50
 
 
-def test_a_prompt_that_may_not_be_deferred_again_comes_first():
-    plan, state = planner(quotas=(2,))
-    for prompt, times in ((1, 0), (2, 0), (3, 1)):
-        plan.defer(state, Choice(0, PromptId(prompt), 0, times, 0), Step(1))
+def test_deferred_prompts_do_not_starve_when_no_more_will_come():
+    """With factors that have come down to 1 nothing is deferred any more: what waits is drained by a smaller round."""
+    plan, state = planner(quotas=(4,))
+    state.factors.prompts = 1.0
+    plan.defer(state, Choice(0, PromptId(1), 0, 0, -1), Step(1))
     round_ = plan.plan_round(state, Step(2))
     assert round_ is not None
-    assert [one.prompt for one in round_.choices] == [3, 1]
+    assert round_.kind == "long"
+    assert round_.choices[0].prompt == 1
+    assert len(round_.choices) == 4, "filled with fresh prompts"
 
 
 def test_predicted_rounds_race_nothing_and_pass_over_what_was_long_before():

@@ -16,7 +16,6 @@ def worker(
         local=False,
         num_devices=1,
         kv_tokens=0,
-        joined_at=0.0,
         since=0.0,
         state="active",
         version=Version(version),

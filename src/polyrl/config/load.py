@@ -4,7 +4,7 @@
     scenario = build(tree, Scenario, source=str(path))
 
 Rules: every mistake is one ConfigError of one line; it names the dotted path (or the file and line), what was wrong and
-what was expected. Nothing that is passed in is changed. `nan` is never a value: it slips through every bound.
+what was expected. Nothing that is passed in is changed. `nan` and `inf` are never values: they slip through bounds.
 Left out: includes, environment variables, and keys that hold a dot themselves (an override cannot reach them).
 """
 
@@ -62,8 +62,8 @@ def build(tree: Tree, struct_type: type[StructT], *, source: str = "") -> Struct
     `ValueError("key: reason")` for what takes more than one field to see.
     """
     suffix = f" (in {source})" if source else ""
-    for path in _paths_to_nan(tree, ()):
-        raise ConfigError(f"{show_path(path)}: got nan, expected a number{suffix}")
+    for path, value in _not_finite(tree, ()):
+        raise ConfigError(f"{show_path(path)}: got {value}, expected a finite number{suffix}")
     try:
         return msgspec.convert(tree, struct_type)
     except msgspec.ValidationError as error:
@@ -136,12 +136,12 @@ def _index(items: list[Any], path: list[str], depth: int) -> int:
     )
 
 
-def _paths_to_nan(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    if isinstance(node, float) and math.isnan(node):
-        yield path
+def _not_finite(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], float]]:
+    if isinstance(node, float) and not math.isfinite(node):
+        yield path, node
     elif isinstance(node, dict):
         for key, value in node.items():
-            yield from _paths_to_nan(value, (*path, key))
+            yield from _not_finite(value, (*path, key))
     elif isinstance(node, list):
         for index, value in enumerate(node):
-            yield from _paths_to_nan(value, (*path, index))
+            yield from _not_finite(value, (*path, index))

@@ -42,14 +42,15 @@ def learn_speed(desk: Desk, worker: Worker, num_running: int, num_steps: int, no
 def learn_plateau(desk: Desk, worker: Worker, num_waiting: int) -> None:
     """An engine that holds samples back has too many; one that runs all it has may be given a few more.
 
-    What it runs at once depends on its cache and on how long contexts are now, and it is the one who knows.
+    What it runs at once depends on its cache and on how long contexts are now, and it is the one who knows. A report of
+    more samples held back than it has is old news.
     """
     worker.num_waiting = num_waiting
     num = len(worker.leases)
     plateau = worker.plateau
-    if num_waiting > 0:
-        plateau = max(1, min(plateau, num - num_waiting))
-    elif num >= plateau:
+    if 0 < num_waiting < num:
+        plateau = min(plateau, num - num_waiting)
+    elif num_waiting == 0 and num >= plateau:
         plateau = min(worker.slots, plateau + max(1, plateau // _PLATEAU_GROWTH))
     if plateau != worker.plateau:
         worker.plateau = plateau
@@ -71,7 +72,9 @@ def balance(desk: Desk, now: Seconds) -> None:
             workers, desk.config.routing, desk.config.prompt_tokens, lambda worker: _candidates(desk, worker)
         )
         for move in moves:
-            leases.hand_over(desk, desk.leases[move.lease], move.why, now)
+            sample = desk.leases[move.lease]
+            sample.target = move.target
+            leases.hand_over(desk, sample, move.why, now)
     arm(desk, now)
 
 

@@ -147,7 +147,10 @@ class DropGroup(CommandStruct, frozen=True, tag=True):
 
 
 class CloseRound(CommandStruct, frozen=True, tag=True):
-    """The last group of the round has been delivered: the denominators are known. Ends in StepTrained."""
+    """The last group of the round has been delivered: the denominators are known. Ends in StepTrained.
+
+    After a GroupRejected it no longer holds; it is said again when the round is complete without that group.
+    """
 
     step: Step
     num_groups: int

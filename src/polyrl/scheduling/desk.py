@@ -1,8 +1,8 @@
 """What the parts of the scheduler work on: its state, the indexes over it, and the commands of the event in hand.
 
 `State` is everything that is saved. The rest of `Desk` is derived from it and rebuilt on load: which sample a lease is
-for, which worker has credit, which deadline is next. The parts (leases, scoring, rounds, devices, deliveries) are
-modules of functions that take the desk; scheduler.py calls them. They note what has become possible in the `*_due`
+for, which worker has credit, which deadline is next. The parts (leases, scoring, rounds, membership, devices, steps)
+are modules of functions that take the desk; scheduler.py calls them. They note what has become possible in the `*_due`
 flags, and scheduler.py acts on those once, at the end of the event.
 """
 

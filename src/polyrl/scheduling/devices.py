@@ -80,16 +80,15 @@ def review(desk: Desk, now: Seconds) -> None:
     if not local:
         return
     round_ = oldest_round(desk)
+    why = _why_generate(desk, round_, now) if any(worker.duty == "training" for worker in local) else None
     for worker in local:
         if worker.duty == "stopping" and not worker.leases:
             _switch(desk, worker, "to_training", "its samples are handed over", now)
         elif worker.duty == "generating" and round_ is not None and _has_nothing_to_generate(desk, worker, round_, now):
             _switch(desk, worker, "to_training", "nothing is left for it to generate", now)
-        elif worker.duty == "training":
-            why = _why_generate(desk, round_, now)
-            if why is not None:
-                _switch(desk, worker, "to_generating", why, now)
-                _renew_window(desk, round_, now)
+        elif worker.duty == "training" and why is not None:
+            _switch(desk, worker, "to_generating", why, now)
+            _renew_window(desk, round_, now)
     if round_ is not None:
         _hand_back(desk, round_, local, now)
 

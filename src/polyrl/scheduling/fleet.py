@@ -78,7 +78,6 @@ class Worker(Struct):
     local: bool
     num_devices: int
     kv_tokens: int
-    joined_at: Seconds
     since: Seconds
     """Up to when its seconds are in the ledger."""
     state: WorkerState = "waiting"

@@ -7,6 +7,7 @@ does not hold is a bug of the scheduler, whatever the environment did.
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds, show_sample
 from polyrl.scheduling.desk import Desk, State
+from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.scheduling.staleness import newest_step, oldest_version
@@ -148,6 +149,7 @@ def _check_fleet(desk: Desk, now: Seconds) -> None:
         _law(worker.version <= state.published, f"{name} holds an unpublished version")
         if worker.pulling != NO_VERSION and worker.source != -1:
             _law(worker.source in fleet.seats, f"{name} pulls from an empty seat")
+            _law(not _pulls_from_itself(fleet.seats, worker), f"{name} pulls, by others, from itself")
         if worker.leases:
             _law(worker.state in ("active", "draining"), f"{name} has samples and is {worker.state}")
         if worker.local:
@@ -155,6 +157,17 @@ def _check_fleet(desk: Desk, now: Seconds) -> None:
             expected = worker.duty in ("to_training", "to_generating")
             _law(switching == expected, f"{name} is {worker.duty}, switch deadline: {switching}")
         _law(worker.since <= now, f"{name} is paid beyond now")
+
+
+def _pulls_from_itself(seats: dict[int, Worker], worker: Worker) -> bool:
+    source = seats.get(worker.source)
+    for _ in seats:
+        if source is None or source.pulling == NO_VERSION:
+            return False
+        if source is worker:
+            return True
+        source = seats.get(source.source)
+    return True
 
 
 def _check_scoring(desk: Desk) -> None:
@@ -190,7 +203,7 @@ def _check_prompts(desk: Desk) -> None:
                 f"domain {d} has {len(waiting)} deferred prompts, {most} is too many",
             )
         for one in waiting:
-            often = 1 <= one.times_deferred <= config.rounds.max_deferrals
+            often = one.times_deferred == 1
             _law(often, f"prompt {one.prompt} waits and was deferred {one.times_deferred} times")
             _law(one.first_deferred_step >= 0, f"prompt {one.prompt} waits since no step")
 

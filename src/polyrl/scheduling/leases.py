@@ -27,7 +27,9 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
         while round_.num_waiting:
             sample = _first_waiting(desk.samples, round_)
             group = groups[sample.group]
-            worker = choose(min_version, -1 if sample.num_tokens else group.prefix_worker)
+            worker = None if sample.target < 0 else desk.router.take(sample.target, min_version)
+            if worker is None:
+                worker = choose(min_version, -1 if sample.num_tokens else group.prefix_worker)
             if worker is None:
                 return
             _grant(desk, sample, group, round_, worker, now)
@@ -62,6 +64,7 @@ def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Work
     sample.lease = lease
     sample.worker = seat
     sample.seen_tokens = -1
+    sample.target = -1
     version = sample.version
     if version == NO_VERSION or worker.version < version:
         sample.version = worker.version

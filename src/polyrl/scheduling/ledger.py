@@ -36,34 +36,36 @@ class StepLine(Struct, frozen=True):
     num_samples: int
     tokens_trained: int
     tokens_discarded: dict[str, int]
+    """Since the step before was trained."""
     longest: int
     trained_mean: float
     generated_mean: float
     """Mean length of all the round's samples that ended by themselves, trained or not."""
     inclusion_by_length: tuple[tuple[int, int, int], ...]
-    """(bin, samples that ended with such a length, those of them trained)."""
+    """(bin, samples that ended with such a length, those of them trained), of the run so far."""
     wait_train_s: Seconds
     wait_remote_s: Seconds
     train_s: Seconds
     seed_window_s: Seconds
+    seed_window_why: str
+    """What was learned of the window in this step."""
     mean_workers: float
     num_moves: int
     usd: float
+    """Of the run so far."""
 
 
 class WorkerLine(Struct):
     price_usd_per_hour: float
+    """Of its present life; earlier ones may have cost something else."""
     seconds: dict[str, float] = {}
+    usd: float = 0.0
     num_joins: int = 0
     num_losses: int = 0
 
     @property
     def paid_s(self) -> float:
         return sum(self.seconds.values())
-
-    @property
-    def usd(self) -> float:
-        return self.paid_s * self.price_usd_per_hour / 3600
 
 
 class Ledger(Struct):
@@ -77,6 +79,8 @@ class Ledger(Struct):
     tokens_arrived: int = 0
     tokens_kept: int = 0
     tokens_discarded: dict[str, int] = {}
+    discarded_told: dict[str, int] = {}
+    """`tokens_discarded` at the last step's line."""
     tokens_reprefilled: int = 0
     moves: dict[str, int] = {}
     late_news: int = 0
@@ -105,6 +109,7 @@ class Ledger(Struct):
     def pay(self, worker: WorkerName, activity: Activity, seconds: Seconds) -> None:
         line = self.workers[worker]
         line.seconds[activity] = line.seconds.get(activity, 0.0) + seconds
+        line.usd += seconds * line.price_usd_per_hour / 3600
 
     def worker_line(self, worker: WorkerName, price_usd_per_hour: float) -> WorkerLine:
         line = self.workers.get(worker)

@@ -37,7 +37,6 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         local=event.local,
         num_devices=event.num_devices,
         kv_tokens=event.kv_tokens,
-        joined_at=now,
         since=now,
         version=NO_VERSION if unknown or event.version is None else event.version,
         last_tokens_at=now,
@@ -126,6 +125,7 @@ def publish(desk: Desk, version: Version, now: Seconds) -> None:
         return
     desk.state.published = version
     for worker in desk.state.fleet.seats.values():
+        worker.bad_source = False
         if worker.local:
             worker.version = version
         _refresh_state(desk, worker, now)

@@ -35,8 +35,8 @@ class Candidate(Struct, frozen=True, gc=False):
 
 
 class Move(Struct, frozen=True, gc=False):
-    source: int
     target: int
+    """The seat of the worker that should go on with it."""
     lease: LeaseId
     why: str
 
@@ -97,7 +97,7 @@ def _move_from(
             return
         if candidate.moved_at > 0 and candidate.num_tokens < candidate.moved_at + config.move_every_tokens:
             continue
-        moves.append(Move(source.seat, seat, candidate.lease, f"saves about {saved:.0f} s, costs {cost:.1f} s"))
+        moves.append(Move(seat, candidate.lease, f"saves about {saved:.0f} s, costs {cost:.1f} s"))
         num_here -= 1
         if num_there + 1 < target.plateau:
             heapq.heapreplace(targets, (num_there + 1, spot, seat, target))

@@ -47,13 +47,16 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The most tokens that adaptive factors may discard, as a share of all generated."""
     max_bias: Share = 0.35
     """The most by which adaptive factors may shorten the mean trained answer, as a share of it."""
-    max_deferrals: AtLeastOne = 2
     refill: bool = True
     """Start a fresh prompt for one that was dropped or filtered; otherwise the step goes on with one less."""
     max_refill_share: NotNegative = 1.0
     """At most this many refills in a round, as a share of its prompts."""
     min_group_samples: AtLeastOne = 2
     """A group that lost samples to failures is still trained with at least this many."""
+
+    def __post_init__(self) -> None:
+        if self.adaptive and self.tail_batching in ("designated", "predicted"):
+            raise ValueError(f"adaptive: factors are chosen for race and prompts only, not for {self.tail_batching}")
 
 
 class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +79,7 @@ class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     heartbeat_timeout_s: Positive = 3.0
     stall_timeout_s: Positive = 120.0
-    """A worker that has samples but brings no token for this long is given up."""
+    """A sample with no new token from one look to the next, this far apart, is taken back; all of them: the worker."""
     hand_over_timeout_s: Positive = 10.0
     pull_timeout_s: Positive = 900.0
     switch_timeout_s: Positive = 300.0
@@ -107,7 +110,7 @@ class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_slowdown: Factor = 1.1
     """How much slower the samples that go on may become."""
     come_back_after_s: Positive = 60.0
-    """A device that has had nothing to train for this long, while samples wait for a worker, generates again."""
+    """Devices that had nothing to train for this long generate again, if samples wait or the fleet has much to do."""
 
 
 class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

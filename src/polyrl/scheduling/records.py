@@ -5,10 +5,10 @@
     records         a frame each: [now, event, digest of the commands]
     a frame         length u32, crc32 of the length u32, crc32 of the payload u32 (little endian), msgpack payload
 
-Rules kept here: a record is whole before any of its commands is carried out, so what was acted on can be read back. A
-length has its own checksum: without it a damaged length looks like the end of the file, and recovery, which drops a
-record that was cut short, would drop everything behind it. Whatever is wrong is said in one line, with the record's
-number and its offset.
+Rules kept here: a record holds all that is needed to ask the scheduler again. When it reaches the disk is the writer's
+matter. A length has its own checksum: without it a damaged length looks like the end of the file, and recovery, which
+drops a record that was cut short, would drop everything behind it. Whatever is wrong is said in one line, with the
+record's number and its offset.
 
 Left out: files (telemetry/journal.py), and tokens: payload stays with the driver. Fields added to the end of a record
 or a header are skipped by older readers of the same format.

@@ -45,6 +45,7 @@ def round_opened(desk: Desk, round_: Round, now: Seconds) -> None:
     for worker in local:
         state.fleet.start_drain(worker, now)
         membership.lose(desk, worker, "the local engines are reshaped", now, tell=False)
+    state.parallelism.num_preemptions = 0
     desk.commands.append(Reshape(tp, replicas, plan.why))
 
 
@@ -60,7 +61,8 @@ def step_trained(desk: Desk, round_: Round) -> None:
     watch = state.parallelism.watches.setdefault(round_.kind, PreemptionWatch())
     allowed = parallelism.tensor_parallel_sizes(config.model, _devices(desk))
     advice = watch.after_round(local[0].num_devices, share, allowed=allowed)
-    state.parallelism.min_tp_by_kind[round_.kind] = advice.tp if share > 0.0 else 1
+    if advice.tp != local[0].num_devices:
+        state.parallelism.min_tp_by_kind[round_.kind] = advice.tp
 
 
 def _devices(desk: Desk) -> Devices:

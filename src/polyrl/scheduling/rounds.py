@@ -69,7 +69,6 @@ def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
         num_planned=len(plan.choices) * plan.num_samples,
         fresh=[],
         resumed=[],
-        discarded_before=dict(ledger.tokens_discarded),
         next_hand_back_share=desk.config.hand_back.first_share,
     )
     state.rounds[step] = round_
@@ -285,6 +284,7 @@ def drop_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause, rea
         round_.num_ready -= 1
     elif before in ("delivered", "taken"):
         round_.num_delivered -= 1
+        round_.closed_at = None  # the trainer is told anew, with the number that is due now
     if round_.claims[domain] + round_.num_open[domain] < round_.quotas[domain]:
         _refill(desk, round_, domain)
     _defer_if_full(desk, round_, domain, now)
@@ -293,13 +293,13 @@ def drop_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause, rea
 
 def _refill(desk: Desk, round_: Round, domain: int) -> None:
     config = desk.config.rounds
-    may = config.refill and round_.num_refills < config.max_refill_share * desk.config.domains[domain].prompts_per_step
+    num_prompts = sum(one.prompts_per_step for one in desk.config.domains)
+    may = config.refill and round_.num_refills < config.max_refill_share * num_prompts
     choice = desk.planner.take_fresh(desk.state.tail, domain) if may else None
     if choice is None:
         round_.quotas[domain] -= 1
         return
     round_.num_refills += 1
-    round_.closed_at = None
     planned = _add_group(desk, round_, choice, config.samples_per_prompt)
     desk.commands.append(AddGroup(round_.step, planned, "in place of a dropped prompt"))
     desk.place_due = True

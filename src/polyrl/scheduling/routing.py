@@ -66,6 +66,12 @@ class Router:
             heapq.heappush(heap, entry)
         return chosen
 
+    def take(self, seat: int, min_version: Version) -> Worker | None:
+        """That very worker, if it could be chosen now."""
+        if seat not in self._loads or self._seats[seat].version < min_version:
+            return None
+        return self._seats[seat]
+
     def _prefer_prefix(self, least: Worker, load: float, min_version: Version, prefix_worker: int) -> Worker:
         its_load = self._loads.get(prefix_worker)
         if its_load is None or its_load > load + self._config.prefix_imbalance:

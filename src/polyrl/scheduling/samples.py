@@ -4,13 +4,13 @@
                         leased -> generated -> scoring -> scored -> trained
              any of them -> discarded                            with a cause in the ledger
 
-    group:   open -> claimed -> delivered -> taken -> trained
-             open -> deferred        its prompt waits for a long round
-             any  -> dropped         with a reason in the ledger
+    group:   open -> claimed -> ready -> delivered -> taken -> trained
+             open -> deferred        its prompt waits for a long round; the group is forgotten
+             any  -> dropped         with a reason in the ledger; forgotten too
 
-`open`: its samples race. `claimed`: enough of them have ended, its place in the step is sure. `delivered`: scored and
-given to the trainer. `taken`: the trainer said so. Samples and groups of a step are forgotten when the step is trained;
-what remains of them is in the ledger.
+`open`: its samples race. `claimed`: enough of them have ended, its place in the step is sure. `ready`: all are scored.
+`delivered`: given to the trainer. `taken`: the trainer said so. Samples and groups of a step are forgotten when the
+step is trained; what remains of them is in the ledger.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from polyrl.ids import GroupId, LeaseId, PromptId, SampleId, Seconds, Step, Vers
 from polyrl.scheduling.commands import RoundKind
 
 SampleState = Literal["waiting", "leased", "stopping", "generated", "scoring", "scored", "discarded"]
-GroupState = Literal["open", "claimed", "ready", "delivered", "taken", "deferred", "dropped"]
+GroupState = Literal["open", "claimed", "ready", "delivered", "taken"]
 
 NO_LEASE = LeaseId(0)
 NO_VERSION = Version(-1)
@@ -43,6 +43,8 @@ class Sample(Struct, gc=False):
     """The oldest version that wrote one of its tokens."""
     moved_at: int = 0
     """Its tokens when it last moved."""
+    target: int = -1
+    """The seat of the worker that balancing wants to have it."""
     attempt: int = 0
     """Of scoring it. Only the answer to the latest one counts."""
     num_failures: int = 0
@@ -101,13 +103,7 @@ class Round(Struct):
     num_refills: int = 0
     num_moves: int = 0
     closed_at: Seconds | None = None
-    discarded_before: dict[str, int] = {}
-    """The ledger's discarded tokens when it opened."""
     next_hand_back_share: float = 0.0
-
-    @property
-    def num_groups_due(self) -> int:
-        return sum(self.quotas)
 
     @property
     def is_generating(self) -> bool:

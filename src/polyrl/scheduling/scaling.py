@@ -1,15 +1,14 @@
-"""Scaling: how many workers are worth holding, by time and by money.
+"""Scaling: how many workers are worth holding.
 
-By time: the samples of a step take a certain number of worker-seconds to generate. As many workers as generate them in
-the time that the trainer trains keep both busy; one more only waits. By money: a worker that adds a share r of the
-trainer's own throughput lowers the price of a token exactly while it costs less than r times what the trainer costs.
+The samples of a step take a certain number of worker-seconds to generate. As many workers as generate them in
+the time that the trainer trains keep both busy; one more only waits.
 
 Rules kept here:
 - Advice is rare: only when the number differed from the last advice, on the same side, for two steps in a row.
 - Advice stays within `min_workers` and `max_workers`, and a step that measured nothing advises nothing.
 
-Left out: acting on it. Somebody, or a driver with a cloud's API, starts and stops workers; a fleet that is smaller than
-advised is a normal state.
+Left out: prices (`polyrl plan` weighs them), and acting on it. Somebody, or a driver with a cloud's API, starts and
+stops workers; a fleet that is smaller than advised is a normal state.
 """
 
 import math
@@ -74,33 +73,4 @@ def advise(
         wanted,
         f"{useful:.1f} workers generate a step's samples in the {times.train_s:.0f} s it trains"
         f" ({config.min_workers} to {config.max_workers} allowed, {workers_now} now, {advised} before)",
-    )
-
-
-def gain_per_worker(throughput_ratio: float, num_workers: int, useful: float) -> float:
-    """What one worker adds, as a share of the throughput without any; from a ratio measured with `num_workers`.
-
-    Workers beyond `useful` add nothing and are not counted. 0 when there are none to measure.
-    """
-    counted = min(num_workers, useful)
-    return (throughput_ratio - 1.0) / counted if counted > 0.0 else 0.0
-
-
-def cheapest_workers(
-    *, trainer_price: float, worker_price: float, gain: float, useful: float, config: ScalingConfig
-) -> Advice:
-    """The number of workers with the lowest price of a token; of equals the fewest.
-
-    Throughput is 1 + gain * n up to `useful` workers and level after. Prices are per hour, in any one currency.
-    """
-
-    def price(n: int) -> float:
-        return (trainer_price + n * worker_price) / (1.0 + gain * min(n, useful))
-
-    best = min(range(config.min_workers, config.max_workers + 1), key=price)
-    share = price(best) / price(0) if price(0) > 0.0 else 1.0
-    return Advice(
-        best,
-        f"a token costs {share:.0%} of what it costs without workers: one adds {gain:.0%} of the trainer's throughput"
-        f" for {worker_price:g} an hour against {trainer_price:g}, up to {useful:.1f} of them",
     )

@@ -9,6 +9,7 @@ decision sees all that the event changed. The result depends on the state and th
 the same commands, byte for byte.
 """
 
+import math
 from typing import assert_never
 
 import msgspec
@@ -49,12 +50,14 @@ from polyrl.scheduling.samples import Round, Sample
 class Saved(msgspec.Struct, frozen=True):
     config: SchedulerConfig
     state: State
+    now: Seconds
+    """The last moment heard of: time does not go back after a load either."""
 
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, state: State | None = None) -> None:
         self.desk = Desk(config, new_state(config) if state is None else state)
-        self._now: Seconds = float("-inf")
+        self._now: Seconds = -math.inf
 
     @property
     def ledger(self) -> Ledger:
@@ -66,13 +69,15 @@ class Scheduler:
 
     def save(self) -> bytes:
         """Everything that is needed to go on from here."""
-        return msgspec.msgpack.encode(Saved(self.desk.config, self.desk.state))
+        return msgspec.msgpack.encode(Saved(self.desk.config, self.desk.state, self._now))
 
     @classmethod
     def load(cls, saved: bytes) -> "Scheduler":
         """Go on from what `save` gave. Raises msgspec.DecodeError if it is not that."""
         loaded = msgspec.msgpack.decode(saved, type=Saved)
-        return cls(loaded.config, loaded.state)
+        scheduler = cls(loaded.config, loaded.state)
+        scheduler._now = loaded.now
+        return scheduler
 
     def handle(self, event: Event, now: Seconds) -> list[Command]:
         if now < self._now:

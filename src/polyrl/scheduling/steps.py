@@ -13,6 +13,8 @@ from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.samples import Round
 from polyrl.scheduling.seeding import StepTimes
 
+_ADAPT_EVERY = 8
+"""Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
 _FORGET_PER_STEP = 0.9
 """How much earlier answers count in the length model after each step: the policy changes."""
 
@@ -59,13 +61,13 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
     reshaping.step_trained(desk, round_)
     times = _measure(desk, now)
-    seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
+    learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = state.ledger.tokens_kept - kept_before
-    desk.commands.append(ReportStep(_line(desk, round_, times, now, num_groups, num_samples, longest, tokens)))
+    desk.commands.append(ReportStep(_line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)))
     advice = scaling.advise(state.scaling, desk.config.scaling, times, state.clock.seeded_s, state.fleet.num_remote)
     if advice is not None:
         desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
-    if desk.config.rounds.adaptive and round_.kind == "long":
+    if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):
         _adapt(desk)
     state.lengths.age(_FORGET_PER_STEP)
     if desk.config.parallelism.enabled:
@@ -108,7 +110,7 @@ def _measure(desk: Desk, now: Seconds) -> StepTimes:
 
 def _restart_clock(desk: Desk, now: Seconds) -> None:
     state = desk.state
-    waits = not state.fleet.local() and bool(state.rounds)
+    waits = bool(state.rounds) and devices.all_train(desk)
     seeds = state.clock.seeding_since is not None
     state.clock = TrainerClock(
         step_began_at=now, idle_since=now if waits else None, seeding_since=now if seeds else None
@@ -125,10 +127,12 @@ def _line(
     num_samples: int,
     longest: int,
     tokens: int,
+    learned: str,
 ) -> StepLine:
     ledger = desk.state.ledger
-    before = round_.discarded_before
+    before = ledger.discarded_told
     discarded = {cause: num - before.get(cause, 0) for cause, num in ledger.tokens_discarded.items()}
+    ledger.discarded_told = dict(ledger.tokens_discarded)
     return StepLine(
         step=round_.step,
         kind=round_.kind,
@@ -151,6 +155,7 @@ def _line(
         wait_remote_s=times.wait_remote_s,
         train_s=times.train_s,
         seed_window_s=desk.state.clock.seeded_s,
+        seed_window_why=learned,
         mean_workers=times.mean_workers,
         num_moves=round_.num_moves,
         usd=ledger.usd(now),

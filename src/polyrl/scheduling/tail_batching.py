@@ -10,10 +10,11 @@ extras, and everything in it ends. With a factor of 1.25 that is four short roun
     designated  extras run, but the samples to train are chosen before sampling; the extras only decide who is deferred
     predicted   short or long is chosen before sampling, from the lengths of the prompt's earlier turns: no bias
 
-Laws: a prompt is trained exactly once an epoch (or dropped with a reason); a domain never has as many deferred prompts
-as its share of a step plus its extras; a prompt is deferred at most `max_deferrals` times and then comes first. At the
-end of a domain's epoch its deferred prompts are drained by long rounds, the last one possibly smaller; a domain that
-has too few deferred prompts for a long round fills it with fresh ones.
+Laws: a prompt is trained exactly once an epoch (or dropped with a reason); it is deferred at most once, since a long
+round takes the oldest and defers nobody; at staleness 0 a domain never has as many deferred prompts as its share of a
+step plus its extras. At the end of a domain's epoch, or when there are no extras any more, its deferred prompts are
+drained by long rounds, the last one possibly smaller; a domain that has too few of them for a long round fills it with
+fresh prompts.
 """
 
 import math
@@ -123,15 +124,13 @@ class Planner:
             self._turn_epoch(state, domain)
         if not any(self._is_due(state, domain) for domain in range(len(self.domains))):
             return None
-        draining = [d for d in range(len(self.domains)) if self._num_fresh(state, d) == 0 and state.deferred[d]]
+        draining = [d for d in range(len(self.domains)) if state.deferred[d] and self._is_draining(state, d)]
         full = all(
             len(state.deferred[d]) >= domain.prompts_per_step or not self._is_due(state, d)
             for d, domain in enumerate(self.domains)
         )
         if draining:
-            return self._long(
-                state, step, f"the epoch of {self.domains[draining[0]].name} ends: its deferred prompts are drained"
-            )
+            return self._long(state, step, f"{self.domains[draining[0]].name} defers no more: its queue is drained")
         if full and self.config.tail_batching != "off":
             return self._long(state, step, "every domain has a step's share of deferred prompts")
         plan = self._short(state, step)
@@ -175,6 +174,11 @@ class Planner:
     def _num_fresh(self, state: TailBatching, domain: int) -> int:
         return self.domains[domain].num_prompts - state.cursors[domain].position
 
+    def _is_draining(self, state: TailBatching, domain: int) -> bool:
+        """Whether deferred prompts should not wait for more of their kind: none will come."""
+        no_extras = num_extra(self.config, state.factors, self.domains[domain].prompts_per_step) == 0
+        return no_extras or self._num_fresh(state, domain) == 0
+
     def _is_due(self, state: TailBatching, domain: int) -> bool:
         return self._num_fresh(state, domain) > 0 or bool(state.deferred[domain])
 
@@ -191,16 +195,11 @@ class Planner:
         return RoundPlan("long", tuple(choices), tuple(quotas), num_samples, 0, why)
 
     def _take_deferred(self, state: TailBatching, domain: int, num: int) -> list[Choice]:
-        """The oldest deferred prompts, those that may not be deferred again before all others."""
+        """The oldest deferred prompts."""
         waiting = state.deferred[domain]
-        order = sorted(range(len(waiting)), key=lambda i: (waiting[i].times_deferred < self.config.max_deferrals, i))[
-            :num
-        ]
-        taken = frozenset(order)
-        state.deferred[domain] = [one for i, one in enumerate(waiting) if i not in taken]
+        state.deferred[domain] = waiting[num:]
         return [
-            Choice(domain, one.prompt, one.epoch, one.times_deferred, one.first_deferred_step)
-            for one in (waiting[i] for i in order)
+            Choice(domain, one.prompt, one.epoch, one.times_deferred, one.first_deferred_step) for one in waiting[:num]
         ]
 
     def _short(self, state: TailBatching, step: Step) -> RoundPlan:

@@ -2,7 +2,8 @@
 
 The trainer serves `trainer_uploads` workers at once; everyone else takes the version from a peer that has it, or is
 just receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. Who finds no source waits
-for one. A peer whose transfer failed or lied is not asked again. A worker whose pull failed tries again after a growing
+for one. A peer whose transfer failed or lied is not asked again for that
+version. A worker whose pull failed tries again after a growing
 pause, keeps its old version meanwhile and is still alive.
 """
 
@@ -33,14 +34,15 @@ def plan_pulls(
     wanting = list(wanting)
     if not wanting:
         return []
+    fleet = list(fleet)
     uploads: dict[int, int] = {TRAINER: 0}
     for worker in fleet:
-        has_it = newest in (worker.version, worker.pulling) and worker.state != "draining"
-        if has_it and not worker.local and not worker.bad_source:
-            uploads.setdefault(worker.seat, 0)
         if worker.pulling != NO_VERSION:
             uploads[worker.source] = uploads.get(worker.source, 0) + 1
-    servers = [(num, seat) for seat, num in uploads.items() if seat != TRAINER] if config.relay else []
+    feeds = {worker.seat: worker.source for worker in fleet if worker.pulling == newest}
+    able = [worker.seat for worker in fleet if _can_serve(worker, newest)] if config.relay else []
+    holders = frozenset(worker.seat for worker in fleet if worker.version == newest)
+    servers = [(uploads.get(seat, 0), seat) for seat in able if _is_fed(seat, feeds, holders)]
     heapq.heapify(servers)
     from_trainer = uploads[TRAINER]
     pulls: list[Pull] = []
@@ -56,6 +58,21 @@ def plan_pulls(
         if config.relay and not worker.bad_source:
             heapq.heappush(servers, (uploads.get(worker.seat, 0), worker.seat))
     return pulls
+
+
+def _can_serve(worker: Worker, newest: Version) -> bool:
+    has_it = newest in (worker.version, worker.pulling)
+    return has_it and worker.state != "draining" and not worker.local and not worker.bad_source
+
+
+def _is_fed(seat: int, feeds: dict[int, int], holders: frozenset[int]) -> bool:
+    """Whether the chain of sources from here ends at a holder or at the trainer, not at one that waits for a source.
+
+    Without this, a worker that lost its source could be sent to one that pulls from it, and both wait for ever.
+    """
+    while seat in feeds:
+        seat = feeds[seat]
+    return seat == TRAINER or seat in holders
 
 
 def _take_peer(servers: list[tuple[int, int]], own: int, max_uploads: int) -> int | None:

@@ -48,7 +48,8 @@ class FleetModel:
         self._lives: dict[WorkerName, int] = {}
         self._taken: dict[WorkerName, None] = {}
         """Machines that the market took back for good."""
-        self._parked: list[WorkerName] = []
+        self._parked: dict[WorkerName, None] = {}
+        """Machines that were given back because they were not worth holding."""
         self._touched: dict[WorkerName, Machine] = {}
         self._num_news = 0
         self._local_width = scenario.trainer.num_devices // max(1, scenario.trainer.local_workers)
@@ -59,8 +60,8 @@ class FleetModel:
     # Joining and reporting
 
     def join(self, name: WorkerName, *, local: bool, starting_s: Seconds = 0.0) -> None:
-        """A machine's process starts and joins, unless it runs already or the market has taken the machine."""
-        if name in self._machines or name in self._taken:
+        """A machine's process starts and joins, unless it runs already or the machine was taken or given back."""
+        if name in self._machines or name in self._taken or name in self._parked:
             return
         scenario = self._scenario
         life = self._lives.get(name, 0) + 1
@@ -315,11 +316,12 @@ class FleetModel:
         """Hold as many remote workers as advised: give the newest back, or take back who was parked."""
         if not self._scenario.fleet.held_by_advice:
             return
-        remote = self._remote()
-        for machine in remote[num_workers:]:
-            self._parked.append(machine.name)
+        held = [machine for machine in self._remote() if machine.name not in self._parked]
+        for machine in held[num_workers:]:
+            self._parked[machine.name] = None
             self._drain(machine, f"only {num_workers} workers are worth holding")
-        for _ in range(num_workers - len(remote)):
-            if self._parked:
-                name = self._parked.pop()
-                self._agenda.later(self._scenario.fleet.start_s, lambda name=name: self.join(name, local=False))
+        free = [name for name in self._parked if name not in self._machines]
+        for name in free[: max(0, num_workers - len(held))]:
+            del self._parked[name]
+            paid = self._scenario.fleet.start_s
+            self._agenda.later(paid, lambda name=name, paid=paid: self.join(name, local=False, starting_s=paid))

@@ -38,6 +38,8 @@ class RunSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`synchronous` generates all, then scores all, then trains; `streaming` does each as soon as it can."""
     max_staleness: Count = 0
     max_new_tokens: AtLeastOne = 8192
+    num_epochs: AtLeastOne | None = None
+    """How often the data is gone through; the run ends with it. None: as often as the steps need."""
     max_time_s: Positive = 1e7
     """Virtual seconds after which the run is called stuck, with an error."""
 
@@ -52,6 +54,8 @@ class TrainerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     micro_batch_samples: AtLeastOne = 16
     micro_batch_fixed_s: NotNegative = 0.2
     optimizer_s: NotNegative = 3.0
+    filter_equal: bool = False
+    """Reject groups whose samples are all right or all wrong (they teach nothing); a fresh prompt takes their place."""
     switch_s: NotNegative = 2.0
     """Seconds that a device needs to go from generating to training or back."""
 
@@ -171,7 +175,7 @@ class FaultsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What goes wrong. Rates are per worker and hour of virtual time."""
 
     kill_at_s: list[NotNegative] = []
-    """Moments, counted from the start of the step `step`, at which `num_workers` workers die or are taken."""
+    """Moments, counted from the start of step `kill_step`, at which `kill_workers` workers die or are taken."""
     kill_step: Count = 2
     kill_workers: Count = 0
     kill_notice_s: NotNegative = 0.0
@@ -221,6 +225,9 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise ValueError(f"domains.{index}.name: {name!r} is there twice")
+        if self.trainer.num_devices < self.trainer.local_workers:
+            most = self.trainer.num_devices
+            raise ValueError(f"trainer.local_workers: expected at most one a device, {most} (trainer.num_devices)")
         if self.trainer.local_workers == 0 and self.run.mode == "synchronous":
             raise ValueError(
                 "trainer.local_workers: a synchronous run generates on the trainer's devices; expected at least 1"

@@ -53,6 +53,7 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
             for domain in scenario.domains
         ),
         seed=seed,
+        num_epochs=scenario.run.num_epochs,
         max_new_tokens=scenario.run.max_new_tokens,
         max_staleness=scenario.run.max_staleness,
         streaming=scenario.run.mode == "streaming",
@@ -95,6 +96,7 @@ class Simulation:
         self._turns: dict[tuple[int, int], int] = {}
         self._lengths: dict[SampleId, int] = {}
         self._scoring: dict[SampleId, int] = {}
+        self._correct: dict[SampleId, bool] = {}
         folder = Path() if folder is None else folder
         length_file, supply_file = scenario.workload.trace, scenario.supply.trace
         trace = None if length_file is None else read_trace(folder / length_file)
@@ -228,6 +230,7 @@ class Simulation:
             case c.ReportStep():
                 self.lines.append(command.line)
                 self.tokens_at_step.append(self._trainer.tokens_trained)
+                self._check_laws()
             case _:
                 assert_never(command)
 
@@ -273,10 +276,19 @@ class Simulation:
     def _scored(self, event: e.RewardFinished) -> None:
         if self._scoring.get(event.sample) == event.attempt:
             del self._scoring[event.sample]
+            self._correct[event.sample] = event.correct
             self.tell(event)
 
     def _deliver(self, command: c.DeliverGroup) -> None:
         domain, prompt, _, _ = self._groups.pop(command.group)
         prompt_tokens = self._workload.prompt_tokens(domain, prompt)
+        right = sum(self._correct[sample] for sample in command.samples)
+        if self.scenario.trainer.filter_equal and right in (0, len(command.samples)):
+            self._agenda.later(0.0, lambda: self._reject(command))
+            return
         tokens = sum(self._lengths[sample] + prompt_tokens for sample in command.samples)
         self._trainer.deliver(command.step, command.group, len(command.samples), tokens)
+
+    def _reject(self, command: c.DeliverGroup) -> None:
+        self._trainer.reopen(command.step)
+        self.tell(e.GroupRejected(command.group, "all its rewards are equal"))

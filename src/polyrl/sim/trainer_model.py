@@ -52,6 +52,10 @@ class TrainerModel:
         self._closed[step] = num_groups
         self._soon()
 
+    def reopen(self, step: Step) -> None:
+        """It rejected a group: how many there will be is said again."""
+        self._closed.pop(step, None)
+
     def end_data(self, step: Step) -> None:
         self._ended_at = step
         self.done = self.done or self.step >= step
