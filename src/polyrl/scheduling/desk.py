@@ -97,7 +97,8 @@ class Desk:
         self.commands: list[Command] = []
         # The same objects as in the state, one look-up nearer: these are what every event touches.
         self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
-        self.seats, self.ledger = state.fleet.seats, state.ledger
+        self.seats, self.ledger, self.scoring = state.fleet.seats, state.ledger, state.scoring
+        self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
         self.place_due = False
         """Samples wait and a worker may have credit."""
         self.rounds_due = False

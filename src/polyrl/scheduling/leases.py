@@ -81,16 +81,16 @@ def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Work
     num_tokens = sample.num_tokens
     if num_tokens:
         desk.ledger.tokens_reprefilled += num_tokens
-    desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, desk.config.max_new_tokens, why))
+    desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, desk.max_new_tokens, why))
 
 
 def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
     """Take in how far a sample is; returns how many tokens are new. Fewer, or beyond the cap, is not believed."""
-    gained = min(num_tokens, desk.config.max_new_tokens) - sample.num_tokens
+    gained = min(num_tokens, desk.max_new_tokens) - sample.num_tokens
     if gained <= 0:
         return 0
     sample.num_tokens += gained
-    desk.state.ledger.tokens_arrived += gained
+    desk.ledger.tokens_arrived += gained
     return gained
 
 

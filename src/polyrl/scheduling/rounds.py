@@ -127,7 +127,7 @@ def sample_generated(desk: Desk, sample: Sample, round_: Round, now: Seconds) ->
     leases.end_lease(desk, sample, round_, now).num_failures = 0
     sample.state = "generated"
     num_tokens = sample.num_tokens
-    leases.note_length(desk, sample, round_, finished=num_tokens < desk.config.max_new_tokens)
+    leases.note_length(desk, sample, round_, finished=num_tokens < desk.max_new_tokens)
     desk.ledger.ended_by_bin[length_bin(num_tokens)] += 1
     group = desk.groups[sample.group]
     group.num_generated += 1
@@ -135,11 +135,11 @@ def sample_generated(desk: Desk, sample: Sample, round_: Round, now: Seconds) ->
     round_.ended_tokens += num_tokens
     if not sample.kept:
         leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
-    elif desk.config.rewards.as_finished:
+    elif desk.as_finished:
         scoring.score(desk, sample, now)
     if group.state == "open" and group.num_generated >= group.need:
         _claim(desk, group, round_, now)
-    if not desk.config.rewards.as_finished:
+    if not desk.as_finished:
         score_if_generated(desk, round_, now)
 
 

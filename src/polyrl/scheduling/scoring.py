@@ -30,7 +30,7 @@ def case_of(desk: Desk, group: Group) -> int:
 def score(desk: Desk, sample: Sample, now: Seconds) -> None:
     """A sample is generated: score it now, or as soon as the pool has a place."""
     sample.state = "scoring"
-    scoring = desk.state.scoring
+    scoring = desk.scoring
     if len(scoring.running) < desk.config.rewards.slots and not scoring.queue:
         _start(desk, sample, now)
         return
@@ -39,7 +39,7 @@ def score(desk: Desk, sample: Sample, now: Seconds) -> None:
 
 
 def _start_waiting(desk: Desk, now: Seconds) -> None:
-    scoring = desk.state.scoring
+    scoring = desk.scoring
     while scoring.queue and len(scoring.running) < desk.config.rewards.slots:
         _, sample_id = heapq.heappop(scoring.queue)
         sample = desk.state.samples.get(sample_id)
@@ -52,7 +52,7 @@ def _start(desk: Desk, sample: Sample, now: Seconds) -> None:
     case = case_of(desk, desk.groups[sample.group])
     limit = desk.state.budgets.limit(case, quick_unit(sample.id ^ desk.config.seed ^ sample.attempt << 32))
     due = now + _BACKSTOP_S + _BACKSTOP_FACTOR * limit.timeout_s
-    desk.state.scoring.running[sample.id] = (sample.attempt, due)
+    desk.scoring.running[sample.id] = (sample.attempt, due)
     if _LOOK not in desk.deadlines.entries:
         desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
     desk.commands.append(Score(sample.id, sample.attempt, limit.timeout_s, limit.why))
@@ -60,7 +60,7 @@ def _start(desk: Desk, sample: Sample, now: Seconds) -> None:
 
 def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:
     """Take in an answer. Returns the sample if it is the one waited for, None for late or repeated news."""
-    scoring = desk.state.scoring
+    scoring = desk.scoring
     running = scoring.running.get(event.sample)
     if running is None or running[0] != event.attempt:
         desk.state.ledger.late_news += 1
@@ -71,14 +71,14 @@ def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:
 
 def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
     """A sample is no longer wanted: take it out of the pool if it is there."""
-    if sample.id in desk.state.scoring.running:
+    if sample.id in desk.scoring.running:
         desk.commands.append(CancelScore(sample.id, sample.attempt, why))
         _free_place(desk, sample.id, now)
 
 
 def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
     """Take out who was not answered in time, and see to the next look. Called now and then, not at each moment."""
-    running = desk.state.scoring.running
+    running = desk.scoring.running
     overdue = [desk.state.samples[sample_id] for sample_id, (_, due) in running.items() if due <= now]
     for sample in overdue:
         desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
@@ -89,6 +89,6 @@ def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
 
 
 def _free_place(desk: Desk, sample_id: SampleId, now: Seconds) -> None:
-    del desk.state.scoring.running[sample_id]
-    if desk.state.scoring.queue:
+    del desk.scoring.running[sample_id]
+    if desk.scoring.queue:
         _start_waiting(desk, now)
