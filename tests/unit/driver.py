@@ -34,8 +34,7 @@ def small_config(
         domains=(DomainData(name="math", prompts_per_step=prompts, num_prompts=num_prompts),),
         rounds=rounds or RoundsConfig(samples_per_prompt=samples),
         routing=RoutingConfig(balance=balance),
-        fleet_rules=FleetRules(migrate=migrate),
-        **{"max_new_tokens": 1000, **others},
+        **{"max_new_tokens": 1000, "fleet_rules": FleetRules(migrate=migrate), **others},
     )
 
 

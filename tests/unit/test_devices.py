@@ -104,7 +104,7 @@ def test_the_devices_finish_a_micro_batch_before_they_come_back():
     assert only(run.tell(e.MicroBatchTrained(Step(0))), c.StartGenerating)
 
 
-def test_devices_with_nothing_to_train_for_ten_seconds_generate_again():
+def test_all_devices_with_nothing_to_train_for_a_while_generate_again():
     run = seeding(fixed_s=1.0, prompts=2, balance=True, hand_back=HandBackConfig(come_back_after_s=10.0))
     run.tell(e.VersionPublished(Version(0)))
     run.join("t", local=True)

@@ -90,3 +90,12 @@ def test_a_rebuilt_router_chooses_as_the_old_one_whatever_happened(changes, plat
         rebuilt = Router(RoutingConfig(), seats)
         assert chosen(fleet.choose(V0, NOBODY)) == chosen(rebuilt.choose(V0, NOBODY)) == chosen(least)
         assert chosen(fleet.choose(V0, 3)) == chosen(rebuilt.choose(V0, 3))
+
+
+def test_a_worker_that_balancing_chose_is_taken_only_while_it_could_be_chosen():
+    workers = [worker(1, num_leases=2), worker(2, num_leases=8), worker(3, version=4)]
+    router = Router(RoutingConfig(), {one.seat: one for one in workers})
+    assert router.take(1, Version(0)) is workers[0]
+    assert router.take(2, Version(0)) is None, "it is full"
+    assert router.take(3, Version(5)) is None, "its weights are too old"
+    assert router.take(9, Version(0)) is None, "nobody sits there"
