@@ -409,8 +409,8 @@ def speedups(player: Player) -> Section:
     if planned["16k"] < 1.005:
         wanted = SPEEDUPS["16k"]["planner"] / SPEEDUPS["16k"]["rewards"]
         section.misfits.append(
-            f"The parallelism planner brings {planned['16k']:.3f}x at 16k, published {wanted:.3f}x: with these constants it "
-            "finds no engine width worth the change."
+            f"The parallelism planner brings {planned['16k']:.3f}x at 16k, published {wanted:.3f}x: with these "
+            "constants it finds no engine width worth the change."
         )
     return section
 
