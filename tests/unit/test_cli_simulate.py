@@ -63,7 +63,7 @@ def test_out_writes_files_that_read_back(tiny, tmp_path, capsys):
 def test_the_scenario_that_was_written_plays_the_same_run(tiny, tmp_path, capsys):
     (tmp_path / "spot.csv").write_text("at_s,workers\n0,1\n20,3\n")
     out = tmp_path / "out"
-    assert main(["simulate", tiny, 'supply.trace="spot.csv"', "--json", "--out", str(out)]) == 0
+    assert main(["simulate", tiny, f'supply.trace="{tmp_path / "spot.csv"}"', "--json", "--out", str(out)]) == 0
     first = json.loads(capsys.readouterr().out)
     assert main(["simulate", str(out / "scenario.toml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["journal_digest"] == first["journal_digest"]
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_scenario_is_one_line_and_nothing_is_written(tiny, 
 
 def test_a_supply_trace_out_of_order_names_its_line(tiny, tmp_path, capsys):
     (tmp_path / "spot.csv").write_text("at_s,workers\n10,2\n5,1\n")
-    line = refused(capsys, "simulate", tiny, "supply.trace=spot.csv", "--out", str(tmp_path / "out"))
+    line = refused(capsys, "simulate", tiny, f"supply.trace={tmp_path / 'spot.csv'}", "--out", str(tmp_path / "out"))
     assert line == f"{tmp_path / 'spot.csv'}:3: at_s 5 comes before 10; expected order"
     assert not (tmp_path / "out").exists()
 
@@ -125,7 +125,15 @@ def test_a_supply_trace_out_of_order_names_its_line(tiny, tmp_path, capsys):
 def test_two_sources_of_supply_are_refused_before_anything_is_written(tiny, tmp_path, capsys):
     (tmp_path / "spot.csv").write_text("at_s,workers\n10,2\n")
     out = tmp_path / "out"
-    line = refused(capsys, "simulate", tiny, "supply.trace=spot.csv", "supply.market_mean_s=60.0", "--out", str(out))
+    line = refused(
+        capsys,
+        "simulate",
+        tiny,
+        f"supply.trace={tmp_path / 'spot.csv'}",
+        "supply.market_mean_s=60.0",
+        "--out",
+        str(out),
+    )
     assert "expected one source of supply" in line
     assert not out.exists()
 

@@ -5,6 +5,8 @@ that arrived. A join that is older than what we know is refused. Nobody waits fo
 it gets another source. A worker counts as active only while it holds a version that some step may still be trained on.
 """
 
+import math
+
 from polyrl.ids import Seconds, Step, Version
 from polyrl.scheduling import leases, weight_delivery
 from polyrl.scheduling.commands import Abort, ForgetWorker, PullWeights, StartGenerating
@@ -44,9 +46,9 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
     )
     fleet.next_seat += 1
     fleet.add(worker, now)
-    line = desk.state.ledger.worker_line(worker.name, event.price_usd_per_hour)
+    line = desk.state.ledger.worker_line(worker.name, _sane(event.price_usd_per_hour))
     line.num_joins += 1
-    desk.state.ledger.pay(worker.name, "starting", event.starting_s)
+    desk.state.ledger.pay(worker.name, "starting", _sane(event.starting_s))
     desk.deadlines.set(("heartbeat", worker.seat), now + desk.config.fleet_rules.heartbeat_timeout_s)
     if worker.local:
         worker.version = desk.state.published
@@ -57,6 +59,11 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
     desk.pulls_due = True
     desk.devices_due = True
     return True
+
+
+def _sane(amount: float) -> float:
+    """What a worker says of its price and its past is not believed if it cannot be true: the ledger must stay a sum."""
+    return amount if 0.0 <= amount < math.inf else 0.0
 
 
 def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:

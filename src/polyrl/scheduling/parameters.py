@@ -57,6 +57,8 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.adaptive and self.tail_batching in ("designated", "predicted"):
             raise ValueError(f"adaptive: factors are chosen for race and prompts only, not for {self.tail_batching}")
+        if self.min_group_samples > max(2, self.samples_per_prompt):
+            raise ValueError(f"min_group_samples: expected at most samples_per_prompt, {self.samples_per_prompt}")
 
 
 class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +101,10 @@ class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retry_s: Positive = 2.0
     max_retry_s: Positive = 60.0
 
+    def __post_init__(self) -> None:
+        if self.max_retry_s < self.retry_s:
+            raise ValueError(f"max_retry_s: {self.max_retry_s:g} is below retry_s = {self.retry_s:g}")
+
 
 class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When the trainer's own devices stop generating one by one; docs/concepts/devices.md."""
@@ -111,6 +117,10 @@ class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How much slower the samples that go on may become."""
     come_back_after_s: Positive = 60.0
     """Devices that had nothing to train for this long generate again, if samples wait or the fleet has much to do."""
+
+    def __post_init__(self) -> None:
+        if self.last_share < self.first_share:
+            raise ValueError(f"last_share: {self.last_share:g} is below first_share = {self.first_share:g}")
 
 
 class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -42,6 +42,10 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     as_finished: bool = True
     """Score each sample when its answer ends. Off: all of a round when the last one has ended."""
 
+    def __post_init__(self) -> None:
+        if self.t_max_s < self.t_min_s:
+            raise ValueError(f"t_max_s: {self.t_max_s:g} is below t_min_s = {self.t_min_s:g}")
+
 
 class Limit(msgspec.Struct, frozen=True):
     timeout_s: Seconds

@@ -29,7 +29,7 @@ from polyrl.scheduling.tail_batching import Choice, RoundPlan
 
 
 def open_requested(desk: Desk, now: Seconds) -> list[Round]:
-    """Open what may open: requested, fresh enough a version published, and no earlier round with samples to place."""
+    """Open what may open: requested, fresh enough a version published, no earlier round with samples to place."""
     state = desk.state
     opened: list[Round] = []
     while may_open_next(desk):
@@ -48,7 +48,7 @@ def open_requested(desk: Desk, now: Seconds) -> list[Round]:
 def may_open_next(desk: Desk) -> bool:
     """Whether a round is requested that staleness and the open rounds allow."""
     state = desk.state
-    if not state.requested or state.published < 0:
+    if not state.requested or state.published < 0 or len(state.rounds) > desk.config.max_staleness:
         return False
     if state.requested[0] > newest_step(state.published, desk.config.max_staleness):
         return False

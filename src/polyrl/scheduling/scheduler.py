@@ -80,7 +80,7 @@ class Scheduler:
         return scheduler
 
     def handle(self, event: Event, now: Seconds) -> list[Command]:
-        if now < self._now:
+        if not now >= self._now:  # so written, NaN is refused too
             raise LawViolation(f"time went back from {self._now} to {now} at {event}")
         self._now = now
         desk = self.desk

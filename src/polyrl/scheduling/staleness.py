@@ -2,7 +2,8 @@
 
 Step t is trained on tokens of version t - k at the oldest, where k is `max_staleness`; 0 is strictly on-policy. The
 rule is kept by pace, never by discarding: a round opens only when the newest published version is fresh enough for all
-of it, and a worker takes a sample only when the version it holds is. Tokens that exist are therefore never too old.
+of it, at most k + 1 rounds are open at once, and a worker takes a sample only when the version it holds is. Tokens that
+exist are therefore never too old.
 """
 
 from polyrl.ids import Step, Version

@@ -1,7 +1,8 @@
 """Finding scenarios: by the name of one that ships with the package, or by the path of a TOML file.
 
 A file may say `extends = "NAME or path"`: it then starts from that scenario and changes what it names. Tables are
-merged, lists and values replaced; `[[domains]]` are a list. Overrides of the command line come last.
+merged, lists and values replaced; `[[domains]]` are a list. Overrides of the command line come last. The path of a
+trace starts from the file that names it, in an override from the current folder.
 """
 
 from importlib import resources
@@ -38,14 +39,16 @@ def find_scenario(name: str, folder: Path | None = None) -> Path:
 
 
 def load_scenario(name: str, overrides: list[str] | None = None) -> tuple[Scenario, Path]:
-    """A scenario with overrides applied, and the folder that its relative paths start from."""
+    """A scenario with overrides applied, and the folder that any relative path left in it starts from."""
     path = find_scenario(name)
     tree = apply_overrides(_load_tree(path, 0), overrides or [])
-    return build(tree, Scenario, source=str(path if path.parent != scenario_folder() else name)), path.parent
+    _find_traces(tree, Path())
+    return build(tree, Scenario, source=str(path if path.parent != scenario_folder() else name)), Path()
 
 
 def _load_tree(path: Path, depth: int) -> dict[str, Any]:
     tree = load_toml(path)
+    _find_traces(tree, path.parent)
     base = tree.pop("extends", None)
     if base is None:
         return tree
@@ -54,6 +57,14 @@ def _load_tree(path: Path, depth: int) -> dict[str, Any]:
     if depth >= _MAX_DEPTH:
         raise ConfigError(f"extends: scenarios extend each other more than {_MAX_DEPTH} deep (in {path})")
     return _merge(_load_tree(find_scenario(base, path.parent), depth + 1), tree)
+
+
+def _find_traces(tree: dict[str, Any], folder: Path) -> None:
+    """Make the paths of recordings absolute, so that they mean the same wherever the scenario is read again."""
+    for section in ("workload", "supply"):
+        table = tree.get(section)
+        if isinstance(table, dict) and isinstance(table.get("trace"), str):
+            table["trace"] = str((folder / table["trace"]).absolute())
 
 
 def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

@@ -136,8 +136,8 @@ class DomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class WorkloadSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trace: str | None = None
-    """A JSONL file of recorded lengths; replaces the domains' length quantiles. Relative to the scenario file."""
-    growth_per_step: Annotated[float, Meta(gt=-1)] = 0.0
+    """A JSONL file of recorded lengths; replaces the domains' length quantiles. Its path starts from the file that says so."""
+    growth_per_step: Annotated[float, Meta(gt=-1, le=1)] = 0.0
     """Answers grow by this share every step (models learn to think longer)."""
 
 
@@ -152,7 +152,7 @@ class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     events: list[SupplyEvent] = []
     trace: str | None = None
-    """A CSV file `at_s,workers`, in order. Relative to the scenario file."""
+    """A CSV file `at_s,workers`, in order. Its path starts from the file that says so."""
     notice_s: NotNegative = 30.0
     """Warning before a machine is taken; 0 is death without notice."""
     market_mean_s: Positive | None = None
@@ -225,13 +225,39 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise ValueError(f"domains.{index}.name: {name!r} is there twice")
-        if self.trainer.num_devices < self.trainer.local_workers:
+        self._check_who_generates()
+        self._check_waits()
+        longest = max(domain.prompt_tokens for domain in self.domains) + self.run.max_new_tokens
+        if self.engine.kv_tokens < longest:
+            raise ValueError(f"engine.kv_tokens: expected room for one prompt and its longest answer, {longest}")
+
+    def _check_who_generates(self) -> None:
+        num_local = self.trainer.local_workers
+        if self.trainer.num_devices < num_local:
             most = self.trainer.num_devices
             raise ValueError(f"trainer.local_workers: expected at most one a device, {most} (trainer.num_devices)")
-        if self.trainer.local_workers == 0 and self.run.mode == "synchronous":
+        if num_local == 0 and self.run.mode == "synchronous":
+            raise ValueError("trainer.local_workers: expected at least 1, since a synchronous run generates there")
+        supply = self.supply
+        granted = supply.events or supply.trace is not None or supply.market_mean_s is not None
+        if num_local == 0 and self.fleet.workers == 0 and not self.fleet.join_at_s and not granted:
             raise ValueError(
-                "trainer.local_workers: a synchronous run generates on the trainer's devices; expected at least 1"
+                "fleet.workers: expected at least 1, since nobody else generates (trainer.local_workers = 0)"
             )
+
+    def _check_waits(self) -> None:
+        """A time limit below what is waited for ends nothing but the run."""
+        rules = self.fleet_rules
+        for limit, key, takes, what in (
+            (rules.heartbeat_timeout_s, "heartbeat_timeout_s", self.fleet.heartbeat_s, "fleet.heartbeat_s"),
+            (rules.switch_timeout_s, "switch_timeout_s", self.trainer.switch_s, "trainer.switch_s"),
+            (rules.stall_timeout_s / 2, "stall_timeout_s", self.engine.flush_s, "half of it against engine.flush_s"),
+            (rules.hand_over_timeout_s, "hand_over_timeout_s", self.network.latency_s, "network.latency_s"),
+        ):
+            if limit <= takes:
+                raise ValueError(
+                    f"fleet_rules.{key}: expected more than {takes:g} ({what}), or nothing ever arrives in time"
+                )
 
 
 def check_quantiles(key: str, quantiles: list[tuple[float, float]]) -> None:
