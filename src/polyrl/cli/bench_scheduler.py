@@ -1,7 +1,7 @@
 """How fast the scheduler is on this machine: events a second, growth with the fleet, bytes a sample.
 
 A cheap world stands in for workers, rewards and trainer: lengths are drawn beforehand, speeds are constant, time is
-virtual. It feeds the scheduler as a manager would: every two seconds each worker's progress (TokensArrived, all its
+virtual. It feeds the scheduler as a manager would: every five seconds each worker's progress (TokensArrived, all its
 running leases at once), every second its heartbeat (WorkerReported); each answer ends in SampleFinished and
 RewardFinished; the trainer takes micro-batches, trains steps and publishes versions, which every worker then installs;
 workers are lost and come back.
@@ -22,7 +22,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyrl.cli.bench_world import Clock, Load, World, config_of, names_of
+from polyrl.cli.bench_world import REPORT_EVERY_S, Clock, Load, World, config_of, names_of
 from polyrl.errors import LawViolation
 from polyrl.ids import Incarnation, Step, Version
 from polyrl.scheduling import events as e
@@ -63,6 +63,7 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
         **_measure_growth(wanted),
         "bytes_per_sample": round(_measure_memory(wanted.num_held)),
         "bytes_per_sample_in_flight": wanted.num_held,
+        "report_every_s": REPORT_EVERY_S,
         "goals": GOALS,
         "quick": quick,
         "gc": "on; frozen after set-up" if gc.isenabled() else "off",

@@ -27,7 +27,7 @@ from polyrl.scheduling.parameters import (
 )
 from polyrl.scheduling.scheduler import Scheduler
 
-_REPORT_EVERY_S = 2
+REPORT_EVERY_S = 5
 _TOKENS_PER_S = 50.0
 _MAX_NEW_TOKENS = 8192
 _REWARD_S = 0.5
@@ -225,7 +225,7 @@ class World:
         now = self.now
         for machine in list(self._machines.values()):
             life, running = Incarnation(machine.incarnation), machine.running
-            if running and int(now) % _REPORT_EVERY_S == 0:
+            if running and int(now) % REPORT_EVERY_S == 0:
                 counts = tuple(int(one.from_token + (now - one.began_at) * _TOKENS_PER_S) for one in running.values())
                 self.clock.num_lease_updates += len(counts)
                 self._tell(e.TokensArrived(machine.name, life, tuple(running), counts))

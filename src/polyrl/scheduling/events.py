@@ -92,7 +92,11 @@ class DutyChanged(EventStruct, frozen=True, tag=True):
 
 
 class TokensArrived(EventStruct, frozen=True, tag=True):
-    """Progress of one worker: columns of leases and of their samples' token counts, absolute."""
+    """Progress of one worker: columns of leases and of their samples' token counts, absolute.
+
+    Every few seconds is enough: balance and stalled leases are judged by it. Exact counts come with the end of each
+    lease, and a driver that holds more tokens than it has told resumes a lost sample after all of them.
+    """
 
     worker: WorkerName
     incarnation: Incarnation

@@ -51,9 +51,9 @@ class LengthModel(msgspec.Struct):
         """A sample ended at `num_tokens` (finished), or was stopped there and would have gone on."""
         counts = self.finished if finished else self.cut
         counts[_bin(num_tokens)] += 1.0
-        self.num_observed += 1
-        self.num_unseen += 1
-        if self.num_unseen >= _MAX_UNSEEN or self.num_unseen * 8 >= self.num_observed:
+        self.num_observed = num_observed = self.num_observed + 1
+        self.num_unseen = num_unseen = self.num_unseen + 1
+        if num_unseen >= _MAX_UNSEEN or num_unseen * 8 >= num_observed:
             self._renew()
 
     def age(self, factor: float) -> None:

@@ -86,12 +86,17 @@ class RewardBudgets(msgspec.Struct):
         """A run of this case ended, by itself or at its limit."""
         if not 0.0 <= cpu_s < math.inf:
             raise ValueError(f"seconds of CPU time were expected for case {case}; got {cpu_s}")
-        if correct:
-            self.anchors[case] = max(cpu_s, self.anchors.get(case, 0.0))
-            _forget_oldest(self.anchors, self.config.max_cases)
-        self.expected[case] = _moved(self.expected.get(case), cpu_s)
-        _forget_oldest(self.expected, self.config.max_cases)
-        self.expected_any_s = _moved(self.expected_any_s, cpu_s)
+        max_cases = self.config.max_cases
+        if correct and cpu_s > self.anchors.get(case, -1.0):
+            self.anchors[case] = cpu_s
+            if len(self.anchors) > max_cases:
+                _forget_oldest(self.anchors, max_cases)
+        known = self.expected.get(case)
+        self.expected[case] = cpu_s if known is None else known + _EXPECTED_GAIN * (cpu_s - known)
+        if len(self.expected) > max_cases:
+            _forget_oldest(self.expected, max_cases)
+        of_all = self.expected_any_s
+        self.expected_any_s = cpu_s if of_all is None else of_all + _EXPECTED_GAIN * (cpu_s - of_all)
 
     def expected_s(self, case: int) -> Seconds:
         """How long a run of this case is expected to take: the key for cheapest first."""
@@ -107,13 +112,7 @@ class RewardBudgets(msgspec.Struct):
         return Retry(again=False, why=f"the reward could not be run in {num_attempts} attempts; the sample is dropped")
 
 
-def _moved(mean: Seconds | None, value: Seconds) -> Seconds:
-    return float(value) if mean is None else mean + _EXPECTED_GAIN * (value - mean)
-
-
 def _forget_oldest(by_case: dict[int, Seconds], max_cases: int) -> None:
-    if len(by_case) <= max_cases:
-        return
     num_over = len(by_case) - max_cases
     for case in list(itertools.islice(by_case, num_over + max_cases // _FORGET_SHARE)):
         del by_case[case]

@@ -360,7 +360,8 @@ def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]
         ledger.tokens_kept += sum(lengths)
         ledger.samples_trained += len(lengths)
         ledger.prompts_trained += 1
-        state.tail.correlation.observe(lengths)
+        if desk.config.rounds.adaptive:
+            state.tail.correlation.observe(lengths)
         desk.planner.remember(state.tail, group.domain, group.prompt, sum(lengths) / len(lengths))
         num_groups += 1
         num_samples += len(lengths)

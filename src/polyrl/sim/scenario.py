@@ -136,7 +136,7 @@ class DomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class WorkloadSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trace: str | None = None
-    """A JSONL file of recorded lengths; replaces the domains' length quantiles. Its path starts from the file that says so."""
+    """A JSONL file of recorded lengths, in place of the quantiles. Its path starts from the file that says so."""
     growth_per_step: Annotated[float, Meta(gt=-1, le=1)] = 0.0
     """Answers grow by this share every step (models learn to think longer)."""
 
