@@ -1,6 +1,7 @@
 """`polyrl plan`: play a scenario with other fleets, factors and staleness, price it, and say what to choose."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ examples:
 
 Fastest means most tokens trained a second; cheapest the fewest dollars a token. A factor of 1 is no over-provisioning,
 above 1 a race over prompts and samples. Files of --out: plan.json and, with matplotlib, plan.png."""
+
+_PIPE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +122,8 @@ def _print_plan(plan: "Plan") -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH  # a file has no width; 80 would cut the headings
     console.print(_table(plan))
     for choice in plan.by_price:
         price = f" at ${choice.worker_price_usd_per_hour:g} a worker and hour" if len(plan.by_price) > 1 else ""
@@ -139,7 +144,7 @@ def _table(plan: "Plan") -> "Table":
         f"{plan.scenario}, seed {plan.seed}: {plan.steps} steps each, trainer ${plan.trainer_price_usd_per_hour:g}/h"
     )
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="cyan"
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), header_style="cyan"
     )
     prices = sorted({row.worker_price_usd_per_hour for row in plan.rows})
     dollars = [f"$/Mtok\nat ${price:g}" for price in prices]
