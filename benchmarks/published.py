@@ -125,8 +125,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 def play(case: Case, seed: int) -> Played:
     """One run; a broken law is an error."""
-    scenario, folder = load_scenario(case.scenario, list(case.overrides))
-    sim = Simulation(scenario, seed, folder=folder)
+    scenario = load_scenario(case.scenario, list(case.overrides))
+    sim = Simulation(scenario, seed)
     sim.run()
     if sim.law_violations:
         raise SystemExit(f"{case} with seed {seed} breaks a law: {sim.law_violations[0]}")

@@ -114,7 +114,7 @@ def test_the_example_of_the_page_plays(tmp_path):
     whole = next(example for example in examples if example.startswith("name ="))
     path = tmp_path / "example.toml"
     path.write_text(whole)
-    scenario, folder = load_scenario(str(path), ["run.steps=2"])
-    sim = Simulation(scenario, 0, folder=folder)
+    scenario = load_scenario(str(path), ["run.steps=2"])
+    sim = Simulation(scenario, 0)
     sim.run()
     assert sim.law_violations == []

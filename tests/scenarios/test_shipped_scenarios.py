@@ -32,14 +32,14 @@ DIGEST = (
     f"import sys; sys.path.insert(0, {SOURCE!r})\n"
     "from polyrl.sim.library import load_scenario\n"
     "from polyrl.sim.simulation import Simulation\n"
-    "scenario, folder = load_scenario('elastic-8b', ['run.steps=2', 'rounds.tail_batching=race'])\n"
-    "sim = Simulation(scenario, 5, folder=folder); sim.run(); print(sim.digest.hex())\n"
+    "scenario = load_scenario('elastic-8b', ['run.steps=2', 'rounds.tail_batching=race'])\n"
+    "sim = Simulation(scenario, 5); sim.run(); print(sim.digest.hex())\n"
 )
 
 
 def played(name, *overrides, seed=0):
-    scenario, folder = load_scenario(name, list(overrides))
-    sim = Simulation(scenario, seed, folder=folder)
+    scenario = load_scenario(name, list(overrides))
+    sim = Simulation(scenario, seed)
     sim.run()
     return sim
 

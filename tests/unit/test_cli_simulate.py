@@ -86,7 +86,7 @@ def test_a_run_that_gets_stuck_is_one_line_and_1(tiny, capsys):
 def test_a_law_that_does_not_hold_is_printed_and_1(tmp_path, capsys):
     sim, _ = play_tiny(tmp_path)
     sim.law_violations.append("at 7.0 s: a sample has two ends")
-    assert simulate._report(sim, 1.0, tmp_path, None, as_json=True) == 1
+    assert simulate._report(sim, 1.0, None, as_json=True) == 1
     output = capsys.readouterr()
     assert json.loads(output.out)["law_violations"] == 1
     assert output.err == "polyrl: law violated: at 7.0 s: a sample has two ends\n"

@@ -38,7 +38,7 @@ def outcome(workers, tok_s, *, factor=1.0, staleness=0, bias=1.0, problem=None):
 
 
 def plan_of(tiny, outcomes, prices=(10.0,)):
-    scenario = replace(tiny[0], trainer=replace(tiny[0].trainer, price_usd_per_hour=100.0))
+    scenario = replace(tiny, trainer=replace(tiny.trainer, price_usd_per_hour=100.0))
     return make_plan(scenario, outcomes, prices, seed=0, steps=14)
 
 
@@ -65,31 +65,31 @@ def test_whole_turns_are_measured_where_they_fit(steps, factor):
 
 
 def test_a_choice_without_a_factor_has_no_tail_batching(tiny):
-    scenario = apply_choice(tiny[0], Choice(1, 1.0, 5), 14)
+    scenario = apply_choice(tiny, Choice(1, 1.0, 5), 14)
     assert (scenario.rounds.tail_batching, scenario.fleet.workers, scenario.run.max_staleness) == ("off", 5, 1)
     assert (scenario.run.steps, scenario.run.warmup_steps) == (14, 4)
 
 
 def test_a_factor_is_a_race_over_prompts_and_samples(tiny):
-    rounds = apply_choice(tiny[0], Choice(0, 1.5, 0), 14).rounds
+    rounds = apply_choice(tiny, Choice(0, 1.5, 0), 14).rounds
     assert (rounds.tail_batching, rounds.prompt_factor, rounds.sample_factor) == ("race", 1.5, 1.5)
 
 
 def test_a_supply_is_cut_at_the_number_of_workers(tiny):
     levels = [SupplyEvent(at_s=10.0, workers=5), SupplyEvent(at_s=20.0, workers=1)]
-    with_events = replace(tiny[0], supply=replace(tiny[0].supply, events=levels))
+    with_events = replace(tiny, supply=replace(tiny.supply, events=levels))
     cut = apply_choice(with_events, Choice(0, 1.0, 3), 4)
     assert [level.workers for level in cut.supply.events] == [3, 1]
     assert cut.fleet.workers == 2
-    with_trace = replace(tiny[0], supply=replace(tiny[0].supply, trace="spot.csv"))
+    with_trace = replace(tiny, supply=replace(tiny.supply, trace="spot.csv"))
     cut = apply_choice(with_trace, Choice(0, 1.0, 3), 4, supply=levels)
     assert ([level.workers for level in cut.supply.events], cut.supply.trace) == ([3, 1], None)
 
 
 def test_a_ramp_and_a_market_are_cut_at_the_number_of_workers(tiny):
-    ramp = replace(tiny[0], fleet=replace(tiny[0].fleet, workers=1, join_at_s=[5.0, 6.0, 7.0]))
+    ramp = replace(tiny, fleet=replace(tiny.fleet, workers=1, join_at_s=[5.0, 6.0, 7.0]))
     assert apply_choice(ramp, Choice(0, 1.0, 2), 4).fleet.join_at_s == [5.0]
-    market = replace(tiny[0], supply=replace(tiny[0].supply, market_mean_s=60.0, market_min=1, market_max=6))
+    market = replace(tiny, supply=replace(tiny.supply, market_mean_s=60.0, market_min=1, market_max=6))
     cut = apply_choice(market, Choice(0, 1.0, 0), 4)
     assert (cut.supply.market_min, cut.supply.market_max, cut.fleet.workers) == (0, 0, 0)
 
@@ -148,8 +148,8 @@ def test_what_failed_is_shown_and_never_recommended(tiny):
 
 
 def test_a_run_that_gets_stuck_is_an_outcome(tiny):
-    scenario = replace(tiny[0], run=replace(tiny[0].run, max_time_s=1.0))
-    (one,) = play_all(scenario, [Choice(0, 1.0, 1)], 2, 0, tiny[1], num_processes=1)
+    scenario = replace(tiny, run=replace(tiny.run, max_time_s=1.0))
+    (one,) = play_all(scenario, [Choice(0, 1.0, 1)], 2, 0, num_processes=1)
     assert one.problem is not None
     assert one.problem.startswith("stuck: ")
 
@@ -157,8 +157,8 @@ def test_a_run_that_gets_stuck_is_an_outcome(tiny):
 def test_processes_do_not_change_what_comes_out(tiny):
     wanted = choices([0, 2], [1.0], [0])
     seen = []
-    alone = play_all(tiny[0], wanted, 3, 0, tiny[1], num_processes=1, on_done=seen.append)
-    together = play_all(tiny[0], wanted, 3, 0, tiny[1], num_processes=2)
+    alone = play_all(tiny, wanted, 3, 0, num_processes=1, on_done=seen.append)
+    together = play_all(tiny, wanted, 3, 0, num_processes=2)
     assert alone == together
     assert [one.choice for one in alone] == wanted
     assert seen == [1, 2]

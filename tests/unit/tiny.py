@@ -47,8 +47,8 @@ def write_tiny(folder: Path, more: str = "") -> Path:
 
 
 def play_tiny(folder: Path, *overrides: str, seed: int = 0) -> tuple[Simulation, Result]:
-    scenario, home = load_scenario(str(write_tiny(folder)), list(overrides))
-    sim = Simulation(scenario, seed, folder=home)
+    scenario = load_scenario(str(write_tiny(folder)), list(overrides))
+    sim = Simulation(scenario, seed)
     started = time.perf_counter()
     sim.run()
     return sim, summarize(sim, time.perf_counter() - started)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     steps = planner.DEFAULT_STEPS if args.steps is None else args.steps
     args.steps = steps
-    scenario, folder = load(args)
+    scenario = load(args)
     own_price = scenario.fleet.price_usd_per_hour
     prices = [own_price] if args.worker_price is None else _numbers("--worker-price", args.worker_price, 0.0, 1e6)
     wanted = planner.choices(
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     )
     out = None if args.out is None else new_folder(args.out)
     with progress("planning", len(wanted), shown=not args.no_progress) as on_done:
-        outcomes = planner.play_all(scenario, wanted, steps, args.seed, folder, on_done=on_done)
+        outcomes = planner.play_all(scenario, wanted, steps, args.seed, on_done=on_done)
     plan = planner.make_plan(scenario, outcomes, prices, args.seed, steps)
     return _report(plan, out, as_json=args.json)
 

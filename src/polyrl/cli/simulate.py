@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
         return _list(as_json=args.json)
     from polyrl.sim.simulation import Simulation, StuckError
 
-    scenario, folder = load(args)
+    scenario = load(args)
     out = None if args.out is None else new_folder(args.out)
     journal = None if out is None else _LateJournal(out)
-    sim = Simulation(scenario, args.seed, folder=folder, watch=None if journal is None else journal.append)
+    sim = Simulation(scenario, args.seed, watch=None if journal is None else journal.append)
     if journal is not None:
         journal.sim = sim
     started = time.perf_counter()
@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if journal is not None:
             journal.close()
-    return _report(sim, time.perf_counter() - started, folder, out, as_json=args.json)
+    return _report(sim, time.perf_counter() - started, out, as_json=args.json)
 
 
-def load(args: argparse.Namespace) -> "tuple[Scenario, Path]":
-    """The scenario that the arguments ask for, and the folder of its files."""
+def load(args: argparse.Namespace) -> "Scenario":
+    """The scenario that the arguments ask for."""
     from polyrl.sim.library import load_scenario
 
     if args.scenario is None:
@@ -165,7 +165,7 @@ def _list(*, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _report(sim: "Simulation", wall_s: float, folder: Path, out: Path | None, *, as_json: bool) -> int:
+def _report(sim: "Simulation", wall_s: float, out: Path | None, *, as_json: bool) -> int:
     from polyrl.sim.result import summarize, to_json
 
     result = summarize(sim, wall_s)
@@ -174,7 +174,7 @@ def _report(sim: "Simulation", wall_s: float, folder: Path, out: Path | None, *,
     else:
         _print_report(sim, result)
     if out is not None:
-        _write_files(sim, result, out, folder, quiet=as_json)
+        _write_files(sim, result, out, quiet=as_json)
     for broken in result.broken_laws:
         print(f"polyrl: law violated: {broken}", file=sys.stderr)
     return EXIT_WRONG if result.law_violations else EXIT_OK
@@ -189,19 +189,7 @@ def _print_report(sim: "Simulation", result: "Result") -> None:
     console.print(whole_report(sim, result, console.width))
 
 
-def _found_again(scenario: "Scenario", folder: Path) -> "Scenario":
-    """The scenario with its traces named from the root, so that it can be played from where it is written."""
-    from msgspec.structs import replace
-
-    workload, supply = scenario.workload, scenario.supply
-    if workload.trace is not None:
-        workload = replace(workload, trace=str((folder / workload.trace).resolve()))
-    if supply.trace is not None:
-        supply = replace(supply, trace=str((folder / supply.trace).resolve()))
-    return replace(scenario, workload=workload, supply=supply)
-
-
-def _write_files(sim: "Simulation", result: "Result", out: Path, folder: Path, *, quiet: bool) -> None:
+def _write_files(sim: "Simulation", result: "Result", out: Path, *, quiet: bool) -> None:
     import msgspec
 
     from polyrl.config import dump_toml
@@ -210,7 +198,7 @@ def _write_files(sim: "Simulation", result: "Result", out: Path, folder: Path, *
 
     (out / "result.json").write_text(to_json(result) + "\n", encoding="utf-8")
     (out / "steps.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in sim.lines))
-    (out / "scenario.toml").write_text(dump_toml(_found_again(sim.scenario, folder)), encoding="utf-8")
+    (out / "scenario.toml").write_text(dump_toml(sim.scenario), encoding="utf-8")
     try:
         draw_all(sim, out)
     except NoPlottingError as error:

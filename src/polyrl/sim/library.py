@@ -38,12 +38,12 @@ def find_scenario(name: str, folder: Path | None = None) -> Path:
     raise ConfigError(f"{name}: no such scenario; expected a file ending in .toml, or one of: {known}")
 
 
-def load_scenario(name: str, overrides: list[str] | None = None) -> tuple[Scenario, Path]:
-    """A scenario with overrides applied, and the folder that any relative path left in it starts from."""
+def load_scenario(name: str, overrides: list[str] | None = None) -> Scenario:
+    """A scenario with overrides applied. Paths in it are absolute."""
     path = find_scenario(name)
     tree = apply_overrides(_load_tree(path, 0), overrides or [])
     _find_traces(tree, Path())
-    return build(tree, Scenario, source=str(path if path.parent != scenario_folder() else name)), Path()
+    return build(tree, Scenario, source=str(path if path.parent != scenario_folder() else name))
 
 
 def _load_tree(path: Path, depth: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TypeVar
 
 from msgspec import Struct
@@ -143,9 +142,9 @@ def apply_choice(scenario: Scenario, choice: Choice, steps: int, supply: list[Su
     return replace(_hold_at_most(priced, choice.workers, supply), run=run, rounds=rounds)
 
 
-def play(scenario: Scenario, choice: Choice, seed: int, folder: Path) -> Outcome:
+def play(scenario: Scenario, choice: Choice, seed: int) -> Outcome:
     """Simulate a choice that was applied to its scenario."""
-    sim = Simulation(scenario, seed, folder=folder)
+    sim = Simulation(scenario, seed)
     try:
         sim.run()
     except StuckError as error:
@@ -183,14 +182,13 @@ def play_all(
     wanted: Sequence[Choice],
     steps: int,
     seed: int,
-    folder: Path,
     *,
     num_processes: int | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
     """Play every choice, in as many processes as there are cores; the outcomes come in the order of the choices."""
-    supply = None if scenario.supply.trace is None else read_supply_trace(folder / scenario.supply.trace)
-    jobs = [(apply_choice(scenario, choice, steps, supply), choice, seed, folder) for choice in wanted]
+    supply = None if scenario.supply.trace is None else read_supply_trace(scenario.supply.trace)
+    jobs = [(apply_choice(scenario, choice, steps, supply), choice, seed) for choice in wanted]
     processes = min(len(jobs), num_cores() if num_processes is None else num_processes)
     if processes <= 1:
         return list(_counted((play(*job) for job in jobs), on_done))

@@ -8,7 +8,6 @@ It leaves out payload: no token is ever made, only counted.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import assert_never
 
 from polyrl.errors import LawViolation, PolyrlError
@@ -74,9 +73,7 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
 class Simulation:
     """One run of one scenario. `watch`, if given, gets every record of the journal."""
 
-    def __init__(
-        self, scenario: Scenario, seed: int = 0, *, folder: Path | None = None, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, scenario: Scenario, seed: int = 0, *, watch: Watch | None = None) -> None:
         self.scenario = scenario
         self.seed = seed
         self.config = scheduler_config(scenario, seed)
@@ -97,10 +94,9 @@ class Simulation:
         self._lengths: dict[SampleId, int] = {}
         self._scoring: dict[SampleId, int] = {}
         self._correct: dict[SampleId, bool] = {}
-        folder = Path() if folder is None else folder
         length_file, supply_file = scenario.workload.trace, scenario.supply.trace
-        trace = None if length_file is None else read_trace(folder / length_file)
-        self._supply_trace = None if supply_file is None else read_supply_trace(folder / supply_file)
+        trace = None if length_file is None else read_trace(length_file)
+        self._supply_trace = None if supply_file is None else read_supply_trace(supply_file)
         self._workload = Workload(
             scenario.domains, scenario.run.max_new_tokens, seed, scenario.workload.growth_per_step, trace
         )
