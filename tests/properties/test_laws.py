@@ -62,6 +62,10 @@ def test_all_laws_hold_in_a_hostile_world_and_it_goes_on_when_the_world_is_fair(
         play(seed)
 
 
+def test_a_draining_worker_whose_last_lease_fails_is_released_and_not_given_up_as_well():
+    play(119_049)  # found by the long run: both were asked for, in the same breath
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(FIRST_LONG_SEED, FIRST_LONG_SEED + 20_000, LONG_CHUNK))

@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "the race is decided by rewards instead of answers",
         "rounds.py",
-        'scoring.score(desk, sample, now)\n    if group.state == "open" and group.num_generated >= group.need:',
-        'scoring.score(desk, sample, now)\n    if group.state == "open" and group.num_scored >= group.need:',
+        'scoring.score(desk, sample, group, now)\n    if group.state == "open" and group.num_generated >= group.need:',
+        'scoring.score(desk, sample, group, now)\n    if group.state == "open" and group.num_scored >= group.need:',
     ),
     Mutation(
         "more groups get a place than the step has",
@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "the answer to an earlier attempt at a reward counts",
         "scoring.py",
-        "if running is None or running[0] != event.attempt:",
-        "if running is None:",
+        "if sample is None or sample.attempt != event.attempt or sample.id not in scoring.running:",
+        "if sample is None or sample.id not in scoring.running:",
     ),
     Mutation(
         "a reward that could not be had counts as one",

@@ -17,12 +17,6 @@ _PLATEAU_GROWTH = 20
 """A plateau that holds grows by one part in this many, at every report."""
 
 
-def arm(desk: Desk, now: Seconds) -> None:
-    """See to it that there is a next look, if there is anything to look at."""
-    if desk.leases and desk.config.routing.balance and ("balance", 0) not in desk.deadlines.entries:
-        desk.deadlines.set(("balance", 0), now + desk.config.routing.balance_interval_s)
-
-
 def learn_speed(desk: Desk, worker: Worker, num_running: int, num_steps: int, now: Seconds) -> None:
     """A worker has made `num_steps` decode steps with `num_running` samples since it last brought tokens.
 
@@ -75,7 +69,8 @@ def balance(desk: Desk, now: Seconds) -> None:
             sample = desk.leases[move.lease]
             sample.target = move.target
             leases.hand_over(desk, sample, move.why, now)
-    arm(desk, now)
+    if desk.leases:
+        leases.look_later(desk, now)
 
 
 def _candidates(desk: Desk, worker: Worker) -> list[Candidate]:

@@ -33,14 +33,15 @@ class Deadlines:
 
     def earliest(self) -> Seconds | None:
         """The next moment at which something is due."""
-        while self._heap:
-            at, wait = self._heap[0]
-            due = self.entries.get(wait)
+        heap, entries = self._heap, self.entries
+        while heap:
+            at, wait = heap[0]
+            due = entries.get(wait)
             if due == at:
                 return at
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
             if due is not None and due > at:
-                heapq.heappush(self._heap, (due, wait))
+                heapq.heappush(heap, (due, wait))
         return None
 
     def pop_due(self, now: Seconds) -> Wait | None:

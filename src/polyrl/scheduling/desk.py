@@ -44,8 +44,8 @@ class TrainerClock(Struct):
 class Scoring(Struct):
     queue: list[tuple[float, SampleId]] = []
     """Heap of generated samples that wait for a place in the reward pool: cheapest expected first."""
-    running: dict[SampleId, tuple[int, Seconds]] = {}
-    """Samples being scored: the attempt, and when it is given up."""
+    running: dict[SampleId, Seconds] = {}
+    """Samples being scored: when the attempt is given up."""
 
 
 class State(Struct):
@@ -98,6 +98,8 @@ class Desk:
         # The same objects as in the state, one look-up nearer: these are what every event touches.
         self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
         self.seats, self.ledger, self.scoring = state.fleet.seats, state.ledger, state.scoring
+        self.budgets, self.num_domains, self.lengths = state.budgets, len(config.domains), state.lengths
+        self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
         self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
         self.place_due = False
         """Samples wait and a worker may have credit."""

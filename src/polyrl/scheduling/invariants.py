@@ -175,12 +175,11 @@ def _check_scoring(desk: Desk) -> None:
     queued = frozenset(one for _, one in state.scoring.queue)
     _law(len(state.scoring.running) <= desk.config.rewards.slots, "more rewards run than the pool has places")
     _law(not state.scoring.running or ("reward", 0) in desk.deadlines.entries, "rewards run that nobody gives up on")
-    for one, (attempt, _) in state.scoring.running.items():
+    for one in state.scoring.running:
         sample = state.samples.get(one)
         _law(
             sample is not None and sample.state == "scoring", f"a reward runs for {show_sample(one)}, which is {sample}"
         )
-        _law(sample is None or sample.attempt == attempt, f"an old attempt runs for {show_sample(one)}")
     for sample in state.samples.values():
         if sample.state == "generated" and desk.config.rewards.as_finished:
             raise LawViolation(f"sample {show_sample(sample.id)} was not sent to be scored")

@@ -7,7 +7,7 @@ of it is late news.
 
 import heapq
 
-from polyrl.ids import LeaseId, SampleId, Seconds
+from polyrl.ids import SampleId, Seconds
 from polyrl.scheduling.commands import Abort, Generate, HandOver, ReleaseWorker
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker, settle
@@ -20,11 +20,14 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
     """Give waiting samples to workers with credit: earlier rounds first, moved samples before fresh ones."""
     groups = desk.groups
     choose = desk.router.choose
+    with_credit = desk.router.loads
     for round_ in desk.rounds.values():
         if not round_.num_waiting:
             continue
+        if not with_credit:
+            return
         min_version = oldest_version(round_.step, desk.config.max_staleness)
-        while round_.num_waiting:
+        while round_.num_waiting and with_credit:
             sample = _first_waiting(desk.samples, round_)
             group = groups[sample.group]
             worker = None if sample.target < 0 else desk.router.take(sample.target, min_version)
@@ -58,8 +61,9 @@ def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Work
         settle(worker, desk.ledger, now)
         worker.last_tokens_at = now
         desk.deadlines.set(("stall", seat), now + desk.config.fleet_rules.stall_timeout_s / 2)
+        look_later(desk, now)
     lease = state.next_lease
-    state.next_lease = LeaseId(lease + 1)
+    state.next_lease += 1  # pyright: ignore[reportAttributeAccessIssue]  a call of LeaseId is not free here
     sample.state = "leased"
     sample.lease = lease
     sample.worker = seat
@@ -84,9 +88,16 @@ def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Work
     desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, desk.max_new_tokens, why))
 
 
+def look_later(desk: Desk, now: Seconds) -> None:
+    """See to it that somebody looks whether the running samples should run elsewhere (balancing.py)."""
+    if desk.config.routing.balance and ("balance", 0) not in desk.deadlines.entries:
+        desk.deadlines.set(("balance", 0), now + desk.config.routing.balance_interval_s)
+
+
 def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
     """Take in how far a sample is; returns how many tokens are new. Fewer, or beyond the cap, is not believed."""
-    gained = min(num_tokens, desk.max_new_tokens) - sample.num_tokens
+    cap = desk.max_new_tokens
+    gained = (num_tokens if num_tokens < cap else cap) - sample.num_tokens
     if gained <= 0:
         return 0
     sample.num_tokens += gained
@@ -96,8 +107,8 @@ def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
 
 def note_length(desk: Desk, sample: Sample, round_: Round, *, finished: bool) -> None:
     """Learn from an answer that ended, or was stopped and would have gone on."""
-    desk.state.lengths.observe(sample.num_tokens, finished=finished)
-    if desk.config.parallelism.enabled:
+    desk.lengths.observe(sample.num_tokens, finished=finished)
+    if desk.plans_parallelism:
         desk.state.lengths_by_kind[round_.kind].observe(sample.num_tokens, finished=finished)
 
 

@@ -127,4 +127,5 @@ class Ledger(Struct):
 
 
 def length_bin(num_tokens: int) -> int:
-    return min(num_tokens.bit_length(), NUM_LENGTH_BINS - 1)
+    num_bits = num_tokens.bit_length()
+    return num_bits if num_bits < NUM_LENGTH_BINS else NUM_LENGTH_BINS - 1

@@ -15,6 +15,7 @@ Left out: who is observed (one model for a run, a domain or a round kind is the 
 """
 
 import math
+from math import log2 as _log2
 
 import msgspec
 
@@ -41,18 +42,18 @@ class LengthModel(msgspec.Struct):
     finished: list[float] = msgspec.field(default_factory=_zeros)
     cut: list[float] = msgspec.field(default_factory=_zeros)
     num_observed: int = 0
-    num_unseen: int = 0
-    """Samples observed since the table was renewed."""
+    unseen_finished: list[int] = msgspec.field(default_factory=list)
+    """Lengths observed since the table was renewed."""
+    unseen_cut: list[int] = msgspec.field(default_factory=list)
     at_risk: list[float] = msgspec.field(default_factory=_zeros)
     survival_at: list[float] = msgspec.field(default_factory=_ones)
     area_at: list[float] = msgspec.field(default_factory=lambda: list(EDGES))
 
     def observe(self, num_tokens: int, *, finished: bool) -> None:
         """A sample ended at `num_tokens` (finished), or was stopped there and would have gone on."""
-        counts = self.finished if finished else self.cut
-        counts[_bin(num_tokens)] += 1.0
+        (self.unseen_finished if finished else self.unseen_cut).append(num_tokens)
         self.num_observed = num_observed = self.num_observed + 1
-        self.num_unseen = num_unseen = self.num_unseen + 1
+        num_unseen = len(self.unseen_finished) + len(self.unseen_cut)
         if num_unseen >= _MAX_UNSEEN or num_unseen * 8 >= num_observed:
             self._renew()
 
@@ -60,6 +61,7 @@ class LengthModel(msgspec.Struct):
         """Make all that was observed weigh `factor` times as much; 1.0 forgets nothing and renews the table."""
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"a factor from 0 to 1 was expected; got {factor}")
+        self._count_unseen()
         self.finished = [count * factor for count in self.finished]
         self.cut = [count * factor for count in self.cut]
         self._renew()
@@ -119,7 +121,14 @@ class LengthModel(msgspec.Struct):
         i = _bin(x)
         return self.area_at[i] + (x - EDGES[i]) * (self.survival_at[i] + self.survival(x)) / 2.0
 
+    def _count_unseen(self) -> None:
+        for counts, unseen in ((self.finished, self.unseen_finished), (self.cut, self.unseen_cut)):
+            for num_tokens in unseen:
+                counts[_bin(num_tokens)] += 1.0
+            unseen.clear()
+
     def _renew(self) -> None:
+        self._count_unseen()
         at_risk = 0.0
         for i in range(_LAST_BIN, -1, -1):
             at_risk += self.finished[i] + self.cut[i]
@@ -133,10 +142,10 @@ class LengthModel(msgspec.Struct):
             area += (EDGES[i + 1] - EDGES[i]) * (before + alive) / 2.0
             self.survival_at[i + 1] = alive
             self.area_at[i + 1] = area
-        self.num_unseen = 0
 
 
 def _bin(x: float) -> int:
     if x <= 1.0:
         return 0
-    return min(_LAST_BIN, int(math.log2(x) * BINS_PER_DOUBLING))
+    i = int(_log2(x) * BINS_PER_DOUBLING)
+    return i if i < _LAST_BIN else _LAST_BIN

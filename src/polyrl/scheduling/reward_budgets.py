@@ -47,7 +47,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"t_max_s: {self.t_max_s:g} is below t_min_s = {self.t_min_s:g}")
 
 
-class Limit(msgspec.Struct, frozen=True):
+class Limit(msgspec.Struct, frozen=True, gc=False):
     timeout_s: Seconds
     """CPU time."""
     why: str

@@ -122,21 +122,22 @@ def _designated(desk: Desk, group: Group) -> range | frozenset[int]:
 # Generating
 
 
-def sample_generated(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> None:
+def sample_generated(desk: Desk, sample: Sample, now: Seconds) -> None:
     """An answer has ended."""
+    group = desk.groups[sample.group]
+    round_ = desk.rounds[group.step]
     leases.end_lease(desk, sample, round_, now).num_failures = 0
     sample.state = "generated"
     num_tokens = sample.num_tokens
     leases.note_length(desk, sample, round_, finished=num_tokens < desk.max_new_tokens)
     desk.ledger.ended_by_bin[length_bin(num_tokens)] += 1
-    group = desk.groups[sample.group]
     group.num_generated += 1
     round_.num_generated += 1
     round_.ended_tokens += num_tokens
     if not sample.kept:
         leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
     elif desk.as_finished:
-        scoring.score(desk, sample, now)
+        scoring.score(desk, sample, group, now)
     if group.state == "open" and group.num_generated >= group.need:
         _claim(desk, group, round_, now)
     if not desk.as_finished:
@@ -151,7 +152,7 @@ def score_if_generated(desk: Desk, round_: Round, now: Seconds) -> None:
         group = desk.state.groups[group_id]
         for sample in _samples(desk, group):
             if sample.state == "generated":
-                scoring.score(desk, sample, now)
+                scoring.score(desk, sample, group, now)
 
 
 def sample_failed(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> None:
@@ -206,7 +207,7 @@ def sample_scored(desk: Desk, sample: Sample, now: Seconds) -> None:
 def reward_failed(desk: Desk, sample: Sample, now: Seconds) -> None:
     """The reward could not be had: try again, and in the end drop the sample. It is never a zero."""
     if desk.state.budgets.retry(sample.attempt).again:
-        scoring.score(desk, sample, now)
+        scoring.score(desk, sample, desk.groups[sample.group], now)
         return
     round_ = desk.state.rounds[desk.state.groups[sample.group].step]
     _drop_sample(desk, sample, round_, "reward_failed", "its reward could not be had", now)

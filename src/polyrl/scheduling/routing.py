@@ -23,8 +23,8 @@ class Router:
         self._config = config
         self._seats = seats
         self._heap: list[Entry] = []
-        self._loads: dict[int, float] = {}
-        """The load that each worker's one valid entry shows."""
+        self.loads: dict[int, float] = {}
+        """Workers with credit, by seat: the load that each one's valid entry shows."""
         for worker in seats.values():
             self.update(worker)
 
@@ -39,11 +39,11 @@ class Router:
             and seat in self._seats
         ):
             load = num_leases / worker.slots
-            if self._loads.get(seat) != load:
-                self._loads[seat] = load
+            if self.loads.get(seat) != load:
+                self.loads[seat] = load
                 heapq.heappush(self._heap, (load, worker.spot, seat))
         else:
-            self._loads.pop(seat, None)
+            self.loads.pop(seat, None)
 
     def choose(self, min_version: Version, prefix_worker: int) -> Worker | None:
         """The worker that takes the next sample, or None when none can."""
@@ -53,14 +53,18 @@ class Router:
         while heap:
             entry = heap[0]
             load, _, seat = entry
-            if self._loads.get(seat) != load:
+            if self.loads.get(seat) != load:
                 heapq.heappop(heap)
                 continue
             worker = self._seats[seat]
             if worker.version < min_version:
                 skipped.append(heapq.heappop(heap))
                 continue
-            chosen = self._prefer_prefix(worker, load, min_version, prefix_worker)
+            chosen = worker
+            its_load = self.loads.get(prefix_worker)
+            if its_load is not None and its_load <= load + self._config.prefix_imbalance:
+                holder = self._seats[prefix_worker]
+                chosen = holder if holder.version >= min_version else worker
             break
         for entry in skipped:
             heapq.heappush(heap, entry)
@@ -68,20 +72,13 @@ class Router:
 
     def take(self, seat: int, min_version: Version) -> Worker | None:
         """That very worker, if it could be chosen now."""
-        if seat not in self._loads or self._seats[seat].version < min_version:
+        if seat not in self.loads or self._seats[seat].version < min_version:
             return None
         return self._seats[seat]
-
-    def _prefer_prefix(self, least: Worker, load: float, min_version: Version, prefix_worker: int) -> Worker:
-        its_load = self._loads.get(prefix_worker)
-        if its_load is None or its_load > load + self._config.prefix_imbalance:
-            return least
-        holder = self._seats[prefix_worker]
-        return holder if holder.version >= min_version else least
 
     def has_room(self, min_version: Version) -> bool:
         return self.choose(min_version, -1) is not None
 
     def valid_seats(self) -> list[int]:
         """Seats that could be chosen, for the invariants."""
-        return sorted(self._loads)
+        return sorted(self.loads)

@@ -88,23 +88,24 @@ class Scheduler:
         if desk.ledger.started_at is None:
             desk.ledger.started_at = now
         self._take_in(event, now)
-        self._pursue(now)
+        if desk.place_due or desk.rounds_due or desk.devices_due or desk.pulls_due:
+            self._pursue(now)
         return desk.commands
 
     def _take_in(self, event: Event, now: Seconds) -> None:
         desk = self.desk
-        match event:
-            case TokensArrived():
-                self._tokens_arrived(event, now)
+        match event:  # the frequent ones first: each case is a test
             case SampleFinished():
                 sample = desk.leases.get(event.lease)
                 if sample is None:
                     desk.state.ledger.late_news += 1
                     return
                 leases.note_tokens(desk, sample, event.num_tokens)
-                rounds.sample_generated(desk, sample, self._round_of(sample), now)
+                rounds.sample_generated(desk, sample, now)
             case RewardFinished():
                 self._reward_finished(event, now)
+            case TokensArrived():
+                self._tokens_arrived(event, now)
             case WorkerReported():
                 worker = self._worker(event)
                 if worker is not None:
@@ -167,7 +168,6 @@ class Scheduler:
             if desk.place_due:
                 desk.place_due = False
                 leases.place_waiting(desk, now)
-                balancing.arm(desk, now)
                 desk.rounds_due = bool(desk.state.requested) and rounds.may_open_next(desk)
             if desk.devices_due:
                 desk.devices_due = False
@@ -238,7 +238,7 @@ class Scheduler:
         worker.num_failures += 1
         if sample.num_failures >= limit:
             rounds.sample_failed(desk, sample, round_, now)
-        if worker.num_failures >= limit and worker.seat in desk.state.fleet.seats:
+        if worker.num_failures >= limit and worker.seat in desk.seats and worker.state != "draining":  # who drains goes
             membership.lose(desk, worker, f"{worker.num_failures} leases failed in a row", now, tell=True)
 
     def _reward_finished(self, event: RewardFinished, now: Seconds) -> None:

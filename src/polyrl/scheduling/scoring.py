@@ -24,17 +24,17 @@ _BACKSTOP_FACTOR = 4.0
 
 def case_of(desk: Desk, group: Group) -> int:
     """What a learned time limit belongs to: the prompt."""
-    return group.prompt * len(desk.config.domains) + group.domain
+    return group.prompt * desk.num_domains + group.domain
 
 
-def score(desk: Desk, sample: Sample, now: Seconds) -> None:
+def score(desk: Desk, sample: Sample, group: Group, now: Seconds) -> None:
     """A sample is generated: score it now, or as soon as the pool has a place."""
     sample.state = "scoring"
     scoring = desk.scoring
-    if len(scoring.running) < desk.config.rewards.slots and not scoring.queue:
-        _start(desk, sample, now)
+    if len(scoring.running) < desk.num_rewards and not scoring.queue:
+        _start(desk, sample, group, now)
         return
-    expected = desk.state.budgets.expected_s(case_of(desk, desk.state.groups[sample.group]))
+    expected = desk.budgets.expected_s(case_of(desk, group))
     heapq.heappush(scoring.queue, (expected, sample.id))
 
 
@@ -44,29 +44,32 @@ def _start_waiting(desk: Desk, now: Seconds) -> None:
         _, sample_id = heapq.heappop(scoring.queue)
         sample = desk.state.samples.get(sample_id)
         if sample is not None and sample.state == "scoring":
-            _start(desk, sample, now)
+            _start(desk, sample, desk.groups[sample.group], now)
 
 
-def _start(desk: Desk, sample: Sample, now: Seconds) -> None:
-    sample.attempt += 1
-    case = case_of(desk, desk.groups[sample.group])
-    limit = desk.state.budgets.limit(case, quick_unit(sample.id ^ desk.config.seed ^ sample.attempt << 32))
-    due = now + _BACKSTOP_S + _BACKSTOP_FACTOR * limit.timeout_s
-    desk.scoring.running[sample.id] = (sample.attempt, due)
+def _start(desk: Desk, sample: Sample, group: Group, now: Seconds) -> None:
+    sample.attempt = attempt = sample.attempt + 1
+    sample_id = sample.id
+    draw = quick_unit(sample_id ^ desk.config.seed ^ attempt << 32)
+    limit = desk.budgets.limit(case_of(desk, group), draw)
+    timeout_s = limit.timeout_s
+    desk.scoring.running[sample_id] = now + _BACKSTOP_S + _BACKSTOP_FACTOR * timeout_s
     if _LOOK not in desk.deadlines.entries:
         desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
-    desk.commands.append(Score(sample.id, sample.attempt, limit.timeout_s, limit.why))
+    desk.commands.append(Score(sample_id, attempt, timeout_s, limit.why))
 
 
 def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:
     """Take in an answer. Returns the sample if it is the one waited for, None for late or repeated news."""
     scoring = desk.scoring
-    running = scoring.running.get(event.sample)
-    if running is None or running[0] != event.attempt:
-        desk.state.ledger.late_news += 1
+    sample = desk.samples.get(event.sample)
+    if sample is None or sample.attempt != event.attempt or sample.id not in scoring.running:
+        desk.ledger.late_news += 1
         return None
-    _free_place(desk, event.sample, now)
-    return desk.state.samples[event.sample]
+    del scoring.running[sample.id]
+    if scoring.queue:
+        _start_waiting(desk, now)
+    return sample
 
 
 def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
@@ -79,7 +82,7 @@ def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
 def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
     """Take out who was not answered in time, and see to the next look. Called now and then, not at each moment."""
     running = desk.scoring.running
-    overdue = [desk.state.samples[sample_id] for sample_id, (_, due) in running.items() if due <= now]
+    overdue = [desk.state.samples[sample_id] for sample_id, due in running.items() if due <= now]
     for sample in overdue:
         desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
         _free_place(desk, sample.id, now)

@@ -1,0 +1,1 @@
+"""What generates inside a worker: the contract, and one module an engine."""

@@ -1,0 +1,110 @@
+"""The contract of an engine: what a worker asks of whatever generates tokens. tests/contracts holds every engine to it.
+
+    start(sink)            get ready; says what it is. May take minutes (a server starts); progress goes to the log
+    generate(job)          begin or resume a sample; returns at once. Tokens and the end come through the sink
+    abort(lease)           stop it: when this returns, its place and its cache are free and the sink hears no more of it
+    install(weights)       start using a version. Running samples go on under it, unless the engine declares otherwise
+    stats() health()       what it does now; why it cannot go on, if so
+    close()                end everything; may be called twice, and after a failed start
+
+Rules every engine keeps:
+- Tokens come in order, each once, with its log-probability under the sampling temperature before truncation, and with
+  the version whose weights wrote it. The token that ends an answer (end of text, a stop id) is the answer's last token.
+- A sample ends by itself in exactly one `ended`: `stop`, `length`, `engine_failed` or `refused`. After an abort: none.
+- Resuming is generating after prompt + so_far: `max_tokens` counts both turns together. An engine that declares
+  `seeds_survive_moves` draws the same tokens for the same seed and the same weights, wherever the first turn ended.
+- A job that it cannot do is refused through the sink, with a line that says why; it never raises for a job.
+- The sink is called on the event loop that `start` ran on.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from polyrl.ids import LeaseId, SampleId, Version
+from polyrl.wire.frames import Sampling
+
+EngineEnd = Literal["stop", "length", "engine_failed", "refused"]
+
+
+class Job(NamedTuple):
+    """One lease, as the engine sees it."""
+
+    lease: LeaseId
+    sample: SampleId
+    prompt: list[int]
+    so_far: list[int]
+    """Tokens that are there already: resume after them."""
+    max_tokens: int
+    """The sample ends at this many tokens in all."""
+    seed: int
+    sampling: Sampling
+
+
+class Capabilities(NamedTuple):
+    """What the contract suite checks, and a manager may count on."""
+
+    seeds_survive_moves: bool
+    keeps_running_over_install: bool
+    """Running samples go on when weights change. Otherwise each ends in `engine_failed` and is resumed elsewhere."""
+    stop_strings: bool
+
+
+class EngineInfo(NamedTuple):
+    engine: str
+    model: str
+    slots: int
+    """Samples that it runs at once."""
+    kv_tokens: int
+    """Tokens that fit into its cache; 0 when it does not say."""
+    capabilities: Capabilities
+    version: Version | None = None
+    """What it runs from the start, if anything."""
+
+
+class EngineStats(NamedTuple):
+    num_running: int
+    num_waiting: int
+    """Samples that it holds back itself, for want of cache or slots."""
+    slots: int
+    kv_used: float
+    """A share, from 0 to 1."""
+    num_preemptions: int
+    """Since it started: how often it threw a running sample's cache away."""
+
+
+class Weights(NamedTuple):
+    """A version to install."""
+
+    version: Version
+
+
+class Sink(Protocol):
+    """Where an engine's news goes."""
+
+    def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None: ...
+
+    def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None: ...
+
+
+class EngineError(Exception):
+    """An engine could not start, install, or go on. The message is a line for a person."""
+
+
+class Engine(Protocol):
+    async def start(self, sink: Sink) -> EngineInfo: ...
+
+    def generate(self, job: Job) -> None: ...
+
+    async def abort(self, lease: LeaseId) -> None: ...
+
+    async def install(self, weights: Weights) -> None:
+        """Raises EngineError; the engine then still runs what it ran."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def health(self) -> str | None:
+        """Why it cannot go on; None when it can."""
+        ...
+
+    async def close(self) -> None: ...

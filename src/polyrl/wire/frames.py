@@ -1,0 +1,349 @@
+"""Everything that travels over a WebSocket: closed unions of frames, msgpack arrays with a tag.
+
+    worker  -> manager    Hello first; then Tokens, Report, Installed, InstallFailed, Leaving, Goodbye
+    manager -> worker     Welcome first; then Generate, Stop, Ack, Pull, Release
+    trainer -> manager    TrainerHello first; then statements, each numbered: RequestRound, SupplyPrompts, Scored, ...
+    manager -> trainer    Opened, Added, ScoreThese, Delivered, ... ; Ack
+
+Rules: a connection may break at any moment and is dialled again. Nothing is resent by number; each side says at the
+start what it holds, and the other sends what is missing (a worker's leases by token offset, a trainer's open round).
+So whatever is said must bear being said twice. Payload is packed columns (columns.py), never lists of tokens.
+
+Everything here is decoded by type; an unknown tag or a wrong field is a DecodeError and closes the connection.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from polyrl.scheduling.ledger import StepLine
+
+PROTOCOL = 1
+MAX_WORKER_FRAME_BYTES = 16 << 20
+MAX_TRAINER_FRAME_BYTES = 256 << 20
+
+EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
+"""`stop` and `length` end the answer; the others end the lease alone."""
+Outcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed"]
+
+Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
+Text = Annotated[str, Meta(max_length=2000)]
+
+
+class Frame(Struct, frozen=True, array_like=True, gc=False):
+    """What all frames share: how they are written down."""
+
+
+# Sampling
+
+
+class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """How tokens are drawn. What an engine cannot do it declares (engines/engine.py) and refuses."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """0: all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    stop_ids: tuple[int, ...] = ()
+    """Beside the model's own end of text."""
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+# Worker to manager
+
+
+class Hello(Frame, frozen=True, tag="hello"):
+    """The state of a worker that connects, first or again."""
+
+    version: int
+    """What its engine runs; -1 is nothing yet."""
+    leases: bytes
+    """Those it holds: running, or ended and not acknowledged."""
+    draining: str = ""
+    """Why it wants to go, if it does."""
+
+
+class Ended(Struct, frozen=True, array_like=True, gc=False):
+    lease: Natural
+    num_tokens: Natural
+    """All tokens of the sample."""
+    reason: EndReason
+    detail: Text = ""
+
+
+class Tokens(Frame, frozen=True, tag="tokens"):
+    """New tokens of running samples, and which of them ended. Acknowledged by `seq` when it is journalled."""
+
+    seq: Natural
+    leases: bytes
+    offsets: bytes
+    counts: bytes
+    versions: bytes
+    cells: bytes
+    ended: tuple[Ended, ...] = ()
+
+
+class Report(Frame, frozen=True, tag="report"):
+    """A heartbeat."""
+
+    num_running: Natural
+    num_waiting: Natural
+    kv_used: Annotated[float, Meta(ge=0, le=1)]
+    num_preemptions: Natural
+    tokens_per_s: Annotated[float, Meta(ge=0)]
+
+
+class Installed(Frame, frozen=True, tag="installed"):
+    version: Natural
+
+
+class InstallFailed(Frame, frozen=True, tag="install_failed"):
+    version: Natural
+    reason: Text
+
+
+class Leaving(Frame, frozen=True, tag="leaving"):
+    """It wants to hand everything over and go."""
+
+    reason: Text
+
+
+class Goodbye(Frame, frozen=True, tag="goodbye"):
+    reason: Text
+
+
+FromWorker = Hello | Tokens | Report | Installed | InstallFailed | Leaving | Goodbye
+
+
+# Manager to worker
+
+
+class Held(Struct, frozen=True, array_like=True, gc=False):
+    lease: int
+    num_tokens: int
+    """What the manager has of the sample: go on from there."""
+
+
+class Welcome(Frame, frozen=True, tag="welcome"):
+    """What the manager knows of this worker's leases. Those that are not here are over."""
+
+    held: tuple[Held, ...]
+
+
+class Order(Struct, frozen=True, array_like=True, gc=False):
+    """One lease: generate this sample from here."""
+
+    lease: int
+    sample: int
+    prompt: bytes
+    """Packed token ids."""
+    so_far: bytes
+    """Packed ids of the tokens that are there already."""
+    max_tokens: int
+    """The sample ends at this many tokens in all."""
+    seed: int
+    sampling: Sampling
+
+
+class Generate(Frame, frozen=True, tag="generate"):
+    orders: tuple[Order, ...]
+
+
+class Stop(Frame, frozen=True, tag="stop"):
+    aborts: tuple[int, ...] = ()
+    """Forget them."""
+    hand_overs: tuple[int, ...] = ()
+    """Stop at the current token and send all of them."""
+
+
+class Ack(Frame, frozen=True, tag="ack"):
+    """Everything up to this number is safe: it need not be held any longer."""
+
+    seq: int
+
+
+class Pull(Frame, frozen=True, tag="pull"):
+    version: int
+    source: str
+    """The name of a peer; empty for the trainer."""
+    held: int
+    """What the worker holds now; -1 is nothing."""
+
+
+class Release(Frame, frozen=True, tag="release"):
+    """It may go: nothing of it is missed. `rejoin`: it was given up and may join anew."""
+
+    why: str
+    rejoin: bool = False
+
+
+ToWorker = Welcome | Generate | Stop | Ack | Pull | Release
+
+
+# Trainer to manager
+
+
+class TrainerHello(Frame, frozen=True, tag="trainer"):
+    has_reward: bool
+    """It scores samples; otherwise each counts as scored, with reward 0, when it is generated."""
+
+
+class PromptText(Struct, frozen=True, array_like=True, gc=False):
+    group: Natural
+    tokens: bytes
+    sampling: Sampling
+
+
+class RequestRound(Frame, frozen=True, tag="request_round"):
+    seq: Natural
+    step: Natural
+
+
+class SupplyPrompts(Frame, frozen=True, tag="supply_prompts"):
+    seq: Natural
+    prompts: tuple[PromptText, ...]
+
+
+class Scored(Frame, frozen=True, tag="scored"):
+    seq: Natural
+    sample: Natural
+    attempt: Natural
+    outcome: Outcome
+    value: float
+    correct: bool
+    cpu_s: float
+
+
+class Took(Frame, frozen=True, tag="took"):
+    seq: Natural
+    step: Natural
+    groups: tuple[Natural, ...]
+
+
+class Rejected(Frame, frozen=True, tag="rejected"):
+    seq: Natural
+    group: Natural
+    reason: Text
+
+
+class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
+    seq: Natural
+    step: Natural
+
+
+class StepDone(Frame, frozen=True, tag="step_done"):
+    seq: Natural
+    step: Natural
+
+
+class Published(Frame, frozen=True, tag="published"):
+    seq: Natural
+    version: Natural
+
+
+Statement = RequestRound | SupplyPrompts | Scored | Took | Rejected | MicroBatchDone | StepDone | Published
+FromTrainer = TrainerHello | Statement
+
+
+# Manager to trainer
+
+
+class GroupPlan(Struct, frozen=True, array_like=True, gc=False):
+    group: int
+    domain: int
+    prompt: int
+    epoch: int
+    num_samples: int
+
+
+class Opened(Frame, frozen=True, tag="opened"):
+    """A round has begun, or is still open: these groups want their prompts."""
+
+    step: int
+    kind: str
+    groups: tuple[GroupPlan, ...]
+    why: str
+
+
+class Segment(Struct, frozen=True, array_like=True, gc=False):
+    """From this token on, that version wrote."""
+
+    from_token: int
+    version: int
+    worker: str
+
+
+class SampleText(Struct, frozen=True, array_like=True, gc=False):
+    sample: int
+    cells: bytes
+    segments: tuple[Segment, ...]
+    finish: str
+    reward: float
+
+
+class ScoreThis(Struct, frozen=True, array_like=True, gc=False):
+    attempt: int
+    timeout_s: float
+    text: SampleText
+
+
+class ScoreThese(Frame, frozen=True, tag="score"):
+    samples: tuple[ScoreThis, ...]
+
+
+class CancelScoring(Frame, frozen=True, tag="cancel_scoring"):
+    sample: int
+    attempt: int
+
+
+class Delivered(Frame, frozen=True, tag="delivered"):
+    step: int
+    group: int
+    samples: tuple[SampleText, ...]
+
+
+class Dropped(Frame, frozen=True, tag="dropped"):
+    group: int
+    why: str
+
+
+class Closed(Frame, frozen=True, tag="closed"):
+    step: int
+    num_groups: int
+
+
+class DataEnded(Frame, frozen=True, tag="data_ended"):
+    step: int
+
+
+class StepReported(Frame, frozen=True, tag="step"):
+    line: StepLine
+
+
+class FleetAdvised(Frame, frozen=True, tag="advice"):
+    num_workers: int
+    why: str
+
+
+ToTrainer = (
+    Opened
+    | ScoreThese
+    | CancelScoring
+    | Delivered
+    | Dropped
+    | Closed
+    | DataEnded
+    | StepReported
+    | FleetAdvised
+    | Ack
+    | Release
+)
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_trainer = msgspec.msgpack.Decoder(FromTrainer).decode
+decode_to_trainer = msgspec.msgpack.Decoder(ToTrainer).decode
