@@ -208,7 +208,8 @@ class Books:
                 self.check_hand_over(scheduler, command, commands)
             case c.ReleaseWorker():
                 law(command.worker in self.draining, f"{command.worker} is released and was not asked to go")
-                law(command.worker in fleet.by_name, f"{command.worker} is released and not there")
+                forgotten = any(isinstance(one, c.ForgetWorker) and one.worker == command.worker for one in commands)
+                law(command.worker in fleet.by_name or forgotten, f"{command.worker} is released and not there")
             case c.ForgetWorker():
                 law(command.worker not in fleet.by_name, f"{command.worker} is forgotten and still there")
                 self.note_gone(command.worker)

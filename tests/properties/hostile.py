@@ -85,6 +85,7 @@ class HostileWorld:
     def __init__(self, seed: int, make: Callable[[SchedulerConfig], Scheduler] = Scheduler) -> None:
         self.rng = random.Random(seed)
         self.config = random_config(self.rng)
+        self.driver_rng = random.Random(seed + 77)
         self.scheduler = make(self.config)
         self.books = Books(self.scheduler)
         self.now = 0.0
@@ -139,7 +140,20 @@ class HostileWorld:
             self.tell(e.TimePassed())
         self.now = end
 
+    def trouble_with_the_driver(self) -> None:
+        """A person pauses and resumes; the driver dies and comes back with its journal."""
+        draw = self.driver_rng.random()
+        if draw < 0.005:
+            self.tell(e.PlacingPaused())
+        elif draw < 0.02 and self.scheduler.desk.state.paused:
+            self.tell(e.PlacingResumed())
+        elif draw < 0.025:
+            away_s = self.driver_rng.choice([0.5, 20.0])
+            self.now += away_s
+            self.tell(e.DriverResumed(away_s, 5.0))
+
     def malice(self) -> None:
+        self.trouble_with_the_driver()
         rng = self.rng
         draw = rng.random()
         if draw < 0.35 and self.news:
@@ -170,6 +184,7 @@ class HostileWorld:
     def be_fair(self) -> None:
         """No more faults: whoever is there works, and somebody is always there."""
         self.fair = True
+        self.tell(e.PlacingResumed())
         without_fleet = self.rng.random() < 0.5
         if without_fleet:
             for machine in [one for one in self.machines.values() if not one.local]:

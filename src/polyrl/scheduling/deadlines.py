@@ -28,6 +28,13 @@ class Deadlines:
         if known is None or at < known:
             heapq.heappush(self._heap, (at, wait))
 
+    def postpone(self, seconds: Seconds) -> None:
+        """Move all of them."""
+        for wait in self.entries:
+            self.entries[wait] += seconds
+        self._heap = [(at, wait) for wait, at in self.entries.items()]
+        heapq.heapify(self._heap)
+
     def clear(self, wait: Wait) -> None:
         self.entries.pop(wait, None)
 

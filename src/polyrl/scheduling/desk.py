@@ -62,6 +62,8 @@ class State(Struct):
     requested: list[Step] = []
     last_requested: Step = Step(-1)
     published: Version = NO_VERSION
+    paused: bool = False
+    """No lease is given until somebody says so."""
     next_lease: LeaseId = LeaseId(1)
     next_group: int = 1
     lengths: LengthModel = field(default_factory=LengthModel)

@@ -159,6 +159,25 @@ class StepTrained(EventStruct, frozen=True, tag=True):
     step: Step
 
 
+# The driver
+
+
+class PlacingPaused(EventStruct, frozen=True, tag=True):
+    """A person wants no more leases given; running ones go on."""
+
+
+class PlacingResumed(EventStruct, frozen=True, tag=True):
+    pass
+
+
+class DriverResumed(EventStruct, frozen=True, tag=True):
+    """The driver was away and is back with its journal: what was due meanwhile could not be heard."""
+
+    away_s: Seconds
+    grace_s: Seconds
+    """How much longer than usual workers may take to be heard of."""
+
+
 # Time
 
 
@@ -185,4 +204,7 @@ Event = (
     | StepTrained
     | VersionPublished
     | RoundRequested
+    | PlacingPaused
+    | PlacingResumed
+    | DriverResumed
 )

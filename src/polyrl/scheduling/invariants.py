@@ -227,7 +227,7 @@ def _check_rest(desk: Desk) -> None:
     due = desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
     _law(not due, "something was left undone at the end of an event")
     may_place = any(round_.num_waiting for round_ in desk.state.rounds.values())
-    if may_place:
+    if may_place and not desk.state.paused:
         oldest = min(round_.step for round_ in desk.state.rounds.values() if round_.num_waiting)
         room = desk.router.has_room(oldest_version(oldest, desk.config.max_staleness))
         _law(not room, "a sample waits although a worker has room for it")

@@ -18,6 +18,8 @@ from polyrl.scheduling.staleness import oldest_version
 
 def place_waiting(desk: Desk, now: Seconds) -> None:
     """Give waiting samples to workers with credit: earlier rounds first, moved samples before fresh ones."""
+    if desk.state.paused:
+        return
     groups = desk.groups
     choose = desk.router.choose
     with_credit = desk.router.loads

@@ -67,8 +67,19 @@ def _sane(amount: float) -> float:
 
 
 def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:
-    """Any news of a worker shows that it lives."""
-    desk.deadlines.entries[("heartbeat", worker.seat)] = now + desk.config.fleet_rules.heartbeat_timeout_s
+    """Any news of a worker shows that it lives. Its deadline moves back, never forth: the heap is not told of it."""
+    entries = desk.deadlines.entries
+    wait = ("heartbeat", worker.seat)
+    due = now + desk.config.fleet_rules.heartbeat_timeout_s
+    if due > entries[wait]:
+        entries[wait] = due
+
+
+def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, now: Seconds) -> None:
+    """We heard nothing for a while because we were away: move every deadline, and be patient with heartbeats."""
+    desk.deadlines.postpone(max(0.0, away_s))
+    for seat in desk.seats:
+        desk.deadlines.set(("heartbeat", seat), now + desk.config.fleet_rules.heartbeat_timeout_s + max(0.0, grace_s))
 
 
 def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:

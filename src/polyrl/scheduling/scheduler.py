@@ -22,12 +22,15 @@ from polyrl.scheduling.deadlines import Wait
 from polyrl.scheduling.desk import Desk, State, new_state
 from polyrl.scheduling.events import (
     DrainRequested,
+    DriverResumed,
     DutyChanged,
     Event,
     GroupRejected,
     GroupsTaken,
     LeaseEnded,
     MicroBatchTrained,
+    PlacingPaused,
+    PlacingResumed,
     RewardFinished,
     RoundRequested,
     SampleFinished,
@@ -153,6 +156,13 @@ class Scheduler:
                 membership.publish(desk, event.version, now)
             case RoundRequested():
                 self._round_requested(event)
+            case PlacingPaused():
+                desk.state.paused = True
+            case PlacingResumed():
+                desk.state.paused = False
+                desk.place_due = True
+            case DriverResumed():
+                membership.nobody_was_late(desk, event.away_s, event.grace_s, now)
             case _:
                 assert_never(event)
 

@@ -24,20 +24,19 @@ class BadColumns(ValueError):
     """A frame that cannot be true. The message says what is wrong with it, in a line."""
 
 
-class Entry(NamedTuple):
-    """What a frame brings of one lease: so many cells, from this byte of its column to that one."""
+class Columns(NamedTuple):
+    """What a frame brings, by lease: so many cells after `offsets` tokens, up to this byte of the column of cells."""
 
-    lease: int
-    offset: int
+    leases: list[int]
+    offsets: list[int]
     """Tokens of the sample before these."""
-    count: int
-    version: int
-    start: int
-    end: int
+    counts: list[int]
+    versions: list[int]
+    ends: list[int]
 
 
 def pack_cells(tokens: Sequence[int], logprobs: Sequence[float]) -> bytes:
-    cells = np.empty(len(tokens), CELL)
+    cells: Any = np.empty(len(tokens), CELL)
     cells["token"] = tokens
     cells["logprob"] = logprobs
     return cells.tobytes()
@@ -65,32 +64,26 @@ def pack_column(kind: str, numbers: Sequence[int]) -> bytes:
     return np.asarray(numbers, kind).tobytes()
 
 
-def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: bytes) -> list[Entry]:
+def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: bytes) -> Columns:
     """Read and check the columns of a frame. Raises BadColumns."""
     if len(leases) % 8 or len(cells) % CELL_BYTES:
         raise BadColumns("a column ends inside a number")
     num = len(leases) // 8
     if not len(offsets) == len(counts) == len(versions) == 4 * num:
         raise BadColumns(f"columns of {num} leases do not fit each other")
-    ends = np.cumsum(np.frombuffer(counts, "<u4"), dtype=np.int64)
-    if (int(ends[-1]) if num else 0) * CELL_BYTES != len(cells):
+    num_tokens = np.frombuffer(counts, "<u4")
+    ends = np.cumsum(num_tokens, dtype=np.int64) * CELL_BYTES
+    if (int(ends[-1]) if num else 0) != len(cells):
         raise BadColumns("the counts do not add up to the cells")
-    check_cells(cells)
-    count_list = np.frombuffer(counts, "<u4").tolist()
-    if 0 in count_list:
+    if num and not num_tokens.all():
         raise BadColumns("a lease without a token")
-    end_list = (ends * CELL_BYTES).tolist()
-    start_list = [0, *end_list[:-1]]
-    return list(
-        map(
-            Entry,
-            np.frombuffer(leases, "<u8").tolist(),
-            np.frombuffer(offsets, "<u4").tolist(),
-            count_list,
-            np.frombuffer(versions, "<i4").tolist(),
-            start_list,
-            end_list,
-        )
+    check_cells(cells)
+    return Columns(
+        np.frombuffer(leases, "<u8").tolist(),
+        np.frombuffer(offsets, "<u4").tolist(),
+        num_tokens.tolist(),
+        np.frombuffer(versions, "<i4").tolist(),
+        ends.tolist(),
     )
 
 
