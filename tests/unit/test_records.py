@@ -17,9 +17,9 @@ from tests.properties.hostile import HostileWorld, play
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Step, Version
 from polyrl.scheduling.events import RoundRequested, TimePassed, VersionPublished
+from polyrl.scheduling.framing import CutShort
 from polyrl.scheduling.parameters import DomainData, SchedulerConfig
 from polyrl.scheduling.records import (
-    CutShort,
     JournalDigest,
     encode_header,
     encode_record,
@@ -27,7 +27,7 @@ from polyrl.scheduling.records import (
     replay,
 )
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import FILE_NAME, JournalWriter, open_journal
+from polyrl.telemetry.journal import FILE_NAME, JournalWriter, open_journal, open_journals
 
 CONFIG = SchedulerConfig(domains=(DomainData(name="math", prompts_per_step=2, num_prompts=10),))
 ABOUT = {"scenario": "hostile"}
@@ -51,7 +51,7 @@ def pieces(seed: int) -> list[bytes]:
 
 def read_and_replay(data: bytes):
     header, records = read_records(data, "a journal")
-    return replay(header, records)
+    return replay([(header, records)])
 
 
 def frame(payload: bytes) -> bytes:
@@ -72,7 +72,7 @@ def test_a_hostile_history_is_read_back_as_it_was_and_replays_to_the_same_comman
     told = [repr((now, event)) for now, event, _ in world(seed).log]
     assert [repr((record.now, record.event)) for record in kept] == told
     assert [record.number for record in kept] == list(range(1, len(kept) + 1))
-    report = replay(header, kept)
+    report = replay([(header, kept)])
     assert report.first_difference is None
     assert report.num_records == len(kept)
 
@@ -257,8 +257,8 @@ def test_a_written_file_is_read_back_with_the_writers_digest(tmp_path):
         for entry in played.log:
             writer.append(*entry)
     for path in (tmp_path, tmp_path / FILE_NAME, str(tmp_path)):
-        header, records = open_journal(path)
-        report = replay(header, records)
+        header, records = next(open_journals(path))
+        report = replay([(header, records)])
         assert header.about == ABOUT
         assert (report.num_records, report.digest) == (writer.num_records, writer.digest)
         assert report.first_difference is None
@@ -268,7 +268,7 @@ def test_what_was_flushed_is_there_before_the_end(tmp_path):
     writer = JournalWriter(tmp_path / FILE_NAME, CONFIG)
     writer.append(1.0, TimePassed(), [])
     writer.flush()
-    assert [record.event for record in open_journal(tmp_path)[1]] == [TimePassed()]
+    assert [record.event for record in next(open_journals(tmp_path))[1]] == [TimePassed()]
     writer.close()
 
 
@@ -289,4 +289,32 @@ def test_a_missing_file_and_a_directory_without_one_are_named(tmp_path):
     with pytest.raises(JournalError, match=r"nothing\.bin: there is no such file"):
         open_journal(tmp_path / "nothing.bin")
     with pytest.raises(JournalError, match=r"journal\.bin: there is no such file"):
-        open_journal(tmp_path)
+        next(open_journals(tmp_path))
+
+
+# Several journals in a row
+
+
+def segments(seed: int, cut: int) -> list[bytes]:
+    """A history in two journals, the second from the state that the first ended with."""
+    played = world(seed)
+    scheduler = Scheduler(played.config)
+    parts = [encode_header(played.config)], []
+    for number, (now, event, commands) in enumerate(played.log):
+        if number == cut:
+            parts[1].append(encode_header(played.config, None, scheduler.save()))
+        scheduler.handle(event, now)
+        parts[number >= cut].append(encode_record(now, event, commands))
+    return [b"".join(part) for part in parts]
+
+
+def test_a_run_in_two_journals_replays_like_one_and_the_second_alone_replays_too():
+    first, second = (read_records(data, "part") for data in segments(0, 80))
+    assert replay([first, second]).first_difference is None
+    assert replay([read_records(segments(0, 80)[1], "part")]).first_difference is None
+
+
+def test_a_journal_that_starts_from_another_state_is_refused():
+    first, second = read_records(segments(0, 80)[0], "part"), read_records(segments(0, 90)[1], "part")
+    with pytest.raises(JournalError, match="does not start from the state"):
+        replay([first, second])

@@ -11,6 +11,7 @@ from polyrl.ids import GroupId, Incarnation, SampleId, Step, Version, WorkerName
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig, SeedingConfig
+from polyrl.scheduling.records import Journal, JournalHeader, Record
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.scheduling.story import UnknownSample, tell_story
 
@@ -68,7 +69,12 @@ class Run:
         self.tell(now + 2.0, e.StepTrained(Step(0)))
 
     def story(self, sample: str) -> list[str]:
-        return tell_story(self.config, self.history, parse_sample(sample))
+        return tell_story([journal(self.config, self.history)], parse_sample(sample))
+
+
+def journal(config: SchedulerConfig, history: list[tuple[float, e.Event]]) -> Journal:
+    records = [Record(number, 0, now, event, b"", b"") for number, (now, event) in enumerate(history, 1)]
+    return JournalHeader(config), records
 
 
 def sums(story: list[str]) -> dict[str, float]:
@@ -206,7 +212,7 @@ def test_an_unknown_sample_is_answered_with_those_there_are():
     with pytest.raises(UnknownSample, match="no sample 1/2: group 1 has samples 1/0 to 1/1"):
         run.story("1/2")
     with pytest.raises(UnknownSample, match="no round was opened"):
-        tell_story(run.config, [], sample_id(GroupId(1), 0))
+        tell_story([journal(run.config, [])], sample_id(GroupId(1), 0))
 
 
 @given(st.integers(0, 200))
@@ -215,7 +221,7 @@ def test_in_any_history_the_phases_of_a_life_add_up_and_its_lines_are_in_order(s
     world = play(seed, num_events=120)
     history = [(now, event) for now, event, _ in world.log]
     for sample in list(world.lengths)[::7]:
-        story = tell_story(world.config, history, sample)
+        story = tell_story([journal(world.config, history)], sample)
         found = sums(story)
         total = found.pop("total")
         assert sum(found.values()) == pytest.approx(total, abs=0.05 * len(found) + 0.06)

@@ -36,6 +36,10 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
+    "manager": Command("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
+    "worker": Command("join a fleet with one engine", "polyrl.cli.worker"),
+    "status": Command("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),
+    "drain": Command("have a worker hand everything over and leave", "polyrl.cli.drain"),
     "simulate": Command("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
     "bench": Command("measure the scheduler on this machine", "polyrl.cli.bench"),

@@ -22,23 +22,23 @@ Exit code 0: the same commands. 1: a difference, the first one is named. 2: the 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("journal", metavar="FILE_OR_DIR", help="a journal, or a directory that holds journal.bin")
+    parser.add_argument("journal", metavar="FILE_OR_DIR", help="a journal, or the directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a line")
 
 
 def run(args: argparse.Namespace) -> int:
     from polyrl.scheduling.records import replay
-    from polyrl.telemetry.journal import open_journal
+    from polyrl.telemetry.journal import open_journals
 
-    header, records = open_journal(args.journal)
-    report = replay(header, records)
+    journals = [*open_journals(args.journal)]
+    report = replay(journals)
     difference = report.first_difference
     if args.json:
         print(
             json.dumps(
                 {
                     "journal": args.journal,
-                    "about": header.about,
+                    "about": journals[0][0].about,
                     "records": report.num_records,
                     "digest": report.digest,
                     "same": difference is None,

@@ -13,22 +13,21 @@ example:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("journal", metavar="FILE_OR_DIR", help="a journal, or a directory that holds journal.bin")
+    parser.add_argument("journal", metavar="FILE_OR_DIR", help="a journal, or the directory of a run")
     parser.add_argument("sample", metavar="SAMPLE", help="GROUP/INDEX: 12/3 is the fourth sample of group 12")
 
 
 def run(args: argparse.Namespace) -> int:
     from polyrl.ids import parse_sample
     from polyrl.scheduling.story import UnknownSample, tell_story
-    from polyrl.telemetry.journal import open_journal
+    from polyrl.telemetry.journal import open_journals
 
     try:
         sample = parse_sample(args.sample)
     except ValueError as error:
         raise UserError(f"SAMPLE: {error}") from error
-    header, records = open_journal(args.journal)
     try:
-        lines = tell_story(header.config, ((record.now, record.event) for record in records), sample)
+        lines = tell_story(open_journals(args.journal), sample)
     except UnknownSample as error:
         raise UserError(f"{args.journal}: {error}") from error
     print("\n".join(lines))

@@ -1,14 +1,12 @@
 """The journal's byte format, and replaying it: what was heard, when, and a digest of what was asked for in answer.
 
     first line      polyrl-journal FORMAT\\n
-    header          a frame: the scheduler's configuration, and words about the run
+    header          a frame (framing.py): the scheduler's configuration, words about the run, the state it starts from
     records         a frame each: [now, event, digest of the commands]
-    a frame         length u32, crc32 of the length u32, crc32 of the payload u32 (little endian), msgpack payload
 
 Rules kept here: a record holds all that is needed to ask the scheduler again. When it reaches the disk is the writer's
-matter. A length has its own checksum: without it a damaged length looks like the end of the file, and recovery, which
-drops a record that was cut short, would drop everything behind it. Whatever is wrong is said in one line, with the
-record's number and its offset.
+matter. A long run has several journals, each starting from the state that the one before ended with. Whatever is wrong
+is said in one line, with the record's number and its offset.
 
 Left out: files (telemetry/journal.py), and tokens: payload stays with the driver. Fields added to the end of a record
 or a header are skipped by older readers of the same format.
@@ -16,8 +14,6 @@ or a header are skipped by older readers of the same format.
 
 import hashlib
 import math
-import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
@@ -27,6 +23,7 @@ from polyrl.errors import JournalError
 from polyrl.ids import Seconds
 from polyrl.scheduling.commands import Command
 from polyrl.scheduling.events import Event
+from polyrl.scheduling.framing import FRAME_BYTES, FrameSource, frame, read_frame
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -35,14 +32,14 @@ COMMANDS_DIGEST_BYTES = 8
 
 _MAGIC = b"polyrl-journal "
 _MAX_FIRST_LINE = 32
-_FRAME = struct.Struct("<III")
-_LENGTH = struct.Struct("<I")
 
 
 class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
     config: SchedulerConfig
     about: dict[str, str] = {}
     """Whatever the driver wants to say: scenario, host, version. Nothing depends on it."""
+    saved: bytes = b""
+    """What `Scheduler.save` gave where this journal starts; empty where the run does."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -55,14 +52,6 @@ class Record(msgspec.Struct, frozen=True):
     commands_digest: bytes
     payload: bytes
     """Its bytes, without the frame: what the journal's digest is made of."""
-
-
-class CutShort(JournalError):
-    """The journal ends inside a record: its writer was killed. Everything before `offset` is whole."""
-
-    def __init__(self, message: str, offset: int) -> None:
-        super().__init__(message)
-        self.offset = offset
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -80,15 +69,15 @@ _EVENT_NAMES = frozenset(event.__name__ for event in get_args(Event))
 # Writing
 
 
-def encode_header(config: SchedulerConfig, about: dict[str, str] | None = None) -> bytes:
+def encode_header(config: SchedulerConfig, about: dict[str, str] | None = None, saved: bytes = b"") -> bytes:
     """What a journal starts with."""
-    header = JournalHeader(config, {} if about is None else about)
-    return _MAGIC + str(FORMAT).encode() + b"\n" + _frame(_encoder.encode(header))
+    header = JournalHeader(config, {} if about is None else about, saved)
+    return _MAGIC + str(FORMAT).encode() + b"\n" + frame(_encoder.encode(header))
 
 
 def encode_record(now: Seconds, event: Event, commands: Sequence[Command]) -> bytes:
     """One event and the commands that followed it. Fields that are seconds or dollars must hold floats, not ints."""
-    return _frame(_encoder.encode(_Stored(float(now), event, digest_commands(commands))))
+    return frame(_encoder.encode(_Stored(float(now), event, digest_commands(commands))))
 
 
 def digest_commands(commands: Sequence[Command]) -> bytes:
@@ -98,11 +87,6 @@ def digest_commands(commands: Sequence[Command]) -> bytes:
 
 
 _DIGEST_OF_NONE = hashlib.blake2b(_encoder.encode([]), digest_size=COMMANDS_DIGEST_BYTES).digest()
-
-
-def _frame(payload: bytes) -> bytes:
-    length = _LENGTH.pack(len(payload))
-    return _FRAME.pack(len(payload), zlib.crc32(length), zlib.crc32(payload)) + payload
 
 
 class JournalDigest:
@@ -119,7 +103,7 @@ class JournalDigest:
 
     def add_encoded(self, encoded: bytes) -> None:
         """Take in what `encode_record` gave."""
-        self.add(encoded[_FRAME.size :])
+        self.add(encoded[FRAME_BYTES:])
 
     def hex(self) -> str:
         return self._hash.hexdigest()
@@ -133,53 +117,12 @@ def read_records(data: bytes | Iterable[bytes], name: str) -> tuple[JournalHeade
 
     Raises JournalError for what is not a journal or is damaged, and its subclass CutShort when it ends inside a record.
     """
-    source = _Source([data] if isinstance(data, bytes) else data, name)
+    source = FrameSource([data] if isinstance(data, bytes) else data, name)
     _read_first_line(source)
     return _read_header(source), _iterate(source)
 
 
-class _Source:
-    """Bytes taken from the front, and where we are in them."""
-
-    def __init__(self, chunks: Iterable[bytes], name: str) -> None:
-        self._chunks = iter(chunks)
-        self._buffer = bytearray()
-        self._start = 0
-        self.name = name
-        self.offset = 0
-        self.number = 0
-
-    def peek(self, num_bytes: int) -> bytes:
-        """The next bytes, fewer only at the end."""
-        while len(self._buffer) - self._start < num_bytes:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            del self._buffer[: self._start]
-            self._start = 0
-            self._buffer += chunk
-        return bytes(self._buffer[self._start : self._start + num_bytes])
-
-    def skip(self, num_bytes: int) -> None:
-        self._start += num_bytes
-        self.offset += num_bytes
-
-    def skip_frame(self, payload: bytes) -> None:
-        self.skip(_FRAME.size + len(payload))
-        self.number += 1
-
-    def error(self, what: str) -> JournalError:
-        return JournalError(f"{self._place()}: {what}")
-
-    def cut_short(self, what: str) -> CutShort:
-        return CutShort(f"{self._place()}: cut short: {what}", self.offset)
-
-    def _place(self) -> str:
-        what = "header" if self.number == 0 else f"record {self.number}"
-        return f"{self.name}: {what} at byte {self.offset}"
-
-
-def _read_first_line(source: _Source) -> None:
+def _read_first_line(source: FrameSource) -> None:
     line, newline, _ = source.peek(_MAX_FIRST_LINE).partition(b"\n")
     if not newline and 0 < len(line) < _MAX_FIRST_LINE and line.startswith(_MAGIC[: len(line)]):
         raise source.cut_short("it ends in its first line")
@@ -193,8 +136,8 @@ def _read_first_line(source: _Source) -> None:
     source.skip(len(line) + 1)
 
 
-def _read_header(source: _Source) -> JournalHeader:
-    payload = _read_frame(source)
+def _read_header(source: FrameSource) -> JournalHeader:
+    payload = read_frame(source)
     if payload is None:
         raise source.cut_short("it has no header")
     try:
@@ -205,9 +148,9 @@ def _read_header(source: _Source) -> JournalHeader:
     return header
 
 
-def _iterate(source: _Source) -> Iterator[Record]:
+def _iterate(source: FrameSource) -> Iterator[Record]:
     last = -math.inf
-    while (payload := _read_frame(source)) is not None:
+    while (payload := read_frame(source)) is not None:
         stored = _decode(source, payload)
         if not last <= stored.now < math.inf:
             raise source.error(f"time goes from {last} to {stored.now}")
@@ -216,25 +159,7 @@ def _iterate(source: _Source) -> Iterator[Record]:
         source.skip_frame(payload)
 
 
-def _read_frame(source: _Source) -> bytes | None:
-    """The payload of the next frame, or None at the end. The source stays in front of it, where errors point."""
-    head = source.peek(_FRAME.size)
-    if not head:
-        return None
-    if len(head) < _FRAME.size:
-        raise source.cut_short(f"{len(head)} of {_FRAME.size} bytes of its frame are there")
-    length, length_crc, payload_crc = _FRAME.unpack(head)
-    if zlib.crc32(head[: _LENGTH.size]) != length_crc:
-        raise source.error("the checksum of its length does not match")
-    payload = source.peek(_FRAME.size + length)[_FRAME.size :]
-    if len(payload) < length:
-        raise source.cut_short(f"{len(payload)} of its {length} bytes are there")
-    if zlib.crc32(payload) != payload_crc:
-        raise source.error("its checksum does not match")
-    return payload
-
-
-def _decode(source: _Source, payload: bytes) -> _Stored:
+def _decode(source: FrameSource, payload: bytes) -> _Stored:
     try:
         stored = _stored_decoder.decode(payload)
     except msgspec.MsgspecError as error:
@@ -277,16 +202,40 @@ class ReplayReport(msgspec.Struct, frozen=True):
     first_difference: Difference | None
 
 
-def replay(header: JournalHeader, records: Iterable[Record]) -> ReplayReport:
-    """Tell a fresh scheduler all that was heard, and compare what it asks for. Stops at the first difference."""
-    scheduler = Scheduler(header.config)
+Journal = tuple[JournalHeader, Iterable[Record]]
+
+
+def replay(journals: Iterable[Journal]) -> ReplayReport:
+    """Tell a scheduler all that was heard, and compare what it asks for. Stops at the first difference.
+
+    Raises JournalError if a journal does not start from the state that the one before ended with.
+    """
+    scheduler: Scheduler | None = None
     digest = JournalDigest()
-    for record in records:
-        digest.add(record.payload)
-        commands = scheduler.handle(record.event, record.now)
-        got = digest_commands(commands)
-        if got != record.commands_digest:
-            expected = record.commands_digest.hex()
-            difference = Difference(record.number, record.now, record.event, expected, got.hex(), tuple(commands))
-            return ReplayReport(digest.num_records, digest.hex(), difference)
+    for header, records in journals:
+        scheduler = resume_scheduler(header, scheduler)
+        for record in records:
+            digest.add(record.payload)
+            commands = scheduler.handle(record.event, record.now)
+            got = digest_commands(commands)
+            if got != record.commands_digest:
+                expected = record.commands_digest.hex()
+                difference = Difference(
+                    digest.num_records, record.now, record.event, expected, got.hex(), tuple(commands)
+                )
+                return ReplayReport(digest.num_records, digest.hex(), difference)
     return ReplayReport(digest.num_records, digest.hex(), None)
+
+
+def resume_scheduler(header: JournalHeader, before: Scheduler | None) -> Scheduler:
+    """The scheduler that a journal starts with; `before` is how the journal before it ended, if that was read."""
+    if not header.saved:
+        return Scheduler(header.config)
+    if before is None:
+        try:
+            return Scheduler.load(header.saved)
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"a journal starts from a state that this version does not know: {error}") from error
+    if before.save() != header.saved:
+        raise JournalError("a journal does not start from the state that the one before it ended with")
+    return before

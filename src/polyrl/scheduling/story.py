@@ -38,6 +38,7 @@ from polyrl.scheduling.events import (
     WorkerLeft,
 )
 from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.records import Journal, resume_scheduler
 from polyrl.scheduling.samples import NO_LEASE, Sample
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -66,14 +67,19 @@ class UnknownSample(ValueError):
     """There is no such sample in the journal. The message says which there are."""
 
 
-def tell_story(config: SchedulerConfig, history: Iterable[tuple[Seconds, Event]], sample: SampleId) -> list[str]:
+def tell_story(journals: Iterable[Journal], sample: SampleId) -> list[str]:
     """A sample's life, a line an event, then where its time went. Raises UnknownSample."""
-    scheduler = Scheduler(config)
-    teller = _Teller(config, sample)
-    for now, event in history:
-        teller.hear(event, scheduler.handle(event, now), scheduler.desk.state, now)
-        if teller.ended_at is not None:
-            break
+    scheduler: Scheduler | None = None
+    teller: _Teller | None = None
+    for header, records in journals:
+        scheduler = resume_scheduler(header, scheduler)
+        teller = _Teller(header.config, sample) if teller is None else teller
+        for record in records:
+            teller.hear(record.event, scheduler.handle(record.event, record.now), scheduler.desk.state, record.now)
+            if teller.ended_at is not None:
+                return teller.story()
+    if teller is None:
+        raise UnknownSample("there is no journal")
     return teller.story()
 
 

@@ -14,6 +14,7 @@ from polyrl.scheduling.commands import Command
 from polyrl.scheduling.events import Event
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.records import (
+    Journal,
     JournalDigest,
     JournalHeader,
     Record,
@@ -23,7 +24,11 @@ from polyrl.scheduling.records import (
 )
 
 FILE_NAME = "journal.bin"
-"""What a journal is called in the directory of a run."""
+"""What a simulation's journal is called in its directory."""
+LIVE_FOLDER = "journal"
+"""Where a live run keeps its journals: `events-000001.bin` and so on, and their payload beside them."""
+EVENTS = "events"
+PAYLOAD = "payload"
 
 _BUFFER_BYTES = 1 << 18
 
@@ -75,12 +80,17 @@ class JournalWriter:
         self.close()
 
 
-def open_journal(path: Path | str) -> tuple[JournalHeader, Iterator[Record]]:
-    """A journal's header, and its records as they are asked for. `path` is the file, or a directory that holds it.
+def open_journals(path: Path | str) -> Iterator[Journal]:
+    """A run's journals, one after the other: the file, or what the directory of a run holds.
 
-    Raises JournalError if there is none or it is damaged; the records raise it when the damage is reached.
+    Raises JournalError if there is none or one is damaged; the records raise it when the damage is reached.
     """
-    file = _find(Path(path))
+    for file in _find(Path(path)):
+        yield open_journal(file)
+
+
+def open_journal(file: Path) -> tuple[JournalHeader, Iterator[Record]]:
+    """A journal's header, and its records as they are asked for."""
     try:
         opened = file.open("rb")
     except FileNotFoundError as error:
@@ -94,8 +104,15 @@ def open_journal(path: Path | str) -> tuple[JournalHeader, Iterator[Record]]:
         raise
 
 
-def _find(path: Path) -> Path:
-    return path / FILE_NAME if path.is_dir() else path
+def segments(folder: Path, stem: str) -> list[Path]:
+    """The files of a live run's journal, oldest first."""
+    return sorted(folder.glob(f"{stem}-*.bin"))
+
+
+def _find(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return segments(path / LIVE_FOLDER, EVENTS) or segments(path, EVENTS) or [path / FILE_NAME]
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:

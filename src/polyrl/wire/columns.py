@@ -64,6 +64,10 @@ def pack_column(kind: str, numbers: Sequence[int]) -> bytes:
     return np.asarray(numbers, kind).tobytes()
 
 
+def unpack_column(kind: str, packed: bytes) -> list[int]:
+    return np.frombuffer(packed, kind).tolist()
+
+
 def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: bytes) -> Columns:
     """Read and check the columns of a frame. Raises BadColumns."""
     if len(leases) % 8 or len(cells) % CELL_BYTES:

@@ -311,8 +311,12 @@ class Dropped(Frame, frozen=True, tag="dropped"):
 
 
 class Closed(Frame, frozen=True, tag="closed"):
+    """All of a round is delivered. A rejection voids it; then it is said again."""
+
     step: int
     num_groups: int
+    num_taken: int
+    """Groups of them that a trainer has taken, this one or one before it."""
 
 
 class DataEnded(Frame, frozen=True, tag="data_ended"):
@@ -341,6 +345,9 @@ ToTrainer = (
     | Ack
     | Release
 )
+
+DecodeError = msgspec.DecodeError
+"""What a frame that is none raises; its subclass ValidationError is one with a wrong field."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

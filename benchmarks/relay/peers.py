@@ -1,0 +1,279 @@
+"""Relays that others wrote, all installed, started and stopped alike: nginx, sglang-router, vllm-router; and none.
+
+    python -m benchmarks.relay.peers --seconds 5 --samples 256 1024
+
+prints one JSON object: readings (load.py), versions, and for every peer that could not be measured the reason.
+
+Rules: loopback only; ports that are free; settings as the peer's own documents recommend for streams, the same round
+robin over the workers, keep-alive on both sides, no access log. A peer is ready when it says that it has all workers.
+Nothing is installed outside `cache`: routers by pip into virtual environments, nginx unpacked from its Debian package
+if there is none on the path.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from benchmarks.relay.load import Load, LoadName, Peer, Reading, build_programs, measure_sse, quietest
+from benchmarks.relay.processes import CannotStart, Program, free_port, relay_cpus
+
+INSTALL_S = 300
+READY_S = 30.0
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyrl" / "relay"
+
+NGINX = """\
+worker_processes 1;
+pid {folder}/nginx.pid;
+events {{ worker_connections 10000; }}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    upstream workers {{ {servers} keepalive 4096; }}
+    server {{
+        listen 127.0.0.1:{port} backlog=4096;
+        location / {{
+            proxy_pass http://workers;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+            proxy_read_timeout 1h;
+        }}
+    }}
+}}
+"""
+
+
+class Direct:
+    """No relay: the reader goes to the workers."""
+
+    name = "direct"
+    version = ""
+
+    def start(self, worker_urls: Sequence[str]) -> tuple[str, ...]:
+        return tuple(worker_urls)
+
+    def cpu_s(self) -> float:
+        return 0.0
+
+    def rss_bytes(self) -> int:
+        return 0
+
+    def stop(self) -> None:
+        pass
+
+
+class Relay:
+    """A program between reader and workers. What differs is its command line and how it says that it is ready."""
+
+    name = ""
+    version = ""
+
+    def __init__(self, cache: Path):
+        """Install it. Raises CannotStart."""
+        self.cache = cache
+        self._program: Program | None = None
+
+    def command(self, port: int, worker_urls: Sequence[str]) -> list[str | Path]:
+        raise NotImplementedError
+
+    def is_ready(self, url: str, num_workers: int) -> bool:
+        raise NotImplementedError
+
+    def start(self, worker_urls: Sequence[str]) -> tuple[str, ...]:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        log = self.cache / "logs" / f"{self.name}.log"
+        program = self._program = Program(self.command(port, worker_urls), cpus=relay_cpus(), log=log)
+        deadline = time.monotonic() + READY_S
+        while not self.is_ready(url, len(worker_urls)):
+            if program.has_ended or time.monotonic() > deadline:
+                raise CannotStart(f"{self.name} did not come up ({READY_S:g} s at most): {program.last_words()}")
+            time.sleep(0.2)
+        return (url,)
+
+    def cpu_s(self) -> float:
+        return self._program.cpu_s() if self._program else 0.0
+
+    def rss_bytes(self) -> int:
+        return self._program.rss_bytes() if self._program else 0
+
+    def stop(self) -> None:
+        if self._program:
+            self._program.stop()
+        self._program = None
+
+
+class Nginx(Relay):
+    name = "nginx"
+
+    def __init__(self, cache: Path):
+        super().__init__(cache)
+        self.binary = shutil.which("nginx") or shutil.which("/usr/sbin/nginx") or _unpack_nginx(cache / "nginx")
+        self.version = _run([self.binary, "-v"]).rpartition("/")[2]
+
+    def command(self, port: int, worker_urls: Sequence[str]) -> list[str | Path]:
+        folder = self.cache / "nginx"
+        folder.mkdir(parents=True, exist_ok=True)
+        servers = " ".join(f"server {url.removeprefix('http://')};" for url in worker_urls)
+        config = folder / "nginx.conf"
+        config.write_text(NGINX.format(folder=folder, servers=servers, port=port), encoding="utf-8")
+        return [self.binary, "-p", folder, "-c", config, "-e", "stderr", "-g", "daemon off;"]
+
+    def is_ready(self, url: str, num_workers: int) -> bool:
+        return _get(f"{url}/health") is not None
+
+
+class Router(Relay):
+    """sglang-router and vllm-router have one ancestor: the same flags, the same word for ready."""
+
+    flags: tuple[str, ...] = ()
+    """`launch` where it has commands; and the quietest usual log, since a line a request is no relaying."""
+
+    def __init__(self, cache: Path):
+        super().__init__(cache)
+        self.folder = cache / self.name
+        if not (self.folder / "bin" / self.name).exists():
+            _run([sys.executable, "-m", "venv", self.folder])
+            _run([self.folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", self.name])
+        ask = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+        self.version = _run([self.folder / "bin" / "python", "-c", ask, self.name])
+
+    def command(self, port: int, worker_urls: Sequence[str]) -> list[str | Path]:
+        metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        where = ["--host", "127.0.0.1", "--port", str(port), *metrics]
+        return [
+            self.folder / "bin" / self.name,
+            *self.flags,
+            *where,
+            "--policy",
+            "round_robin",
+            "--worker-urls",
+            *worker_urls,
+        ]
+
+    def is_ready(self, url: str, num_workers: int) -> bool:
+        said = _get(f"{url}/readiness")
+        return said is not None and json.loads(said).get("healthy_workers") == num_workers
+
+
+class SglangRouter(Router):
+    name = "sglang-router"
+    flags = ("launch", "--log-level", "warn")
+
+
+class VllmRouter(Router):
+    name = "vllm-router"
+    flags = ("--log-level", "warning")
+
+
+PEERS: dict[str, Callable[[Path], Peer]] = {
+    "nginx": Nginx,
+    "sglang-router": SglangRouter,
+    "vllm-router": VllmRouter,
+}
+
+
+def measure(
+    num_samples: Sequence[int], seconds: float, *, loads: Sequence[LoadName] = get_args(LoadName), cache: Path = CACHE
+) -> dict[str, Any]:
+    """All peers at all loads, beside the direct connection, as one JSON object."""
+    programs = build_programs(cache)
+    missing: dict[str, str] = {}
+    readings: list[Reading] = []
+    peers = _install(cache, missing)
+    for load in (Load(name, num, seconds) for num in num_samples for name in loads):
+        direct = None
+        for peer in (Direct(), *peers):
+            try:
+                reading = quietest(partial(measure_sse, peer, load, programs, cache=cache, direct=direct))
+            except CannotStart as error:
+                missing[f"{peer.name}, {load.name}, {load.num_samples} samples"] = str(error)
+                continue
+            readings.append(reading)
+            if peer.name == Direct.name:
+                direct = reading
+    return {
+        "readings": msgspec.to_builtins(readings),
+        "missing": missing,
+        "versions": {peer.name: peer.version for peer in peers},
+        "load_written_in": programs.written_in,
+        "num_cpus": os.cpu_count(),
+        "system": platform.platform(),
+    }
+
+
+def _install(cache: Path, missing: dict[str, str]) -> list[Peer]:
+    found: list[Peer] = []
+    for name, install in PEERS.items():
+        try:
+            found.append(install(cache))
+        except CannotStart as error:
+            missing[name] = str(error)
+    return found
+
+
+def _unpack_nginx(folder: Path) -> str:
+    """From the Debian package, without installing it: no root, no service that starts by itself."""
+    binary = folder / "root" / "usr" / "sbin" / "nginx"
+    if binary.exists():
+        return str(binary)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not shutil.which("apt-get"):
+        raise CannotStart("nginx is not there, nor apt-get to fetch it; install the package nginx")
+    _run(["apt-get", "download", "-qq", "nginx"], cwd=folder)
+    for package in folder.glob("nginx_*.deb"):
+        _run(["dpkg-deb", "-x", package, folder / "root"])
+    return str(binary)
+
+
+def _run(argv: Sequence[str | Path], cwd: Path | None = None) -> str:
+    """What it says. Raises CannotStart with the command and its last line."""
+    try:
+        done = subprocess.run(
+            argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=INSTALL_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotStart(f"{argv[0]} did not run: {error}") from error
+    if done.returncode:
+        last = done.stdout.strip().splitlines()[-1:] or ["it said nothing"]
+        raise CannotStart(f"`{' '.join(map(str, argv))}` failed: {last[0][-300:]}")
+    return done.stdout.strip()
+
+
+def _get(url: str) -> bytes | None:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return answer.read()
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Relays by others, between fake engines and one reader.")
+    parser.add_argument("--seconds", type=float, default=5.0, help="that each reading counts for")
+    parser.add_argument("--samples", type=int, nargs="+", default=[256, 1024, 4096], help="at once")
+    parser.add_argument("--loads", nargs="+", choices=get_args(LoadName), default=get_args(LoadName))
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where peers are installed and logs are kept")
+    args = parser.parse_args()
+    print(json.dumps(measure(args.samples, args.seconds, loads=args.loads, cache=args.cache), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

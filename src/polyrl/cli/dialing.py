@@ -1,0 +1,45 @@
+"""Options that every command which dials a manager has, and the dialer they make."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyrl.errors import UserError
+from polyrl.wire.control import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from polyrl.wire.dial import Dialer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--manager", metavar="URL", help=f"default: that of --run-dir, or http://127.0.0.1:{DEFAULT_PORT}"
+    )
+    parser.add_argument("--run-dir", metavar="DIR", help="find address and admin token in the directory of the run")
+    add_credentials(parser)
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token-file", metavar="FILE", help="a file with the token; default: POLYRL_TOKEN")
+    parser.add_argument("--ca", metavar="FILE", help="certificates that https is checked against (PEM)")
+
+
+def dialer(args: argparse.Namespace) -> "Dialer":
+    from polyrl.wire.credentials import TOKEN_FILES, client_tls, find_token
+    from polyrl.wire.dial import Dialer
+
+    url, token_file = args.manager, args.token_file
+    if args.run_dir is not None:
+        url = url if url is not None else _url_of(Path(args.run_dir))
+        token_file = token_file if token_file is not None else str(Path(args.run_dir) / TOKEN_FILES["admin"])
+    url = f"http://127.0.0.1:{DEFAULT_PORT}" if url is None else url
+    return Dialer(url, find_token(token_file), client_tls(url, args.ca))
+
+
+def _url_of(run_dir: Path) -> str:
+    try:
+        url = json.loads((run_dir / "manager.json").read_text(encoding="utf-8"))["url"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{run_dir}: no manager runs there; give --manager URL") from error
+    return url.replace("//0.0.0.0:", "//127.0.0.1:")

@@ -1,0 +1,35 @@
+"""`polyrl drain`: have a worker hand everything over and leave."""
+
+import argparse
+
+from polyrl.cli import dialing
+
+EXAMPLE = """\
+example:
+  polyrl drain spot-3 --run-dir runs/first --reason "the machine is needed elsewhere" """
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("worker", metavar="NAME", help="as `polyrl status` shows it")
+    parser.add_argument("--reason", default="asked to drain", help="what the journal says (default: %(default)s)")
+    dialing.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.cli.loop import run_loop
+    from polyrl.errors import UserError
+    from polyrl.wire.control import DrainRequest
+    from polyrl.wire.dial import Unreachable
+
+    async def ask() -> None:
+        async with dialing.dialer(args) as dialer:
+            await dialer.post(f"/v1/workers/{args.worker}/drain", DrainRequest(reason=args.reason), dict)
+
+    try:
+        run_loop(ask())
+    except Unreachable as error:
+        raise UserError(str(error)) from error
+    print(f"{args.worker}: draining; it hands its samples over and leaves")
+    return 0

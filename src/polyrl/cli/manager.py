@@ -1,0 +1,77 @@
+"""`polyrl manager`: the process that workers and a trainer dial."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from polyrl.wire.control import DEFAULT_PORT
+
+EXAMPLE = """\
+example:
+  polyrl manager --run-dir runs/first
+  polyrl worker --join http://127.0.0.1:5000 --token-file runs/first/worker.token --engine emulated
+
+Killed at any moment, it goes on when it is started again with the same --run-dir: workers and trainer dial in by
+themselves, and no token that was acknowledged is lost. docs/reference/manager.md lists the settings."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example journal.fsync=always")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument("--run-dir", default="run", metavar="DIR", help="where the run is kept (default: %(default)s)")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of settings")
+    parser.add_argument("--tls-cert", metavar="FILE", help="serve https and wss with this certificate (PEM)")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+    parser.add_argument("--verbose", action="store_true", help="log every join, loss and refusal")
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.config import apply_overrides, build, load_toml
+    from polyrl.errors import UserError
+    from polyrl.manager.settings import ManagerSettings
+    from polyrl.wire.credentials import server_tls
+
+    tree = apply_overrides({} if args.config is None else load_toml(args.config), args.settings)
+    settings = build(tree, ManagerSettings, source=args.config or "")
+    if not 0 <= args.port <= 65535:
+        raise UserError(f"--port: {args.port} is not a port")
+    tls = server_tls(args.tls_cert, args.tls_key)
+    level = logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    from polyrl.cli.loop import run_loop
+
+    return run_loop(_serve(Path(args.run_dir), settings, args.host, args.port, tls))
+
+
+async def _serve(run_dir: Path, settings: object, host: str, port: int, tls: object) -> int:
+    from polyrl.manager.http import Front
+    from polyrl.manager.service import Service
+
+    service = Service(run_dir, settings)  # type: ignore[arg-type]
+    front = Front(service)
+    address = await front.listen(host, port, tls)  # type: ignore[arg-type]
+    print(f"manager: {address.url}  run: {run_dir}  ({service.recovered})", flush=True)
+    print(f"  join with: polyrl worker --join {address.url} --token-file {run_dir / 'worker.token'}", flush=True)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    owner = asyncio.create_task(service.own())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((owner, stopped), return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if owner.done():
+            owner.result()  # a failure of ours: loudly
+    finally:
+        owner.cancel()
+        await front.close("the manager stops; it can be started again")
+        service.close()
+    print("manager: stopped; the run can go on with the same --run-dir", flush=True)
+    return 0

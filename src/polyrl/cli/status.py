@@ -1,0 +1,102 @@
+"""`polyrl status`: who is there, what runs, who waits for whom."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from polyrl.cli import dialing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from polyrl.wire.control import Status
+
+EXAMPLE = """\
+example:
+  polyrl status --run-dir runs/first
+  polyrl status --manager http://host:5000 --token-file admin.token --json"""
+
+_WAITS_SHOWN = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    dialing.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from polyrl.cli.loop import run_loop
+    from polyrl.errors import UserError
+    from polyrl.wire.control import Status
+    from polyrl.wire.dial import Unreachable
+
+    async def ask() -> Status:
+        async with dialing.dialer(args) as dialer:
+            return await dialer.get("/v1/status", Status)
+
+    try:
+        status = run_loop(ask())
+    except Unreachable as error:
+        raise UserError(str(error)) from error
+    if args.json:
+        print(msgspec.json.encode(status).decode())
+    else:
+        _show(status)
+    return 0
+
+
+def _show(status: "Status") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    paused = ", paused" if status.paused else ""
+    run = "no run is open" if status.run == "none" else f"run open for {_span(status.now_s)}{paused}"
+    version = "none published" if status.published < 0 else f"version {status.published}"
+    console.print(f"{run}; {version}; trainer {status.trainer}; manager up {_span(status.uptime_s)}")
+    console.print(_workers(status) if status.workers else "no workers")
+    for one in status.rounds:
+        closed = ", closed" if one.closed else ""
+        console.print(
+            f"round {one.step} ({one.kind}, {_span(one.age_s)}{closed}): {one.groups_delivered} of {one.groups} groups "
+            f"delivered; samples: {one.samples_waiting} waiting, {one.samples_running} running, "
+            f"{one.samples_generated} generated"
+        )
+    queues = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in status.queues.items() if number)
+    if queues:
+        console.print(f"queues: {queues}")
+    for wait in status.waits[:_WAITS_SHOWN]:
+        age = "" if wait.age_s is None else f" for {_span(wait.age_s)}"
+        until = "as long as it takes" if wait.given_up_in_s is None else f"{max(0.0, wait.given_up_in_s):.1f} s more"
+        console.print(f"waits: {wait.what} of {wait.of}{age} ({until})")
+    if len(status.waits) > _WAITS_SHOWN:
+        console.print(f"       and {len(status.waits) - _WAITS_SHOWN} more; --json has all")
+    if status.refused:
+        console.print("refused: " + ", ".join(f"{name} {number}" for name, number in status.refused.items()))
+
+
+def _workers(status: "Status") -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "state", "engine", "version"):
+        table.add_column(name)
+    for name in ("running", "slots", "tokens/s", "$/h", "heard"):
+        table.add_column(name, justify="right")
+    for one in status.workers:
+        state = one.state if one.connected else f"{one.state}, away"
+        version = "-" if one.version < 0 else str(one.version)
+        price = f"{one.price_usd_per_hour:.2f}{' spot' if one.spot else ''}"
+        table.add_row(
+            one.name, state, one.engine, version, str(one.running), str(one.slots), f"{one.tokens_per_s:,.0f}", price,
+            f"{one.last_heard_s:.1f} s",
+        )  # fmt: skip
+    return table
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

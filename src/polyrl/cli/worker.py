@@ -1,0 +1,110 @@
+"""`polyrl worker`: join a fleet with one engine."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from polyrl.cli import dialing
+
+if TYPE_CHECKING:
+    from polyrl.engines.engine import Engine
+
+EXAMPLE = """\
+example:
+  polyrl worker --join http://HOST:5000 --token-file worker.token --engine emulated --name laptop --spot --price 1.20
+
+It dials out; nothing inbound is needed. Ctrl+C or SIGTERM: it hands every sample over at its current token and leaves.
+Settings of the engine are key=value, for example slots=32 tokens_per_s=80 (docs/concepts/engines.md)."""
+
+ENGINES = ("emulated",)
+EXIT_LEFT_BADLY = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine")
+    parser.add_argument("--join", required=True, metavar="URL", help="the manager, for example http://HOST:5000")
+    parser.add_argument("--engine", default="emulated", choices=ENGINES, help="what generates (default: %(default)s)")
+    parser.add_argument("--engine-config", metavar="FILE", help="a TOML file of settings of the engine")
+    parser.add_argument(
+        "--name", help="unique in the fleet; who joins under a name takes it over (default: host and pid)"
+    )
+    parser.add_argument("--slots", type=int, help="samples at once (default: what the engine says)")
+    parser.add_argument("--spot", action="store_true", help="the machine may be taken away")
+    parser.add_argument("--price", type=float, default=0.0, metavar="USD_PER_HOUR", help="for the ledger")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="accelerators it stands for")
+    parser.add_argument(
+        "--drain-deadline", type=float, default=25.0, metavar="S", help="after a signal (default: %(default)s)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="log warnings only")
+    dialing.add_credentials(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    import re
+
+    from polyrl.cli.loop import run_loop
+    from polyrl.errors import UserError
+    from polyrl.wire.control import WORKER_NAME
+
+    name = _default_name() if args.name is None else args.name
+    if not re.fullmatch(WORKER_NAME, name):
+        raise UserError(f"--name: {name!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores")
+    if not 0 <= args.price <= 1e6:
+        raise UserError(f"--price: {args.price:g} is not a price; expected US dollars per hour, 0 or more")
+    if args.devices < 1:
+        raise UserError(f"--devices: {args.devices}; expected at least 1")
+    if not args.drain_deadline > 0:
+        raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
+    engine = _engine(args)
+    level = logging.WARNING if args.quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    return run_loop(_work(args, name, engine))
+
+
+def _default_name() -> str:
+    import os
+    import re
+    import socket
+
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:48]
+    return f"{host or 'worker'}-{os.getpid()}"
+
+
+def _engine(args: argparse.Namespace) -> "Engine":
+    from polyrl.config import apply_overrides, build, load_toml
+    from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
+
+    tree = apply_overrides({} if args.engine_config is None else load_toml(args.engine_config), args.settings)
+    if args.slots is not None:
+        tree["slots"] = args.slots
+    return EmulatedEngine(build(tree, EmulatedConfig, source=args.engine_config or ""))
+
+
+async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
+    from polyrl.wire.credentials import client_tls, find_token
+    from polyrl.wire.dial import Dialer
+    from polyrl.worker.agent import WorkerAgent, WorkerOptions
+
+    dialer = Dialer(args.join, find_token(args.token_file), client_tls(args.join, args.ca))
+    options = WorkerOptions(
+        name=name,
+        spot=args.spot,
+        price_usd_per_hour=args.price,
+        num_devices=args.devices,
+        drain_deadline_s=args.drain_deadline,
+    )
+    agent = WorkerAgent(engine, dialer, options)
+    loop = asyncio.get_running_loop()
+    for number, reason in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl+C")):
+        loop.add_signal_handler(number, agent.drain, reason)
+    left = await agent.run()
+    if left.ok:
+        print(f"worker {name}: left: {left}", flush=True)
+        return 0
+    print(f"polyrl: error: worker {name}: {left}", file=sys.stderr)
+    return EXIT_LEFT_BADLY

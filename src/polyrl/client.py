@@ -1,0 +1,376 @@
+"""The trainer's side of the fleet: submit rounds, take complete groups as they arrive, publish versions.
+
+    async with connect("http://host:5000", token, config, prompts=prompt_of, reward=score) as fleet:
+        await fleet.publish(0)
+        async for group in fleet.round(0):
+            ...
+            await fleet.take(group)
+        await fleet.step_done(0)
+
+It survives breaks and restarts of the manager: whatever was said is said again until it is on file there, and what was
+missed is sent again. A group is handed out once; a group that was handed out and not taken when this process died comes
+again to the next one.
+
+Left out: training, weights (a published version is a number here), and the local worker.
+"""
+
+import asyncio
+import contextlib
+import logging
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+
+from polyrl.errors import PolyrlError, UserError
+from polyrl.ids import show_sample
+from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.wire import columns, frames
+from polyrl.wire.control import RunReply, RunRequest, Status
+from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
+from polyrl.wire.frames import Sampling, Segment
+
+__all__ = ["Fleet", "Group", "Prompt", "Reward", "RoundOver", "Sample", "Sampling", "connect"]
+
+log = logging.getLogger("polyrl.client")
+
+
+class Prompt(NamedTuple):
+    tokens: list[int]
+    sampling: Sampling = Sampling()
+
+
+class Sample(NamedTuple):
+    """One answer, with what is known of every token."""
+
+    id: int
+    tokens: "np.ndarray[Any, Any]"
+    logprobs: "np.ndarray[Any, Any]"
+    segments: tuple[Segment, ...]
+    """Which version and worker wrote from which token on."""
+    finish: str
+    """stop, or length."""
+    reward: float
+
+    @property
+    def name(self) -> str:
+        return show_sample(self.id)  # type: ignore[arg-type]
+
+
+class Group(NamedTuple):
+    step: int
+    id: int
+    samples: tuple[Sample, ...]
+
+
+class Reward(NamedTuple):
+    """What a reward function may return, if a number alone is not enough."""
+
+    value: float
+    correct: bool = False
+    cpu_s: float = 0.0
+
+
+class RoundOver(PolyrlError):
+    """There is no prompt left for that step."""
+
+
+PromptOf = Callable[[int, int, int], Prompt]
+"""(domain, prompt, epoch) -> what it says. Which prompts a round starts is the scheduler's decision."""
+RewardOf = Callable[[Sample], Awaitable[float | Reward]]
+
+
+@asynccontextmanager
+async def connect(
+    url: str,
+    token: str,
+    config: SchedulerConfig,
+    *,
+    prompts: PromptOf,
+    reward: RewardOf | None = None,
+    tls: ssl.SSLContext | None = None,
+    give_up_after_s: float = 600.0,
+) -> AsyncIterator["Fleet"]:
+    """Open the run at this manager, or go on with it. Without `reward`, every answer counts as scored with 0."""
+    async with Dialer(url, token, tls) as dialer:
+        fleet = Fleet(dialer, config, prompts, reward, give_up_after_s)
+        await fleet._open()
+        try:
+            yield fleet
+        finally:
+            await fleet._close()
+
+
+class Fleet:
+    """Made by `connect`."""
+
+    def __init__(
+        self,
+        dialer: Dialer,
+        config: SchedulerConfig,
+        prompts: PromptOf,
+        reward: RewardOf | None,
+        give_up_after_s: float,
+    ) -> None:
+        self._dialer = dialer
+        self._config = config
+        self._prompt_of = prompts
+        self._reward_of = reward
+        self._give_up_after_s = give_up_after_s
+        self.opened: RunReply | None = None
+        """What the manager said when the run was opened, first or again."""
+        self.lines: list[StepLine] = []
+        """A line for each step that was trained since we connected."""
+        self.advice: tuple[int, str] | None = None
+        """How many workers are worth holding, and why."""
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._greeted = False
+        self._seq = 0
+        self._unacknowledged: deque[tuple[int, frames.Statement]] = deque()
+        self._rounds: dict[int, _Round] = {}
+        self._scoring: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._life: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
+
+    # What a trainer does
+
+    async def publish(self, version: int) -> None:
+        """Offer a version to the fleet. Step t trains on what version t wrote, and makes version t + 1."""
+        await self._state(lambda seq: frames.Published(seq, version))
+
+    async def round(self, step: int) -> AsyncIterator[Group]:
+        """Request the step's round, and hand out its groups as they are complete. Raises RoundOver without prompts."""
+        round_ = self._rounds.setdefault(step, _Round())
+        await self._state(lambda seq: frames.RequestRound(seq, step))
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: round_.ready or round_.is_over or self._has_failed)
+                self._raise_failure()
+                if round_.data_ended:
+                    raise RoundOver(f"step {step}: every prompt of the last epoch is trained or dropped")
+                if not round_.ready:
+                    return
+                group = round_.ready.popleft()
+            yield group
+
+    async def take(self, *groups: Group) -> None:
+        """These groups are trained with their step: acknowledge them. A micro-batch of them begins."""
+        for step in dict.fromkeys(group.step for group in groups):
+            ids = tuple(group.id for group in groups if group.step == step)
+            if step in self._rounds:
+                self._rounds[step].taken.update(ids)
+            await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids))
+
+    async def reject(self, group: Group, reason: str) -> None:
+        """This group is not to be trained; a fresh prompt takes its place, and the round goes on."""
+        self._rounds[group.step].rejected.add(group.id)
+        self._rounds[group.step].taken.discard(group.id)
+        await self._state(lambda seq: frames.Rejected(seq, group.id, reason))
+
+    async def micro_batch_done(self, step: int) -> None:
+        await self._state(lambda seq: frames.MicroBatchDone(seq, step))
+
+    async def step_done(self, step: int) -> None:
+        """The step is trained. What was not taken of its round is discarded."""
+        self._rounds.pop(step, None)
+        await self._state(lambda seq: frames.StepDone(seq, step))
+
+    async def status(self) -> Status:
+        return await self._again(lambda: self._dialer.get("/v1/status", Status))
+
+    async def settled(self) -> None:
+        """Wait until all that was said is on file at the manager."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._unacknowledged or self._has_failed)
+            self._raise_failure()
+
+    # Saying
+
+    async def _state(self, make: Callable[[int], frames.Statement]) -> None:
+        self._raise_failure()
+        self._seq += 1
+        statement = make(self._seq)
+        self._unacknowledged.append((self._seq, statement))
+        await self._send(statement)
+
+    async def _send(self, frame: frames.FromTrainer) -> None:
+        """Send, or leave it to the next connection: unacknowledged statements are sent again there."""
+        if self._socket is None or self._socket.closed or not self._greeted:
+            return
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError, OSError):
+            await self._socket.send_bytes(frames.encode(frame))
+
+    # Staying connected
+
+    async def _open(self) -> None:
+        await self._reopen()
+        self._life = asyncio.create_task(self._live())
+
+    async def _reopen(self) -> None:
+        request = RunRequest(protocol=frames.PROTOCOL, config=self._config, has_reward=self._reward_of is not None)
+        self.opened = await self._again(lambda: self._dialer.post("/v1/run", request, RunReply))
+
+    async def _close(self) -> None:
+        with contextlib.suppress(TimeoutError, PolyrlError):
+            async with asyncio.timeout(5.0):
+                await self.settled()
+        for task in (*self._scoring.values(), *([] if self._life is None else [self._life])):
+            task.cancel()
+        await asyncio.gather(
+            *self._scoring.values(), *([] if self._life is None else [self._life]), return_exceptions=True
+        )
+        if self._socket is not None:
+            await self._socket.close()
+
+    async def _again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Until it can be reached, or for as long as we have patience."""
+        until = time.monotonic() + self._give_up_after_s
+        for pause in pauses():
+            try:
+                return await call()
+            except Unreachable as error:
+                if time.monotonic() > until:
+                    raise UserError(f"{error}; given up after {self._give_up_after_s:.0f} s") from error
+                await asyncio.sleep(pause)
+        raise AssertionError("pauses never end")
+
+    async def _live(self) -> None:
+        try:
+            while True:
+                with contextlib.suppress(Unreachable):
+                    await self._again(self._stay_connected)
+        finally:
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _stay_connected(self) -> None:
+        assert self.opened is not None
+        try:
+            self._socket = await self._dialer.stream("/v1/trainer", self.opened.session, frames.MAX_TRAINER_FRAME_BYTES)
+        except SessionOver:
+            await self._reopen()
+            return
+        try:
+            await self._socket.send_bytes(frames.encode(frames.TrainerHello(self._reward_of is not None)))
+            self._greeted = True
+            for _, statement in list(self._unacknowledged):
+                await self._send(statement)
+            async for message in self._socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                await self._hear(frames.decode_to_trainer(message.data))
+        except (aiohttp.ClientError, ConnectionError, OSError) as error:
+            raise Unreachable(str(error)) from error
+        finally:
+            self._greeted = False
+
+    # Hearing
+
+    async def _hear(self, frame: frames.ToTrainer) -> None:
+        match frame:
+            case frames.Ack():
+                while self._unacknowledged and self._unacknowledged[0][0] <= frame.seq:
+                    self._unacknowledged.popleft()
+            case frames.Opened():
+                await self._supply(frame)
+            case frames.ScoreThese():
+                for one in frame.samples:
+                    self._score(one)
+            case frames.CancelScoring():
+                task = self._scoring.pop((frame.sample, frame.attempt), None)
+                if task is not None:
+                    task.cancel()
+            case frames.Delivered():
+                self._delivered(frame)
+            case frames.Dropped():
+                pass
+            case frames.Closed():
+                self._rounds.setdefault(frame.step, _Round()).closed = frame
+            case frames.DataEnded():
+                self._rounds.setdefault(frame.step, _Round()).data_ended = True
+            case frames.StepReported():
+                self.lines.append(frame.line)
+            case frames.FleetAdvised():
+                self.advice = (frame.num_workers, frame.why)
+            case frames.Release():
+                raise UserError(f"the manager refused us: {frame.why}")
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _supply(self, opened: frames.Opened) -> None:
+        prompts: list[frames.PromptText] = []
+        for plan in opened.groups:
+            prompt = self._prompt_of(plan.domain, plan.prompt, plan.epoch)
+            prompts.append(frames.PromptText(plan.group, columns.pack_tokens(prompt.tokens), prompt.sampling))
+        if prompts:
+            await self._state(lambda seq: frames.SupplyPrompts(seq, tuple(prompts)))
+
+    def _delivered(self, frame: frames.Delivered) -> None:
+        round_ = self._rounds.setdefault(frame.step, _Round())
+        if frame.group not in round_.seen:
+            round_.seen.add(frame.group)
+            round_.ready.append(Group(frame.step, frame.group, tuple(map(_sample, frame.samples))))
+
+    def _score(self, one: frames.ScoreThis) -> None:
+        key = (one.text.sample, one.attempt)
+        if key not in self._scoring and self._reward_of is not None:
+            task = self._scoring[key] = asyncio.create_task(self._run_reward(one, self._reward_of))
+            task.add_done_callback(lambda _: self._scoring.pop(key, None))
+
+    async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
+        sample = _sample(one.text)
+        outcome: frames.Outcome = "scored"
+        result = Reward(0.0)
+        try:
+            async with asyncio.timeout(one.timeout_s):
+                given = await reward_of(sample)
+            result = given if isinstance(given, Reward) else Reward(float(given))
+        except TimeoutError:
+            outcome = "timed_out"
+        except Exception:
+            log.exception("the reward of sample %s failed", sample.name)
+            outcome = "crashed"
+        await self._state(
+            lambda seq: frames.Scored(
+                seq, one.text.sample, one.attempt, outcome, result.value, result.correct, result.cpu_s
+            )
+        )
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._life is not None and self._life.done()
+
+    def _raise_failure(self) -> None:
+        if self._life is not None and self._life.done() and not self._life.cancelled():
+            error = self._life.exception()
+            if error is not None:
+                raise error
+
+
+class _Round:
+    def __init__(self) -> None:
+        self.ready: deque[Group] = deque()
+        self.seen: set[int] = set()
+        """Groups that came to us: each is handed out once."""
+        self.taken: set[int] = set()
+        self.rejected: set[int] = set()
+        self.closed: frames.Closed | None = None
+        self.data_ended = False
+
+    @property
+    def is_over(self) -> bool:
+        if self.data_ended or self.closed is None:
+            return self.data_ended
+        taken_by_others = max(0, self.closed.num_taken - len(self.taken))
+        return len(self.seen) - len(self.rejected) + taken_by_others >= self.closed.num_groups
+
+
+def _sample(text: frames.SampleText) -> Sample:
+    cells = columns.view_cells(text.cells)
+    return Sample(text.sample, cells["token"].copy(), cells["logprob"].copy(), text.segments, text.finish, text.reward)

@@ -1,0 +1,338 @@
+"""The one port: HTTP/JSON for control, a WebSocket for each worker and for the trainer. openapi.json describes it.
+
+Rules kept here: every route but health wants a token; what a token may do is its scope. A request that is wrong is
+answered with one line of JSON, counted, and never reaches the executor. Who connects and says nothing is cut off.
+"""
+
+import asyncio
+import contextlib
+import importlib.resources
+import json
+import logging
+import os
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from polyrl.errors import UserError
+from polyrl.ids import WorkerName
+from polyrl.manager.executor import Executor, Refused
+from polyrl.manager.service import Service
+from polyrl.manager.sessions import Link, TrainerSession, WorkerSession
+from polyrl.manager.status import metrics, status
+from polyrl.scheduling import events as e
+from polyrl.wire import frames
+from polyrl.wire.control import SESSION_HEADER, DrainRequest, ErrorReply, JoinRequest, RunRequest
+from polyrl.wire.credentials import Scope, token_of
+
+log = logging.getLogger("polyrl.manager")
+
+ADDRESS_FILE = "manager.json"
+_MB = 1 << 20
+_SEND_TIMEOUT_S = 30.0
+_KEEPALIVE_S = 30.0
+_BURST_S = 10.0
+_MAX_ADDRESSES = 10_000
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+_encode = msgspec.json.Encoder().encode
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+    tls: bool
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+
+def reply(body: msgspec.Struct, code: int = 200) -> web.Response:
+    return web.Response(body=_encode(body), status=code, content_type="application/json")
+
+
+def error(code: int, text: str) -> web.Response:
+    return reply(ErrorReply(error=text), code)
+
+
+class Front:
+    """Routes, and who may use them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._limits = service.settings.limits
+        self._joins = JoinLimit(self._limits.joins_per_s)
+        self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._links: set[Link] = set()
+        self._listener: asyncio.Server | None = None
+        self._runner: web.AppRunner | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            middlewares=[self._guard], client_max_size=int(self._limits.max_body_mb * _MB), handler_args={}
+        )
+        app.add_routes(
+            [
+                web.get("/v1/health", self._health),
+                web.get("/v1/openapi.json", self._scoped("worker", self._openapi)),
+                web.post("/v1/join", self._scoped("worker", self._join)),
+                web.get("/v1/worker", self._scoped("worker", self._worker)),
+                web.post("/v1/run", self._scoped("admin", self._open_run)),
+                web.get("/v1/trainer", self._scoped("admin", self._trainer)),
+                web.get("/v1/status", self._scoped("admin", self._status)),
+                web.get("/v1/metrics", self._scoped("admin", self._metrics)),
+                web.post("/v1/workers/{name}/drain", self._scoped("admin", self._drain)),
+                web.post("/v1/pause", self._scoped("admin", self._pause)),
+                web.post("/v1/resume", self._scoped("admin", self._resume)),
+            ]
+        )
+        return app
+
+    # The port
+
+    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> Address:
+        """Raises UserError if the port cannot be had."""
+        runner = web.AppRunner(
+            self.app(), access_log=None, handle_signals=False, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=2.0
+        )
+        await runner.setup()
+        server, loop = runner.server, asyncio.get_running_loop()
+        assert server is not None
+
+        def connected() -> asyncio.Protocol:
+            handler = server()
+            self._watch(handler, self._limits.request_timeout_s)
+            return handler
+
+        try:
+            self._listener = await loop.create_server(connected, host, port, ssl=tls, backlog=1024)
+        except OSError as failure:
+            await runner.cleanup()
+            raise UserError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from failure
+        self._runner = runner
+        address = Address(host, self._listener.sockets[0].getsockname()[1], tls is not None)
+        _write_address(self._service.run_dir, address)
+        return address
+
+    async def close(self, why: str) -> None:
+        for link in self._links:
+            link.close(why)
+        if self._listener is not None:
+            self._listener.close()
+        await asyncio.sleep(0.05)  # goodbyes go out
+        if self._runner is not None:
+            await self._runner.cleanup()
+        with contextlib.suppress(OSError):
+            (self._service.run_dir / ADDRESS_FILE).unlink()
+
+    def _watch(self, connection: web.RequestHandler, seconds: float) -> None:
+        """Cut a connection that brings no whole request for so long, a byte at a time or not at all."""
+        loop = asyncio.get_running_loop()
+        self._silent[connection] = loop.call_later(seconds, self._cut, connection)
+
+    def _cut(self, connection: web.RequestHandler) -> None:
+        del self._silent[connection]
+        if connection.transport is not None:
+            self._service.executor.refused["silent"] += 1
+            connection.transport.abort()
+
+    def _heard(self, connection: web.RequestHandler) -> None:
+        timer = self._silent.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+    # Who may
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._heard(request.protocol)
+        try:
+            return await handler(request)
+        except web.HTTPException as failure:
+            return error(failure.status, failure.reason)
+        except _BadRequest as failure:
+            self._service.executor.refused[failure.kind] += 1
+            return error(failure.code, str(failure))
+        finally:
+            if request.protocol.transport is not None:
+                self._watch(request.protocol, _KEEPALIVE_S + self._limits.request_timeout_s)
+
+    def _scoped(self, scope: Scope, handler: Handler) -> Handler:
+        async def checked(request: web.Request) -> web.StreamResponse:
+            has = self._service.tokens.scope_of(token_of(request.headers.get("Authorization")))
+            if has is None:
+                raise _BadRequest(401, "token", "a valid token is needed: Authorization: Bearer TOKEN")
+            if scope == "admin" and has != "admin":
+                raise _BadRequest(403, "scope", "a worker's token may not do this; the admin token may")
+            return await handler(request)
+
+        return checked
+
+    async def _read(self, request: web.Request, kind: type[StructT]) -> StructT:
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                body = await request.read()
+        except TimeoutError as failure:
+            raise _BadRequest(408, "slow", "the body did not come in time") from failure
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as failure:
+            raise _BadRequest(400, "body", f"the body is not what was expected: {failure}") from failure
+
+    # Control
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _openapi(self, _: web.Request) -> web.Response:
+        return web.Response(text=openapi_text(), content_type="application/json")
+
+    async def _join(self, request: web.Request) -> web.Response:
+        if not self._joins.allows(request.remote or "", time.monotonic()):
+            raise _BadRequest(429, "join_rate", "too many joins from this address; try again in a second")
+        wanted = await self._read(request, JoinRequest)
+        _check_protocol(wanted.protocol)
+        return reply(await self._service.ask(lambda executor: executor.join(wanted)))
+
+    async def _open_run(self, request: web.Request) -> web.Response:
+        wanted = await self._read(request, RunRequest)
+        _check_protocol(wanted.protocol)
+        try:
+            return reply(await self._service.ask(lambda executor: executor.open_run(wanted)))
+        except Refused as refused:
+            raise _BadRequest(409, refused.kind, str(refused)) from refused
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return reply(await self._service.ask(lambda executor: status(executor, self._service.uptime_s)))
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = await self._service.ask(lambda executor: metrics(executor, self._service.uptime_s))
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        name = WorkerName(request.match_info["name"])
+        wanted = await self._read(request, DrainRequest) if request.can_read_body else DrainRequest()
+        if not await self._service.ask(lambda executor: executor.drain(name, wanted.reason)):
+            raise _BadRequest(404, "worker", f"there is no worker {name!r}")
+        return web.json_response({"draining": name})
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        return await self._set_paused(e.PlacingPaused())
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        return await self._set_paused(e.PlacingResumed())
+
+    async def _set_paused(self, event: e.PlacingPaused | e.PlacingResumed) -> web.Response:
+        def tell(executor: Executor) -> None:
+            if executor.scheduler is None:
+                raise _BadRequest(409, "run", "no run is open")
+            executor.tell(event)
+
+        await self._service.ask(tell)
+        return web.json_response({"paused": isinstance(event, e.PlacingPaused)})
+
+    # Streams
+
+    async def _worker(self, request: web.Request) -> web.StreamResponse:
+        key = request.headers.get(SESSION_HEADER, "")
+        session = await self._service.ask(lambda executor: executor.find_worker(key))
+        if session is None:
+            raise _BadRequest(410, "session", "that session is over: join again")
+        return await self._stream(request, session, frames.MAX_WORKER_FRAME_BYTES)
+
+    async def _trainer(self, request: web.Request) -> web.StreamResponse:
+        key = request.headers.get(SESSION_HEADER, "")
+        session = self._service.executor.trainer
+        if session is None or session.key != key:
+            raise _BadRequest(410, "session", "that session is over: open the run again")
+        return await self._stream(request, session, frames.MAX_TRAINER_FRAME_BYTES)
+
+    async def _stream(
+        self, request: web.Request, session: WorkerSession | TrainerSession, max_bytes: int
+    ) -> web.StreamResponse:
+        service, executor = self._service, self._service.executor
+        socket = web.WebSocketResponse(max_msg_size=max_bytes, compress=False, heartbeat=None, timeout=5.0)
+        if not socket.can_prepare(request):
+            raise _BadRequest(400, "websocket", "expected a WebSocket")
+        await socket.prepare(request)
+        link = Link(socket, int(service.settings.stream.max_queued_mb * _MB))
+        self._links.add(link)
+        service.post(lambda: session.connect(link))
+        pump = asyncio.create_task(link.pump(_SEND_TIMEOUT_S))
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                first = await socket.receive()
+            while first.type is WSMsgType.BINARY:
+                self._hand_in(session, link, first.data)
+                await service.wait_for_room()
+                first = await socket.receive()
+            if first.type is WSMsgType.TEXT:
+                executor.refused["frame"] += 1
+                link.close("frames are binary", code=1003)
+        except TimeoutError:
+            executor.refused["silent"] += 1
+            link.close("no Hello came", code=1008)
+        finally:
+            if isinstance(session, WorkerSession):
+                service.post(lambda: executor.worker_gone(session, link))
+            else:
+                service.post(lambda: executor.trainer_gone(session, link))
+            link.close("the connection is over")
+            self._links.discard(link)
+            await pump
+        return socket
+
+    def _hand_in(self, session: WorkerSession | TrainerSession, link: Link, data: bytes) -> None:
+        executor = self._service.executor
+        if isinstance(session, WorkerSession):
+            self._service.post(lambda: executor.worker_said(session, link, data))
+        else:
+            self._service.post(lambda: executor.trainer_said(session, link, data))
+
+
+class _BadRequest(Exception):
+    def __init__(self, code: int, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.kind = kind
+
+
+class JoinLimit:
+    """A bucket of joins for each address, filled at a steady rate."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def allows(self, address: str, now: float) -> bool:
+        full = self._per_s * _BURST_S
+        left, at = self._buckets.get(address, (full, now))
+        left = min(full, left + (now - at) * self._per_s)
+        if len(self._buckets) > _MAX_ADDRESSES:
+            self._buckets.clear()
+        self._buckets[address] = (max(0.0, left - 1.0), now)
+        return left >= 1.0
+
+
+def _check_protocol(protocol: int) -> None:
+    if protocol != frames.PROTOCOL:
+        raise _BadRequest(
+            409, "protocol", f"this manager speaks protocol {frames.PROTOCOL}, not {protocol}: install the same PolyRL"
+        )
+
+
+def openapi_text() -> str:
+    return importlib.resources.files("polyrl.manager").joinpath("openapi.json").read_text(encoding="utf-8")
+
+
+def _write_address(run_dir: Path, address: Address) -> None:
+    facts = {"url": address.url, "pid": os.getpid()}
+    (run_dir / ADDRESS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")

@@ -1,0 +1,287 @@
+"""A live run on disk: what the scheduler was told (events), and the tokens, prompts and rewards themselves (payload).
+
+    RUN_DIR/journal/events-000001.bin     scheduling/records.py: replay and stories read these, and these alone
+    RUN_DIR/journal/payload-000001.bin    frames: `T` and a worker's Tokens frame as it came, or `N` and a note
+
+Rules kept here:
+- `commit` writes the payload first, then the events, and only then may anything be acknowledged or sent. So whatever a
+  peer was told is on file, and events never speak of payload that is not.
+- A killed manager's last frame may be cut short: it is cut off when the run goes on. Any other damage is an error.
+- Events are never deleted. An event file that has grown large is followed by one that starts from the saved state, so
+  that recovery reads the last one only. A payload file is deleted when every step that was open while it was written is
+  over.
+"""
+
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from polyrl.errors import JournalError, UserError
+from polyrl.ids import Seconds
+from polyrl.manager.settings import JournalSettings
+from polyrl.scheduling.commands import Command
+from polyrl.scheduling.events import Event
+from polyrl.scheduling.framing import CutShort, FrameSource, frame_head, read_frame
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.records import encode_header, encode_record, read_records, resume_scheduler
+from polyrl.scheduling.scheduler import Scheduler
+from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, PAYLOAD, segments
+from polyrl.wire.control import JoinRequest
+from polyrl.wire.frames import PromptText
+
+_PAYLOAD_FIRST_LINE = b"polyrl-payload 1\n"
+_CHUNK_BYTES = 1 << 20
+_MB = 1 << 20
+
+
+class Note(msgspec.Struct, frozen=True, tag=True, tag_field="note", array_like=True):
+    """What the payload holds beside tokens."""
+
+
+class SessionOpened(Note, frozen=True, tag="session"):
+    key: str
+    incarnation: int
+    facts: JoinRequest
+
+
+class RunOpened(Note, frozen=True, tag="run"):
+    key: str
+    has_reward: bool
+
+
+class Granted(Note, frozen=True, tag="granted"):
+    """Leases were given: from these tokens on, and not before, the lease writes for the sample."""
+
+    leases: list[int]
+    samples: list[int]
+    from_tokens: list[int]
+    workers: list[str]
+
+
+class PromptsSupplied(Note, frozen=True, tag="prompts"):
+    prompts: tuple[PromptText, ...]
+
+
+class RewardKept(Note, frozen=True, tag="reward"):
+    sample: int
+    value: float
+
+
+AnyNote = SessionOpened | RunOpened | Granted | PromptsSupplied | RewardKept
+_note_decoder = msgspec.msgpack.Decoder(AnyNote)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Recovered(NamedTuple):
+    """Where a run stands."""
+
+    scheduler: Scheduler | None
+    """None: no run was opened."""
+    now: Seconds
+    away_s: Seconds
+    num_records: int
+    payload: Iterator[AnyNote | bytes]
+    """Notes and Tokens frames, in order."""
+
+
+class RunJournal:
+    """The files of one run. `recover` first, if there are any."""
+
+    def __init__(self, run_dir: Path, settings: JournalSettings) -> None:
+        self._folder = run_dir / LIVE_FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._settings = settings
+        self._segment_bytes = int(settings.segment_mb * _MB)
+        self._events: _Segment | None = None
+        self._payload: _Segment | None = None
+        self._old_payload: list[tuple[Path, frozenset[int]]] = []
+        self._event_parts: list[bytes] = []
+        self._payload_parts: list[bytes] = []
+        self._synced_at = time.monotonic()
+
+    # Going on
+
+    def recover(self) -> Recovered | None:
+        """What earlier managers wrote; None for a new run. Call `go_on` when the payload has been read."""
+        events, payload = segments(self._folder, EVENTS), segments(self._folder, PAYLOAD)
+        if not payload:
+            if events:
+                raise JournalError(f"{self._folder}: there are events without payload; was a file removed?")
+            return None
+        newest = max(path.stat().st_mtime for path in (*events, *payload))
+        scheduler, now, num_records = _replay_last(events)
+        away_s = max(0.0, time.time() - newest)
+        return Recovered(scheduler, now, away_s, num_records, _read_payload(payload))
+
+    def go_on(self, open_steps: Collection[int]) -> None:
+        """Append to what is there. `open_steps` are those whose payload is still wanted."""
+        events, payload = segments(self._folder, EVENTS), segments(self._folder, PAYLOAD)
+        if events:
+            self._events = _Segment(events[-1], b"")
+        self._payload = _Segment(payload[-1], b"")
+        self._old_payload = [(path, frozenset(open_steps)) for path in payload[:-1]]
+
+    def begin(self) -> None:
+        """A new run."""
+        self._payload = _Segment(self._folder / f"{PAYLOAD}-{1:06}.bin", _PAYLOAD_FIRST_LINE)
+
+    def begin_events(self, config: SchedulerConfig, about: dict[str, str]) -> None:
+        self._events = _Segment(self._folder / f"{EVENTS}-{1:06}.bin", encode_header(config, about))
+
+    # Writing
+
+    def add_event(self, now: Seconds, event: Event, commands: Sequence[Command]) -> None:
+        self._event_parts.append(encode_record(now, event, commands))
+
+    def add_tokens(self, raw: bytes) -> None:
+        self._add_payload(b"T" + raw)
+
+    def add_note(self, note: AnyNote) -> None:
+        self._add_payload(b"N" + _encode(note))
+
+    def _add_payload(self, data: bytes) -> None:
+        self._payload_parts.append(frame_head(data))
+        self._payload_parts.append(data)
+
+    def commit(self) -> None:
+        """Give all that was added to the operating system, payload first; to the disk too, if that is the policy."""
+        if self._payload_parts and self._payload is not None:
+            self._payload.write(self._payload_parts)
+            self._payload_parts = []
+        if self._event_parts and self._events is not None:
+            self._events.write(self._event_parts)
+            self._event_parts = []
+        if self._settings.fsync == "always":
+            self.sync()
+
+    @property
+    def sync_due(self) -> bool:
+        due = time.monotonic() - self._synced_at >= self._settings.fsync_interval_s
+        return self._settings.fsync == "interval" and due
+
+    def sync(self) -> None:
+        """To the disk. May take a while: call it in a thread unless everybody is to wait."""
+        self._synced_at = time.monotonic()
+        for segment in (self._payload, self._events):
+            if segment is not None:
+                segment.sync()
+
+    def rotate_if_due(self, scheduler: Scheduler | None, about: dict[str, str], standing: Sequence[AnyNote]) -> None:
+        """Start new files for those that have grown large. Call it right after `commit`.
+
+        `standing` is what a payload file begins with: sessions and the run, which no step's end makes void.
+        """
+        open_steps = frozenset() if scheduler is None else frozenset(scheduler.desk.rounds)
+        for path, steps in self._old_payload[:]:
+            if not steps & open_steps:
+                self._old_payload.remove((path, steps))
+                path.unlink(missing_ok=True)
+        if self._payload is not None and self._payload.num_bytes > self._segment_bytes:
+            self._old_payload.append((self._payload.path, open_steps))
+            self._payload = self._payload.follow(_PAYLOAD_FIRST_LINE)
+            for note in standing:
+                self.add_note(note)
+        if self._events is not None and scheduler is not None and self._events.num_bytes > self._segment_bytes:
+            config = scheduler.desk.config
+            self._events = self._events.follow(encode_header(config, about, scheduler.save()))
+        self.commit()
+
+    def close(self) -> None:
+        self.commit()
+        if self._settings.fsync != "never":
+            self.sync()
+        for segment in (self._payload, self._events):
+            if segment is not None:
+                segment.close()
+
+
+class _Segment:
+    """One file, appended to without a buffer of ours."""
+
+    def __init__(self, path: Path, beginning: bytes) -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        self.num_bytes = os.fstat(self._file).st_size
+        if self.num_bytes == 0:
+            self.write([beginning])
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        data = memoryview(b"".join(parts))
+        self.num_bytes += len(data)
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def sync(self) -> None:
+        os.fsync(self._file)
+
+    def follow(self, beginning: bytes) -> "_Segment":
+        """Close it; the next file."""
+        self.sync()
+        self.close()
+        stem, _, number = self.path.stem.rpartition("-")
+        return _Segment(self.path.with_name(f"{stem}-{int(number) + 1:06}.bin"), beginning)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+# Reading
+
+
+def _replay_last(events: Sequence[Path]) -> tuple[Scheduler | None, Seconds, int]:
+    """The scheduler as it was when the last whole record had been written; a cut record is cut off the file."""
+    if not events:
+        return None, 0.0, 0
+    path = events[-1]
+    scheduler: Scheduler | None = None
+    now, num_records = 0.0, 0
+    try:
+        header, records = read_records(path.read_bytes(), str(path))
+        scheduler = resume_scheduler(header, None)
+        for record in records:
+            scheduler.handle(record.event, record.now)
+            now, num_records = record.now, num_records + 1
+    except CutShort as cut:
+        if scheduler is None:  # killed while it wrote the header
+            path.unlink()
+            return _replay_last(events[:-1])
+        os.truncate(path, cut.offset)
+    return scheduler, now, num_records
+
+
+def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | bytes]:
+    for path in paths:
+        try:
+            yield from _read_payload_file(path)
+        except CutShort as cut:
+            if path != paths[-1]:
+                raise
+            os.truncate(path, cut.offset)
+
+
+def _read_payload_file(path: Path) -> Iterator[AnyNote | bytes]:
+    with path.open("rb") as file:
+        source = FrameSource(iter(lambda: file.read(_CHUNK_BYTES), b""), str(path))
+        first = source.peek(len(_PAYLOAD_FIRST_LINE))
+        if first != _PAYLOAD_FIRST_LINE:
+            if _PAYLOAD_FIRST_LINE.startswith(first):
+                raise source.cut_short("it ends in its first line")
+            raise JournalError(f"{path}: not a run's payload")
+        source.skip(len(first))
+        while (data := read_frame(source)) is not None:
+            source.skip_frame(data)
+            yield data[1:] if data[:1] == b"T" else _decode_note(data, source)
+
+
+def _decode_note(data: bytes, source: FrameSource) -> AnyNote:
+    try:
+        return _note_decoder.decode(memoryview(data)[1:])
+    except msgspec.MsgspecError as error:
+        raise source.error(f"not a note that this version knows: {error}") from error

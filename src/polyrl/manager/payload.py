@@ -1,0 +1,152 @@
+"""What the scheduler never sees: prompts, tokens with their log-probabilities, rewards.
+
+A sample's text is a growing buffer of cells (wire/columns.py) and the segments that say which version and worker wrote
+from where. It is kept from its first lease until its step is over or its group is dropped.
+"""
+
+from collections.abc import Container
+
+from polyrl.ids import GroupId, SampleId, Step, group_of
+from polyrl.manager.journal import AnyNote, Granted, PromptsSupplied, RewardKept, RunOpened, SessionOpened
+from polyrl.scheduling.scheduler import Scheduler
+from polyrl.wire import columns, frames
+from polyrl.wire.columns import CELL_BYTES
+from polyrl.wire.frames import PromptText, SampleText, Segment, Tokens
+
+
+class Text:
+    __slots__ = ("cells", "finish", "reward", "segments", "version", "worker")
+
+    def __init__(self) -> None:
+        self.cells = bytearray()
+        self.segments: list[Segment] = []
+        self.version = -1
+        """What wrote the last token under the present lease; -1 when it has none yet."""
+        self.worker = ""
+        self.finish = ""
+        self.reward = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.cells) // CELL_BYTES
+
+    def lease_to(self, worker: str, from_token: int) -> None:
+        """A worker goes on from this token. What came later, under an earlier lease, is not part of the answer."""
+        del self.cells[from_token * CELL_BYTES :]
+        self.segments = [one for one in self.segments if one.from_token < from_token]
+        self.worker, self.version = worker, -1
+
+    def begin_segment(self, version: int) -> None:
+        """The next token is by this version."""
+        self.version = version
+        last = self.segments[-1] if self.segments else None
+        if last is None or (last.version, last.worker) != (version, self.worker):
+            self.segments.append(Segment(self.num_tokens, version, self.worker))
+
+
+class Payload:
+    def __init__(self) -> None:
+        self.prompts: dict[GroupId, PromptText] = {}
+        self.texts: dict[SampleId, Text] = {}
+        self._groups: dict[Step, set[GroupId]] = {}
+        self._samples: dict[GroupId, list[SampleId]] = {}
+
+    def expect(self, step: Step, group: GroupId) -> None:
+        """A group belongs to a round: what is kept of it goes with the step."""
+        self._groups.setdefault(step, set()).add(group)
+
+    def text(self, sample: SampleId) -> Text:
+        """A sample's text, made at its first lease."""
+        text = self.texts.get(sample)
+        if text is None:
+            text = self.texts[sample] = Text()
+            self._samples.setdefault(group_of(sample), []).append(sample)
+        return text
+
+    def drop_group(self, group: GroupId) -> None:
+        self.prompts.pop(group, None)
+        for sample in self._samples.pop(group, ()):
+            del self.texts[sample]
+
+    def drop_step(self, step: Step) -> None:
+        for group in self._groups.pop(step, ()):
+            self.drop_group(group)
+
+    def keep(self, groups: Container[GroupId]) -> None:
+        """Forget all but these groups."""
+        for group in [one for one in {**self.prompts, **self._samples} if one not in groups]:
+            self.drop_group(group)
+
+    def sample_text(self, sample: SampleId) -> SampleText:
+        text = self.text(sample)
+        return SampleText(sample, bytes(text.cells), tuple(text.segments), text.finish, text.reward)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(text.cells) for text in self.texts.values())
+
+
+def append_cells(text: Text, offset: int, version: int, cells: bytes) -> int:
+    """Add what is new of a frame's cells. Returns how many tokens that was; -1 if some before them are missing."""
+    skip = len(text.cells) - offset * CELL_BYTES
+    if skip < 0:
+        return -1
+    if skip >= len(cells):
+        return 0
+    if version != text.version:
+        text.begin_segment(version)
+    text.cells += cells[skip:] if skip else cells
+    return (len(cells) - skip) // CELL_BYTES
+
+
+class PayloadReader:
+    """Rebuilds the payload of a run that was killed, from what its journal holds."""
+
+    def __init__(self) -> None:
+        self.payload = Payload()
+        self._sample_of: dict[int, SampleId] = {}
+        self._lease_of: dict[SampleId, int] = {}
+
+    def granted(self, note: Granted) -> None:
+        rows = zip(note.leases, note.samples, note.from_tokens, note.workers, strict=True)
+        for lease, sample, from_token, worker in rows:
+            sample = SampleId(sample)
+            self._sample_of.pop(self._lease_of.get(sample, 0), None)
+            self._sample_of[lease] = sample
+            self._lease_of[sample] = lease
+            self.payload.text(sample).lease_to(worker, from_token)
+
+    def tokens(self, raw: bytes) -> None:
+        frame = frames.decode_from_worker(raw)
+        assert isinstance(frame, Tokens)
+        column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
+        start = 0
+        for lease, offset, _, version, end in zip(*column, strict=True):
+            sample = self._sample_of.get(lease)
+            if sample is not None:
+                append_cells(self.payload.text(sample), offset, version, frame.cells[start:end])
+            start = end
+        for ended in frame.ended:
+            sample = self._sample_of.get(ended.lease)
+            if sample is not None:
+                self.payload.text(sample).finish = ended.reason
+
+    def note(self, note: AnyNote) -> None:
+        match note:
+            case Granted():
+                self.granted(note)
+            case PromptsSupplied():
+                for prompt in note.prompts:
+                    self.payload.prompts[GroupId(prompt.group)] = prompt
+            case RewardKept():
+                self.payload.text(SampleId(note.sample)).reward = note.value
+            case SessionOpened() | RunOpened():
+                pass
+
+    def finish(self, scheduler: Scheduler | None) -> Payload:
+        """Keep what the scheduler still knows of."""
+        groups = {} if scheduler is None else scheduler.desk.groups
+        self.payload.keep(groups)
+        for group in groups.values():
+            self.payload.expect(group.step, group.id)
+        return self.payload

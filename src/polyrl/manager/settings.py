@@ -1,0 +1,41 @@
+"""What can be set about a manager, in a TOML file or as `section.key=value`."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+FsyncPolicy = Literal["never", "interval", "always"]
+Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class JournalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    fsync: FsyncPolicy = "interval"
+    """When what was written must be on the disk itself. A killed manager loses nothing under any of them: its writes
+    are with the operating system before they are acknowledged. It is for a machine that loses power."""
+    fsync_interval_s: Seconds = 1.0
+    segment_mb: Annotated[float, Meta(gt=0, le=65536)] = 256.0
+    """A file of the journal that has grown beyond this is followed by the next."""
+
+
+class StreamSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    flush_interval_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
+    """How long a worker gathers tokens before it sends them."""
+    heartbeat_interval_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
+    max_queued_mb: Annotated[float, Meta(gt=0, le=65536)] = 1024.0
+    """A peer that reads so much too slowly is cut off; it dials again and gets what it missed."""
+
+
+class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    joins_per_s: Annotated[float, Meta(gt=0)] = 20.0
+    """From one address, averaged; a burst of ten seconds' worth is let through."""
+    request_timeout_s: Seconds = 10.0
+    """Who has connected must have said what it wants within this time."""
+    max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
+
+
+class ManagerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    journal: JournalSettings = JournalSettings()
+    stream: StreamSettings = StreamSettings()
+    limits: LimitSettings = LimitSettings()
+    restart_grace_s: Seconds = 10.0
+    """How much longer than usual workers may take to dial in again after a restart of the manager."""

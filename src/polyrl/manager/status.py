@@ -1,0 +1,193 @@
+"""What the manager can say about itself: a status for people and programs, and metrics for Prometheus."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from polyrl.manager.executor import Executor
+from polyrl.manager.sessions import WorkerSession
+from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.samples import Round
+from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
+
+
+def status(executor: Executor, uptime_s: float) -> Status:
+    scheduler = executor.scheduler
+    now = executor.now()
+    workers = tuple(_worker(executor, one, now) for one in executor.workers.values())
+    trainer = executor.trainer
+    attached = "none" if trainer is None else "away" if trainer.link is None else "attached"
+    if scheduler is None:
+        wait = WaitStatus(what="trainer", of="to open a run", age_s=uptime_s, given_up_in_s=None)
+        return Status(
+            run="none",
+            paused=False,
+            uptime_s=uptime_s,
+            now_s=now,
+            published=-1,
+            trainer=attached,
+            workers=workers,
+            rounds=(),
+            queues={},
+            waits=(wait,),
+            ledger={},
+            refused=dict(executor.refused),
+        )
+    desk = scheduler.desk
+    return Status(
+        run="open",
+        paused=desk.state.paused,
+        uptime_s=uptime_s,
+        now_s=now,
+        published=desk.state.published,
+        trainer=attached,
+        workers=workers,
+        rounds=tuple(_round(one, now) for one in desk.rounds.values()),
+        queues=queues(executor, desk),
+        waits=tuple(_waits(executor, desk, now)),
+        ledger=_ledger(desk, now),
+        refused=dict(executor.refused),
+    )
+
+
+def _worker(executor: Executor, session: WorkerSession, now: float) -> WorkerStatus:
+    seat: Worker | None = executor.seat_of(session)
+    report, facts = session.report, session.facts
+    line = None if executor.scheduler is None else executor.scheduler.ledger.workers.get(session.name)
+    return WorkerStatus(
+        name=session.name,
+        state="joined" if seat is None else seat.state,
+        connected=session.greeted,
+        engine=facts.engine,
+        model=facts.model,
+        version=-1 if seat is None else seat.version,
+        running=0 if seat is None else len(seat.leases),
+        slots=facts.slots,
+        engine_waiting=0 if report is None else report.num_waiting,
+        kv_used=0.0 if report is None else report.kv_used,
+        tokens_per_s=0.0 if report is None else report.tokens_per_s,
+        price_usd_per_hour=facts.price_usd_per_hour,
+        spot=facts.spot,
+        last_heard_s=max(0.0, now - session.heard_at),
+        usd=0.0 if line is None else line.usd,
+    )
+
+
+def _round(round_: Round, now: float) -> RoundStatus:
+    return RoundStatus(
+        step=round_.step,
+        kind=round_.kind,
+        age_s=now - round_.opened_at,
+        groups=sum(round_.quotas),
+        samples_waiting=round_.num_waiting,
+        samples_running=round_.num_leased,
+        samples_generated=round_.num_generated,
+        groups_delivered=round_.num_delivered,
+        closed=round_.closed_at is not None,
+    )
+
+
+def queues(executor: Executor, desk: Desk) -> dict[str, int]:
+    rounds = desk.rounds.values()
+    return {
+        "samples_waiting": sum(one.num_waiting for one in rounds),
+        "samples_running": len(desk.leases),
+        "rewards_running": len(desk.scoring.running),
+        "rewards_waiting": len(desk.scoring.queue),
+        "groups_delivered": sum(1 for one in desk.groups.values() if one.state == "delivered"),
+        "groups_without_prompt": sum(1 for one in desk.groups if one not in executor.payload.prompts),
+        "rounds_requested": len(desk.state.requested),
+    }
+
+
+def _waits(executor: Executor, desk: Desk, now: float) -> Iterator[WaitStatus]:
+    """Who is waited for: first what has no deadline, then every deadline with its name."""
+    trainer = executor.trainer
+    if trainer is not None and trainer.away_since is not None:
+        yield WaitStatus(what="trainer", of="to dial in", age_s=now - trainer.away_since, given_up_in_s=None)
+    if desk.state.published < 0:
+        yield WaitStatus(what="weights", of="a first version", age_s=None, given_up_in_s=None)
+    waiting = next((one for one in desk.rounds.values() if one.num_waiting), None)
+    if waiting is not None and not any(one.may_generate for one in desk.seats.values()):
+        what = "a resume" if desk.state.paused else "workers"
+        yield WaitStatus(what=what, of=f"round {waiting.step}", age_s=now - waiting.opened_at, given_up_in_s=None)
+    for (name, key), at in sorted(desk.deadlines.entries.items(), key=lambda entry: entry[1]):
+        yield WaitStatus(what=name, of=_of(desk, name, key), age_s=None, given_up_in_s=at - now)
+
+
+def _of(desk: Desk, name: str, key: int) -> str:
+    if name in ("heartbeat", "stall", "pull", "retry_pull", "switch", "drain"):
+        return desk.seats[key].name
+    return f"lease {key}" if name == "hand_over" else f"step {key}" if name == "seed" else "the fleet"
+
+
+def _ledger(desk: Desk, now: float) -> dict[str, object]:
+    ledger = desk.ledger
+    return {
+        "prompts_started": ledger.prompts_started,
+        "prompts_trained": ledger.prompts_trained,
+        "prompts_dropped": dict(ledger.prompts_dropped),
+        "samples_started": ledger.samples_started,
+        "samples_trained": ledger.samples_trained,
+        "samples_discarded": dict(ledger.samples_discarded),
+        "tokens_arrived": ledger.tokens_arrived,
+        "tokens_kept": ledger.tokens_kept,
+        "tokens_discarded": dict(ledger.tokens_discarded),
+        "tokens_reprefilled": ledger.tokens_reprefilled,
+        "moves": dict(ledger.moves),
+        "late_news": ledger.late_news,
+        "usd": ledger.usd(now),
+    }
+
+
+# Prometheus
+
+
+class _Metrics(Collector):
+    def __init__(self, executor: Executor, uptime_s: float) -> None:
+        self._executor = executor
+        self._status = status(executor, uptime_s)
+
+    def collect(self) -> Iterator[Metric]:
+        now, executor = self._status, self._executor
+        yield _gauge("polyrl_uptime_seconds", "Since the manager started.", now.uptime_s)
+        yield _counter("polyrl_tokens_received", "Tokens since the manager started.", executor.num_tokens)
+        yield _counter("polyrl_frames_received", "Frames since the manager started.", executor.num_frames)
+        yield _gauge("polyrl_payload_bytes", "Tokens held in memory.", executor.payload.num_bytes)
+        yield _gauge("polyrl_published_version", "The newest version; -1 is none.", now.published)
+        yield _by("polyrl_queue", "Lengths of queues.", "queue", now.queues)
+        states: dict[str, int] = {}
+        for worker in now.workers:
+            states[worker.state] = states.get(worker.state, 0) + 1
+        yield _by("polyrl_workers", "Workers by state.", "state", states)
+        speeds = {worker.name: worker.tokens_per_s for worker in now.workers}
+        yield _by("polyrl_worker_tokens_per_second", "As each worker says.", "worker", speeds)
+        yield _by("polyrl_refused", "What was refused.", "reason", now.refused)
+        for key in ("tokens_arrived", "tokens_kept", "samples_started", "samples_trained", "prompts_trained", "usd"):
+            if key in now.ledger:
+                yield _gauge(f"polyrl_ledger_{key}", "From the ledger.", now.ledger[key])
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _by(name: str, text: str, label: str, values: dict[str, int] | dict[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def metrics(executor: Executor, uptime_s: float) -> bytes:
+    """In Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Metrics(executor, uptime_s))
+    return generate_latest(registry)

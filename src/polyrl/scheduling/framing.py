@@ -1,0 +1,96 @@
+"""Checksummed frames in a file that may end anywhere: what journals are made of.
+
+    a frame         length u32, crc32 of the length u32, crc32 of the payload u32 (little endian), payload
+
+Rules kept here: a length has its own checksum. Without it a damaged length looks like the end of the file, and
+recovery, which drops a frame that was cut short, would drop everything behind it. Whatever is wrong is said in one
+line, with the frame's number and its offset.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterable
+
+from polyrl.errors import JournalError
+
+_FRAME = struct.Struct("<III")
+_LENGTH = struct.Struct("<I")
+FRAME_BYTES = _FRAME.size
+"""What a frame adds to its payload."""
+
+
+class CutShort(JournalError):
+    """The journal ends inside a record: its writer was killed. Everything before `offset` is whole."""
+
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+def frame_head(payload: bytes) -> bytes:
+    """What stands in front of a payload."""
+    length = _LENGTH.pack(len(payload))
+    return _FRAME.pack(len(payload), zlib.crc32(length), zlib.crc32(payload))
+
+
+def frame(payload: bytes) -> bytes:
+    return frame_head(payload) + payload
+
+
+class FrameSource:
+    """Bytes taken from the front, and where we are in them."""
+
+    def __init__(self, chunks: Iterable[bytes], name: str) -> None:
+        self._chunks = iter(chunks)
+        self._buffer = bytearray()
+        self._start = 0
+        self.name = name
+        self.offset = 0
+        self.number = 0
+
+    def peek(self, num_bytes: int) -> bytes:
+        """The next bytes, fewer only at the end."""
+        while len(self._buffer) - self._start < num_bytes:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            del self._buffer[: self._start]
+            self._start = 0
+            self._buffer += chunk
+        return bytes(self._buffer[self._start : self._start + num_bytes])
+
+    def skip(self, num_bytes: int) -> None:
+        self._start += num_bytes
+        self.offset += num_bytes
+
+    def skip_frame(self, payload: bytes) -> None:
+        self.skip(_FRAME.size + len(payload))
+        self.number += 1
+
+    def error(self, what: str) -> JournalError:
+        return JournalError(f"{self._place()}: {what}")
+
+    def cut_short(self, what: str) -> CutShort:
+        return CutShort(f"{self._place()}: cut short: {what}", self.offset)
+
+    def _place(self) -> str:
+        what = "header" if self.number == 0 else f"record {self.number}"
+        return f"{self.name}: {what} at byte {self.offset}"
+
+
+def read_frame(source: FrameSource) -> bytes | None:
+    """The payload of the next frame, or None at the end. The source stays in front of it, where errors point."""
+    head = source.peek(_FRAME.size)
+    if not head:
+        return None
+    if len(head) < _FRAME.size:
+        raise source.cut_short(f"{len(head)} of {_FRAME.size} bytes of its frame are there")
+    length, length_crc, payload_crc = _FRAME.unpack(head)
+    if zlib.crc32(head[: _LENGTH.size]) != length_crc:
+        raise source.error("the checksum of its length does not match")
+    payload = source.peek(_FRAME.size + length)[_FRAME.size :]
+    if len(payload) < length:
+        raise source.cut_short(f"{len(payload)} of its {length} bytes are there")
+    if zlib.crc32(payload) != payload_crc:
+        raise source.error("its checksum does not match")
+    return payload

@@ -1,0 +1,122 @@
+"""What is said over HTTP, as JSON: joining, opening a run, status. manager/openapi.py describes the routes."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from polyrl.scheduling.parameters import SchedulerConfig
+
+WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+SESSION_HEADER = "X-PolyRL-Session"
+DEFAULT_PORT = 5000
+
+
+class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker that wants to join the fleet."""
+
+    name: Annotated[str, Meta(pattern=WORKER_NAME)]
+    protocol: Annotated[int, Meta(ge=0)]
+    engine: Annotated[str, Meta(max_length=64)]
+    model: Annotated[str, Meta(max_length=256)] = ""
+    slots: Annotated[int, Meta(ge=1, le=1_000_000)]
+    spot: bool = False
+    num_devices: Annotated[int, Meta(ge=1, le=4096)] = 1
+    price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    kv_tokens: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
+    version: Annotated[int, Meta(ge=0, le=1 << 50)] | None = None
+    starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+
+
+class JoinReply(Struct, frozen=True, kw_only=True):
+    worker: str
+    session: str
+    """What its connection is dialled with, now and after every break."""
+    heartbeat_interval_s: float
+    flush_interval_s: float
+    max_frame_bytes: int
+
+
+class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trainer that opens a run, or comes back to it."""
+
+    protocol: Annotated[int, Meta(ge=0)]
+    config: SchedulerConfig
+    has_reward: bool = False
+
+
+class RunReply(Struct, frozen=True, kw_only=True):
+    session: str
+    fresh: bool
+    """It was opened just now. Otherwise it went on from where it was."""
+    published: int
+    """The newest version; -1 is none."""
+    last_requested: int
+    """The newest step whose round was requested; -1 is none."""
+    open_steps: tuple[int, ...]
+
+
+class DrainRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reason: Annotated[str, Meta(min_length=1, max_length=200)] = "asked to drain"
+
+
+class WorkerStatus(Struct, frozen=True, kw_only=True):
+    name: str
+    state: str
+    """waiting (for weights), pulling, active, draining; `joined` while there is no run."""
+    connected: bool
+    engine: str
+    model: str
+    version: int
+    running: int
+    slots: int
+    engine_waiting: int
+    kv_used: float
+    tokens_per_s: float
+    price_usd_per_hour: float
+    spot: bool
+    last_heard_s: float
+    """Seconds since anything came from it."""
+    usd: float
+
+
+class RoundStatus(Struct, frozen=True, kw_only=True):
+    step: int
+    kind: str
+    age_s: float
+    groups: int
+    samples_waiting: int
+    samples_running: int
+    samples_generated: int
+    groups_delivered: int
+    closed: bool
+
+
+class WaitStatus(Struct, frozen=True, kw_only=True):
+    what: str
+    """Which wait it is: a name of deadlines.WaitName, or `trainer`, `weights`, `workers`, `prompts`."""
+    of: str
+    age_s: float | None
+    given_up_in_s: float | None
+    """None: it is waited for as long as it takes."""
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    run: str
+    """open, or none."""
+    paused: bool
+    uptime_s: float
+    now_s: float
+    published: int
+    trainer: str
+    """attached, away, or none."""
+    workers: tuple[WorkerStatus, ...]
+    rounds: tuple[RoundStatus, ...]
+    queues: dict[str, int]
+    waits: tuple[WaitStatus, ...]
+    ledger: dict[str, Any]
+    refused: dict[str, int]
+    """What was refused, by reason."""
+
+
+class ErrorReply(Struct, frozen=True, kw_only=True):
+    error: str

@@ -1,0 +1,110 @@
+"""Who may speak: tokens with a scope, made once a run, kept in files that only their owner reads.
+
+Two scopes. `worker` may join and stream; `admin` may do everything else too: open a run, submit rounds, read samples,
+drain. A token is compared in constant time, and never logged or printed.
+
+A client finds its token, in this order: `--token-file`, the environment variable POLYRL_TOKEN.
+"""
+
+import hmac
+import os
+import secrets
+import ssl
+from pathlib import Path
+from typing import Literal
+
+from polyrl.errors import UserError
+
+Scope = Literal["worker", "admin"]
+TOKEN_VARIABLE = "POLYRL_TOKEN"
+TOKEN_FILES: dict[Scope, str] = {"worker": "worker.token", "admin": "admin.token"}
+_TOKEN_BYTES = 32
+_MIN_TOKEN_CHARACTERS = 16
+
+
+class Tokens:
+    """The tokens of a run, as the manager holds them."""
+
+    def __init__(self, worker: str, admin: str) -> None:
+        self._worker, self._admin = worker.encode(), admin.encode()
+
+    def scope_of(self, token: str) -> Scope | None:
+        """What a token may do; None for one that we do not know. Takes as long for a wrong one as for a right one."""
+        given = token.encode(errors="replace")
+        is_admin = hmac.compare_digest(given, self._admin)
+        is_worker = hmac.compare_digest(given, self._worker)
+        return "admin" if is_admin else "worker" if is_worker else None
+
+
+def ensure_tokens(run_dir: Path) -> Tokens:
+    """The run's tokens; made, readable by their owner alone, if they are not there."""
+    return Tokens(_ensure(run_dir / TOKEN_FILES["worker"]), _ensure(run_dir / TOKEN_FILES["admin"]))
+
+
+def _ensure(path: Path) -> str:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_token_file(path)
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+def read_token_file(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: no token can be read there: {getattr(error, 'strerror', None) or error}") from error
+    if len(token) < _MIN_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+        raise UserError(f"{path}: expected a token of at least {_MIN_TOKEN_CHARACTERS} characters in a line")
+    return token
+
+
+def find_token(token_file: str | None) -> str:
+    """The token that a client is to use. Raises UserError that says where it may come from."""
+    if token_file is not None:
+        return read_token_file(Path(token_file))
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not token:
+        raise UserError(
+            f"no token: set {TOKEN_VARIABLE}, or give --token-file; the manager keeps {TOKEN_FILES['admin']} and "
+            f"{TOKEN_FILES['worker']} in its run directory"
+        )
+    return token
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def token_of(header: str | None) -> str:
+    """The token of an Authorization header; empty if there is none."""
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def server_tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise UserError("--tls-cert and --tls-key belong together")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"{cert}, {key}: not a certificate and its key: {error}") from error
+    return context
+
+
+def client_tls(url: str, ca: str | None) -> ssl.SSLContext | None:
+    """How to check who is at the other end of an https URL; None for plain http."""
+    if not url.startswith(("https://", "wss://")):
+        if ca is not None:
+            raise UserError(f"{url}: --ca is for https")
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"{ca}: not a file of certificates: {error}") from error

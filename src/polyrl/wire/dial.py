@@ -1,0 +1,122 @@
+"""How a worker, a trainer or the command line reaches the manager: requests, streams, and trying again.
+
+Rules kept here: every wait has a deadline. What cannot get better by waiting (a wrong token, another protocol) is a
+UserError at once; what can (nobody listens, a broken connection) is `Unreachable`, and the caller tries again.
+"""
+
+import asyncio
+import random
+import ssl
+from collections.abc import Iterator
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from polyrl.errors import UserError
+from polyrl.wire.control import SESSION_HEADER, ErrorReply
+from polyrl.wire.credentials import bearer
+
+_REQUEST_TIMEOUT_S = 20.0
+_CONNECT_TIMEOUT_S = 10.0
+_PING_EVERY_S = 4.0
+"""A stream on which nothing is answered for this long and half as long again is broken."""
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+StructT = TypeVar("StructT")
+
+
+class Unreachable(Exception):
+    """The manager could not be reached, or the connection broke."""
+
+
+class SessionOver(Exception):
+    """The manager does not know the session any more: join, or open the run, again."""
+
+
+class Dialer:
+    """One manager, one token. Use it as an async context manager."""
+
+    def __init__(self, url: str, token: str, tls: ssl.SSLContext | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"{url}: expected a URL like http://HOST:5000")
+        self.url = url.rstrip("/")
+        self._headers = bearer(token)
+        self._tls: ssl.SSLContext | bool = True if tls is None else tls
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Dialer":
+        self._http = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def post(self, path: str, body: msgspec.Struct | None, kind: type[StructT]) -> StructT:
+        return await self._request("POST", path, body, kind)
+
+    async def get(self, path: str, kind: type[StructT]) -> StructT:
+        return await self._request("GET", path, None, kind)
+
+    async def _request(self, method: str, path: str, body: msgspec.Struct | None, kind: type[StructT]) -> StructT:
+        assert self._http is not None
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._http.request(method, self.url + path, data=data, ssl=self._tls) as answer:
+                content = await answer.read()
+                self._check(answer.status, content)
+                return msgspec.json.decode(content, type=kind)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
+        except msgspec.DecodeError as error:
+            raise UserError(f"{self.url}{path}: not an answer of a PolyRL manager: {error}") from error
+
+    async def stream(self, path: str, session: str, max_frame_bytes: int) -> aiohttp.ClientWebSocketResponse:
+        assert self._http is not None
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                return await self._http.ws_connect(
+                    self.url + path,
+                    headers={SESSION_HEADER: session},
+                    max_msg_size=max_frame_bytes,
+                    heartbeat=_PING_EVERY_S,
+                    compress=0,
+                    ssl=self._tls,
+                )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == 410:
+                raise SessionOver("the manager has given this session up") from error
+            self._check(error.status, b"")
+            raise self._unreachable(error) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    def _check(self, status: int, content: bytes) -> None:
+        if status < 300:
+            return
+        try:
+            said = msgspec.json.decode(content, type=ErrorReply).error
+        except msgspec.DecodeError:
+            said = f"HTTP {status}"
+        if status in (408, 429) or status >= 500:
+            raise Unreachable(f"{self.url}: {said}")
+        raise UserError(f"{self.url}: {said}")
+
+    def _unreachable(self, error: BaseException) -> Unreachable:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError | ssl.SSLError):
+            raise UserError(f"{self.url}: its certificate is not trusted: {error}") from error
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return Unreachable(f"{self.url}: {said}")
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between one try and the next: longer each time, up to a bound, and never in step with others."""
+    pause = _FIRST_PAUSE_S
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(_LONGEST_PAUSE_S, pause * 1.6)

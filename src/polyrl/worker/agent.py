@@ -1,0 +1,323 @@
+"""A worker's life: start the engine, join, stream, come back after a break, drain, leave.
+
+    start engine -> join -> connect -> Hello/Welcome -> orders in, tokens out ... -> drained -> goodbye
+                     ^        ^                              |
+                     |        +------ the connection broke --+        leases go on meanwhile
+                     +--------------- we were given up ------+        leases are over
+
+Rules kept here: nothing inbound is needed. The engine goes on while the connection is broken; what it makes is kept and
+sent by offset afterwards. A signal means: hand everything over at its current token, then leave, within a deadline.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import aiohttp
+
+from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job, Weights
+from polyrl.errors import UserError
+from polyrl.ids import LeaseId, SampleId, Version
+from polyrl.wire import columns, frames
+from polyrl.wire.control import JoinReply, JoinRequest
+from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
+from polyrl.worker.streams import LeaseBook
+
+log = logging.getLogger("polyrl.worker")
+
+
+class WorkerOptions(NamedTuple):
+    name: str
+    spot: bool = False
+    price_usd_per_hour: float = 0.0
+    num_devices: int = 1
+    drain_deadline_s: float = 25.0
+    """After a signal, everything is handed over within this time, or we leave without."""
+    give_up_after_s: float = 600.0
+    """A manager that cannot be reached for this long is given up."""
+
+
+class Left(Exception):
+    """The worker's life is over; the message says why. `ok`: as it should be."""
+
+    def __init__(self, why: str, *, ok: bool) -> None:
+        super().__init__(why)
+        self.ok = ok
+
+
+class WorkerAgent:
+    """One worker. `run` lives its life; `drain` may be called from a signal handler."""
+
+    def __init__(self, engine: Engine, dialer: Dialer, options: WorkerOptions) -> None:
+        self._engine = engine
+        self._dialer = dialer
+        self._options = options
+        self._book = LeaseBook()
+        self._info: EngineInfo | None = None
+        self._version: Version | None = None
+        self._announced: Version | None = None
+        """The version that the manager was told of on this connection."""
+        self._session: JoinReply | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._welcomed = False
+        self._draining = ""
+        self._left: asyncio.Future[Left] | None = None
+        self._pull: asyncio.Task[None] | None = None
+        self._began_at = time.monotonic()
+        self._rate = Rate()
+
+    # The sink: what the engine says
+
+    def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
+        self._version = version  # an install may be told by its first token before it is told by its end
+        self._book.add(lease, tokens, logprobs, version)
+
+    def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
+        if reason in ("engine_failed", "refused"):
+            log.warning("lease %d: %s: %s", lease, reason, detail)
+        self._book.end(lease, reason, detail)
+
+    # Life
+
+    async def run(self) -> Left:
+        """Returns how it ended; the engine is closed."""
+        self._left = asyncio.get_running_loop().create_future()
+        try:
+            async with self._dialer:
+                self._info = await self._engine.start(self)
+                self._version = self._info.version
+                log.info("engine %s is ready: %s, %d slots", self._info.engine, self._info.model, self._info.slots)
+                life = asyncio.create_task(self._live())
+                done, _ = await asyncio.wait((life, self._left), return_when=asyncio.FIRST_COMPLETED)
+                if life not in done:
+                    await self._say_goodbye(str(self._left.result()))
+                    life.cancel()
+                    await asyncio.wait((life,), timeout=2.0)
+                    return self._left.result()
+                return life.result()
+        except EngineError as error:
+            return Left(str(error), ok=False)
+        finally:
+            if self._pull is not None:
+                self._pull.cancel()
+            await self._engine.close()
+
+    def drain(self, reason: str) -> None:
+        """Hand everything over and leave; a second time: leave now."""
+        if self._draining:
+            self._leave("asked twice to leave", ok=False)
+            return
+        self._draining = reason
+        log.info("draining: %s", reason)
+        asyncio.get_running_loop().call_later(
+            self._options.drain_deadline_s, lambda: self._leave("the drain deadline has passed", ok=False)
+        )
+        if self._session is None:
+            self._leave(reason, ok=True)
+        else:
+            asyncio.get_running_loop().create_task(self._send(frames.Leaving(reason)))
+
+    def _leave(self, why: str, *, ok: bool) -> None:
+        if self._left is not None and not self._left.done():
+            self._left.set_result(Left(why, ok=ok))
+
+    async def _live(self) -> Left:
+        """Join and stay connected until somebody says that it is over."""
+        reached_at = time.monotonic()
+        waits = pauses()
+        while True:
+            try:
+                if self._session is None:
+                    await self._join()
+                await self._stay_connected()
+                reached_at, waits = time.monotonic(), pauses()
+            except SessionOver:
+                log.warning("the manager has given us up; joining again")
+                await self._start_over()
+            except Unreachable as error:
+                away_s = time.monotonic() - reached_at
+                if away_s > self._options.give_up_after_s:
+                    return Left(f"{error}; given up after {away_s:.0f} s", ok=False)
+                log.info("%s; trying again", error)
+            except Left as left:
+                return left
+            except UserError as error:
+                return Left(str(error), ok=False)
+            if self._draining and self._session is None:
+                return Left(self._draining, ok=True)
+            await asyncio.sleep(next(waits))
+
+    async def _join(self) -> None:
+        assert self._info is not None
+        request = JoinRequest(
+            name=self._options.name,
+            protocol=frames.PROTOCOL,
+            engine=self._info.engine,
+            model=self._info.model[:256],
+            slots=self._info.slots,
+            spot=self._options.spot,
+            num_devices=self._options.num_devices,
+            price_usd_per_hour=self._options.price_usd_per_hour,
+            kv_tokens=self._info.kv_tokens,
+            version=self._version,
+            starting_s=min(1e6, time.monotonic() - self._began_at),
+        )
+        self._session = await self._dialer.post("/v1/join", request, JoinReply)
+        self._began_at = time.monotonic()
+        log.info("joined %s as %s", self._dialer.url, self._options.name)
+
+    async def _start_over(self) -> None:
+        """We were given up: whatever we held is somebody else's now."""
+        self._session = None
+        for lease in self._book.clear():
+            await self._engine.abort(lease)
+
+    # A connection
+
+    async def _stay_connected(self) -> None:
+        assert self._session is not None
+        self._socket = await self._dialer.stream("/v1/worker", self._session.session, frames.MAX_TRAINER_FRAME_BYTES)
+        self._welcomed = False
+        self._announced = self._version
+        version = -1 if self._version is None else self._version
+        await self._send(frames.Hello(version, self._book.hello(), self._draining))
+        tasks = [asyncio.create_task(one) for one in (self._receive(), self._flush_often(), self._report_often())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(2.0):
+                    await self._socket.close()
+            self._socket = None
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _send(self, frame: frames.FromWorker) -> None:
+        """Send, or do nothing while there is no connection: Hello says it all again."""
+        if self._socket is None or self._socket.closed:
+            return
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError, OSError):
+            await self._socket.send_bytes(frames.encode(frame))
+
+    async def _receive(self) -> None:
+        assert self._socket is not None
+        async for message in self._socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                break
+            await self._hear(frames.decode_to_worker(message.data))
+        raise Unreachable("the connection to the manager broke")
+
+    async def _hear(self, frame: frames.ToWorker) -> None:
+        match frame:
+            case frames.Ack():
+                self._book.acknowledge(frame.seq)
+            case frames.Generate():
+                for order in frame.orders:
+                    self._generate(order)
+            case frames.Stop():
+                for lease in map(LeaseId, frame.aborts):
+                    if self._book.drop(lease):
+                        await self._engine.abort(lease)
+                for lease in map(LeaseId, frame.hand_overs):
+                    await self._hand_over(lease)
+            case frames.Pull():
+                if self._pull is not None:
+                    self._pull.cancel()
+                self._pull = asyncio.create_task(self._install(Version(frame.version)))
+            case frames.Welcome():
+                for lease in self._book.welcome(frame.held):
+                    await self._engine.abort(lease)
+                self._welcomed = True
+            case frames.Release():
+                await self._released(frame)
+
+    def _generate(self, order: frames.Order) -> None:
+        lease = LeaseId(order.lease)
+        if lease in self._book:
+            return
+        so_far = columns.unpack_tokens(order.so_far)
+        self._book.open(lease, len(so_far))
+        prompt = columns.unpack_tokens(order.prompt)
+        self._engine.generate(
+            Job(lease, SampleId(order.sample), prompt, so_far, order.max_tokens, order.seed, order.sampling)
+        )
+
+    async def _hand_over(self, lease: LeaseId) -> None:
+        await self._engine.abort(lease)
+        self._book.end(lease, "handed_over")
+
+    async def _install(self, version: Version) -> None:
+        try:
+            await self._engine.install(Weights(version))
+        except EngineError as error:
+            log.warning("version %d could not be installed: %s", version, error)
+            await self._send(frames.InstallFailed(version, str(error)[:2000]))
+        else:
+            self._version = version
+            await self._announce()
+
+    async def _released(self, frame: frames.Release) -> None:
+        if frame.rejoin and not self._draining:
+            raise SessionOver(frame.why)
+        if self._draining or not frame.why.startswith(("refused", "another process")):
+            await self._flush()
+            await self._send(frames.Goodbye(self._draining or frame.why))
+            raise Left(self._draining or frame.why, ok=True)
+        raise Left(frame.why, ok=False)
+
+    async def _say_goodbye(self, why: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await self._flush()
+                await self._send(frames.Goodbye(why[:2000]))
+
+    # Regularly
+
+    async def _flush_often(self) -> None:
+        assert self._session is not None
+        while True:
+            await asyncio.sleep(self._session.flush_interval_s)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        while self._welcomed and (frame := self._book.take_frame()) is not None:
+            await self._announce()
+            await self._send(frame)
+
+    async def _announce(self) -> None:
+        """A version is known to the manager before any token of it is."""
+        if self._version is not None and self._version != self._announced:
+            self._announced = self._version
+            await self._send(frames.Installed(self._version))
+
+    async def _report_often(self) -> None:
+        assert self._session is not None
+        while True:
+            sick = self._engine.health()
+            if sick is not None:
+                await self._say_goodbye(sick)
+                raise Left(f"the engine cannot go on: {sick}", ok=False)
+            stats = self._engine.stats()
+            rate = self._rate.update(self._book.num_tokens, time.monotonic())
+            kv_used = min(1.0, max(0.0, stats.kv_used))
+            await self._send(frames.Report(stats.num_running, stats.num_waiting, kv_used, stats.num_preemptions, rate))
+            await asyncio.sleep(self._session.heartbeat_interval_s)
+
+
+class Rate:
+    """Tokens a second since the last look."""
+
+    def __init__(self) -> None:
+        self._num, self._at = 0, 0.0
+
+    def update(self, num: int, now: float) -> float:
+        span, gained = now - self._at, num - self._num
+        self._num, self._at = num, now
+        return max(0.0, gained / span) if span > 0.0 else 0.0
