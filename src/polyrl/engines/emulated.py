@@ -38,6 +38,8 @@ from polyrl.scheduling.order import mix64
 from polyrl.scheduling.parameters import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.wire.columns import pack_tokens
 
+_LONGEST_LOOK_S = 0.5
+"""A longer time between two looks at the clock means that the process was stopped."""
 TICK_S = 0.02
 EOS = 2
 _FIRST_TOKEN = 3
@@ -45,7 +47,7 @@ _FIRST_TOKEN = 3
 _LARGEST_TOKEN = 2**31 - 1
 _LEAST_LOGPROB = -8.0
 
-_TOKEN_STREAM, _PROMPT_STREAM, _SAMPLE_STREAM, _TRACE_STREAM = 0x20, 0x21, 0x22, 0x23
+TOKEN_STREAM, _PROMPT_STREAM, _SAMPLE_STREAM, _TRACE_STREAM = 0x20, 0x21, 0x22, 0x23
 _WHOLE_TOKEN = 1e-6
 """A token is whole when less than this is missing: positions carry rounding."""
 _ADMISSION_MARGIN = 0.01
@@ -77,8 +79,18 @@ class EmulatedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     install_s: NotNegative = 0.0
     speedup: Positive = 1.0
     """10: everything takes a tenth of its time."""
+    tally: str = ""
+    """A file in which it counts the tokens it has made: of those that a killed worker never sent, nobody else knows."""
     fail_every: Count = 0
     """Every so many jobs, one ends in `engine_failed` halfway; 0: none."""
+
+
+def _open_tally(path: str) -> Any:
+    """A number in a file that is shared with the disk: it outlives the process."""
+    try:
+        return np.memmap(path, np.int64, "r+" if Path(path).exists() else "w+", shape=(1,))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tally: {path}: cannot be counted in: {error}") from error
 
 
 # What is written: functions of seed and position
@@ -102,7 +114,7 @@ def ending_of(job: Job, config: EmulatedConfig, recorded: list[int]) -> Ending:
     if ending.num_tokens <= done:  # its end was made already, and not heard of
         return Ending(done, "stop", False)
     if job.sampling.stop_ids:
-        tokens, _ = draw([mix64(job.seed, _TOKEN_STREAM)], [done], [ending.num_tokens - done], config.vocab)
+        tokens, _ = draw([mix64(job.seed, TOKEN_STREAM)], [done], [ending.num_tokens - done], config.vocab)
         stops = np.flatnonzero(np.isin(tokens, job.sampling.stop_ids))
         if stops.size and not (ending.has_eos and stops[0] == len(tokens) - 1):
             return Ending(done + int(stops[0]) + 1, "stop", False)
@@ -373,6 +385,9 @@ class EmulatedEngine:
         self._version = None if config.version is None else Version(config.version)
         self._refused: dict[LeaseId, str] = {}
         self._num_jobs = 0
+        self._clock = 0.0
+        self._looked_at = time.monotonic()
+        self._tally = _open_tally(config.tally) if config.tally else None
         self._has_work = asyncio.Event()
         self._sink: Sink | None = None
         self._teller: asyncio.Task[None] | None = None
@@ -439,7 +454,11 @@ class EmulatedEngine:
             await asyncio.wait([self._teller])
 
     def _now(self) -> Seconds:
-        return time.monotonic() * self._config.speedup
+        """The engine's clock. It stands while the process is stopped, as a real engine would."""
+        at = time.monotonic()
+        self._clock += min(at - self._looked_at, _LONGEST_LOOK_S) * self._config.speedup
+        self._looked_at = at
+        return self._clock
 
     async def _sleep(self, seconds: Seconds) -> None:
         await asyncio.sleep(seconds / self._config.speedup)
@@ -468,7 +487,7 @@ class EmulatedEngine:
         self._num_jobs += 1
         if self._config.fail_every and self._num_jobs % self._config.fail_every == 0:
             ending = Ending((so_far + ending.num_tokens) // 2, "engine_failed", False)
-        return Sample(job.lease, len(job.prompt), so_far, ending, mix64(job.seed, _TOKEN_STREAM))
+        return Sample(job.lease, len(job.prompt), so_far, ending, mix64(job.seed, TOKEN_STREAM))
 
     async def _tell_for_ever(self, sink: Sink) -> None:
         while True:
@@ -497,6 +516,8 @@ class EmulatedEngine:
         counts = [num_tokens - sample.told for sample, num_tokens in grown]
         drawn = draw([sample.key for sample, _ in grown], starts, counts, self._config.vocab)
         tokens, logprobs = drawn[0].tolist(), drawn[1].tolist()
+        if self._tally is not None:
+            self._tally[0] += len(tokens)
         for (sample, num_tokens), count, end in zip(grown, counts, accumulate(counts), strict=True):
             if sample.ending.has_eos and num_tokens == sample.ending.num_tokens:
                 tokens[end - 1] = EOS
