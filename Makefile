@@ -7,7 +7,7 @@ STAMP := $(VENV)/.polyrl-setup
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long check format bench docs clean
+.PHONY: help setup demo test test-long test-chaos check format bench docs clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: setup ## run the tests (ARGS="-k words" narrows them)
 
 test-long: setup ## run the long property tests: thousands of random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 $(ARGS)
+
+test-chaos: setup ## kill, stop, cut and partition a real fleet (minutes; namespaces need root and nftables)
+	$(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)
 
 check: setup ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

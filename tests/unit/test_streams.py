@@ -1,5 +1,6 @@
 """A worker's book of leases: what it sends, what it may forget, and what it sends again after a break."""
 
+import struct
 from collections import deque
 from typing import NamedTuple
 
@@ -33,6 +34,10 @@ def runs(frame: Tokens | None) -> list[Run]:
         Run(lease, offset, version, tokens[end // 8 - count : end // 8])
         for lease, offset, count, version, end in zip(*column, strict=True)
     ]
+
+
+def leases(packed: bytes) -> list[LeaseId]:
+    return [LeaseId(lease) for (lease,) in struct.iter_unpack("<Q", packed)]
 
 
 def add(book: LeaseBook, lease: LeaseId, *tokens: int, version: int = 0) -> None:
@@ -243,7 +248,7 @@ def test_a_hello_names_every_lease_that_is_kept():
     book.open(B, 0)
     book.end(B, "stop")
     book.take_frame()
-    assert columns.unpack_column("<u8", book.hello()) == [A, B]
+    assert leases(book.hello()) == [A, B]
 
 
 # Any order of things
@@ -344,7 +349,7 @@ class Conversation(RuleBasedStateMachine):
     def break_off(self):
         self.frames.clear()
         self.acks.clear()
-        named = set(map(LeaseId, columns.unpack_column("<u8", self.book.hello())))
+        named = set(leases(self.book.hello()))
         open_ones = named - self.finished - self.aborted
         stopped = self.book.welcome([Held(one, self.base[one] + len(self.got[one])) for one in sorted(open_ones)])
         assert set(stopped) == (named & self.aborted) - self.ends

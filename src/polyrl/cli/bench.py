@@ -8,22 +8,31 @@ EXAMPLE = """\
 examples:
   polyrl bench scheduler            about two minutes
   polyrl bench scheduler --json     one object, for a machine
-  polyrl bench scheduler --quick    seconds; shows that it runs, its figures mean little"""
+  polyrl bench scheduler --quick    seconds; shows that it runs, its figures mean little
+  polyrl bench relay                about ten minutes: the manager beside nginx, sglang-router and vllm-router, which
+                                    are installed into a cache of their own; what cannot be is said"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("part", choices=["scheduler"], help="what to measure")
+    parser.add_argument("part", choices=["scheduler", "relay"], help="what to measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, for trying the command out")
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli import bench_scheduler
+    if args.part == "relay":
+        from polyrl.cli.bench_relay import compare
 
-    result = bench_scheduler.measure(quick=args.quick)
-    print(json.dumps(result, indent=2) if args.json else "\n".join(_table(result)))
+        result = compare.measure(quick=args.quick)
+        lines = compare.table(result)
+    else:
+        from polyrl.cli import bench_scheduler
+
+        result = bench_scheduler.measure(quick=args.quick)
+        lines = _table(result)
+    print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
     return 0
 
 

@@ -68,8 +68,8 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
         "goals": GOALS,
         "quick": quick,
         "gc": f"on, thresholds {GC_THRESHOLDS}; frozen after set-up" if gc.isenabled() else "off",
-        "machine": {"cpu": _cpu(), "python": platform.python_version(), "system": platform.platform()},
-        "commit": _commit(),
+        "machine": {"cpu": cpu(), "python": platform.python_version(), "system": platform.platform()},
+        "commit": commit(),
     }
 
 
@@ -195,7 +195,7 @@ def _settle_memory() -> None:
 # Where it ran
 
 
-def _cpu() -> str:
+def cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -203,7 +203,7 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit this file is of, with a `+` if the tree has changes; None without git or outside a repository."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:

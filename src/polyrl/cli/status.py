@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(status: "Status") -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     paused = ", paused" if status.paused else ""
     run = "no run is open" if status.run == "none" else f"run open for {_span(status.now_s)}{paused}"
     version = "none published" if status.published < 0 else f"version {status.published}"
@@ -68,11 +68,11 @@ def _show(status: "Status") -> None:
     if queues:
         console.print(f"queues: {queues}")
     for wait in status.waits[:_WAITS_SHOWN]:
-        age = "" if wait.age_s is None else f" for {_span(wait.age_s)}"
+        age = "" if wait.age_s is None else f"{_span(wait.age_s)} so far, "
         until = "as long as it takes" if wait.given_up_in_s is None else f"{max(0.0, wait.given_up_in_s):.1f} s more"
-        console.print(f"waits: {wait.what} of {wait.of}{age} ({until})")
+        console.print(f"waits for {wait.what} ({wait.of}): {age}{until}")
     if len(status.waits) > _WAITS_SHOWN:
-        console.print(f"       and {len(status.waits) - _WAITS_SHOWN} more; --json has all")
+        console.print(f"and {len(status.waits) - _WAITS_SHOWN} more; --json has all")
     if status.refused:
         console.print("refused: " + ", ".join(f"{name} {number}" for name, number in status.refused.items()))
 

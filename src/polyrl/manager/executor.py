@@ -1,7 +1,7 @@
 """The live driver: turns what peers say into events, and the scheduler's commands into what peers are told.
 
-One task owns this object and everything in it (service.py runs it). Frames and questions wait in an inbox; the owner
-takes all that are there, tells the scheduler, writes the journal once, and only then sends, answers and acknowledges.
+It has one owner (service.py). Frames and questions wait in an inbox; the owner takes all that are there, tells the
+scheduler, writes the journal once, and only then sends, answers and acknowledges.
 
 Rules kept here:
 - Nothing leaves before what led to it is in the journal.
@@ -28,7 +28,7 @@ from polyrl.manager.journal import (
     RunOpened,
     SessionOpened,
 )
-from polyrl.manager.payload import Payload, append_cells
+from polyrl.manager.payload import Payload, append_cells, without_rows
 from polyrl.manager.sessions import Link, TrainerSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling import commands as c
@@ -46,6 +46,9 @@ log = logging.getLogger("polyrl.manager")
 
 _TELL_PROGRESS_EVERY_S = 2.0
 _MAX_PROMPT_TOKENS = 1 << 24
+_COMPANY = 32
+"""So many workers send at the same moments."""
+_PHASES = 8
 
 
 class Refused(Exception):
@@ -77,6 +80,8 @@ class Executor:
         self._granted = Granted([], [], [], [])
         self._no_prompt_yet: dict[GroupId, list[LeaseId]] = {}
         self._dirty: dict[str, WorkerSession] = {}
+        self.is_urgent = False
+        """Somebody waits for what is to be sent; tokens alone are no hurry."""
 
     # Time
 
@@ -99,8 +104,10 @@ class Executor:
 
     def tell(self, event: e.Event) -> None:
         """Tell the scheduler and carry out what it wants. What that leads to is told after it."""
+        if self.scheduler is None:
+            return
         self._events.append(event)
-        if self._telling or self.scheduler is None:
+        if self._telling:
             return
         self._telling = True
         try:
@@ -110,17 +117,20 @@ class Executor:
                 commands = self.scheduler.handle(event, now)
                 self._journal.add_event(now, event, commands)
                 for command in commands:
+                    self.is_urgent = True
                     self._carry_out(command)
         finally:
             self._telling = False
 
     def commit(self) -> None:
         """Write the journal; then send."""
+        self.is_urgent = False
         self._note_grants()
         self._journal.commit()
         self._journal.rotate_if_due(self.scheduler, self._about, self._standing())
+        now = self.now()
         for session in self._dirty.values():
-            session.flush()
+            session.flush(now)
         self._dirty.clear()
         if self.trainer is not None:
             self.trainer.flush()
@@ -307,8 +317,14 @@ class Executor:
             session=session.key,
             heartbeat_interval_s=stream.heartbeat_interval_s,
             flush_interval_s=stream.flush_interval_s,
+            flush_phase_s=self._next_phase() * stream.flush_interval_s,
             max_frame_bytes=frames.MAX_WORKER_FRAME_BYTES,
         )
+
+    def _next_phase(self) -> float:
+        """Workers send in companies: a frame that comes alone finds the manager cold and costs twice as much."""
+        company = len(self.workers) // _COMPANY
+        return (company % _PHASES) / _PHASES
 
     def _tell_joined(self, session: WorkerSession) -> None:
         facts = session.facts
@@ -327,14 +343,16 @@ class Executor:
         )
 
     def find_worker(self, key: str) -> WorkerSession | None:
-        return next((one for one in self.workers.values() if secrets.compare_digest(one.key, key)), None)
+        given = key.encode(errors="replace")  # compare_digest takes no text beyond ASCII
+        return next((one for one in self.workers.values() if secrets.compare_digest(one.key.encode(), given)), None)
 
     def open_run(self, request: RunRequest) -> RunReply:
         """Open the run, or go on with it. Raises Refused for a configuration that is not the run's."""
         fresh = self.scheduler is None
         if self.scheduler is None:
-            self.scheduler = Scheduler(request.config)
+            scheduler = Scheduler(request.config)
             self._journal.begin_events(request.config, self._about)
+            self.scheduler = scheduler
             self.set_clock(0.0)
         elif request.config != self.scheduler.desk.config:
             raise Refused("run", f"the run is open with another configuration: {_differs(request.config, self)}")
@@ -380,7 +398,7 @@ class Executor:
     def _hear_worker(self, session: WorkerSession, raw: bytes) -> None:
         try:
             frame = frames.decode_from_worker(raw)
-        except (frames.DecodeError, UnicodeDecodeError) as error:
+        except frames.NO_FRAME as error:
             raise Refused("frame", f"not a frame: {error}") from error
         if not session.greeted and not isinstance(frame, frames.Hello):
             raise Refused("order", f"a {type(frame).__name__} before a Hello")
@@ -420,13 +438,13 @@ class Executor:
     def _hello(self, session: WorkerSession, hello: frames.Hello) -> None:
         if len(hello.leases) % 8:
             raise Refused("columns", "a column ends inside a number")
-        session.greeted = True
+        session.greeted = self.is_urgent = True
         worker = self.seat_of(session)
         if worker is None or self.scheduler is None:
             session.say(frames.Welcome(()))
             return
         desk = self.scheduler.desk
-        theirs = list(map(LeaseId, columns.unpack_column("<u8", hello.leases)))
+        theirs = list(map(LeaseId, columns.unpack_column("Q", hello.leases)))
         ours = worker.leases
         held = tuple(frames.Held(one, self.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
         session.say(frames.Welcome(held))
@@ -467,38 +485,69 @@ class Executor:
         if column.leases:
             if max(map(int.__add__, column.offsets, column.counts)) > desk.max_new_tokens:
                 raise Refused("budget", f"more than {desk.max_new_tokens} tokens of a sample")
-            if not 0 <= min(column.versions) <= max(column.versions) <= worker.version:
-                raise Refused("version", f"tokens of a version that it does not hold; it holds {worker.version}")
-        self._note_grants()  # the order in the journal tells late tokens from timely ones
-        self._journal.add_tokens(raw)
-        session.acknowledge(frame.seq)
-        num_gaps = self._append(worker, column, frame.cells)
+            self._check_versions(worker, column)
+        session.acknowledge(frame.seq, has_ends=bool(frame.ended))
+        idle, num_gaps = self._append(worker, column, frame.cells)
+        self._journal_tokens(worker, frame, raw, column, idle)
         for ended in frame.ended:
             self._ended(worker, ended)
         if num_gaps:
             raise Refused("offset", f"{num_gaps} samples with a gap in their tokens")
 
-    def _append(self, worker: Worker, column: columns.Columns, cells: bytes) -> int:
-        """Add a frame's tokens to their samples. Returns how many did not fit what is there."""
+    def _check_versions(self, worker: Worker, column: columns.Columns) -> None:
+        """Nobody writes with weights that it has not got yet, or had before its lease was given."""
+        assert self.scheduler is not None
+        oldest, newest = min(column.versions), max(column.versions)
+        if not 0 <= oldest <= newest <= worker.version:
+            raise Refused("version", f"tokens of a version that it does not hold; it holds {worker.version}")
+        if oldest == worker.version:
+            return
+        for lease, version in zip(column.leases, column.versions, strict=True):
+            sample = self.scheduler.desk.leases.get(LeaseId(lease))
+            if sample is not None and sample.worker == worker.seat and version < sample.version:
+                raise Refused("version", f"tokens of version {version}; the lease was given to {sample.version}")
+
+    def _journal_tokens(
+        self, worker: Worker, frame: frames.Tokens, raw: bytes, column: columns.Columns, idle: list[int]
+    ) -> None:
+        """What was taken in, and nothing else: at a restart nobody asks whose lease it was."""
+        self._note_grants()  # the order in the journal tells late tokens from timely ones
+        ended = tuple(one for one in frame.ended if one.lease in worker.leases)
+        if not idle and len(ended) == len(frame.ended):
+            self._journal.add_tokens(raw)
+        elif len(idle) < len(column.leases) or ended:
+            self._journal.add_tokens(frames.encode(without_rows(frame, column, idle, ended)))
+
+    def _append(self, worker: Worker, column: columns.Columns, cells: bytes) -> tuple[list[int], int]:
+        """Add a frame's tokens to their samples.
+
+        Returns the rows that brought nothing, by where their cells start, and how many of them left a gap.
+        """
         assert self.scheduler is not None
         leases, texts, seat = self.scheduler.desk.leases, self.payload.texts, worker.seat
-        start = num_gaps = 0
+        start = num_gaps = num_missing = 0
+        idle: list[int] = []
         # The hottest loop there is: once a frame and running sample. See `polyrl bench relay`.
-        for lease, offset, count, version, end in zip(*column, strict=True):
+        for lease, offset, count, version, end in zip(*column, strict=False):
             sample = leases.get(lease)  # pyright: ignore[reportArgumentType]  a number becomes a lease by being found
             if sample is None or sample.worker != seat:
                 self.refused["late_lease"] += 1
+                idle.append(start)
+                num_missing += count
             else:
                 text = texts[sample.id]
-                if version == text.version and len(text.cells) == offset * CELL_BYTES:
-                    text.cells += cells[start:end]
-                    self.num_tokens += count
+                buffer = text.cells
+                if version == text.version and len(buffer) == offset * CELL_BYTES:
+                    buffer += cells[start:end]
                 else:
                     num_new = append_cells(text, offset, version, cells[start:end])
                     num_gaps += num_new < 0
-                    self.num_tokens += max(0, num_new)
+                    num_missing += count - max(0, num_new)
+                    if num_new <= 0:
+                        idle.append(start)
             start = end
-        return num_gaps
+        self.num_tokens += start // CELL_BYTES - num_missing
+        return idle, num_gaps
 
     def _ended(self, worker: Worker, ended: frames.Ended) -> None:
         assert self.scheduler is not None
@@ -547,11 +596,12 @@ class Executor:
             log.warning("the trainer is refused: %s", refused)
             link.send(frames.encode(frames.Release(f"refused: {refused}")))
             link.close(str(refused), code=1008)
+            self.trainer_gone(session, link)
 
     def _hear_trainer(self, session: TrainerSession, raw: bytes) -> None:
         try:
             frame = frames.decode_from_trainer(raw)
-        except (frames.DecodeError, UnicodeDecodeError) as error:
+        except frames.NO_FRAME as error:
             raise Refused("frame", f"not a frame: {error}") from error
         if isinstance(frame, frames.TrainerHello):
             self._greet_trainer(session)
@@ -609,17 +659,18 @@ class Executor:
     def _scored(self, frame: frames.Scored) -> None:
         if not math.isfinite(frame.value):
             raise Refused("reward", f"sample {frame.sample}: a reward of {frame.value}")
-        text = self.payload.texts.get(SampleId(frame.sample))
-        if text is not None and frame.outcome != "infrastructure_failed":
-            text.reward = frame.value
+        assert self.scheduler is not None
+        desk, sample = self.scheduler.desk, SampleId(frame.sample)
+        is_awaited = sample in desk.scoring.running and desk.samples[sample].attempt == frame.attempt
+        if is_awaited and frame.outcome != "infrastructure_failed":
+            self.payload.text(sample).reward = frame.value
             self._journal.add_note(RewardKept(frame.sample, frame.value))
-        sample = SampleId(frame.sample)
         self.tell(e.RewardFinished(sample, frame.attempt, frame.outcome, frame.correct, frame.cpu_s))
 
     def _greet_trainer(self, session: TrainerSession) -> None:
         """Send all that it needs to go on, whatever it has heard before."""
         assert self.scheduler is not None
-        session.greeted = True
+        session.greeted = self.is_urgent = True
         session.away_since = None
         desk = self.scheduler.desk
         for round_ in desk.rounds.values():
@@ -633,8 +684,9 @@ class Executor:
                     self._deliver(round_.step, group_id, tuple(kept))
             if round_.closed_at is not None:
                 session.say(self._closed(round_.step))
-        for sample in desk.scoring.running:
-            self._score(sample, desk.samples[sample].attempt, desk.config.rewards.t_max_s)
+        for sample in list(desk.scoring.running):  # without a reward function, each ends at once
+            if sample in desk.scoring.running:
+                self._score(sample, desk.samples[sample].attempt, desk.config.rewards.t_max_s)
 
     # Connections that ended
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.errors import UserError
 from polyrl.ids import WorkerName
@@ -36,6 +36,8 @@ ADDRESS_FILE = "manager.json"
 _MB = 1 << 20
 _SEND_TIMEOUT_S = 30.0
 _KEEPALIVE_S = 30.0
+_LINGER_S = 1.0
+"""How long the rest of a body that nobody wants is still read, so that its sender hears the answer."""
 _BURST_S = 10.0
 _MAX_ADDRESSES = 10_000
 
@@ -101,7 +103,12 @@ class Front:
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> Address:
         """Raises UserError if the port cannot be had."""
         runner = web.AppRunner(
-            self.app(), access_log=None, handle_signals=False, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=2.0
+            self.app(),
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=_KEEPALIVE_S,
+            lingering_time=_LINGER_S,
+            shutdown_timeout=2.0,
         )
         await runner.setup()
         server, loop = runner.server, asyncio.get_running_loop()
@@ -112,8 +119,12 @@ class Front:
             self._watch(handler, self._limits.request_timeout_s)
             return handler
 
+        # Half of the time: `_watch` runs since the connection was made, and must end after the handshake did.
+        handshake_s = None if tls is None else self._limits.request_timeout_s / 2
         try:
-            self._listener = await loop.create_server(connected, host, port, ssl=tls, backlog=1024)
+            self._listener = await loop.create_server(
+                connected, host, port, ssl=tls, backlog=1024, ssl_handshake_timeout=handshake_s
+            )
         except OSError as failure:
             await runner.cleanup()
             raise UserError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from failure
@@ -157,7 +168,11 @@ class Front:
         try:
             return await handler(request)
         except web.HTTPException as failure:
-            return error(failure.status, failure.reason)
+            self._service.executor.refused["body" if failure.status == 413 else "route"] += 1
+            answer = error(failure.status, failure.reason)
+            if "Allow" in failure.headers:
+                answer.headers["Allow"] = failure.headers["Allow"]
+            return answer
         except _BadRequest as failure:
             self._service.executor.refused[failure.kind] += 1
             return error(failure.code, str(failure))
@@ -267,6 +282,7 @@ class Front:
         self._links.add(link)
         service.post(lambda: session.connect(link))
         pump = asyncio.create_task(link.pump(_SEND_TIMEOUT_S))
+        pump.add_done_callback(lambda sent: sent.result() or _abort(request))
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
                 first = await socket.receive()
@@ -277,6 +293,8 @@ class Front:
             if first.type is WSMsgType.TEXT:
                 executor.refused["frame"] += 1
                 link.close("frames are binary", code=1003)
+            elif isinstance(first.data, WebSocketError):
+                executor.refused["frame"] += 1  # too large, or no WebSocket frame at all; it was told
         except TimeoutError:
             executor.refused["silent"] += 1
             link.close("no Hello came", code=1008)
@@ -288,6 +306,8 @@ class Front:
             link.close("the connection is over")
             self._links.discard(link)
             await pump
+            if link.is_too_slow:
+                executor.refused["slow_reader"] += 1
         return socket
 
     def _hand_in(self, session: WorkerSession | TrainerSession, link: Link, data: bytes) -> None:
@@ -313,13 +333,19 @@ class JoinLimit:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def allows(self, address: str, now: float) -> bool:
-        full = self._per_s * _BURST_S
+        full = max(1.0, self._per_s * _BURST_S)
         left, at = self._buckets.get(address, (full, now))
         left = min(full, left + (now - at) * self._per_s)
         if len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.clear()
         self._buckets[address] = (max(0.0, left - 1.0), now)
         return left >= 1.0
+
+
+def _abort(request: web.Request) -> None:
+    """End a connection now. A close would wait until the peer has read what is buffered for it."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _check_protocol(protocol: int) -> None:

@@ -99,6 +99,8 @@ class RunJournal:
         self._events: _Segment | None = None
         self._payload: _Segment | None = None
         self._old_payload: list[tuple[Path, frozenset[int]]] = []
+        self._full: list[_Segment] = []
+        """Followed by others, and not yet on the disk for sure."""
         self._event_parts: list[bytes] = []
         self._payload_parts: list[bytes] = []
         self._synced_at = time.monotonic()
@@ -122,7 +124,7 @@ class RunJournal:
         events, payload = segments(self._folder, EVENTS), segments(self._folder, PAYLOAD)
         if events:
             self._events = _Segment(events[-1], b"")
-        self._payload = _Segment(payload[-1], b"")
+        self._payload = _Segment(payload[-1], _PAYLOAD_FIRST_LINE)
         self._old_payload = [(path, frozenset(open_steps)) for path in payload[:-1]]
 
     def begin(self) -> None:
@@ -149,6 +151,8 @@ class RunJournal:
 
     def commit(self) -> None:
         """Give all that was added to the operating system, payload first; to the disk too, if that is the policy."""
+        if not self._payload_parts and not self._event_parts:
+            return
         if self._payload_parts and self._payload is not None:
             self._payload.write(self._payload_parts)
             self._payload_parts = []
@@ -160,12 +164,17 @@ class RunJournal:
 
     @property
     def sync_due(self) -> bool:
-        due = time.monotonic() - self._synced_at >= self._settings.fsync_interval_s
-        return self._settings.fsync == "interval" and due
+        if self._settings.fsync == "never":
+            return bool(self._full)
+        return time.monotonic() - self._synced_at >= self._settings.fsync_interval_s
 
     def sync(self) -> None:
         """To the disk. May take a while: call it in a thread unless everybody is to wait."""
         self._synced_at = time.monotonic()
+        full, self._full = self._full, []
+        for segment in full:
+            segment.sync()
+            segment.close()
         for segment in (self._payload, self._events):
             if segment is not None:
                 segment.sync()
@@ -180,21 +189,23 @@ class RunJournal:
             if not steps & open_steps:
                 self._old_payload.remove((path, steps))
                 path.unlink(missing_ok=True)
-        if self._payload is not None and self._payload.num_bytes > self._segment_bytes:
+        if self._payload is not None and self._payload.num_grown_bytes > self._segment_bytes:
             self._old_payload.append((self._payload.path, open_steps))
-            self._payload = self._payload.follow(_PAYLOAD_FIRST_LINE)
+            self._full.append(self._payload)
+            self._payload = _Segment(self._payload.next_path, _PAYLOAD_FIRST_LINE)
             for note in standing:
                 self.add_note(note)
-        if self._events is not None and scheduler is not None and self._events.num_bytes > self._segment_bytes:
-            config = scheduler.desk.config
-            self._events = self._events.follow(encode_header(config, about, scheduler.save()))
+        if self._events is not None and scheduler is not None and self._events.num_grown_bytes > self._segment_bytes:
+            self._full.append(self._events)
+            beginning = encode_header(scheduler.desk.config, about, scheduler.save())
+            self._events = _Segment(self._events.next_path, beginning)
         self.commit()
 
     def close(self) -> None:
         self.commit()
         if self._settings.fsync != "never":
             self.sync()
-        for segment in (self._payload, self._events):
+        for segment in (*self._full, self._payload, self._events):
             if segment is not None:
                 segment.close()
 
@@ -208,25 +219,25 @@ class _Segment:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-        self.num_bytes = os.fstat(self._file).st_size
-        if self.num_bytes == 0:
+        self.num_grown_bytes = os.fstat(self._file).st_size
+        """What was added to its beginning. A saved state that is larger than a file should be still has one file."""
+        if self.num_grown_bytes == 0:
             self.write([beginning])
+            self.num_grown_bytes = 0
 
     def write(self, parts: Sequence[bytes]) -> None:
         data = memoryview(b"".join(parts))
-        self.num_bytes += len(data)
+        self.num_grown_bytes += len(data)
         while data:
             data = data[os.write(self._file, data) :]
 
     def sync(self) -> None:
         os.fsync(self._file)
 
-    def follow(self, beginning: bytes) -> "_Segment":
-        """Close it; the next file."""
-        self.sync()
-        self.close()
+    @property
+    def next_path(self) -> Path:
         stem, _, number = self.path.stem.rpartition("-")
-        return _Segment(self.path.with_name(f"{stem}-{int(number) + 1:06}.bin"), beginning)
+        return self.path.with_name(f"{stem}-{int(number) + 1:06}.bin")
 
     def close(self) -> None:
         os.close(self._file)
@@ -240,20 +251,23 @@ def _replay_last(events: Sequence[Path]) -> tuple[Scheduler | None, Seconds, int
     if not events:
         return None, 0.0, 0
     path = events[-1]
+    if path.stat().st_size == 0:  # killed before it wrote anything
+        path.unlink()
+        return _replay_last(events[:-1])
     scheduler: Scheduler | None = None
-    now, num_records = 0.0, 0
+    num_records = 0
     try:
         header, records = read_records(path.read_bytes(), str(path))
         scheduler = resume_scheduler(header, None)
         for record in records:
             scheduler.handle(record.event, record.now)
-            now, num_records = record.now, num_records + 1
+            num_records += 1
     except CutShort as cut:
         if scheduler is None:  # killed while it wrote the header
             path.unlink()
             return _replay_last(events[:-1])
         os.truncate(path, cut.offset)
-    return scheduler, now, num_records
+    return scheduler, max(0.0, scheduler.now), num_records
 
 
 def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | bytes]:
@@ -275,6 +289,7 @@ def _read_payload_file(path: Path) -> Iterator[AnyNote | bytes]:
                 raise source.cut_short("it ends in its first line")
             raise JournalError(f"{path}: not a run's payload")
         source.skip(len(first))
+        source.number = 1
         while (data := read_frame(source)) is not None:
             source.skip_frame(data)
             yield data[1:] if data[:1] == b"T" else _decode_note(data, source)

@@ -11,7 +11,7 @@ from polyrl.manager.journal import AnyNote, Granted, PromptsSupplied, RewardKept
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import CELL_BYTES
-from polyrl.wire.frames import PromptText, SampleText, Segment, Tokens
+from polyrl.wire.frames import Ended, PromptText, SampleText, Segment, Tokens
 
 
 class Text:
@@ -99,6 +99,21 @@ def append_cells(text: Text, offset: int, version: int, cells: bytes) -> int:
     return (len(cells) - skip) // CELL_BYTES
 
 
+def without_rows(frame: Tokens, column: columns.Columns, idle: Container[int], ended: tuple[Ended, ...]) -> Tokens:
+    """A frame less the rows whose cells start there, with these ends."""
+    starts = (0, *column.ends)
+    rows = [row for row in range(len(column.leases)) if starts[row] not in idle]
+    return Tokens(
+        frame.seq,
+        columns.pack_column("<u8", [column.leases[row] for row in rows]),
+        columns.pack_column("<u4", [column.offsets[row] for row in rows]),
+        columns.pack_column("<u4", [column.counts[row] for row in rows]),
+        columns.pack_column("<i4", [column.versions[row] for row in rows]),
+        b"".join(frame.cells[starts[row] : column.ends[row]] for row in rows),
+        ended,
+    )
+
+
 class PayloadReader:
     """Rebuilds the payload of a run that was killed, from what its journal holds."""
 
@@ -111,6 +126,9 @@ class PayloadReader:
         rows = zip(note.leases, note.samples, note.from_tokens, note.workers, strict=True)
         for lease, sample, from_token, worker in rows:
             sample = SampleId(sample)
+            former = self._sample_of.get(lease)
+            if former is not None:  # who was killed between payload and events wrote a lease that nobody got
+                del self._lease_of[former]
             self._sample_of.pop(self._lease_of.get(sample, 0), None)
             self._sample_of[lease] = sample
             self._lease_of[sample] = lease
@@ -127,8 +145,8 @@ class PayloadReader:
                 append_cells(self.payload.text(sample), offset, version, frame.cells[start:end])
             start = end
         for ended in frame.ended:
-            sample = self._sample_of.get(ended.lease)
-            if sample is not None:
+            sample = self._sample_of.pop(ended.lease, None)  # whatever else comes under it is late
+            if sample is not None and ended.reason in ("stop", "length"):
                 self.payload.text(sample).finish = ended.reason
 
     def note(self, note: AnyNote) -> None:

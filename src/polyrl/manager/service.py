@@ -1,7 +1,7 @@
 """The manager as a process: one port, one owner of the scheduler, a clean start from whatever is in the run directory.
 
-The owner task takes everything from the inbox: frames of connections, questions of HTTP handlers, the clock. Handlers
-never touch the executor themselves; `ask` hands a question over and waits until its answer is in the journal.
+The owner takes everything from the inbox, in turns: frames of connections, questions of HTTP handlers, the clock.
+Handlers never touch the executor themselves; `ask` hands a question over and waits until its answer is in the journal.
 """
 
 import asyncio
@@ -31,6 +31,10 @@ log = logging.getLogger("polyrl.manager")
 _BATCH = 512
 """So much is taken from the inbox before the journal is written and peers are answered."""
 _MAX_INBOX = 4096
+_COMMIT_WITHIN_S = 0.02
+"""Tokens alone may wait so long for the journal: others come meanwhile, and nothing depends on them yet."""
+_LONGEST_SLEEP_S = 3600.0
+"""Waits are as long as a trainer sets them; a loop's timers are not."""
 _GC_THRESHOLDS = (50_000, 20, 100)
 """What lives long here is many and never cyclic: look for garbage more rarely than Python would."""
 
@@ -44,7 +48,6 @@ class Service:
         self.run_dir = run_dir
         self.settings = settings
         self.started_at = time.monotonic()
-        run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(run_dir)
         self.tokens: Tokens = ensure_tokens(run_dir)
         self._journal = RunJournal(run_dir, settings.journal)
@@ -53,10 +56,12 @@ class Service:
         self.recovered = _recover(self._journal, self.executor)
         self._inbox: deque[Callable[[], object]] = deque()
         self._answers: list[tuple[asyncio.Future[object], object]] = []
-        self._wake = asyncio.Event()
+        self._is_due = False
+        self._failure: asyncio.Future[None] | None = None
         self._room = asyncio.Event()
         self._room.set()
         self._timer: asyncio.TimerHandle | None = None
+        self._commit_timer: asyncio.TimerHandle | None = None
         self._syncing: asyncio.Task[None] | None = None
 
     @property
@@ -70,7 +75,9 @@ class Service:
         self._inbox.append(action)
         if len(self._inbox) > _MAX_INBOX:
             self._room.clear()
-        self._wake.set()
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._take_turn)
 
     async def wait_for_room(self) -> None:
         """Readers wait here, so that nobody can fill the inbox."""
@@ -93,44 +100,72 @@ class Service:
         return await future
 
     async def own(self) -> None:
-        """The owner: the only one who touches the executor. Ends when cancelled."""
+        """Begin, and wait for what should never come: raises a failure of ours. Cancel it to end."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        self._journal.commit()
-        self._set_timer()
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._inbox:
-                for _ in range(min(_BATCH, len(self._inbox))):
-                    self._inbox.popleft()()
-                self.executor.pass_time()
+        self._failure = asyncio.get_running_loop().create_future()
+        self._commit()
+        await self._failure
+
+    def _take_turn(self) -> None:
+        """The owner's turn: all that has come, or a batch of it. Nobody else touches the executor."""
+        self._is_due = False
+        try:
+            for _ in range(min(_BATCH, len(self._inbox))):
+                self._inbox.popleft()()
+            if self.executor.is_urgent or self._answers:
                 self._commit()
-                await asyncio.sleep(0)
+            elif self._commit_timer is None:
+                self._commit_timer = asyncio.get_running_loop().call_later(_COMMIT_WITHIN_S, self._commit)
+        except Exception as error:  # noqa: BLE001  nothing may go on after it; `own` raises it
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+            return
+        if len(self._inbox) <= _MAX_INBOX // 2:
+            self._room.set()
+        if self._inbox and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._take_turn)
 
     def _commit(self) -> None:
+        """Write, send, answer. Within a turn, or by its timer between two."""
+        if self._commit_timer is not None:
+            self._commit_timer.cancel()
+            self._commit_timer = None
         self.executor.commit()
         for future, answer in self._answers:
             if not future.cancelled():
                 future.set_result(answer)
         self._answers = []
-        if len(self._inbox) <= _MAX_INBOX // 2:
-            self._room.set()
         self._set_timer()
         if self._journal.sync_due and (self._syncing is None or self._syncing.done()):
             self._syncing = asyncio.create_task(asyncio.to_thread(self._journal.sync))
 
     def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        """Wake when the scheduler wants it. A timer that comes early, for a wait that was put off, is cheap."""
         wakeup_in = self.executor.wakeup_in()
+        if wakeup_in is None:
+            return
         loop = asyncio.get_running_loop()
-        self._timer = None if wakeup_in is None else loop.call_later(wakeup_in, self.post, self.executor.pass_time)
+        at = loop.time() + min(wakeup_in, _LONGEST_SLEEP_S)
+        if self._timer is None or at < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(at, self._wake_scheduler)
+
+    def _wake_scheduler(self) -> None:
+        self._timer = None
+        self.post(self._pass_time)
+
+    def _pass_time(self) -> None:
+        self.executor.pass_time()
+        self._set_timer()
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._commit_timer):
+            if timer is not None:
+                timer.cancel()
         self._journal.close()
         os.close(self._lock)
 
@@ -139,7 +174,11 @@ def _lock(run_dir: Path) -> int:
     """Hold the run directory: two managers over one journal would end it."""
     import fcntl
 
-    descriptor = os.open(run_dir / "manager.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / "manager.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UserError(f"{run_dir}: a run cannot be kept there: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -173,6 +212,7 @@ def _recover(journal: RunJournal, executor: Executor) -> str:
     if found.scheduler is None:
         return f"going on: {len(executor.workers)} workers, no run was opened"
     fleet = found.scheduler.desk.state.fleet
+    executor.lives.update(fleet.last_incarnations)  # also of those whose sessions are in files long deleted
     gone = [one for one in executor.workers.values() if fleet.find(one.name, one.incarnation) is None]
     for session in gone:
         del executor.workers[session.name]

@@ -67,6 +67,11 @@ class Scheduler:
         return self.desk.state.ledger
 
     @property
+    def now(self) -> Seconds:
+        """The last moment heard of; minus infinity before the first."""
+        return self._now
+
+    @property
     def wakeup_at(self) -> Seconds | None:
         return self.desk.deadlines.earliest()
 

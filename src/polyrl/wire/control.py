@@ -2,11 +2,13 @@
 
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.scheduling.parameters import SchedulerConfig
 
-WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
+"""Python's `$` also matches before a last newline; elsewhere the end of the pattern says nothing new."""
 SESSION_HEADER = "X-PolyRL-Session"
 DEFAULT_PORT = 5000
 
@@ -33,6 +35,8 @@ class JoinReply(Struct, frozen=True, kw_only=True):
     """What its connection is dialled with, now and after every break."""
     heartbeat_interval_s: float
     flush_interval_s: float
+    flush_phase_s: float
+    """Send when the wall clock is at a multiple of the interval and this much more: in company, frames cost less."""
     max_frame_bytes: int
 
 
@@ -41,7 +45,14 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     protocol: Annotated[int, Meta(ge=0)]
     config: SchedulerConfig
+    """Whole numbers in it have at most 64 bits, as in the journal."""
     has_reward: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            msgspec.msgpack.encode(self.config)
+        except OverflowError as error:
+            raise ValueError("config: a whole number of more than 64 bits") from error
 
 
 class RunReply(Struct, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
 Outcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed"]
 
 Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
+VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
+"""Four bytes in a column of versions."""
 Text = Annotated[str, Meta(max_length=2000)]
 
 
@@ -62,7 +64,7 @@ class Hello(Frame, frozen=True, tag="hello"):
     """What its engine runs; -1 is nothing yet."""
     leases: bytes
     """Those it holds: running, or ended and not acknowledged."""
-    draining: str = ""
+    draining: Text = ""
     """Why it wants to go, if it does."""
 
 
@@ -93,15 +95,15 @@ class Report(Frame, frozen=True, tag="report"):
     num_waiting: Natural
     kv_used: Annotated[float, Meta(ge=0, le=1)]
     num_preemptions: Natural
-    tokens_per_s: Annotated[float, Meta(ge=0)]
+    tokens_per_s: Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class Installed(Frame, frozen=True, tag="installed"):
-    version: Natural
+    version: VersionNumber
 
 
 class InstallFailed(Frame, frozen=True, tag="install_failed"):
-    version: Natural
+    version: VersionNumber
     reason: Text
 
 
@@ -241,7 +243,7 @@ class StepDone(Frame, frozen=True, tag="step_done"):
 
 class Published(Frame, frozen=True, tag="published"):
     seq: Natural
-    version: Natural
+    version: VersionNumber
 
 
 Statement = RequestRound | SupplyPrompts | Scored | Took | Rejected | MicroBatchDone | StepDone | Published
@@ -348,6 +350,8 @@ ToTrainer = (
 
 DecodeError = msgspec.DecodeError
 """What a frame that is none raises; its subclass ValidationError is one with a wrong field."""
+NO_FRAME = (DecodeError, UnicodeDecodeError, RecursionError)
+"""All that decoding can raise: what a peer nests deeper than Python counts is no DecodeError."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -283,7 +283,7 @@ class WorkerAgent:
     async def _flush_often(self) -> None:
         assert self._session is not None
         while True:
-            await asyncio.sleep(self._session.flush_interval_s)
+            await asyncio.sleep(until_next(self._session.flush_interval_s, self._session.flush_phase_s, time.time()))
             await self._flush()
 
     async def _flush(self) -> None:
@@ -309,6 +309,11 @@ class WorkerAgent:
             kv_used = min(1.0, max(0.0, stats.kv_used))
             await self._send(frames.Report(stats.num_running, stats.num_waiting, kv_used, stats.num_preemptions, rate))
             await asyncio.sleep(self._session.heartbeat_interval_s)
+
+
+def until_next(interval_s: float, phase_s: float, now: float) -> float:
+    """Seconds until the clock is at a multiple of the interval, and the phase more."""
+    return interval_s - (now - phase_s) % interval_s
 
 
 class Rate:

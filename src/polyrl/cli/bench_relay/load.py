@@ -22,8 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from benchmarks.relay.processes import CannotStart, Program, allow_many_files, busy_s, load_cpus
 from msgspec import Struct
+
+from polyrl.cli.bench_relay.processes import CannotStart, Program, allow_many_files, busy_s, load_cpus
 
 HERE = Path(__file__).parent
 NUM_WORKERS = 16

@@ -40,7 +40,7 @@ def open_received(path: str) -> memoryview:
 class Sample(asyncio.Protocol):
     """A connection to an engine: requests in, one event a step out."""
 
-    def __init__(self, engine: "set[Sample]"):
+    def __init__(self, engine: "set[Sample]") -> None:
         self.engine = engine
         self.request = b""
         self.num_tokens = self.max_tokens = 0
@@ -102,7 +102,7 @@ async def work(num_engines: int, step_s: float, received: memoryview | None) -> 
 class Reader:
     """What all streams together have seen."""
 
-    def __init__(self, received: memoryview):
+    def __init__(self, received: memoryview) -> None:
         self.received = received
         self.num_flowing = self.num_reads = 0
         self.latencies_ns: list[int] | None = None
@@ -115,7 +115,7 @@ class Reader:
 
 
 class Stream(asyncio.Protocol):
-    def __init__(self, reader: Reader, first_tokens: int, max_tokens: int):
+    def __init__(self, reader: Reader, first_tokens: int, max_tokens: int) -> None:
         self.reader, self.first_tokens, self.max_tokens = reader, first_tokens, max_tokens
         self.is_flowing = False
         self.rest = b""

@@ -1,6 +1,6 @@
 """Relays that others wrote, all installed, started and stopped alike: nginx, sglang-router, vllm-router; and none.
 
-    python -m benchmarks.relay.peers --seconds 5 --samples 256 1024
+    python -m polyrl.cli.bench_relay.peers --seconds 5 --samples 256 1024
 
 prints one JSON object: readings (load.py), versions, and for every peer that could not be measured the reason.
 
@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from benchmarks.relay.load import Load, LoadName, Peer, Reading, build_programs, measure_sse, quietest
-from benchmarks.relay.processes import CannotStart, Program, free_port, relay_cpus
+
+from polyrl.cli.bench_relay.load import Load, LoadName, Peer, Reading, build_programs, measure_sse, quietest
+from polyrl.cli.bench_relay.processes import CannotStart, Program, free_port, relay_cpus
 
 INSTALL_S = 300
 READY_S = 30.0
@@ -84,7 +85,7 @@ class Relay:
     name = ""
     version = ""
 
-    def __init__(self, cache: Path):
+    def __init__(self, cache: Path) -> None:
         """Install it. Raises CannotStart."""
         self.cache = cache
         self._program: Program | None = None
@@ -122,7 +123,7 @@ class Relay:
 class Nginx(Relay):
     name = "nginx"
 
-    def __init__(self, cache: Path):
+    def __init__(self, cache: Path) -> None:
         super().__init__(cache)
         self.binary = shutil.which("nginx") or shutil.which("/usr/sbin/nginx") or _unpack_nginx(cache / "nginx")
         self.version = _run([self.binary, "-v"]).rpartition("/")[2]
@@ -145,7 +146,7 @@ class Router(Relay):
     flags: tuple[str, ...] = ()
     """`launch` where it has commands; and the quietest usual log, since a line a request is no relaying."""
 
-    def __init__(self, cache: Path):
+    def __init__(self, cache: Path) -> None:
         super().__init__(cache)
         self.folder = cache / self.name
         if not (self.folder / "bin" / self.name).exists():
@@ -196,7 +197,7 @@ def measure(
     programs = build_programs(cache)
     missing: dict[str, str] = {}
     readings: list[Reading] = []
-    peers = _install(cache, missing)
+    peers = install_peers(cache, missing)
     for load in (Load(name, num, seconds) for num in num_samples for name in loads):
         direct = None
         for peer in (Direct(), *peers):
@@ -218,7 +219,7 @@ def measure(
     }
 
 
-def _install(cache: Path, missing: dict[str, str]) -> list[Peer]:
+def install_peers(cache: Path, missing: dict[str, str]) -> list[Peer]:
     found: list[Peer] = []
     for name, install in PEERS.items():
         try:

@@ -1,0 +1,188 @@
+"""The description of the manager's HTTP side, as OpenAPI 3.1. Schemas come from wire/control.py; http.py serves them.
+
+    python -m polyrl.manager.openapi > src/polyrl/manager/openapi.json
+
+A test compares the file with what this module says, and sends requests made from it to a manager. Left out: what
+travels over the two WebSockets once they are open (wire/frames.py).
+"""
+
+import json
+from typing import Any
+
+import msgspec
+
+from polyrl import __version__
+from polyrl.wire import control
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/{name}"
+_ERRORS = {
+    400: "It is not what was expected; the line says where and why.",
+    401: "There is no token, or none that this run knows.",
+    403: "It is a worker's token; the admin token may do this.",
+    404: "There is no worker of that name.",
+    408: "The body did not come within `limits.request_timeout_s`.",
+    409: "It does not fit the state: another protocol, another configuration, no run.",
+    410: "The session is over: join, or open the run, again.",
+    413: "The body is larger than `limits.max_body_mb`.",
+    429: "Too many joins from this address; try again in a second.",
+}
+_BODY_ERRORS = (400, 408, 413)
+_OPEN_TO_ALL: list[dict[str, list[str]]] = []
+
+
+def document() -> Schema:
+    """The whole description."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "PolyRL manager",
+            "version": __version__,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+            "description": (
+                "Control of a run: joining, opening, status. Every route but health wants a bearer token; a worker's "
+                "token may join and stream, the admin token may do everything. Whatever is refused is answered with "
+                "one line of JSON."
+            ),
+        },
+        "security": [{"token": []}],
+        "paths": _paths(),
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "schemas": _schemas(),
+        },
+    }
+
+
+def text() -> str:
+    return json.dumps(document(), indent=1) + "\n"
+
+
+def _schemas() -> Schema:
+    kinds = [
+        control.JoinRequest,
+        control.JoinReply,
+        control.RunRequest,
+        control.RunReply,
+        control.DrainRequest,
+        control.Status,
+        control.ErrorReply,
+    ]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
+    return schemas
+
+
+def _paths() -> Schema:
+    return {
+        "/v1/health": {"get": {**_operation("health", "Whether it answers.", _flag("status", "ok")), **_free()}},
+        "/v1/openapi.json": {"get": _operation("openapi", "This description.", {"type": "object"}, errors=(401,))},
+        "/v1/join": {
+            "post": _operation(
+                "join",
+                "Join the fleet. Who joins under a name takes it over.",
+                _ref(control.JoinReply),
+                body=control.JoinRequest,
+                errors=(401, 409, 429),
+            )
+        },
+        "/v1/run": {
+            "post": _operation(
+                "open_run",
+                "Open the run, or come back to it with the same configuration.",
+                _ref(control.RunReply),
+                body=control.RunRequest,
+                errors=(401, 403, 409),
+            )
+        },
+        "/v1/status": {
+            "get": _operation(
+                "status",
+                "Who is there, what runs, who waits for whom.",
+                _ref(control.Status),
+                errors=(401, 403),
+            )
+        },
+        "/v1/metrics": {"get": _metrics()},
+        "/v1/workers/{name}/drain": {"post": _drain()},
+        "/v1/pause": {"post": _pausing("pause", "Give no more leases; running ones go on.", paused=True)},
+        "/v1/resume": {"post": _pausing("resume", "Give leases again.", paused=False)},
+        "/v1/worker": {"get": _stream("worker_stream", "A worker's stream of frames.", errors=(400, 401, 410))},
+        "/v1/trainer": {
+            "get": _stream("trainer_stream", "The trainer's stream of frames.", errors=(400, 401, 403, 410))
+        },
+    }
+
+
+def _drain() -> Schema:
+    operation = _operation(
+        "drain",
+        "Have a worker hand everything over and leave. The body may be left out.",
+        {"type": "object", "properties": {"draining": {"type": "string"}}, "required": ["draining"]},
+        body=control.DrainRequest,
+        errors=(401, 403, 404),
+    )
+    operation["requestBody"]["required"] = False
+    name = {"type": "string", "pattern": control.WORKER_NAME}
+    return {**operation, "parameters": [{"name": "name", "in": "path", "required": True, "schema": name}]}
+
+
+def _metrics() -> Schema:
+    operation = _operation("metrics", "Metrics in Prometheus' text format.", {"type": "string"}, errors=(401, 403))
+    answer = operation["responses"]["200"]
+    answer["content"] = {"text/plain": answer["content"]["application/json"]}
+    return operation
+
+
+def _pausing(operation_id: str, summary: str, *, paused: bool) -> Schema:
+    return _operation(operation_id, summary, _flag("paused", paused), errors=(401, 403, 409))
+
+
+def _stream(operation_id: str, summary: str, *, errors: tuple[int, ...]) -> Schema:
+    session = {"name": control.SESSION_HEADER, "in": "header", "required": True, "schema": {"type": "string"}}
+    return {
+        "operationId": operation_id,
+        "summary": summary,
+        "description": "A WebSocket. Frames are binary: msgpack arrays with a tag, as wire/frames.py has them.",
+        "parameters": [{**session, "description": "What the join, or the opening of the run, was answered with."}],
+        "responses": {"101": {"description": "It is open. Say Hello first."}, **_errors(errors)},
+    }
+
+
+def _operation(
+    operation_id: str,
+    summary: str,
+    reply: Schema,
+    *,
+    body: type[msgspec.Struct] | None = None,
+    errors: tuple[int, ...] = (),
+) -> Schema:
+    done = {"200": {"description": "Done.", "content": {"application/json": {"schema": reply}}}}
+    operation: Schema = {"operationId": operation_id, "summary": summary}
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+        errors = tuple(sorted((*errors, *_BODY_ERRORS)))
+    operation["responses"] = {**done, **_errors(errors)}
+    return operation
+
+
+def _errors(codes: tuple[int, ...]) -> Schema:
+    line = {"application/json": {"schema": _ref(control.ErrorReply)}}
+    return {str(code): {"description": _ERRORS[code], "content": line} for code in codes}
+
+
+def _free() -> Schema:
+    """No token is asked for."""
+    return {"security": _OPEN_TO_ALL}
+
+
+def _flag(name: str, value: str | bool) -> Schema:
+    return {"type": "object", "properties": {name: {"const": value}}, "required": [name], "additionalProperties": False}
+
+
+def _ref(kind: type[msgspec.Struct]) -> Schema:
+    return {"$ref": _REF.format(name=kind.__name__)}
+
+
+if __name__ == "__main__":
+    print(text(), end="")

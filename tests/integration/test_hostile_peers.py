@@ -1,0 +1,493 @@
+"""Peers that lie: each is refused with a reason and counted, and the honest worker beside it never notices.
+
+Over real WebSockets first: a manager, an honest worker, a trainer, and a peer that holds leases and says what cannot
+be. Then by the thousand, without sockets: bytes into the decoders, nonsense frames into an executor.
+"""
+
+import asyncio
+import contextlib
+import math
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from tests.chaos.fleet import expected_tokens
+from tests.integration.live import (
+    CONFIG,
+    ENGINE,
+    Fate,
+    Live,
+    Peer,
+    check_right,
+    honest_worker,
+    is_connected,
+    manager,
+    play_round,
+    prompt_of,
+    run,
+    tokens,
+    trainer,
+    until,
+)
+
+from polyrl.client import Prompt, Sample
+from polyrl.engines.emulated import EmulatedEngine
+from polyrl.manager.service import Service
+from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
+from polyrl.manager.status import status
+from polyrl.wire import columns, frames
+from polyrl.wire.control import RunReply, RunRequest
+from polyrl.wire.dial import Dialer
+from polyrl.worker.agent import WorkerAgent, WorkerOptions
+
+SAMPLING = frames.Sampling()
+Act = Callable[[Peer, frames.Order], Awaitable[None]]
+
+
+class Scene:
+    """What was seen of a peer that misbehaved beside an honest worker."""
+
+    def __init__(self) -> None:
+        self.fate = Fate("", None)
+        self.refused: dict[str, int] = {}
+
+
+async def beside_an_honest_worker(run_dir: Path, act: Act, *, stays: bool = False) -> Scene:
+    """One round, in which a peer gets half of the samples and then acts. The round must come out right."""
+    scene = Scene()
+    prompts: dict[int, Prompt] = {}
+    async with manager(run_dir) as live, honest_worker(live), trainer(live) as fleet, Peer(live) as peer:
+        await fleet.publish(0)
+        await peer.enter()
+        playing = asyncio.create_task(play_round(fleet, 0))
+        order = await peer.until_ordered()
+        note_prompts(live, prompts)
+        await act(peer, order)
+        if not stays:
+            scene.fate = await peer.fate()
+        else:
+            await peer.say(frames.Goodbye("the test is over"))
+        check_right(await playing, prompts)
+        scene.refused = live.refused
+        assert (await fleet.status()).refused == scene.refused
+    return scene
+
+
+def note_prompts(live: Live, prompts: dict[int, Prompt]) -> None:
+    """Which group asks what."""
+    scheduler = live.service.executor.scheduler
+    assert scheduler is not None
+    for group in scheduler.desk.groups.values():
+        prompts[group.id] = prompt_of(group.domain, group.prompt, group.epoch)
+
+
+# Frames that are none
+
+
+def deeply_nested() -> bytes:
+    report = frames.encode(frames.Report(0, 0, 0.0, 0, 0.0))
+    return bytes([report[0] + 1]) + report[1:] + b"\x91" * 100_000 + b"\xc0"
+
+
+def cut_in_a_number() -> bytes:
+    whole = tokens(1)
+    return frames.encode(msgspec.structs.replace(whole, leases=whole.leases[:-1]))
+
+
+NO_FRAMES = {
+    "garbage": b"\xc1\x00garbage",
+    "nothing": b"",
+    "an unknown tag": frames.encode(["sing", 1]),
+    "a manager's frame": frames.encode(frames.Ack(1)),
+    "a trainer's frame": frames.encode(frames.Published(1, 1)),
+    "a missing field": frames.encode(["tokens", 1]),
+    "a negative number": frames.encode(["installed", -1]),
+    "a name that is not UTF-8": frames.encode(frames.Leaving("abc")).replace(b"abc", b"\xff\xfe\xfd"),
+    "an array that claims four billion ends": frames.encode(tokens(1))[:-1] + b"\xdd\xff\xff\xff\xff",
+    "arrays in arrays in arrays": deeply_nested(),
+    "a report of an endless speed": frames.encode(frames.Report(0, 0, 0.5, 0, math.inf)),
+    "a report that is not a number": frames.encode(frames.Report(0, 0, math.nan, 0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("raw", NO_FRAMES.values(), ids=NO_FRAMES.keys())
+def test_bytes_that_are_no_frame_are_refused(tmp_path: Path, raw: bytes):
+    scene = run(beside_an_honest_worker(tmp_path, lambda peer, _: peer.send(raw)))
+    assert scene.fate.why.startswith("refused: not a frame")
+    assert scene.refused == {"frame": 1}
+
+
+# Frames that cannot be true
+
+
+def beginning(order: frames.Order) -> list[int]:
+    """The two tokens that an honest engine writes first."""
+    prompt = Prompt(columns.unpack_tokens(order.prompt))
+    return expected_tokens(order.sample, prompt, CONFIG, ENGINE)[:2]
+
+
+Lie = Callable[[frames.Order], frames.FromWorker]
+LIES: dict[str, tuple[str, str, Lie]] = {
+    "counts that do not add up": ("columns", "add up", lambda one: tokens(one.lease, count=2)),
+    "a count of zero": ("columns", "without a token", lambda one: tokens(one.lease, ids=[], count=0)),
+    "NaN": ("columns", "log-probability", lambda one: tokens(one.lease, logprobs=[math.nan])),
+    "+infinity": ("columns", "log-probability", lambda one: tokens(one.lease, logprobs=[math.inf])),
+    "-infinity": ("columns", "log-probability", lambda one: tokens(one.lease, logprobs=[-math.inf])),
+    "a probability above 1": ("columns", "log-probability", lambda one: tokens(one.lease, logprobs=[0.5])),
+    "NaN behind good ones": ("columns", "log-prob", lambda one: tokens(one.lease, ids=[7, 8], logprobs=[-1, math.nan])),
+    "a token id below 0": ("columns", "token id", lambda one: tokens(one.lease, ids=[-1])),
+    "half a lease": ("columns", "inside a number", lambda _: frames.Hello(0, b"\x01\x02\x03")),
+    "tokens beyond the budget": ("budget", "more than 64", lambda one: tokens(one.lease, ids=[7] * 65)),
+    "an offset beyond the budget": ("budget", "more than 64", lambda one: tokens(one.lease, offset=64)),
+    "an offset below 0": ("budget", "more than 64", lambda one: tokens(one.lease, offset=0xFFFFFFFF)),
+    "a gap": ("offset", "gap", lambda one: tokens(one.lease, offset=3)),
+    "an end after more tokens than came": (
+        "offset",
+        "2 have come",
+        lambda one: tokens(one.lease, ids=beginning(one), ended=(frames.Ended(one.lease, 5, "stop"),)),
+    ),
+    "an end after fewer tokens than came": (
+        "offset",
+        "2 have come",
+        lambda one: tokens(one.lease, ids=beginning(one), ended=(frames.Ended(one.lease, 1, "length"),)),
+    ),
+    "an answer without a token": (
+        "budget",
+        "without a token",
+        lambda one: frames.Tokens(1, b"", b"", b"", b"", b"", (frames.Ended(one.lease, 0, "stop"),)),
+    ),
+    "tokens of a version never published": ("version", "does not hold", lambda one: tokens(one.lease, version=7)),
+    "tokens of version -1": ("version", "does not hold", lambda one: tokens(one.lease, version=-1)),
+    "a version never published": ("version", "never published", lambda _: frames.Installed(7)),
+    "a Hello with such a version": ("version", "never published", lambda _: frames.Hello(7, b"")),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_what_cannot_be_true_is_refused(tmp_path: Path, name: str):
+    kind, words, lie = LIES[name]
+    scene = run(beside_an_honest_worker(tmp_path, lambda peer, order: peer.say(lie(order))))
+    assert scene.fate.why.startswith("refused: ")
+    assert words in scene.fate.why
+    assert scene.refused == {kind: 1}
+
+
+async def says_text(peer: Peer, _: frames.Order) -> None:
+    await peer.socket.send_str("hello")
+
+
+async def says_too_much(peer: Peer, _: frames.Order) -> None:
+    with contextlib.suppress(ConnectionError):  # it is cut off before it has said all
+        await peer.send(bytes(2 * frames.MAX_WORKER_FRAME_BYTES))
+
+
+@pytest.mark.parametrize(("act", "codes"), [(says_text, (1003,)), (says_too_much, (1009, 1006))])
+def test_a_message_that_no_frame_can_be_breaks_the_connection(tmp_path: Path, act: Act, codes: tuple[int, ...]):
+    scene = run(beside_an_honest_worker(tmp_path, act))
+    assert scene.fate.code in codes
+    assert scene.refused == {"frame": 1}
+
+
+# Leases that are not theirs
+
+
+def test_tokens_for_anothers_lease_go_nowhere_now_and_after_a_restart(tmp_path: Path):
+    async def act(peer: Peer, order: frames.Order) -> None:
+        executor = peer.live.service.executor
+        for lease in range(order.lease + 20):
+            if lease not in {one.lease for one in peer.orders}:
+                for offset in range(8):  # wherever the honest worker is, one of them would fit
+                    await peer.say(tokens(lease, offset=offset, ended=(frames.Ended(lease, offset + 1, "stop"),)))
+        await until(lambda: executor.refused["late_lease"] > 100, "they were heard")
+        assert lost_in_a_restart(tmp_path, peer.live) == {}
+
+    scene = run(beside_an_honest_worker(tmp_path / "run", act, stays=True))
+    assert list(scene.refused) == ["late_lease"]
+
+
+def test_what_comes_after_the_end_of_a_lease_goes_nowhere_now_and_after_a_restart(tmp_path: Path):
+    async def act(peer: Peer, order: frames.Order) -> None:
+        over = frames.Ended(order.lease, 2, "handed_over")
+        await peer.say(tokens(order.lease, ids=beginning(order), ended=(over,)))
+        await peer.hear(frames.Ack)
+        await peer.say(tokens(order.lease, offset=2, ids=[1, 2, 3], ended=(frames.Ended(order.lease, 5, "stop"),)))
+        await until(lambda: peer.live.refused == {"late_lease": 2}, "the replay was heard")
+        assert lost_in_a_restart(tmp_path, peer.live) == {}
+
+    run(beside_an_honest_worker(tmp_path / "run", act, stays=True))
+
+
+def lost_in_a_restart(folder: Path, live: Live) -> dict[int, tuple[frames.SampleText, frames.SampleText]]:
+    """Samples whose text would be another one if the manager died now: what they are, and what they would be."""
+    executor = live.service.executor
+    executor.commit()
+    shutil.copytree(live.service.run_dir, folder / "copy")
+    again = Service(folder / "copy", live.service.settings)
+    again.close()
+    assert executor.payload.texts
+    pairs = {
+        one: (executor.payload.sample_text(one), again.executor.payload.sample_text(one))
+        for one in executor.payload.texts
+    }
+    return {one: pair for one, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def test_an_end_of_a_lease_that_it_does_not_have_ends_nothing(tmp_path: Path):
+    async def act(peer: Peer, _: frames.Order) -> None:
+        ends = tuple(frames.Ended(lease, 0, "engine_failed") for lease in (0, 999, 1 << 62))
+        await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ends))
+        await peer.hear(frames.Ack)
+
+    scene = run(beside_an_honest_worker(tmp_path, act, stays=True))
+    assert scene.refused == {"late_lease": 3}
+
+
+# Versions that they do not have
+
+
+def test_tokens_of_a_version_that_is_published_and_not_installed_are_refused(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
+            await fleet.publish(0)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            order = await peer.until_ordered()
+            await fleet.publish(1)
+            await peer.hear(frames.Pull)
+            await peer.say(tokens(order.lease, version=1))
+            assert "it holds 0" in (await peer.fate()).why
+            assert live.refused == {"version": 1}
+            playing.cancel()
+
+    run(scenario())
+
+
+def test_tokens_of_a_version_older_than_the_lease_are_refused(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, version=1) as peer:
+            await fleet.publish(1)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 1))
+            order = await peer.until_ordered()
+            await peer.say(tokens(order.lease, version=0))
+            assert "the lease was given to 1" in (await peer.fate()).why
+            assert live.refused == {"version": 1}
+            playing.cancel()
+
+    run(scenario())
+
+
+# Sessions and connections
+
+
+def test_tokens_before_a_hello_are_refused(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live) as peer:
+            await peer.join()
+            await peer.dial()
+            await peer.say(tokens(1))
+            assert (await peer.fate()).why == "refused: a Tokens before a Hello"
+            assert live.refused == {"order": 1}
+
+    run(scenario())
+
+
+def test_tokens_before_there_is_a_run_are_refused(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live) as peer:
+            await peer.enter()
+            await peer.say(frames.InstallFailed(3, "no such version"), frames.Report(0, 0, 0.0, 0, 0.0), tokens(1))
+            assert (await peer.fate()).why == "refused: tokens before any lease"
+            assert live.refused == {"order": 1}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("session", ["", "0" * 32, "\u00fc\u00f1", "x" * 5000])
+def test_a_session_that_nobody_has_is_gone(tmp_path: Path, session: str):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live) as peer:
+            await peer.join()
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await peer.dial(session)
+            assert refused.value.status == 410
+            assert live.refused == {"session": 1}
+
+    run(scenario())
+
+
+def test_who_was_refused_cannot_come_back_with_its_session(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live) as peer:
+            await peer.enter()
+            await peer.send(b"garbage")
+            await peer.fate()
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await peer.dial()
+            assert refused.value.status == 410
+
+    run(scenario())
+
+
+def test_a_peer_that_connects_and_never_says_hello_is_cut_off(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live) as peer:
+            await peer.join()
+            await peer.dial()
+            await peer.socket.ping()  # being there is not saying something
+            assert (await peer.fate()).code == 1008
+            assert live.refused == {"silent": 1}
+
+    run(scenario())
+
+
+def test_a_worker_whose_name_is_taken_over_is_told_and_does_not_come_back(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            dialer = Dialer(live.url, live.token("worker"))
+            old = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer, WorkerOptions("honest")).run())
+            await until(lambda: is_connected(live, "honest"), "the first is there")
+            async with honest_worker(live) as _, trainer(live) as fleet:
+                left = await old
+                assert not left.ok
+                assert str(left) == "another process joined under its name"
+                await fleet.publish(0)
+                prompts: dict[int, Prompt] = {}
+                playing = asyncio.create_task(play_round(fleet, 0))
+                await until(lambda: len(live.service.executor.payload.prompts) == 2, "the round is open")
+                note_prompts(live, prompts)
+                check_right(await playing, prompts)
+                assert live.service.executor.lives == {"honest": 2}
+
+    run(scenario())
+
+
+def test_a_peer_that_never_reads_is_cut_off(tmp_path: Path):
+    big = Prompt([9] * 100_000)
+    settings = ManagerSettings(
+        stream=StreamSettings(flush_interval_s=0.01, heartbeat_interval_s=0.1, max_queued_mb=8),
+        limits=LimitSettings(request_timeout_s=1.0),
+    )
+    engine = msgspec.structs.replace(ENGINE, slots=2, prefill_tokens_per_s=1e9)
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path, settings) as live,
+            honest_worker(live, engine=engine),
+            trainer(live, prompts=lambda *_: big) as fleet,
+            Peer(live, slots=6) as peer,
+        ):
+            await fleet.publish(0)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            await until(lambda: sum(one.running for one in status(live.service.executor, 0.0).workers) == 8, "it runs")
+            with contextlib.suppress(ConnectionError):
+                while not live.refused:
+                    await peer.say(frames.Hello(0, b""))  # each has its orders sent again: 2.4 MB
+                    await asyncio.sleep(0.01)
+            await until(lambda: live.refused == {"slow_reader": 1}, "it is cut off")
+            groups = await playing
+            check_right(groups, {group.id: big for group in groups}, engine=engine)
+
+    run(scenario())
+
+
+# The trainer's side
+
+TRAINER_LIES: dict[str, tuple[str, bytes]] = {
+    "garbage": ("frame", b"\xc1"),
+    "a worker's frame": ("frame", frames.encode(frames.Installed(0))),
+    "a sampling that is not a number": (
+        "frame",
+        frames.encode(frames.SupplyPrompts(1, (frames.PromptText(1, b"abcd", frames.Sampling(temperature=math.nan)),))),
+    ),
+    "half a prompt": ("prompt", frames.encode(frames.SupplyPrompts(1, (frames.PromptText(1, b"abcdef", SAMPLING),)))),
+    "no prompt": ("prompt", frames.encode(frames.SupplyPrompts(1, (frames.PromptText(1, b"", SAMPLING),)))),
+    "a reward that is not a number": (
+        "reward",
+        frames.encode(frames.Scored(1, 1024, 1, "scored", math.nan, True, 0.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINER_LIES)
+def test_a_trainer_that_cannot_be_right_is_refused_and_may_come_back(tmp_path: Path, name: str):
+    kind, raw = TRAINER_LIES[name]
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live):
+            async with trainer(live, prompts=never) as fleet:
+                await fleet.publish(0)
+                await fleet.settled()
+            await lie_as_a_trainer(live, [frames.TrainerHello(True), frames.RequestRound(1, 0), raw])
+            assert live.refused == {kind: 1}
+            prompts: dict[int, Prompt] = {}
+            note_prompts(live, prompts)
+            async with trainer(live) as fleet:
+                check_right(await play_round(fleet, 0), prompts)
+
+    run(scenario())
+
+
+def never(domain: int, prompt: int, epoch: int) -> Prompt:
+    raise AssertionError("this trainer asks for no round")
+
+
+async def lie_as_a_trainer(live: Live, said: list[frames.FromTrainer | bytes]) -> None:
+    """Open the run as a trainer would, say all that, and wait until the connection is over."""
+    async with Dialer(live.url, live.token("admin")) as dialer:
+        opened = await dialer.post("/v1/run", RunRequest(protocol=frames.PROTOCOL, config=CONFIG), RunReply)
+        socket = await dialer.stream("/v1/trainer", opened.session, 1 << 28)
+        for one in said:
+            await socket.send_bytes(one if isinstance(one, bytes) else frames.encode(one))
+        async for _ in socket:
+            pass
+
+
+def test_a_trainer_that_scores_nothing_may_follow_one_that_did(tmp_path: Path):
+    async def never_scored(_: Sample) -> float:
+        await asyncio.sleep(1000)
+        return 1.0
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live):
+            async with trainer(live, reward=never_scored) as fleet:
+                await fleet.publish(0)
+                playing = asyncio.create_task(play_round(fleet, 0))
+                await until(lambda: running_rewards(live) == 8, "all is generated, nothing scored")
+                playing.cancel()
+            prompts: dict[int, Prompt] = {}
+            note_prompts(live, prompts)
+            async with trainer(live) as fleet:
+                check_right(await play_round(fleet, 0), prompts)
+
+    run(scenario())
+
+
+def running_rewards(live: Live) -> int:
+    scheduler = live.service.executor.scheduler
+    return 0 if scheduler is None else len(scheduler.desk.scoring.running)
+
+
+def test_only_the_reward_that_is_waited_for_counts(tmp_path: Path):
+    """A late answer to an earlier attempt, or one that comes after the delivery, changes nothing."""
+
+    async def scored(_: Sample) -> float:
+        return 1.0
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live), trainer(live, reward=scored) as fleet:
+            await fleet.publish(0)
+            async for group in fleet.round(0):
+                for sample in group.samples:
+                    assert sample.reward == 1.0
+                    await fleet._state(
+                        lambda seq, one=sample.id: frames.Scored(seq, one, 1, "scored", -9.0, False, 0.0)
+                    )
+            await fleet.settled()
+            assert {text.reward for text in live.service.executor.payload.texts.values()} == {1.0}
+
+    run(scenario())

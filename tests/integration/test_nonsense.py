@@ -1,0 +1,406 @@
+"""Bytes and frames that mean nothing, by the thousand: no exception of ours, no law broken, nothing lost in a restart.
+
+Without sockets. First the decoders and the columns; then a whole executor with its scheduler and its journal, to which
+workers and trainers say random things, some of them true, and which dies and comes back at any moment.
+"""
+
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.properties.hostile import random_config
+
+from polyrl.ids import SampleId, WorkerName
+from polyrl.manager.executor import Executor
+from polyrl.manager.service import Service
+from polyrl.manager.sessions import Link, WorkerSession
+from polyrl.manager.settings import JournalSettings, ManagerSettings
+from polyrl.scheduling import events as e
+from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.invariants import check
+from polyrl.scheduling.samples import Sample
+from polyrl.scheduling.staleness import oldest_version
+from polyrl.wire import columns, frames
+from polyrl.wire.columns import BadColumns
+from polyrl.wire.control import JoinRequest, RunRequest
+
+QUIET = settings(
+    deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=False, database=None
+)
+
+# Frames, true or not
+
+
+
+def mostly(usual: st.SearchStrategy[int], *rare: int) -> st.SearchStrategy[int]:
+    return st.one_of(*[usual] * 9, st.sampled_from(rare))
+
+
+small = st.integers(0, 12)
+leases = mostly(st.integers(0, 30), 1 << 62, (1 << 64) - 1)
+offsets = mostly(small, 0xFFFFFFFF)
+versions = mostly(st.integers(0, 3), -1, 9)
+names = st.sampled_from([WorkerName(f"w{number}") for number in range(3)])
+reasons = st.sampled_from(["stop", "length", "handed_over", "engine_failed", "refused"])
+words = st.sampled_from(["", "a reason", "\u00fc" * 2000])
+naturals = mostly(small, 1 << 62)
+logprobs = st.one_of(*[st.just(-1.0)] * 9, st.floats(width=32))
+ended = st.builds(frames.Ended, leases.filter(lambda lease: lease <= 1 << 62), naturals, reasons, words)
+
+
+@st.composite
+def token_frames(draw: st.DrawFn) -> frames.Tokens:
+    rows = draw(st.lists(st.tuples(leases, offsets, mostly(st.integers(1, 4), 0), versions), max_size=4))
+    num = sum(row[2] for row in rows) + draw(st.sampled_from([0, 0, 0, 0, 1]))
+    cells = draw(st.lists(st.tuples(mostly(st.integers(0, 99), -1), logprobs), min_size=num, max_size=num))
+    return pack(rows, [one[0] for one in cells], [one[1] for one in cells], draw(st.lists(ended, max_size=3)))
+
+
+def pack(rows: Sequence[Sequence[int]], ids: list[int], probs: list[float], ends: list[frames.Ended]) -> frames.Tokens:
+    kinds = ("<u8", "<u4", "<u4", "<i4")
+    packed = [columns.pack_column(kind, [row[at] for row in rows]) for at, kind in enumerate(kinds)]
+    return frames.Tokens(1, *packed, columns.pack_cells(ids, probs), tuple(ends))
+
+
+hellos = st.builds(
+    frames.Hello,
+    versions,
+    st.lists(leases, max_size=4).map(lambda some: columns.pack_column("<u8", some)) | st.binary(max_size=9),
+    words,
+)
+reports = st.builds(frames.Report, naturals, naturals, st.floats(), naturals, st.floats())
+worker_frames: st.SearchStrategy[Any] = st.one_of(
+    token_frames(),
+    hellos,
+    reports,
+    st.builds(frames.Installed, naturals),
+    st.builds(frames.InstallFailed, naturals, words),
+    st.builds(frames.Leaving, words),
+    st.builds(frames.Goodbye, words),
+)
+steps = mostly(st.integers(0, 5), 1 << 62)
+groups = mostly(st.integers(0, 25), 1 << 62)
+samples = mostly(st.integers(1, 25).map(lambda group: group * 1024), 1 << 62)
+sampling = st.builds(frames.Sampling, temperature=st.sampled_from([0.0, 1.0, 2.0, float("nan")]))
+prompts = st.builds(frames.PromptText, groups, st.sampled_from([b"", b"abc", *[b"abcdefgh"] * 9]), sampling)
+outcomes = st.sampled_from(["scored", "timed_out", "crashed", "refused", "infrastructure_failed"])
+seqs = st.just(1)
+trainer_frames: st.SearchStrategy[Any] = st.one_of(
+    st.builds(frames.TrainerHello, st.booleans()),
+    st.builds(frames.RequestRound, seqs, steps),
+    st.builds(frames.SupplyPrompts, seqs, st.lists(prompts, max_size=3).map(tuple)),
+    st.builds(frames.Scored, seqs, samples, small, outcomes, st.floats(), st.booleans(), st.floats()),
+    st.builds(frames.Took, seqs, steps, st.lists(groups, max_size=3).map(tuple)),
+    st.builds(frames.Rejected, seqs, groups, words),
+    st.builds(frames.MicroBatchDone, seqs, steps),
+    st.builds(frames.StepDone, seqs, steps),
+    st.builds(frames.Published, seqs, steps),
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, kinds: st.SearchStrategy[Any]) -> bytes:
+    """A frame with a few bytes changed, cut out or put in."""
+    raw = bytearray(frames.encode(draw(kinds)))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(raw)))
+        stop = draw(st.integers(start, min(len(raw), start + 8)))
+        raw[start:stop] = draw(st.binary(max_size=8))
+    return bytes(raw)
+
+
+# Bytes into the decoders
+
+
+@settings(QUIET, max_examples=1500)
+@given(st.binary(max_size=300) | damaged(worker_frames) | worker_frames.map(frames.encode))
+def test_a_workers_bytes_are_a_frame_or_are_refused(raw: bytes):
+    try:
+        frame = frames.decode_from_worker(raw)
+    except frames.NO_FRAME:
+        return
+    if isinstance(frame, frames.Tokens):
+        check_columns(frame)
+
+
+@settings(QUIET, max_examples=1000)
+@given(st.binary(max_size=300) | damaged(trainer_frames) | trainer_frames.map(frames.encode))
+def test_a_trainers_bytes_are_a_frame_or_are_refused(raw: bytes):
+    try:
+        frames.decode_from_trainer(raw)
+    except frames.NO_FRAME:
+        return
+
+
+@settings(QUIET, max_examples=1000)
+@given(st.lists(st.binary(max_size=40), min_size=5, max_size=5))
+def test_columns_of_any_bytes_fit_each_other_or_are_refused(parts: list[bytes]):
+    check_columns(frames.Tokens(1, *parts))
+
+
+def check_columns(frame: frames.Tokens) -> None:
+    try:
+        column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
+    except BadColumns as error:
+        assert "\n" not in str(error)
+        return
+    assert len({len(one) for one in column}) == 1
+    assert sum(column.counts) * columns.CELL_BYTES == len(frame.cells) == (column.ends[-1] if column.ends else 0)
+    assert min(column.counts, default=1) >= 1
+    view = columns.view_cells(frame.cells)
+    assert all(token >= 0 for token in view["token"].tolist())
+    assert all(-1e39 < logprob <= columns.MAX_LOGPROB for logprob in view["logprob"].tolist())
+
+
+@pytest.mark.parametrize("depth", [50, 5_000, 500_000])
+def test_nesting_without_end_is_refused(depth: int):
+    report = frames.encode(frames.Report(0, 0, 0.0, 0, 0.0))
+    with pytest.raises(frames.NO_FRAME):
+        frames.decode_from_worker(bytes([report[0] + 1]) + report[1:] + b"\x91" * depth)
+
+
+# Frames into an executor
+
+
+class Talk(RuleBasedStateMachine):
+    """Two kinds of peers talk to an executor. A third of what they say is true: otherwise nothing would ever run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(prefix="polyrl-nonsense-")
+        journal = JournalSettings(fsync="never", segment_mb=0.005)
+        self.service = Service(Path(self.folder.name), ManagerSettings(journal=journal))
+        self.links: dict[str, Link] = {}
+        self.sessions: list[WorkerSession] = []
+        """All that ever were."""
+
+    @property
+    def executor(self) -> Executor:
+        return self.service.executor
+
+    @property
+    def desk(self) -> Desk:
+        assert self.executor.scheduler is not None
+        return self.executor.scheduler.desk
+
+    @initialize(seed=st.integers(0, 10_000), has_reward=st.booleans(), early=st.booleans())
+    def begin(self, seed: int, has_reward: bool, early: bool) -> None:
+        if early:
+            self.join(WorkerName("w0"), 2, 0)
+        self.config = random_config(random.Random(seed))
+        self.open_run(has_reward=has_reward)
+        self.trainer_says(frames.Published(1, 0))
+        self.trainer_says(frames.RequestRound(1, 0))
+
+    # Workers
+
+    @rule(name=names, slots=st.integers(1, 5), version=st.none() | st.integers(0, 3))
+    def join(self, name: WorkerName, slots: int, version: int | None) -> None:
+        request = JoinRequest(name=name, protocol=1, engine="script", slots=slots, version=version)
+        key = self.executor.join(request).session
+        session = self.executor.find_worker(key)
+        assert session is not None
+        self.sessions.append(session)
+        self.connect(session)
+        self.worker_says(session, frames.Hello(-1 if version is None else min(version, self.published), b""))
+
+    def connect(self, session: WorkerSession) -> None:
+        link = self.links[session.key] = Link(web.WebSocketResponse(), 1 << 30)
+        session.connect(link)
+
+    @property
+    def published(self) -> int:
+        return -1 if self.executor.scheduler is None else self.desk.state.published
+
+    def worker_says(self, session: WorkerSession, frame: frames.FromWorker) -> None:
+        self.executor.worker_said(session, self.links[session.key], frames.encode(frame))
+
+    @rule(data=st.data(), frame=worker_frames)
+    def a_worker_says_anything(self, data: st.DataObject, frame: frames.FromWorker) -> None:
+        if self.sessions:
+            self.worker_says(data.draw(st.sampled_from(self.sessions)), frame)
+
+    @rule(data=st.data(), raw=damaged(worker_frames))
+    def a_worker_says_what_is_no_frame(self, data: st.DataObject, raw: bytes) -> None:
+        if self.sessions:
+            session = data.draw(st.sampled_from(self.sessions))
+            self.executor.worker_said(session, self.links[session.key], raw)
+
+    @rule(data=st.data())
+    def a_worker_brings_true_tokens(self, data: st.DataObject) -> None:
+        for session in list(self.executor.workers.values()):
+            worker = self.executor.seat_of(session)
+            if worker is not None and worker.leases and session.greeted:
+                self.worker_says(session, self.true_tokens(data, worker))
+
+    def true_tokens(self, data: st.DataObject, worker: Worker) -> frames.Tokens:
+        rows: list[tuple[int, int, int, int]] = []
+        ends: list[frames.Ended] = []
+        for lease, sample in worker.leases.items():
+            has = self.executor.payload.texts[sample].num_tokens
+            count = min(data.draw(st.integers(0, 5)), self.desk.max_new_tokens - has)
+            repeated = data.draw(st.integers(0, has)) if count else 0
+            if count:
+                rows.append((lease, has - repeated, count + repeated, worker.version))
+            if data.draw(st.booleans()) and has + count:
+                ends.append(frames.Ended(lease, has + count, data.draw(reasons)))
+        num = sum(row[2] for row in rows)
+        return pack(rows, [worker.seat] * num, [-1.0] * num, ends)
+
+    @rule()
+    def workers_install_what_they_pull(self) -> None:
+        for session in list(self.executor.workers.values()):
+            worker = self.executor.seat_of(session)
+            if worker is not None and worker.pulling >= 0 and session.greeted:
+                self.worker_says(session, frames.Installed(worker.pulling))
+
+    @rule(data=st.data())
+    def a_connection_breaks(self, data: st.DataObject) -> None:
+        if self.sessions:
+            session = data.draw(st.sampled_from(self.sessions))
+            self.executor.worker_gone(session, self.links[session.key])
+            if data.draw(st.booleans()):
+                self.connect(session)
+
+    # The trainer
+
+    @rule(has_reward=st.booleans())
+    def open_run(self, has_reward: bool) -> None:
+        self.executor.open_run(RunRequest(protocol=1, config=self.config, has_reward=has_reward))
+        assert self.executor.trainer is not None
+        self.trainer_link = Link(web.WebSocketResponse(), 1 << 30)
+        self.executor.trainer.connect(self.trainer_link)
+        self.trainer_says(frames.TrainerHello(has_reward))
+
+    def trainer_says(self, frame: frames.FromTrainer) -> None:
+        assert self.executor.trainer is not None
+        self.executor.trainer_said(self.executor.trainer, self.trainer_link, frames.encode(frame))
+
+    @rule(frame=trainer_frames)
+    def the_trainer_says_anything(self, frame: frames.FromTrainer) -> None:
+        self.trainer_says(frame)
+
+    @rule(raw=damaged(trainer_frames))
+    def the_trainer_says_what_is_no_frame(self, raw: bytes) -> None:
+        assert self.executor.trainer is not None
+        self.executor.trainer_said(self.executor.trainer, self.trainer_link, raw)
+
+    @rule(data=st.data())
+    def the_trainer_does_its_work(self, data: st.DataObject) -> None:
+        """What a trainer would say now, all of it or some."""
+        if self.trainer_link.is_closing:
+            self.open_run(has_reward=data.draw(st.booleans()))
+        desk = self.desk
+        missing = [one for one in desk.groups if one not in self.executor.payload.prompts]
+        text = tuple(frames.PromptText(one, b"abcd", frames.Sampling()) for one in missing)
+        self.trainer_says(frames.SupplyPrompts(1, text))
+        for one in list(desk.scoring.running):
+            if one in desk.samples and data.draw(st.booleans()):
+                attempt = desk.samples[one].attempt
+                self.trainer_says(frames.Scored(1, one, attempt, data.draw(outcomes), 1.0, True, 0.1))
+        for step, round_ in list(desk.rounds.items()):
+            ready = tuple(one for one in round_.groups if desk.groups[one].state == "delivered")
+            if ready and data.draw(st.booleans()):
+                self.trainer_says(frames.Took(1, step, ready))
+            if round_.closed_at is not None and data.draw(st.booleans()):
+                self.trainer_says(frames.StepDone(1, step))
+                self.trainer_says(frames.Published(1, step + 1))
+                self.trainer_says(frames.RequestRound(1, step + 1))
+
+    # The rest of the world
+
+    @rule(name=names)
+    def a_person_drains(self, name: WorkerName) -> None:
+        self.executor.drain(name, "a person asked")
+
+    @rule(paused=st.booleans())
+    def a_person_pauses(self, paused: bool) -> None:
+        self.executor.tell(e.PlacingPaused() if paused else e.PlacingResumed())
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 5.0, 130.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.executor.set_clock(self.executor.now() + seconds)
+        self.executor.pass_time()
+
+    @rule()
+    def the_owner_commits(self) -> None:
+        self.executor.commit()
+
+    @rule()
+    def the_manager_is_killed_and_started_again(self) -> None:
+        """Everything that was committed is there again; then life goes on with it."""
+        self.executor.commit()
+        before, texts = state_of(self.executor), texts_of(self.executor)
+        self.service.close()
+        self.service = Service(self.service.run_dir, self.service.settings)
+        assert before == self.saved_state()
+        assert texts == texts_of(self.executor)
+        for session in self.executor.workers.values():
+            self.sessions = [one for one in self.sessions if one.key != session.key] + [session]
+            self.connect(session)
+        self.open_run(has_reward=True)
+
+    def saved_state(self) -> object:
+        return state_of(self.executor)
+
+    @invariant()
+    def the_laws_hold(self) -> None:
+        if self.executor.scheduler is None:
+            return
+        check(self.executor.scheduler, self.executor.now())
+        for sample in self.desk.samples.values():
+            self.check_text(sample)
+
+    def check_text(self, sample: Sample) -> None:
+        """What is kept of a sample is what the scheduler says of it, and was written by who might write it."""
+        text = self.executor.payload.texts.get(sample.id)
+        if text is None:
+            assert sample.lease == 0 and sample.num_tokens == 0
+            return
+        assert text.num_tokens <= self.desk.max_new_tokens
+        if sample.state in ("generated", "scoring", "scored"):
+            assert text.num_tokens == sample.num_tokens > 0
+            assert text.finish in ("stop", "length")
+        if sample.state != "discarded":
+            oldest = oldest_version(self.desk.groups[sample.group].step, self.desk.config.max_staleness)
+            starts = [segment.from_token for segment in text.segments]
+            assert starts == sorted(set(starts)) and starts[:1] == [0][: text.num_tokens]
+            assert all(oldest <= segment.version <= self.published for segment in text.segments)
+
+    def teardown(self) -> None:
+        self.service.close()
+        self.folder.cleanup()
+
+
+def texts_of(executor: Executor) -> dict[SampleId, frames.SampleText]:
+    """Of the samples that somebody may still ask for."""
+    assert executor.scheduler is not None
+    known = executor.scheduler.desk.samples
+    wanted = [one for one in executor.payload.texts if one in known and known[one].state != "discarded"]
+    return {one: executor.payload.sample_text(one) for one in wanted}
+
+
+def state_of(executor: Executor) -> object:
+    """What a restart must not change: who has what, and what became of everything."""
+    assert executor.scheduler is not None
+    state = executor.scheduler.desk.state
+    held = {lease: (sample.id, sample.num_tokens) for lease, sample in executor.scheduler.desk.leases.items()}
+    return (
+        held,
+        {one: sample.state for one, sample in state.samples.items()},
+        {one: group.state for one, group in state.groups.items()},
+        state.published,
+        dict(executor.payload.prompts),
+    )
+
+
+TestTalk = Talk.TestCase
+TestTalk.settings = settings(QUIET, max_examples=60, stateful_step_count=40)

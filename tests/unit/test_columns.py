@@ -1,0 +1,156 @@
+"""Cells and columns: what is packed is read back, and a frame that cannot be true is refused whatever its bytes are."""
+
+import math
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyrl.wire.columns import (
+    CELL_BYTES,
+    BadColumns,
+    check,
+    check_cells,
+    pack_cells,
+    pack_column,
+    pack_tokens,
+    tokens_of,
+    unpack_tokens,
+    view_cells,
+)
+
+TOKENS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.floats(-(2.0**100), 0.0, width=32)
+RUN = st.tuples(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(-(2**31), 2**31 - 1),
+    st.lists(st.tuples(TOKENS, LOGPROBS), min_size=1, max_size=4),
+)
+
+
+def packed(*runs) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    """The columns of runs (lease, offset, version, cells)."""
+    cells = [cell for run in runs for cell in run[3]]
+    return (
+        pack_column("<u8", [run[0] for run in runs]),
+        pack_column("<u4", [run[1] for run in runs]),
+        pack_column("<u4", [len(run[3]) for run in runs]),
+        pack_column("<i4", [run[2] for run in runs]),
+        pack_cells([token for token, _ in cells], [logprob for _, logprob in cells]),
+    )
+
+
+# Packing
+
+
+def test_a_cell_is_a_token_and_its_log_probability_in_eight_bytes_little_endian():
+    assert pack_cells([7], [-0.5]) == struct.pack("<if", 7, -0.5)
+    assert len(pack_cells([1, 2, 3], [-1.0, -1.0, -1.0])) == 3 * CELL_BYTES
+
+
+@given(st.lists(st.tuples(TOKENS, LOGPROBS)))
+def test_cells_are_read_back_as_they_were(cells):
+    tokens, logprobs = [token for token, _ in cells], [logprob for _, logprob in cells]
+    data = pack_cells(tokens, logprobs)
+    assert view_cells(data)["token"].tolist() == tokens
+    assert view_cells(data)["logprob"].tolist() == logprobs
+    assert unpack_tokens(tokens_of(data)) == tokens == unpack_tokens(pack_tokens(tokens))
+
+
+def test_a_view_is_no_copy():
+    data = bytearray(pack_cells([1, 2], [-1.0, -1.0]))
+    view = view_cells(data)
+    with pytest.raises(BufferError):
+        data += b"12345678"
+    assert view["token"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "letter", "largest"), [("<u8", "Q", 2**64 - 1), ("<u4", "I", 2**32 - 1), ("<i4", "i", 2**31 - 1)]
+)
+def test_columns_hold_the_largest_numbers_they_are_made_for(kind, letter, largest):
+    assert pack_column(kind, [0, largest]) == struct.pack(f"<2{letter}", 0, largest)
+    with pytest.raises(OverflowError):
+        pack_column(kind, [largest + 1])
+
+
+# Checking
+
+
+@given(st.lists(RUN, max_size=5))
+@settings(deadline=None)
+def test_a_true_frame_is_read_as_it_was_made(made):
+    columns = check(*packed(*made))
+    assert columns.leases == [run[0] for run in made]
+    assert columns.offsets == [run[1] for run in made]
+    assert columns.versions == [run[2] for run in made]
+    assert columns.counts == [len(run[3]) for run in made]
+    ends = [0, *columns.ends]
+    cells = packed(*made)[4]
+    for start, end, run in zip(ends, ends[1:], made, strict=False):
+        assert unpack_tokens(tokens_of(cells[start:end])) == [token for token, _ in run[3]]
+
+
+def test_a_frame_without_leases_is_true():
+    assert check(b"", b"", b"", b"", b"") == ([], [], [], [], [])
+
+
+LEASES, OFFSETS, COUNTS, VERSIONS, CELLS = packed((1, 0, 0, [(5, -1.0), (6, -1.0)]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ((LEASES[:-1], OFFSETS, COUNTS, VERSIONS, CELLS), "ends inside a number"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, CELLS[:-1]), "ends inside a number"),
+        ((LEASES, OFFSETS[:-1], COUNTS, VERSIONS, CELLS), "do not fit each other"),
+        ((LEASES, OFFSETS, COUNTS * 2, VERSIONS, CELLS), "do not fit each other"),
+        ((LEASES, OFFSETS, COUNTS, b"", CELLS), "do not fit each other"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, CELLS[:8]), "do not add up"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, CELLS * 2), "do not add up"),
+        ((b"", b"", b"", b"", CELLS), "do not add up"),
+        ((LEASES * 2, OFFSETS * 2, pack_column("<u4", [2, 0]), VERSIONS * 2, CELLS), "a lease without a token"),
+        # Counts whose sum would be right in 32 bits.
+        ((LEASES * 2, OFFSETS * 2, pack_column("<u4", [2**32 - 1, 3]), VERSIONS * 2, CELLS), "do not add up"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([-1, 6], [-1.0, -1.0])), "token id below 0"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [-1.0, 0.01])), "log-probability"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [-1.0, math.nan])), "log-probability"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [math.nan, -1.0])), "log-probability"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [-1.0, -math.inf])), "log-probability"),
+        ((LEASES, OFFSETS, COUNTS, VERSIONS, pack_cells([5, 6], [-1.0, math.inf])), "log-probability"),
+    ],
+)
+def test_a_frame_that_cannot_be_true_is_refused_with_the_reason(columns, why):
+    with pytest.raises(BadColumns, match=why):
+        check(*columns)
+
+
+def test_a_certain_token_may_be_a_little_more_than_certain():
+    check_cells(pack_cells([5, 6], [0.0, 1e-4]))
+
+
+@given(st.tuples(*[st.binary(max_size=40)] * 5))
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_bytes_are_they_are_read_or_refused(columns):
+    try:
+        read = check(*columns)
+    except BadColumns as refused:
+        assert "\n" not in str(refused)
+        return
+    assert len(read.leases) == len(read.offsets) == len(read.counts) == len(read.versions) == len(read.ends)
+    assert sum(read.counts) * CELL_BYTES == len(columns[4])
+
+
+@given(RUN, st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_frame_with_a_changed_byte_is_read_or_refused(run, data):
+    columns = [bytearray(column) for column in packed(run)]
+    column = data.draw(st.sampled_from(columns))
+    column[data.draw(st.integers(0, len(column) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        read = check(*map(bytes, columns))
+    except BadColumns:
+        return
+    assert sum(read.counts) * CELL_BYTES == len(columns[4])
