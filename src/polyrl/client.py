@@ -163,14 +163,11 @@ class Fleet:
         """These groups are trained with their step: acknowledge them. A micro-batch of them begins."""
         for step in dict.fromkeys(group.step for group in groups):
             ids = tuple(group.id for group in groups if group.step == step)
-            if step in self._rounds:
-                self._rounds[step].taken.update(ids)
             await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids))
 
     async def reject(self, group: Group, reason: str) -> None:
         """This group is not to be trained; a fresh prompt takes its place, and the round goes on."""
         self._rounds[group.step].rejected.add(group.id)
-        self._rounds[group.step].taken.discard(group.id)
         await self._state(lambda seq: frames.Rejected(seq, group.id, reason))
 
     async def micro_batch_done(self, step: int) -> None:
@@ -358,7 +355,6 @@ class _Round:
         self.ready: deque[Group] = deque()
         self.seen: set[int] = set()
         """Groups that came to us: each is handed out once."""
-        self.taken: set[int] = set()
         self.rejected: set[int] = set()
         self.closed: frames.Closed | None = None
         self.data_ended = False
@@ -367,8 +363,8 @@ class _Round:
     def is_over(self) -> bool:
         if self.data_ended or self.closed is None:
             return self.data_ended
-        taken_by_others = max(0, self.closed.num_taken - len(self.taken))
-        return len(self.seen) - len(self.rejected) + taken_by_others >= self.closed.num_groups
+        voided = not self.rejected.isdisjoint((*self.closed.delivered, *self.closed.taken))
+        return not voided and self.seen.issuperset(self.closed.delivered)
 
 
 def _sample(text: frames.SampleText) -> Sample:

@@ -162,7 +162,6 @@ LIES: dict[str, tuple[str, str, Lie]] = {
     "tokens of a version never published": ("version", "does not hold", lambda one: tokens(one.lease, version=7)),
     "tokens of version -1": ("version", "does not hold", lambda one: tokens(one.lease, version=-1)),
     "a version never published": ("version", "never published", lambda _: frames.Installed(7)),
-    "a Hello with such a version": ("version", "never published", lambda _: frames.Hello(7, b"")),
 }
 
 
@@ -276,6 +275,21 @@ def test_tokens_of_a_version_older_than_the_lease_are_refused(tmp_path: Path):
             assert "the lease was given to 1" in (await peer.fate()).why
             assert live.refused == {"version": 1}
             playing.cancel()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_a_worker_that_holds_a_version_before_it_is_published_is_welcome_and_pulls_it(tmp_path: Path, version: int):
+    """Its engine may have the weights that the run starts from, or those of another run."""
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, version=version) as peer:
+            await fleet.settled()
+            await peer.enter()
+            await fleet.publish(0)
+            assert (await peer.hear(frames.Pull)).version == 0
+            assert live.refused == {}
 
     run(scenario())
 

@@ -73,9 +73,13 @@ class EngineStats(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A version to install."""
+    """A version to install, and where it is."""
 
     version: Version
+    folder: str | None = None
+    """A Hugging Face directory that holds it."""
+    in_place: bool = False
+    """It is where the engine's weights are: whoever shares them has changed them."""
 
 
 class Sink(Protocol):

@@ -283,9 +283,9 @@ class Executor:
     def _closed(self, step: Step) -> frames.Closed:
         assert self.scheduler is not None
         desk = self.scheduler.desk
-        round_ = desk.rounds[step]
-        num_taken = sum(1 for group in round_.groups if desk.groups[group].state == "taken")
-        return frames.Closed(step, round_.num_delivered, num_taken)
+        groups = [desk.groups[group] for group in desk.rounds[step].groups]
+        delivered, taken = (tuple(one.id for one in groups if one.state == state) for state in ("delivered", "taken"))
+        return frames.Closed(step, delivered, taken)
 
     def _forget(self, name: WorkerName, why: str, *, rejoin: bool) -> None:
         session = self.workers.pop(name, None)
@@ -448,8 +448,7 @@ class Executor:
         ours = worker.leases
         held = tuple(frames.Held(one, self.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
         session.say(frames.Welcome(held))
-        if hello.version > worker.version:
-            self._check_version(hello.version)
+        if worker.version < hello.version <= desk.state.published:  # as at a join, any other is as good as none
             self.tell(e.WeightsInstalled(session.name, session.incarnation, Version(hello.version)))
         if worker.pulling != NO_VERSION:
             source = desk.seats.get(worker.source)

@@ -257,14 +257,14 @@ class Front:
     # Streams
 
     async def _worker(self, request: web.Request) -> web.StreamResponse:
-        key = request.headers.get(SESSION_HEADER, "")
+        key = _session_key(request)
         session = await self._service.ask(lambda executor: executor.find_worker(key))
         if session is None:
             raise _BadRequest(410, "session", "that session is over: join again")
         return await self._stream(request, session, frames.MAX_WORKER_FRAME_BYTES)
 
     async def _trainer(self, request: web.Request) -> web.StreamResponse:
-        key = request.headers.get(SESSION_HEADER, "")
+        key = _session_key(request)
         session = self._service.executor.trainer
         if session is None or session.key != key:
             raise _BadRequest(410, "session", "that session is over: open the run again")
@@ -340,6 +340,13 @@ class JoinLimit:
             self._buckets.clear()
         self._buckets[address] = (max(0.0, left - 1.0), now)
         return left >= 1.0
+
+
+def _session_key(request: web.Request) -> str:
+    key = request.headers.get(SESSION_HEADER)
+    if key is None:
+        raise _BadRequest(400, "session", f"there is no {SESSION_HEADER}: join, or open the run, first")
+    return key
 
 
 def _abort(request: web.Request) -> None:

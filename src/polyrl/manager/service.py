@@ -61,6 +61,8 @@ class Service:
         self._room = asyncio.Event()
         self._room.set()
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0
+        """When `_timer` comes: uvloop's handles do not all say it."""
         self._commit_timer: asyncio.TimerHandle | None = None
         self._syncing: asyncio.Task[None] | None = None
 
@@ -111,22 +113,31 @@ class Service:
     def _take_turn(self) -> None:
         """The owner's turn: all that has come, or a batch of it. Nobody else touches the executor."""
         self._is_due = False
-        try:
-            for _ in range(min(_BATCH, len(self._inbox))):
-                self._inbox.popleft()()
-            if self.executor.is_urgent or self._answers:
-                self._commit()
-            elif self._commit_timer is None:
-                self._commit_timer = asyncio.get_running_loop().call_later(_COMMIT_WITHIN_S, self._commit)
-        except Exception as error:  # noqa: BLE001  nothing may go on after it; `own` raises it
-            if self._failure is not None and not self._failure.done():
-                self._failure.set_exception(error)
+        if not self._succeeds(self._take_batch):
             return
         if len(self._inbox) <= _MAX_INBOX // 2:
             self._room.set()
         if self._inbox and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_batch(self) -> None:
+        for _ in range(min(_BATCH, len(self._inbox))):
+            self._inbox.popleft()()
+        if self.executor.is_urgent or self._answers:
+            self._commit()
+        elif self._commit_timer is None:
+            loop = asyncio.get_running_loop()
+            self._commit_timer = loop.call_later(_COMMIT_WITHIN_S, self._succeeds, self._commit)
+
+    def _succeeds(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  nothing may go on after it; `own` raises it
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+            return False
+        return True
 
     def _commit(self) -> None:
         """Write, send, answer. Within a turn, or by its timer between two."""
@@ -140,6 +151,8 @@ class Service:
         self._answers = []
         self._set_timer()
         if self._journal.sync_due and (self._syncing is None or self._syncing.done()):
+            if self._syncing is not None:
+                self._syncing.result()  # a disk that fails is a failure of ours: loudly
             self._syncing = asyncio.create_task(asyncio.to_thread(self._journal.sync))
 
     def _set_timer(self) -> None:
@@ -149,10 +162,10 @@ class Service:
             return
         loop = asyncio.get_running_loop()
         at = loop.time() + min(wakeup_in, _LONGEST_SLEEP_S)
-        if self._timer is None or at < self._timer.when():
+        if self._timer is None or at < self._wakes_at:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = loop.call_at(at, self._wake_scheduler)
+            self._timer, self._wakes_at = loop.call_at(at, self._wake_scheduler), at
 
     def _wake_scheduler(self) -> None:
         self._timer = None

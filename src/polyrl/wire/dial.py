@@ -108,8 +108,11 @@ class Dialer:
         raise UserError(f"{self.url}: {said}")
 
     def _unreachable(self, error: BaseException) -> Unreachable:
-        if isinstance(error, aiohttp.ClientConnectorCertificateError | ssl.SSLError):
-            raise UserError(f"{self.url}: its certificate is not trusted: {error}") from error
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            why = getattr(error.certificate_error, "verify_message", None) or error
+            raise UserError(f"{self.url}: its certificate is not trusted: {why} (--ca names whom to trust)") from error
+        if isinstance(error, ssl.SSLError) and "WRONG_VERSION_NUMBER" in str(error):
+            raise UserError(f"{self.url}: it does not speak TLS; is it http://?") from error
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return Unreachable(f"{self.url}: {said}")
 

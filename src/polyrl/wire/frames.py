@@ -316,9 +316,9 @@ class Closed(Frame, frozen=True, tag="closed"):
     """All of a round is delivered. A rejection voids it; then it is said again."""
 
     step: int
-    num_groups: int
-    num_taken: int
-    """Groups of them that a trainer has taken, this one or one before it."""
+    delivered: tuple[int, ...]
+    taken: tuple[int, ...]
+    """Groups that a trainer has taken, this one or one before it: they are not delivered again."""
 
 
 class DataEnded(Frame, frozen=True, tag="data_ended"):

@@ -139,7 +139,8 @@ def table(result: dict[str, Any]) -> list[str]:
     lines += [
         f"saturated, one core, journal on: {result['saturated_tokens_per_s']:,} tokens/s; goal "
         f"{goals['saturated_tokens_per_s']:,}",
-        f"cost a token, most to least samples: {result['growth_256_to_4096']}; goal below {goals['growth_256_to_4096']}",
+        f"cost a token, most to least samples: {result['growth_256_to_4096']}; "
+        f"goal below {goals['growth_256_to_4096']}",
         f"bytes a sample with its tokens: {result['bytes_per_sample']:,}; goal below {goals['bytes_per_sample']:,} "
         "without them",
     ]

@@ -1,0 +1,234 @@
+"""Kernels for one NVIDIA GPU: attention of one token a sample over the paged cache, and drawing tokens.
+
+The cache of a layer is (blocks, kv heads, tokens of a block, dim): what one program reads of a block lies in a row. A
+program takes one sample, one kv head and a share of its context (split-KV), with all query heads that share the kv head
+as rows of one small matrix product; a second kernel puts the shares together.
+
+Drawing reads the logits twice: once for the maximum and the sum of every stretch of the vocabulary, then the one
+stretch that the random number falls into.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+
+STRETCH = 4096
+"""Tokens of the vocabulary that one program sums."""
+
+
+@triton.jit
+def _write_kernel(
+    key, value, keys, values, slots, key_stride, value_stride,
+    NUM_KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put a row's key and value at its slot."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    at = ((slot // BLOCK) * NUM_KV + head) * BLOCK * DIM + (slot % BLOCK) * DIM
+    dims = tl.arange(0, DIM)
+    tl.store(keys + at + dims, tl.load(key + row * key_stride + head * DIM + dims))
+    tl.store(values + at + dims, tl.load(value + row * value_stride + head * DIM + dims))
+
+
+@triton.jit
+def _decode_kernel(
+    query, keys, values, tables, lengths, out, sums, table_stride, scale, window,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One sample, one kv head, one share of the context: the weighted values, their maximum and their sum."""
+    sample, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sample)
+    num_blocks = tl.cdiv(length, BLOCK)
+    first_block = tl.maximum(length - window, 0) // BLOCK
+    share = tl.cdiv(num_blocks - first_block, SPLITS)
+    begin = first_block + split * share
+    end = tl.minimum(begin + share, num_blocks)
+    rows, dims, within = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, BLOCK)
+    heads = head * GROUP + rows
+    asked = tl.load(
+        query + (sample * NUM_KV * GROUP + heads)[:, None] * DIM + dims[None, :], mask=(rows < GROUP)[:, None], other=0.0
+    )
+    best = tl.full((ROWS,), -1.0e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    gathered = tl.zeros((ROWS, DIM), tl.float32)
+    for number in range(begin, end):
+        block = tl.load(tables + sample * table_stride + number).to(tl.int64)
+        at = (block * NUM_KV + head) * BLOCK * DIM
+        its_keys = tl.load(keys + at + within[:, None] * DIM + dims[None, :])
+        scores = tl.dot(asked, tl.trans(its_keys)) * scale
+        position = number * BLOCK + within
+        scores = tl.where(((position < length) & (position >= length - window))[None, :], scores, -1.0e30)
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp(scores - new_best[:, None])
+        shrink = tl.exp(best - new_best)
+        its_values = tl.load(values + at + within[:, None] * DIM + dims[None, :])
+        gathered = gathered * shrink[:, None] + tl.dot(weights.to(its_values.dtype), its_values)
+        total = total * shrink + tl.sum(weights, 1)
+        best = new_best
+    where = (sample * NUM_KV * GROUP + heads) * SPLITS + split
+    tl.store(out + where[:, None] * DIM + dims[None, :], gathered, mask=(rows < GROUP)[:, None])
+    tl.store(sums + where * 2, best, mask=rows < GROUP)
+    tl.store(sums + where * 2 + 1, total, mask=rows < GROUP)
+
+
+@triton.jit
+def _combine_kernel(parts, sums, out, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """Put the shares of one sample's head together."""
+    at = tl.program_id(0)
+    dims, splits = tl.arange(0, DIM), tl.arange(0, SPLITS)
+    best = tl.load(sums + (at * SPLITS + splits) * 2)
+    total = tl.load(sums + (at * SPLITS + splits) * 2 + 1)
+    scale = tl.exp(best - tl.max(best, 0))
+    values = tl.load(parts + (at * SPLITS + splits)[:, None] * DIM + dims[None, :])
+    result = tl.sum(values * scale[:, None], 0) / tl.sum(total * scale, 0)
+    tl.store(out + at * DIM + dims, result.to(out.dtype.element_ty))
+
+
+def num_splits(num_samples: int, num_kv: int, num_processors: int) -> int:
+    """So many shares that the GPU is full; a power of two."""
+    splits = 1
+    while num_samples * num_kv * splits < 4 * num_processors and splits < 16:
+        splits *= 2
+    return splits
+
+
+@torch.library.custom_op("polyrl::paged_decode", mutates_args=("keys", "values"))
+def paged_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int,
+    splits: int,
+) -> Tensor:
+    """query (rows, heads, dim), key and value (rows, kv heads, dim): write, then attend. One row a sample."""
+    num, num_heads, dim = query.shape
+    num_kv, block = keys.shape[1], keys.shape[2]
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    _write_kernel[(num, num_kv)](
+        key, value, keys, values, slots, key.stride(0), value.stride(0), NUM_KV=num_kv, DIM=dim, BLOCK=block, num_warps=1
+    )
+    group = num_heads // num_kv
+    parts = torch.empty((num, num_heads, splits, dim), dtype=torch.float32, device=query.device)
+    sums = torch.empty((num, num_heads, splits, 2), dtype=torch.float32, device=query.device)
+    _decode_kernel[(num, num_kv, splits)](
+        query, keys, values, tables, lengths, parts, sums, tables.stride(0), scale, window,
+        NUM_KV=num_kv, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block, SPLITS=splits,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    out = torch.empty_like(query)
+    _combine_kernel[(num * num_heads,)](parts, sums, out, DIM=dim, SPLITS=splits, num_warps=1)
+    return out
+
+
+@paged_decode.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int,
+    splits: int,
+) -> Tensor:
+    return torch.empty_like(query)
+
+
+# Drawing
+
+
+@triton.jit
+def _stretch_kernel(logits, temperatures, best, total, stride, vocab, NUM: tl.constexpr, STRETCH: tl.constexpr):
+    row, number = tl.program_id(0), tl.program_id(1)
+    at = number * STRETCH + tl.arange(0, STRETCH)
+    temperature = tl.load(temperatures + row)
+    x = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
+    m = tl.max(x, 0)
+    tl.store(best + row * NUM + number, m)
+    tl.store(total + row * NUM + number, tl.sum(tl.exp(x - m), 0))
+
+
+@triton.jit
+def _pick_kernel(
+    logits, temperatures, chosen, target, base, logsum, tokens, logprobs, stride, vocab, STRETCH: tl.constexpr
+):  # fmt: skip
+    """The first token of the chosen stretch at which the sum passes the target."""
+    row = tl.program_id(0)
+    at = tl.load(chosen + row) * STRETCH + tl.arange(0, STRETCH)
+    temperature = tl.load(temperatures + row)
+    x = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
+    passed = tl.cumsum(tl.exp(x - tl.load(base + row)), 0) > tl.load(target + row)
+    beyond = tl.where(passed, at, vocab)
+    last = tl.max(tl.where(at < vocab, at, 0), 0)
+    token = tl.minimum(tl.min(beyond, 0), last)
+    tl.store(tokens + row, token)
+    logit = tl.sum(tl.where(at == token, x, 0.0), 0)
+    tl.store(logprobs + row, logit - tl.load(logsum + row))
+
+
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """As sampling.draw without truncation, for temperatures above 0: (tokens, log-probabilities)."""
+    num, vocab = logits.shape
+    stretches = triton.cdiv(vocab, STRETCH)
+    best = torch.empty((num, stretches), dtype=torch.float32, device=logits.device)
+    total = torch.empty_like(best)
+    _stretch_kernel[(num, stretches)](
+        logits, temperatures, best, total, logits.stride(0), vocab, NUM=stretches, STRETCH=STRETCH, num_warps=8
+    )
+    top = best.amax(1)
+    mass = total * torch.exp(best - top.unsqueeze(1))
+    cumulative = mass.cumsum(1, dtype=torch.float64)
+    whole = cumulative[:, -1]
+    cut = uniforms * whole
+    chosen = torch.searchsorted(cumulative, cut.unsqueeze(1), right=True).squeeze(1).clamp_(max=stretches - 1)
+    before = torch.where(chosen > 0, cumulative.gather(1, (chosen - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
+    tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(num, dtype=torch.float32, device=logits.device)
+    target = (cut - before).float()
+    logsum = (top + whole.log()).float()
+    _pick_kernel[(num,)](
+        logits, temperatures, chosen, target, top, logsum, tokens, logprobs, logits.stride(0), vocab,
+        STRETCH=STRETCH, num_warps=8,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """As sampling.uniforms, on the device: integers of 64 bits wrap around as they should."""
+    bits = _mix(_mix(seeds) + positions * _signed(0x9E3779B97F4A7C15))
+    return _shift(bits, 11).double() * 2.0**-53
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = bits + _signed(0x9E3779B97F4A7C15)
+    bits = (bits ^ _shift(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, count: int) -> Tensor:
+    """To the right, with zeros from the left: torch shifts the sign in."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def num_processors() -> int:
+    properties: Any = torch.cuda.get_device_properties(0)
+    return properties.multi_processor_count

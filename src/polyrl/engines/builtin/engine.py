@@ -1,0 +1,284 @@
+"""The builtin engine behind the contract (engines/engine.py): continuous batching over a model in this process.
+
+The event loop owns samples, batch and cache book-keeping; a thread of its own runs the model, one step at a time. What
+came during a step (jobs, aborts, weights) is taken in between two steps.
+
+Rules kept here: a job that cannot run is refused in a line, and the others go on. An abort frees its place before it
+returns, except within a running step, which ends first. Weights change between two steps; running samples go on, with
+their cache kept or computed anew, as `after_install` says.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
+from polyrl.engines.builtin.kv_cache import KvCache
+from polyrl.engines.engine import Capabilities, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.ids import LeaseId, Version
+
+if TYPE_CHECKING:
+    from polyrl.engines.builtin.models import Loaded
+    from polyrl.engines.builtin.runner import Drawn, Runner
+
+log = logging.getLogger("polyrl.engines.builtin")
+
+_STOP_TAIL_TOKENS = 32
+"""A stop string is looked for in the text of this many last tokens."""
+
+
+class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    """A Hugging Face directory."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "cpu"
+    slots: Annotated[int, Meta(ge=1, le=4096)] = 32
+    """Samples that run at once."""
+    kv_tokens: Annotated[int, Meta(ge=16)] = 65_536
+    """Tokens that fit into the cache."""
+    block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
+    chunk_tokens: Annotated[int, Meta(ge=1)] = 512
+    """Prompt tokens that are computed in one step at most, so that running samples do not wait long."""
+    max_context: Annotated[int, Meta(ge=2)] | None = None
+    """Prompt and answer together; none: what the model can."""
+    threads: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Of the CPU. Two on a busy machine have been seen to be 20 times slower than one."""
+    after_install: Literal["keep", "recompute"] = "recompute"
+    """What becomes of the cache of running samples when weights change."""
+    version: Annotated[int, Meta(ge=0)] | None = 0
+    """Which version the directory holds; none: it may not be used before another is installed."""
+
+
+class _Answer:
+    """The engine's record of a sample."""
+
+    __slots__ = ("ends", "job", "num_given")
+
+    def __init__(self, job: Job, ends: frozenset[int]) -> None:
+        self.job = job
+        self.ends = ends
+        self.num_given = len(job.prompt) + len(job.so_far)
+
+
+class BuiltinEngine:
+    """`loaded` shares a model that is there already, as a trainer's is; otherwise it is read from the directory."""
+
+    def __init__(self, config: BuiltinConfig, loaded: "Loaded | None" = None) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._runner: Runner | None = None
+        self._cache = KvCache(config.kv_tokens // config.block_tokens, config.block_tokens)
+        self._batch = Batching(self._cache, config.slots, config.chunk_tokens)
+        self._version = None if config.version is None else Version(config.version)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
+        self._sink: Sink | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._work = asyncio.Event()
+        self._between_steps = asyncio.Lock()
+        self._tokenizer: Any = None
+        self._trouble: str | None = None
+        self._is_closed = False
+
+    # Life
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self._load)
+        if self._is_closed:
+            raise EngineError("the engine was closed before it had started")
+        loaded = self._loaded
+        assert loaded is not None
+        self._sink = sink
+        self._task = asyncio.create_task(self._run_for_ever(sink), name="builtin engine")
+        return EngineInfo(
+            engine="builtin",
+            model=loaded.name,
+            slots=self._config.slots,
+            kv_tokens=self._cache.num_blocks * self._cache.block_tokens,
+            capabilities=Capabilities(seeds_survive_moves=True, keeps_running_over_install=True, stop_strings=True),
+            version=self._version,
+        )
+
+    def _load(self) -> None:
+        import torch
+
+        from polyrl.engines.builtin import models
+        from polyrl.engines.builtin.runner import Runner
+
+        torch.set_num_threads(self._config.threads)
+        if self._loaded is None:
+            self._loaded = models.load(self._config.model, self._config.dtype, self._config.device)
+        self._runner = Runner(self._loaded, self._cache.num_blocks, self._cache.block_tokens)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._thread.shutdown(wait=True)
+        self._runner = None
+
+    # Jobs
+
+    def generate(self, job: Job) -> None:
+        if self._is_closed:
+            return
+        asyncio.get_running_loop().call_soon(self._admit, job)
+
+    def _admit(self, job: Job) -> None:
+        if self._is_closed or self._sink is None or self._loaded is None:
+            return
+        why_not = self._why_not(job)
+        if why_not:
+            self._sink.ended(job.lease, "refused", why_not)
+            return
+        sampling = job.sampling
+        ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._loaded.end_ids)
+        if job.so_far and job.so_far[-1] in ends:  # its end was made already, and not heard of
+            self._sink.ended(job.lease, "stop")
+            return
+        longest = min(len(job.prompt) + job.max_tokens, self._max_context)
+        sequence = Sequence(job.lease, [*job.prompt, *job.so_far], longest)
+        sequence.data = _Answer(job, ends)
+        self._batch.add(sequence)
+        self._work.set()
+
+    @property
+    def _max_context(self) -> int:
+        assert self._loaded is not None
+        most = self._loaded.max_context
+        return most if self._config.max_context is None else min(most, self._config.max_context)
+
+    def _why_not(self, job: Job) -> str:
+        """Why the job is refused; empty when it is not."""
+        assert self._loaded is not None
+        num = len(job.prompt) + len(job.so_far)
+        vocab = self._loaded.vocab
+        if self._version is None:
+            return "no weights are installed"
+        if not job.prompt:
+            return "the prompt is empty"
+        if job.max_tokens <= len(job.so_far):
+            return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+        for tokens in (job.prompt, job.so_far):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                return f"token ids go from 0 to {vocab - 1}; got {min(tokens)} to {max(tokens)}"
+        if num >= self._max_context:
+            return f"prompt and answer so far are {num} tokens, and the model's context is {self._max_context}"
+        if not self._batch.fits(min(len(job.prompt) + job.max_tokens, self._max_context)):
+            cache = self._cache.num_blocks * self._cache.block_tokens
+            return f"{len(job.prompt) + job.max_tokens} tokens do not fit into the cache of {cache}"
+        return ""
+
+    async def abort(self, lease: LeaseId) -> None:
+        async with self._between_steps:
+            self._batch.remove(lease)
+
+    # Weights
+
+    async def install(self, weights: Weights) -> None:
+        async with self._between_steps:
+            if self._runner is None or self._is_closed:
+                raise EngineError("the engine does not run")
+            if weights.folder is not None:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._thread, self._copy_from, weights.folder)
+            elif weights.version != self._version and not weights.in_place:
+                raise EngineError(f"nobody says where version {weights.version} can be had")
+            self._version = weights.version
+            if self._config.after_install == "recompute":
+                self._batch.recompute_all()
+            else:
+                self._cache.forget()
+
+    def _copy_from(self, folder: str) -> None:
+        """Copy a directory's weights into the model, in place: all of them, or none."""
+        import torch
+
+        from polyrl.engines.builtin import models
+
+        assert self._loaded is not None
+        fresh = models.load(folder, self._config.dtype, "cpu").model.state_dict()
+        ours = self._loaded.model.state_dict()
+        if {name: one.shape for name, one in fresh.items()} != {name: one.shape for name, one in ours.items()}:
+            raise EngineError(f"{folder}: its weights are not of this model")
+        with torch.no_grad():
+            for name, one in ours.items():
+                one.copy_(fresh[name])
+
+    # Steps
+
+    def stats(self) -> EngineStats:
+        batch, cache = self._batch, self._cache
+        used = cache.num_used / cache.num_blocks
+        return EngineStats(batch.num_running, batch.num_waiting, self._config.slots, used, batch.num_preemptions)
+
+    def health(self) -> str | None:
+        if self._is_closed:
+            return "the engine is closed"
+        if self._task is None:
+            return "the engine has not started"
+        return self._trouble
+
+    async def _run_for_ever(self, sink: Sink) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._work.wait()
+                async with self._between_steps:
+                    chunks = self._batch.plan()
+                    if not chunks:
+                        self._work.clear()
+                        continue
+                    drawn = await loop.run_in_executor(self._thread, self._step, chunks)
+                    self._take_in(chunks, drawn, sink)
+                await asyncio.sleep(0)
+        except RuntimeError as error:  # torch's own: out of memory, a device that is gone
+            self._trouble = f"a step failed: {str(error).splitlines()[0]}"
+            log.exception("a step failed")
+
+    def _step(self, chunks: list[Chunk]) -> "Drawn":
+        from polyrl.engines.builtin.runner import Wanted
+
+        assert self._runner is not None
+        wanted = []
+        for sequence, _, _, samples in chunks:
+            if samples:
+                job: Job = sequence.data.job
+                wanted.append(Wanted(job.sampling, job.seed, len(sequence.tokens) - len(job.prompt)))
+        return self._runner.run(chunks, wanted)
+
+    def _take_in(self, chunks: list[Chunk], drawn: "Drawn", sink: Sink) -> None:
+        assert self._version is not None
+        self._batch.computed(chunks)
+        rows = zip(drawn.tokens, drawn.logprobs, strict=True)
+        for sequence, _, _, samples in chunks:
+            if not samples:
+                continue
+            token, logprob = next(rows)
+            answer: _Answer = sequence.data
+            self._batch.append(sequence, token)
+            sink.tokens(sequence.lease, (token,), (logprob,), self._version)
+            if token in answer.ends or self._has_stop_string(sequence, answer):
+                self._end(sequence, "stop", sink)
+            elif len(sequence.tokens) >= sequence.max_total:
+                self._end(sequence, "length", sink)
+
+    def _end(self, sequence: Sequence, reason: Literal["stop", "length"], sink: Sink) -> None:
+        self._batch.remove(sequence.lease)
+        sink.ended(sequence.lease, reason)
+
+    def _has_stop_string(self, sequence: Sequence, answer: _Answer) -> bool:
+        stops = answer.job.sampling.stop
+        if not stops:
+            return False
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model, local_files_only=True)
+        start = max(len(answer.job.prompt), len(sequence.tokens) - _STOP_TAIL_TOKENS)
+        text = self._tokenizer.decode(sequence.tokens[start:])
+        return any(stop in text for stop in stops)

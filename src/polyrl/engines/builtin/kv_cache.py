@@ -1,0 +1,170 @@
+"""Which block of the KV cache holds what: who refers to it, what can be shared, and which one goes first.
+
+A block has room for the keys and values of `block_tokens` tokens. It is in one of three states:
+
+    empty --extend--> held --release--> idle (was published: can be matched)  --match--> held
+                                   \\--> empty (was not)                      --evicted by extend--> held by another
+
+Rules it keeps:
+- A block's key is a 128-bit hash of its tokens and of its parent's key, so that it stands for the whole text up to the
+  block's end. Two texts never share a block, short of a collision of BLAKE2b.
+- Only whole, computed blocks get a key, each once. Of two equal blocks others match the first; when it is gone, the second.
+- What is held when the weights change gets no key any more, nor does what is computed after it: it mixes two versions.
+- Idle blocks are evicted the longest unused first, and of one sequence from its end.
+
+It leaves out the memory itself, and who waits for it: batching.py.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+_ROOT = b""
+"""The key before the first block. No block has it: theirs are 16 bytes long."""
+_KEY_BYTES = 16
+
+
+class KvCache:
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._num_holders = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._known: dict[bytes, int] = {}
+        """By key, the block to match."""
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Known and held by nobody, the longest unused first."""
+        self._stale: set[int] = set()
+        """Held since before the weights changed."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that could be had now."""
+        return len(self._empty) + len(self._idle)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+    # Sharing
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Hold the blocks of the longest known prefix, whole ones, that leaves at least one token to compute."""
+        keys: list[bytes] = []
+        self.extend_keys(keys, tokens[: len(tokens) - 1])
+        blocks = self.find(keys)
+        self.hold(blocks)
+        return blocks
+
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
+        """Grow `keys`, those of the first whole blocks of `tokens`, in place to those of all of them."""
+        start, stop = len(keys) * self.block_tokens, len(tokens) - len(tokens) % self.block_tokens
+        if start < stop:
+            keys += _chain(keys[-1] if keys else _ROOT, tokens[start:stop], self.block_tokens)
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix. Nobody holds them by that."""
+        blocks: list[int] = []
+        known = self._known
+        for key in keys:
+            block = known.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_idle(self, blocks: Sequence[int]) -> int:
+        """How many of these known blocks are held by nobody."""
+        return sum(not self._num_holders[block] for block in blocks)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if not self._num_holders[block]:
+                del self._idle[block]
+            self._num_holders[block] += 1
+
+    def publish(self, tokens: Sequence[int], blocks: list[int], num_computed: int, num_published: int) -> int:
+        """Let others match the whole blocks of the first `num_computed` tokens. Returns how many blocks these are."""
+        num_whole = num_computed // self.block_tokens
+        if num_whole <= num_published:
+            return num_published
+        parent = self._keys[blocks[num_published - 1]] if num_published else _ROOT
+        new = blocks[num_published:num_whole]
+        if parent is None or not self._stale.isdisjoint(new):
+            return num_whole
+        text = tokens[num_published * self.block_tokens : num_whole * self.block_tokens]
+        for block, key in zip(new, _chain(parent, text, self.block_tokens), strict=True):
+            self._keys[block] = key
+            self._known.setdefault(key, block)
+        return num_whole
+
+    def forget(self) -> None:
+        """The weights changed: nothing computed so far is matched again. Who holds a block goes on holding it."""
+        self._stale = {block for block, num in enumerate(self._num_holders) if num}
+        self._keys = [None] * self.num_blocks
+        self._known.clear()
+        self._empty += self._idle
+        self._idle.clear()
+
+    # Room
+
+    def extend(self, blocks: list[int], num_tokens: int) -> bool:
+        """Grow `blocks` in place until they have room for so many tokens. Too few left: False, and nothing is taken."""
+        num_missing = self.num_blocks_for(num_tokens) - len(blocks)
+        if num_missing > self.num_free:
+            return False
+        for _ in range(num_missing):
+            block = self._empty.pop() if self._empty else self._evict()
+            self._num_holders[block] = 1
+            blocks.append(block)
+        return True
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        key = self._keys[block]
+        assert key is not None
+        del self._known[key]
+        self._keys[block] = None
+        return block
+
+    def release(self, blocks: list[int]) -> None:
+        """Hold these no longer; clears the list."""
+        for block in reversed(blocks):
+            self._num_holders[block] -= 1
+            if self._num_holders[block]:
+                continue
+            key = self._keys[block]
+            if key is not None and self._known.setdefault(key, block) == block:
+                self._idle[block] = None
+            else:
+                self._keys[block] = None
+                self._stale.discard(block)
+                self._empty.append(block)
+        blocks.clear()
+
+    def check(self) -> None:
+        """Derive every index again. Raises AssertionError; for tests."""
+        held = [block for block, num in enumerate(self._num_holders) if num]
+        assert min(self._num_holders, default=0) >= 0
+        assert sorted([*held, *self._empty, *self._idle]) == list(range(self.num_blocks)), "a block is in one state"
+        assert self.num_used == len(held)
+        assert all(self._keys[block] == key for key, block in self._known.items())
+        assert set(self._idle) == set(self._known.values()) - set(held), "idle is known and not held"
+        assert all(self._keys[block] is None for block in [*self._empty, *self._stale])
+        assert self._stale <= set(held)
+
+
+def _chain(parent: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """The keys of whole blocks that follow `parent`."""
+    raw = array("q", tokens).tobytes()
+    num_bytes = 8 * block_tokens
+    keys: list[bytes] = []
+    for start in range(0, len(raw), num_bytes):
+        parent = blake2b(parent + raw[start : start + num_bytes], digest_size=_KEY_BYTES).digest()
+        keys.append(parent)
+    return keys

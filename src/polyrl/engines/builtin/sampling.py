@@ -1,0 +1,87 @@
+"""Drawing the next tokens: from logits and one random number a sample, which is a function of (seed, position) alone.
+
+So a sample that moves to another worker, or runs in another batch, goes on with the same random stream. The number
+cuts the cumulative distribution: one pass over the vocabulary, and a tiny change of a logit rarely changes the token.
+
+The log-probability of the drawn token is that under the sampling temperature before truncation (top-k, top-p, min-p):
+what the policy gives it, not what the truncated one does. At temperature 0 the likeliest token is taken, and its
+log-probability is that at temperature 1.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from polyrl.wire.frames import Sampling
+
+Tensor = torch.Tensor
+_GREEDY = 1e-5
+
+
+class Draws(NamedTuple):
+    """How each row's token is drawn."""
+
+    temperatures: Tensor
+    uniforms: Tensor
+    truncated: list[tuple[int, Sampling]]
+    """Rows with top-k, top-p or min-p."""
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    """Numbers in [0, 1): splitmix64 of the seed and the position of the token in its answer."""
+    with np.errstate(over="ignore"):
+        bits = _mix(_mix(np.asarray(seeds, np.uint64)) + np.asarray(positions, np.uint64) * np.uint64(_GAMMA))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _mix(bits: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+    bits = bits + np.uint64(_GAMMA)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def plan_draws(
+    samplings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int], device: torch.device
+) -> Draws:
+    truncated = [(row, one) for row, one in enumerate(samplings) if one.top_k or one.top_p < 1.0 or one.min_p > 0.0]
+    temperatures = torch.tensor([one.temperature for one in samplings], dtype=torch.float32)
+    return Draws(temperatures.to(device), torch.from_numpy(uniforms(seeds, positions)).to(device), truncated)
+
+
+def draw(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Tokens and their log-probabilities: (rows,) each."""
+    greedy = draws.temperatures < _GREEDY
+    scaled = logits.float() / torch.where(greedy, 1.0, draws.temperatures).unsqueeze(1)
+    logprobs = torch.log_softmax(scaled, -1)
+    kept = logprobs
+    if draws.truncated:
+        kept = logprobs.clone()
+        for row, sampling in draws.truncated:
+            kept[row] = _truncate(kept[row], sampling)
+    cumulative = kept.exp().cumsum(-1, dtype=torch.float64)
+    cut = (draws.uniforms * cumulative[:, -1]).unsqueeze(1)
+    tokens = torch.searchsorted(cumulative, cut, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, scaled.argmax(-1), tokens)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities with those left out at minus infinity. The likeliest token always stays."""
+    out = logprobs
+    if sampling.top_k and sampling.top_k < out.shape[-1]:
+        least = torch.topk(out, sampling.top_k).values[-1]
+        out = out.masked_fill(out < least, float("-inf"))
+    if sampling.min_p > 0.0:
+        out = out.masked_fill(out < out.max() + np.log(sampling.min_p), float("-inf"))
+    if sampling.top_p < 1.0:
+        ordered, index = torch.sort(out, descending=True)
+        mass = torch.softmax(ordered, -1)
+        beyond = mass.cumsum(-1) - mass >= sampling.top_p
+        out = out.masked_fill(torch.zeros_like(beyond).scatter(0, index, beyond), float("-inf"))
+    return out
