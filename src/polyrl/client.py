@@ -124,7 +124,7 @@ class Fleet:
         self._reward_of = reward
         self._give_up_after_s = give_up_after_s
         self.opened: RunReply | None = None
-        """What the manager said when the run was opened, first or again."""
+        """What the manager said when the run was opened."""
         self.lines: list[StepLine] = []
         """A line for each step that was trained since we connected."""
         self.advice: tuple[int, str] | None = None
@@ -206,12 +206,9 @@ class Fleet:
     # Staying connected
 
     async def _open(self) -> None:
-        await self._reopen()
-        self._life = asyncio.create_task(self._live())
-
-    async def _reopen(self) -> None:
         request = RunRequest(protocol=frames.PROTOCOL, config=self._config, has_reward=self._reward_of is not None)
         self.opened = await self._again(lambda: self._dialer.post("/v1/run", request, RunReply))
+        self._life = asyncio.create_task(self._live())
 
     async def _close(self) -> None:
         with contextlib.suppress(TimeoutError, PolyrlError):
@@ -250,9 +247,8 @@ class Fleet:
         assert self.opened is not None
         try:
             self._socket = await self._dialer.stream("/v1/trainer", self.opened.session, frames.MAX_TRAINER_FRAME_BYTES)
-        except SessionOver:
-            await self._reopen()
-            return
+        except SessionOver as error:  # a manager forgets no session by itself; opening again would end the other's
+            raise UserError(f"{self._dialer.url}: another trainer has opened the run, or it is another run") from error
         try:
             await self._socket.send_bytes(frames.encode(frames.TrainerHello(self._reward_of is not None)))
             self._greeted = True

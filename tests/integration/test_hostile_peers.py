@@ -35,6 +35,7 @@ from tests.integration.live import (
 
 from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
+from polyrl.errors import UserError
 from polyrl.manager.service import Service
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
 from polyrl.manager.status import status
@@ -375,6 +376,23 @@ def test_a_worker_whose_name_is_taken_over_is_told_and_does_not_come_back(tmp_pa
                 note_prompts(live, prompts)
                 check_right(await playing, prompts)
                 assert live.service.executor.lives == {"honest": 2}
+
+    run(scenario())
+
+
+def test_a_worker_that_was_away_when_its_name_was_taken_over_does_not_take_it_back(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live) as old, Peer(live) as new:
+            await old.join()
+            await new.enter()
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await old.dial()
+            assert refused.value.status == 409
+            async with Dialer(live.url, live.token("worker")) as dialer:
+                with pytest.raises(UserError, match="another process joined under this name"):
+                    await dialer.stream("/v1/worker", old.session, 1 << 20)
+            assert is_connected(live, "mallory")
+            assert live.refused == {"taken_over": 2}
 
     run(scenario())
 

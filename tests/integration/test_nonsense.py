@@ -35,6 +35,8 @@ from polyrl.wire.control import JoinRequest, RunRequest
 ALL: Any = list(HealthCheck)
 QUIET = settings(deadline=None, derandomize=True, suppress_health_check=ALL, print_blob=False, database=None)
 
+ENDED = ("generated", "scoring", "scored")
+
 # Frames, true or not
 
 
@@ -48,9 +50,8 @@ offsets = mostly(small, 0xFFFFFFFF)
 versions = mostly(st.integers(0, 3), -1, 9)
 names = st.sampled_from([WorkerName(f"w{number}") for number in range(3)])
 reasons: st.SearchStrategy[frames.EndReason] = st.sampled_from(
-    ("stop", "length", "handed_over", "engine_failed", "refused")
+    ("stop", "stop", "stop", "length", "handed_over", "engine_failed", "refused")
 )
-mostly_stop: st.SearchStrategy[frames.EndReason] = st.one_of(st.just("stop"), reasons)
 words = st.sampled_from(["", "a reason", "\u00fc" * 2000])
 naturals = mostly(small, 1 << 62)
 logprobs = st.one_of(*[st.just(-1.0)] * 9, st.floats(width=32))
@@ -257,7 +258,7 @@ class Talk(RuleBasedStateMachine):
             if count:
                 rows.append((lease, has - repeated, count + repeated, worker.version))
             if data.draw(st.booleans()) and has + count:
-                ends.append(frames.Ended(lease, has + count, data.draw(mostly_stop)))
+                ends.append(frames.Ended(lease, has + count, data.draw(reasons)))
         num = sum(row[2] for row in rows)
         return pack(rows, [worker.seat] * num, [-1.0] * num, ends)
 
@@ -387,7 +388,7 @@ class Talk(RuleBasedStateMachine):
             assert sample.lease == 0 and sample.num_tokens == 0
             return
         assert text.num_tokens <= self.desk.max_new_tokens
-        if sample.state in ("generated", "scoring", "scored"):
+        if sample.state in ENDED:
             assert text.num_tokens == sample.num_tokens > 0
             assert text.finish in ("stop", "length")
         if sample.state != "discarded":
@@ -405,15 +406,18 @@ def what_is_kept(executor: Executor) -> dict[str, Any]:
     """What a restart must not change: who has what, and the text of all that somebody may still ask for."""
     assert executor.scheduler is not None
     desk, payload = executor.scheduler.desk, executor.payload
-    wanted = [one for one in payload.texts if one in desk.samples and desk.samples[one].state != "discarded"]
+    texts = {one: payload.sample_text(one) for one in payload.texts if one in desk.samples}
+    ended = [one for one in texts if desk.samples[one].state in ENDED]
+    running = [one for one in texts if desk.samples[one].state in ("waiting", "leased", "stopping")]
     return {
         "leases": {lease: sample.id for lease, sample in desk.leases.items()},
         "samples": {one: (sample.state, sample.num_tokens) for one, sample in desk.samples.items()},
         "groups": {one: group.state for one, group in desk.groups.items()},
         "prompts": dict(payload.prompts),
-        "texts": {one: payload.sample_text(one) for one in wanted},
+        "answers": {one: texts[one] for one in ended},
+        "beginnings": {one: (texts[one].cells, texts[one].segments) for one in running},
     }
 
 
 TestTalk = Talk.TestCase
-TestTalk.settings = settings(QUIET, max_examples=60, stateful_step_count=40)
+TestTalk.settings = settings(QUIET, max_examples=150, stateful_step_count=50)

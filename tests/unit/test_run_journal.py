@@ -180,6 +180,12 @@ def cuts(run_dir: Path, whole: Path, lengths: Iterable[int]) -> Iterator[Path]:
         yield copy
 
 
+def of_a_beginning(path: Path) -> list[int]:
+    """Lengths to cut a long beginning at: every byte of its first line and its frame, some of the rest."""
+    size = path.stat().st_size
+    return [*range(60), *range(60, size - 20, 1 + size // 40), *range(size - 20, size)]
+
+
 def goes_on(run_dir: Path, settings: JournalSettings = WHOLE) -> None:
     """A manager that goes on from here can write, and the one after it reads it."""
     journal = RunJournal(run_dir, settings)
@@ -227,12 +233,12 @@ def test_payload_that_was_cut_at_any_byte_is_cut_off_and_the_run_goes_on(tmp_pat
         goes_on(copy)
 
 
-def test_a_first_file_of_events_that_was_cut_at_any_byte_of_its_beginning_is_no_run_yet(tmp_path):
+def test_a_first_file_of_events_that_was_cut_in_its_beginning_is_no_run_yet(tmp_path):
     journal = RunJournal(tmp_path / "run", WHOLE)
     journal.begin()
     journal.begin_events(small_config(), ABOUT)
     (path,) = files(tmp_path / "run", EVENTS)
-    for copy in cuts(tmp_path / "run", path, range(path.stat().st_size)):
+    for copy in cuts(tmp_path / "run", path, of_a_beginning(path)):
         found, payload = recovered(copy)
         assert (found.scheduler, payload, files(copy, EVENTS)) == (None, [], [])
     for copy in cuts(tmp_path / "run", path, [0, 10, path.stat().st_size - 1]):
@@ -250,8 +256,7 @@ def test_a_file_of_events_that_was_cut_in_its_beginning_leaves_the_one_before(tm
     run = started(tmp_path / "run", TINY)
     run.until_events_are_in_a_new_file()
     path = files(run.run_dir, EVENTS)[-1]
-    size = path.stat().st_size
-    for copy in cuts(run.run_dir, path, [*range(100), *range(100, size - 20, 997), *range(size - 20, size)]):
+    for copy in cuts(run.run_dir, path, of_a_beginning(path)):
         found, _ = recovered(copy, TINY)
         assert (state_of(found.scheduler), found.now) == (run.scheduler.save(), run.now)
         assert not (copy / LIVE_FOLDER / path.name).exists()

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
 def _show(status: "Status") -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    # What workers say of themselves is text, whatever it looks like: no markup.
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     paused = ", paused" if status.paused else ""
     run = "no run is open" if status.run == "none" else f"run open for {_span(status.now_s)}{paused}"
     version = "none published" if status.published < 0 else f"version {status.published}"

@@ -68,6 +68,8 @@ class Executor:
         self.payload = Payload()
         self.workers: dict[WorkerName, WorkerSession] = {}
         self.lives: dict[WorkerName, Incarnation] = {}
+        self.taken_over: set[str] = set()
+        """Sessions whose name another process has now: were they to join again, the two would take turns."""
         self.trainer: TrainerSession | None = None
         self.refused: Counter[str] = Counter()
         self.num_tokens = 0
@@ -301,6 +303,8 @@ class Executor:
 
     def join(self, request: JoinRequest) -> JoinReply:
         name = WorkerName(request.name)
+        if name in self.workers:
+            self.taken_over.add(self.workers[name].key)
         self._forget(name, "another process joined under its name", rejoin=False)
         incarnation = Incarnation(self.lives.get(name, 0) + 1)
         self.lives[name] = incarnation

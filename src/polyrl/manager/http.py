@@ -259,6 +259,8 @@ class Front:
     async def _worker(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
         session = await self._service.ask(lambda executor: executor.find_worker(key))
+        if session is None and key in self._service.executor.taken_over:
+            raise _BadRequest(409, "taken_over", "another process joined under its name")
         if session is None:
             raise _BadRequest(410, "session", "that session is over: join again")
         return await self._stream(request, session, frames.MAX_WORKER_FRAME_BYTES)

@@ -23,7 +23,7 @@ _ERRORS = {
     403: "It is a worker's token; the admin token may do this.",
     404: "There is no worker of that name.",
     408: "The body did not come within `limits.request_timeout_s`.",
-    409: "It does not fit the state: another protocol, another configuration, no run.",
+    409: "It does not fit the state: another protocol, another configuration, no run, a name that is another's now.",
     410: "The session is over: join, or open the run, again.",
     413: "The body is larger than `limits.max_body_mb`.",
     429: "Too many joins from this address; try again in a second.",
@@ -107,7 +107,7 @@ def _paths() -> Schema:
         "/v1/workers/{name}/drain": {"post": _drain()},
         "/v1/pause": {"post": _pausing("pause", "Give no more leases; running ones go on.", paused=True)},
         "/v1/resume": {"post": _pausing("resume", "Give leases again.", paused=False)},
-        "/v1/worker": {"get": _stream("worker_stream", "A worker's stream of frames.", errors=(400, 401, 410))},
+        "/v1/worker": {"get": _stream("worker_stream", "A worker's stream of frames.", errors=(400, 401, 409, 410))},
         "/v1/trainer": {
             "get": _stream("trainer_stream", "The trainer's stream of frames.", errors=(400, 401, 403, 410))
         },

@@ -9,6 +9,7 @@ from polyrl.scheduling.parameters import SchedulerConfig
 
 WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 """Python's `$` also matches before a last newline; elsewhere the end of the pattern says nothing new."""
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$(?!\n)"
 SESSION_HEADER = "X-PolyRL-Session"
 DEFAULT_PORT = 5000
 
@@ -18,8 +19,8 @@ class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: Annotated[str, Meta(pattern=WORKER_NAME)]
     protocol: Annotated[int, Meta(ge=0)]
-    engine: Annotated[str, Meta(max_length=64)]
-    model: Annotated[str, Meta(max_length=256)] = ""
+    engine: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+    model: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)] = ""
     slots: Annotated[int, Meta(ge=1, le=1_000_000)]
     spot: bool = False
     num_devices: Annotated[int, Meta(ge=1, le=4096)] = 1

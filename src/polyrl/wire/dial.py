@@ -91,6 +91,8 @@ class Dialer:
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 410:
                 raise SessionOver("the manager has given this session up") from error
+            if error.status == 409:
+                raise UserError(f"{self.url}: another process joined under this name") from error
             self._check(error.status, b"")
             raise self._unreachable(error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -65,8 +65,8 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    step: Step | None = None,
-    paged: PagedKeysAndValues | None = None,
+    step: Any = None,
+    paged: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim)."""
@@ -76,6 +76,14 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = paged.keys[layer], paged.values[layer]
+    if not isinstance(step, Step):
+        from polyrl.engines.builtin import cuda
+
+        if softcap is not None:
+            raise RuntimeError("soft-capped attention runs on the CPU only")
+        its = (one[0].transpose(0, 1) for one in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return cuda.attend(*its, keys, values, step, scale, sliding_window).unsqueeze(0), None
     keys.index_copy_(0, step.slots, key[0].transpose(0, 1))
     values.index_copy_(0, step.slots, value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)

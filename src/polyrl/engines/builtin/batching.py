@@ -8,9 +8,10 @@ A running sequence decodes when only its newest token is to be computed, and pre
 
 Rules it keeps:
 - All that decode are in every step. Prefills share `max_chunk_tokens` more, in order of admission.
-- Waiting sequences are admitted in order, when there is prefill left in the step and blocks for all their tokens, beside
-  one more for each that runs already. Blocks for prefill are taken at admission, so only decoding can run out of them.
-- One that waits is passed over while a running sequence prefills the next block that it needs: it finds it cached later.
+- Waiting sequences are admitted in order, when there is prefill left in the step and blocks for all their tokens and
+  the next, beside one for each that runs already: nobody is preempted at once. Blocks for the whole prefill are taken
+  at admission, so only decoding can run out of them.
+- One that waits is passed over while a running sequence prefills the next block that it needs: it will find it cached.
 - Out of blocks, the newest is preempted: it waits first in line and is computed again. The oldest never is, so that
   whatever fits the cache alone comes to its end.
 
@@ -62,7 +63,7 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  nobody counts in a chunk
     samples: bool
 
 
@@ -89,7 +90,7 @@ class Batching:
         return self._cache.num_blocks_for(num_tokens) <= self._cache.num_blocks
 
     def add(self, sequence: Sequence) -> None:
-        """It waits from now on. It must fit the cache alone."""
+        """It waits from now on. It must have fewer than `max_total` tokens, and these must fit the cache alone."""
         self._cache.extend_keys(sequence.keys, sequence.tokens)
         self._waiting[sequence.lease] = sequence
 
@@ -105,6 +106,18 @@ class Batching:
     def append(self, sequence: Sequence, token: int) -> None:
         """A token was drawn: it is computed in a later step."""
         sequence.tokens.append(token)
+
+    def reserve(self, num_tokens: int) -> bool:
+        """Room for so many more tokens of every one that runs, or for none. Nobody is preempted for it."""
+        cache = self._cache
+        needed = [
+            (one.blocks, len(one.tokens) + num_tokens - 1)
+            for one in self._running.values()
+            if cache.num_blocks_for(len(one.tokens) + num_tokens - 1) > len(one.blocks)
+        ]
+        if sum(cache.num_blocks_for(num) - len(blocks) for blocks, num in needed) > cache.num_free:
+            return False
+        return all(cache.extend(blocks, num) for blocks, num in needed)
 
     # Steps
 
@@ -176,14 +189,14 @@ class Batching:
         for sequence in self._waiting.values():
             if not budget or self.num_running == self._max_running:
                 break
-            cached = self._cache.find(sequence.keys[: (len(sequence.tokens) - 1) // self._cache.block_tokens])
-            missing = sequence.keys[len(cached) :]
-            if missing and missing[0] in under_way:
+            usable = sequence.keys[: (len(sequence.tokens) - 1) // self._cache.block_tokens]
+            cached = self._cache.find(usable)
+            if len(cached) < len(usable) and usable[len(cached)] in under_way:
                 continue
             if not self._take_blocks(sequence, cached):
                 break
             self._running[sequence.lease] = sequence
-            under_way.update(missing)
+            under_way.update(sequence.keys[len(cached) :])
             chunks.append(_chunk(sequence, budget))
             budget -= chunks[-1].count
         for chunk in chunks:
@@ -191,9 +204,9 @@ class Batching:
         return chunks
 
     def _take_blocks(self, sequence: Sequence, cached: list[int]) -> bool:
-        """Take what is cached and room for the rest, if that leaves a block for each that runs."""
+        """Take what is cached and room for the rest, if there is room for a token more, and a block for each other."""
         cache = self._cache
-        num_new = cache.num_blocks_for(len(sequence.tokens)) - len(cached) + cache.num_idle(cached)
+        num_new = cache.num_blocks_for(len(sequence.tokens) + 1) - len(cached) + cache.num_idle(cached)
         if num_new + self.num_running > cache.num_free:
             return False
         cache.hold(cached)

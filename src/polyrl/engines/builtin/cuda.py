@@ -8,7 +8,8 @@ Drawing reads the logits twice: once for the maximum and the sum of every stretc
 stretch that the random number falls into.
 """
 
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,10 @@ import triton.language as tl
 
 Tensor = torch.Tensor
 
+GREEDY = 1e-5
+"""A lower temperature takes the likeliest token."""
+EVERYTHING = 1 << 30
+"""A window that leaves nothing out."""
 STRETCH = 4096
 """Tokens of the vocabulary that one program sums."""
 
@@ -51,7 +56,9 @@ def _decode_kernel(
     rows, dims, within = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, BLOCK)
     heads = head * GROUP + rows
     asked = tl.load(
-        query + (sample * NUM_KV * GROUP + heads)[:, None] * DIM + dims[None, :], mask=(rows < GROUP)[:, None], other=0.0
+        query + (sample * NUM_KV * GROUP + heads)[:, None] * DIM + dims[None, :],
+        mask=(rows < GROUP)[:, None],
+        other=0.0,
     )
     best = tl.full((ROWS,), -1.0e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -97,6 +104,116 @@ def num_splits(num_samples: int, num_kv: int, num_processors: int) -> int:
     return splits
 
 
+class BlockedKeysAndValues:
+    """The cache's memory on a GPU, a block at a time. One block more than is given out takes what nobody wants."""
+
+    def __init__(
+        self, num_layers: int, num_blocks: int, num_heads: int, block_tokens: int, dim: int, like: Tensor
+    ) -> None:
+        shape = (num_blocks + 1, num_heads, block_tokens, dim)
+        self.scratch_block = num_blocks
+        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
+
+
+class DecodeStep(NamedTuple):
+    """One token of each sample. All of it lies at fixed places, for a graph."""
+
+    slots: Tensor
+    tables: Tensor
+    lengths: Tensor
+    splits: int
+
+
+class PrefillStep(NamedTuple):
+    """Chunks of several samples in a row, and where the tokens of their contexts are."""
+
+    slots: Tensor
+    blocks: Tensor
+    """Of every context token, chunk after chunk."""
+    within: Tensor
+    first_rows: Tensor
+    first_contexts: Tensor
+    longest_rows: int
+    longest_context: int
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: DecodeStep | PrefillStep,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """query (rows, heads, dim), key and value (rows, kv heads, dim)."""
+    if isinstance(step, DecodeStep):
+        wide = EVERYTHING if window is None else window
+        return paged_decode(
+            query, key, value, keys, values, step.slots, step.tables, step.lengths, scale, wide, step.splits
+        )
+    num, num_kv, dim = key.shape
+    key, value = key.contiguous(), value.contiguous()
+    _write_kernel[(num, num_kv)](
+        key, value, keys, values, step.slots, key.stride(0), value.stride(0),
+        NUM_KV=num_kv, DIM=dim, BLOCK=keys.shape[2], num_warps=1,
+    )  # fmt: skip
+    groups = query.shape[1] // num_kv
+    its_keys = keys[step.blocks, :, step.within].repeat_interleave(groups, 1)
+    its_values = values[step.blocks, :, step.within].repeat_interleave(groups, 1)
+    if query.dtype == torch.float32:  # flash attention has none; correct, a chunk at a time
+        return _one_by_one(query, its_keys, its_values, step, scale, window)
+    return _varlen(
+        query.contiguous(), its_keys, its_values, step.first_rows, step.first_contexts, step.longest_rows,
+        step.longest_context, scale, window,
+    )  # fmt: skip
+
+
+def _one_by_one(
+    query: Tensor, keys: Tensor, values: Tensor, step: PrefillStep, scale: float, window: int | None
+) -> Tensor:
+    rows, contexts = step.first_rows.tolist(), step.first_contexts.tolist()
+    parts: list[Tensor] = []
+    for row, next_row, at, next_at in zip(rows, rows[1:], contexts, contexts[1:], strict=False):
+        num, total = next_row - row, next_at - at
+        behind = torch.arange(total - num, total, device=query.device).unsqueeze(1)
+        behind = behind - torch.arange(total, device=query.device)
+        mask = (behind >= 0) & (behind < (EVERYTHING if window is None else window))
+        its = (one.transpose(0, 1) for one in (query[row:next_row], keys[at:next_at], values[at:next_at]))
+        out = torch.nn.functional.scaled_dot_product_attention(*its, attn_mask=mask, scale=scale)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _varlen(
+    query: Tensor, keys: Tensor, values: Tensor, first_rows: Tensor, first_contexts: Tensor,
+    longest_rows: int, longest_context: int, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        left = -1 if window is None else window - 1
+        return varlen_attn(
+            query, keys, values, first_rows, first_contexts, longest_rows, longest_context, scale=scale,
+            window_size=(left, 0),
+        )  # fmt: skip
+    if window is not None:
+        raise RuntimeError("sliding windows need a newer torch on a GPU")
+    default = query.shape[-1] ** -0.5
+    return varlen_attn(  # an older torch has its own scale
+        query * (scale / default),
+        keys,
+        values,
+        first_rows,
+        first_contexts,
+        longest_rows,
+        longest_context,
+        is_causal=True,
+    )
+
+
 @torch.library.custom_op("polyrl::paged_decode", mutates_args=("keys", "values"))
 def paged_decode(
     query: Tensor,
@@ -116,7 +233,17 @@ def paged_decode(
     num_kv, block = keys.shape[1], keys.shape[2]
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     _write_kernel[(num, num_kv)](
-        key, value, keys, values, slots, key.stride(0), value.stride(0), NUM_KV=num_kv, DIM=dim, BLOCK=block, num_warps=1
+        key,
+        value,
+        keys,
+        values,
+        slots,
+        key.stride(0),
+        value.stride(0),
+        NUM_KV=num_kv,
+        DIM=dim,
+        BLOCK=block,
+        num_warps=1,
     )
     group = num_heads // num_kv
     parts = torch.empty((num, num_heads, splits, dim), dtype=torch.float32, device=query.device)
@@ -164,14 +291,15 @@ def _stretch_kernel(logits, temperatures, best, total, stride, vocab, NUM: tl.co
 
 @triton.jit
 def _pick_kernel(
-    logits, temperatures, chosen, target, base, logsum, tokens, logprobs, stride, vocab, STRETCH: tl.constexpr
+    logits, temperatures, greedy, chosen, target, base, logsum, tokens, logprobs, stride, vocab, STRETCH: tl.constexpr
 ):  # fmt: skip
-    """The first token of the chosen stretch at which the sum passes the target."""
+    """The first token of the chosen stretch at which the sum passes the target; the likeliest, if that is wanted."""
     row = tl.program_id(0)
     at = tl.load(chosen + row) * STRETCH + tl.arange(0, STRETCH)
     temperature = tl.load(temperatures + row)
     x = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
     passed = tl.cumsum(tl.exp(x - tl.load(base + row)), 0) > tl.load(target + row)
+    passed = tl.where(tl.load(greedy + row), x == tl.max(x, 0), passed)
     beyond = tl.where(passed, at, vocab)
     last = tl.max(tl.where(at < vocab, at, 0), 0)
     token = tl.minimum(tl.min(beyond, 0), last)
@@ -181,8 +309,10 @@ def _pick_kernel(
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """As sampling.draw without truncation, for temperatures above 0: (tokens, log-probabilities)."""
+    """As sampling.draw without truncation: (tokens, log-probabilities)."""
     num, vocab = logits.shape
+    greedy = temperatures < GREEDY
+    temperatures = torch.where(greedy, 1.0, temperatures)
     stretches = triton.cdiv(vocab, STRETCH)
     best = torch.empty((num, stretches), dtype=torch.float32, device=logits.device)
     total = torch.empty_like(best)
@@ -195,13 +325,14 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor
     whole = cumulative[:, -1]
     cut = uniforms * whole
     chosen = torch.searchsorted(cumulative, cut.unsqueeze(1), right=True).squeeze(1).clamp_(max=stretches - 1)
+    chosen = torch.where(greedy, best.argmax(1), chosen)
     before = torch.where(chosen > 0, cumulative.gather(1, (chosen - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
     tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(num, dtype=torch.float32, device=logits.device)
     target = (cut - before).float()
     logsum = (top + whole.log()).float()
     _pick_kernel[(num,)](
-        logits, temperatures, chosen, target, top, logsum, tokens, logprobs, logits.stride(0), vocab,
+        logits, temperatures, greedy, chosen, target, top, logsum, tokens, logprobs, logits.stride(0), vocab,
         STRETCH=STRETCH, num_warps=8,
     )  # fmt: skip
     return tokens, logprobs

@@ -18,14 +18,19 @@ from msgspec import Meta, Struct
 from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.engines.engine import Capabilities, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Version
 
 if TYPE_CHECKING:
+    from polyrl.engines.builtin.cuda_runner import CudaRunner
     from polyrl.engines.builtin.models import Loaded
     from polyrl.engines.builtin.runner import Drawn, Runner
 
 log = logging.getLogger("polyrl.engines.builtin")
 
+MAX_BURST = 8
+"""Steps on a GPU without a look at what they brought."""
+_SEED_BITS = (1 << 63) - 1
 _STOP_TAIL_TOKENS = 32
 """A stop string is looked for in the text of this many last tokens."""
 
@@ -46,6 +51,8 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Prompt and answer together; none: what the model can."""
     threads: Annotated[int, Meta(ge=1, le=256)] = 1
     """Of the CPU. Two on a busy machine have been seen to be 20 times slower than one."""
+    compile: bool = True
+    """On a GPU: compile the layers, which takes a while at the start. Off: slower, ready at once."""
     after_install: Literal["keep", "recompute"] = "recompute"
     """What becomes of the cache of running samples when weights change."""
     version: Annotated[int, Meta(ge=0)] | None = 0
@@ -64,17 +71,27 @@ class _Answer:
 
 
 class BuiltinEngine:
-    """`loaded` shares a model that is there already, as a trainer's is; otherwise it is read from the directory."""
+    """`loaded` shares a model that is there already, as a trainer's is; otherwise it is read from the directory.
+
+    Raises ConfigError for a cache without a single block.
+    """
 
     def __init__(self, config: BuiltinConfig, loaded: "Loaded | None" = None) -> None:
+        if config.kv_tokens < config.block_tokens:
+            raise ConfigError(
+                f"kv_tokens: got {config.kv_tokens}, expected at least block_tokens={config.block_tokens}"
+            )
         self._config = config
         self._loaded = loaded
-        self._runner: Runner | None = None
+        self._runner: Runner | CudaRunner | None = None
+        self._cuda: CudaRunner | None = None
         self._cache = KvCache(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._batch = Batching(self._cache, config.slots, config.chunk_tokens)
         self._version = None if config.version is None else Version(config.version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
         self._sink: Sink | None = None
+        self._given: dict[LeaseId, Job] = {}
+        """Jobs that were not looked at yet."""
         self._task: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
         self._between_steps = asyncio.Lock()
@@ -98,7 +115,11 @@ class BuiltinEngine:
             model=loaded.name,
             slots=self._config.slots,
             kv_tokens=self._cache.num_blocks * self._cache.block_tokens,
-            capabilities=Capabilities(seeds_survive_moves=True, keeps_running_over_install=True, stop_strings=True),
+            capabilities=Capabilities(
+                seeds_survive_moves=True,
+                keeps_running_over_install=True,
+                stop_strings=self._tokenizer is not None,
+            ),
             version=self._version,
         )
 
@@ -109,9 +130,23 @@ class BuiltinEngine:
         from polyrl.engines.builtin.runner import Runner
 
         torch.set_num_threads(self._config.threads)
+        config, cache = self._config, self._cache
         if self._loaded is None:
-            self._loaded = models.load(self._config.model, self._config.dtype, self._config.device)
-        self._runner = Runner(self._loaded, self._cache.num_blocks, self._cache.block_tokens)
+            self._loaded = models.load(config.model, config.dtype, config.device)
+        self._tokenizer = models.find_tokenizer(config.model)
+        if not config.device.startswith("cuda"):
+            self._runner = Runner(self._loaded, cache.num_blocks, cache.block_tokens)
+            return
+        from polyrl.engines.builtin.cuda_runner import CudaRunner
+
+        self._runner = self._cuda = CudaRunner(
+            self._loaded,
+            cache.num_blocks,
+            cache.block_tokens,
+            config.slots,
+            self._max_context,
+            compile_layers=config.compile,
+        )
 
     async def close(self) -> None:
         self._is_closed = True
@@ -126,10 +161,12 @@ class BuiltinEngine:
     def generate(self, job: Job) -> None:
         if self._is_closed:
             return
-        asyncio.get_running_loop().call_soon(self._admit, job)
+        self._given[job.lease] = job
+        asyncio.get_running_loop().call_soon(self._admit, job.lease)
 
-    def _admit(self, job: Job) -> None:
-        if self._is_closed or self._sink is None or self._loaded is None:
+    def _admit(self, lease: LeaseId) -> None:
+        job = self._given.pop(lease, None)
+        if job is None or self._is_closed or self._sink is None or self._loaded is None:
             return
         why_not = self._why_not(job)
         if why_not:
@@ -137,12 +174,12 @@ class BuiltinEngine:
             return
         sampling = job.sampling
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._loaded.end_ids)
-        if job.so_far and job.so_far[-1] in ends:  # its end was made already, and not heard of
-            self._sink.ended(job.lease, "stop")
-            return
         longest = min(len(job.prompt) + job.max_tokens, self._max_context)
         sequence = Sequence(job.lease, [*job.prompt, *job.so_far], longest)
-        sequence.data = _Answer(job, ends)
+        sequence.data = answer = _Answer(job, ends)
+        if job.so_far and (job.so_far[-1] in ends or self._has_stop_string(sequence, answer)):
+            self._sink.ended(job.lease, "stop")  # its end was made already, and not heard of
+            return
         self._batch.add(sequence)
         self._work.set()
 
@@ -163,6 +200,8 @@ class BuiltinEngine:
             return "the prompt is empty"
         if job.max_tokens <= len(job.so_far):
             return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+        if job.sampling.stop and self._tokenizer is None:
+            return f"stop strings need a tokenizer, and there is none in {self._config.model}; give stop ids"
         for tokens in (job.prompt, job.so_far):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
                 return f"token ids go from 0 to {vocab - 1}; got {min(tokens)} to {max(tokens)}"
@@ -174,12 +213,17 @@ class BuiltinEngine:
         return ""
 
     async def abort(self, lease: LeaseId) -> None:
+        self._given.pop(lease, None)
         async with self._between_steps:
             self._batch.remove(lease)
 
     # Weights
 
     async def install(self, weights: Weights) -> None:
+        """Who stops waiting stops nothing: weights that are copied already have their version written down."""
+        await asyncio.shield(asyncio.ensure_future(self._install(weights)))
+
+    async def _install(self, weights: Weights) -> None:
         async with self._between_steps:
             if self._runner is None or self._is_closed:
                 raise EngineError("the engine does not run")
@@ -221,6 +265,8 @@ class BuiltinEngine:
             return "the engine is closed"
         if self._task is None:
             return "the engine has not started"
+        if self._trouble is None and self._task.done():
+            return f"the engine's loop ended: {self._task.exception()!r}"
         return self._trouble
 
     async def _run_for_ever(self, sink: Sink) -> None:
@@ -233,14 +279,27 @@ class BuiltinEngine:
                     if not chunks:
                         self._work.clear()
                         continue
-                    drawn = await loop.run_in_executor(self._thread, self._step, chunks)
+                    num_steps = self._burst(chunks)
+                    drawn = await loop.run_in_executor(self._thread, self._step, chunks, num_steps)
                     self._take_in(chunks, drawn, sink)
                 await asyncio.sleep(0)
         except RuntimeError as error:  # torch's own: out of memory, a device that is gone
             self._trouble = f"a step failed: {str(error).splitlines()[0]}"
             log.exception("a step failed")
 
-    def _step(self, chunks: list[Chunk]) -> "Drawn":
+    def _burst(self, chunks: list[Chunk]) -> int:
+        """How many steps run before we look again: several on a GPU, while all that run only decode. 0: no graph."""
+        if self._cuda is None or not all(samples and count == 1 for _, _, count, samples in chunks):
+            return 0
+        for sequence, _, _, _ in chunks:
+            sampling = sequence.data.job.sampling
+            if sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+                return 0
+        left = min(sequence.max_total - len(sequence.tokens) for sequence, _, _, _ in chunks)
+        wanted = max(1, min(MAX_BURST, left))
+        return wanted if self._batch.reserve(wanted) else 1
+
+    def _step(self, chunks: list[Chunk], num_steps: int) -> "list[Drawn]":
         from polyrl.engines.builtin.runner import Wanted
 
         assert self._runner is not None
@@ -248,24 +307,39 @@ class BuiltinEngine:
         for sequence, _, _, samples in chunks:
             if samples:
                 job: Job = sequence.data.job
-                wanted.append(Wanted(job.sampling, job.seed, len(sequence.tokens) - len(job.prompt)))
-        return self._runner.run(chunks, wanted)
+                wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(sequence.tokens) - len(job.prompt)))
+        if self._cuda is not None and num_steps:
+            return self._cuda.run_burst(chunks, wanted, num_steps)
+        return [self._runner.run(chunks, wanted)]
 
-    def _take_in(self, chunks: list[Chunk], drawn: "Drawn", sink: Sink) -> None:
+    def _take_in(self, chunks: list[Chunk], drawn: "list[Drawn]", sink: Sink) -> None:
+        """Each sample's new tokens, at once. What was drawn after an answer's end is thrown away."""
         assert self._version is not None
         self._batch.computed(chunks)
-        rows = zip(drawn.tokens, drawn.logprobs, strict=True)
-        for sequence, _, _, samples in chunks:
+        row = 0
+        for sequence, start, _, samples in chunks:
             if not samples:
                 continue
-            token, logprob = next(rows)
-            answer: _Answer = sequence.data
+            tokens = [one.tokens[row] for one in drawn]
+            logprobs = [one.logprobs[row] for one in drawn]
+            row += 1
+            num, reason = self._append(sequence, tokens)
+            sink.tokens(sequence.lease, tokens[:num], logprobs[:num], self._version)
+            if reason is not None:
+                self._end(sequence, reason, sink)
+            elif num > 1:
+                self._batch.computed([Chunk(sequence, start + 1, num - 1, True)])
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Literal["stop", "length"] | None]:
+        """Add tokens up to the answer's end: how many, and which end it was."""
+        answer: _Answer = sequence.data
+        for num, token in enumerate(tokens, 1):
             self._batch.append(sequence, token)
-            sink.tokens(sequence.lease, (token,), (logprob,), self._version)
             if token in answer.ends or self._has_stop_string(sequence, answer):
-                self._end(sequence, "stop", sink)
-            elif len(sequence.tokens) >= sequence.max_total:
-                self._end(sequence, "length", sink)
+                return num, "stop"
+            if len(sequence.tokens) >= sequence.max_total:
+                return num, "length"
+        return len(tokens), None
 
     def _end(self, sequence: Sequence, reason: Literal["stop", "length"], sink: Sink) -> None:
         self._batch.remove(sequence.lease)
@@ -275,10 +349,6 @@ class BuiltinEngine:
         stops = answer.job.sampling.stop
         if not stops:
             return False
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model, local_files_only=True)
         start = max(len(answer.job.prompt), len(sequence.tokens) - _STOP_TAIL_TOKENS)
         text = self._tokenizer.decode(sequence.tokens[start:])
         return any(stop in text for stop in stops)

@@ -8,7 +8,8 @@ A block has room for the keys and values of `block_tokens` tokens. It is in one 
 Rules it keeps:
 - A block's key is a 128-bit hash of its tokens and of its parent's key, so that it stands for the whole text up to the
   block's end. Two texts never share a block, short of a collision of BLAKE2b.
-- Only whole, computed blocks get a key, each once. Of two equal blocks others match the first; when it is gone, the second.
+- Only whole, computed blocks get a key, each once. Of two equal blocks others match the first; once it is evicted, the
+  second, as soon as that is idle.
 - What is held when the weights change gets no key any more, nor does what is computed after it: it mixes two versions.
 - Idle blocks are evicted the longest unused first, and of one sequence from its end.
 

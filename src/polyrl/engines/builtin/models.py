@@ -1,14 +1,22 @@
 """Which models run, and loading one from a Hugging Face directory. What does not is refused by name."""
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from polyrl.engines.builtin import attention
 from polyrl.engines.engine import EngineError
+
+log = logging.getLogger("polyrl.engines.builtin")
 
 ARCHITECTURES = frozenset(
     {
@@ -26,6 +34,8 @@ ARCHITECTURES = frozenset(
 )
 """Standard decoders: their attention goes through transformers' interface, with nothing else that keeps state."""
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,41 +50,77 @@ class Loaded(NamedTuple):
     end_ids: frozenset[int]
 
 
+_REFUSALS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError, SafetensorError)
+"""What transformers raises for a directory that it cannot load."""
+
+
 def load(folder: str, dtype: str, device: str) -> Loaded:
     """Raises EngineError, in a line that names the directory."""
-    path = Path(folder)
-    if not (path / "config.json").is_file():
+    _check_config(folder)
+    attention.register()
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except _REFUSALS as error:
+            raise EngineError(f"{folder}: its config.json cannot be used: {_line(error)}") from error
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                dtype=DTYPES[dtype],
+                attn_implementation=attention.NAME,
+                output_loading_info=True,
+            )
+        except _REFUSALS as error:
+            raise EngineError(f"{folder}: its weights cannot be loaded: {_line(error)}") from error
+    model, report = loaded
+    _check_tensors(folder, report)
+    try:
+        model = model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineError(f"device {device} cannot be used: {_line(error)}") from error
+    return describe(model.eval(), folder)
+
+
+def _check_config(folder: str) -> None:
+    """Say in our own words what is wrong with a directory, where it can be seen before transformers looks."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
         raise EngineError(f"{folder}: no config.json there; expected a Hugging Face model directory")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise EngineError(f"{folder}: its config.json cannot be read: {_first_line(error)}") from error
-    check_architecture(folder, config)
-    attention.register()
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{folder}: its config.json cannot be read: {_line(error)}") from error
+    if not isinstance(config, dict):
+        raise EngineError(f"{folder}: its config.json holds no object")
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "a model without a named architecture"
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(one.removesuffix("ForCausalLM") for one in ARCHITECTURES))
+        raise EngineError(f"{folder}: {name} is not supported; supported are {known}")
+    if config.get("quantization_config") is not None:
+        raise EngineError(f"{folder}: quantised weights are not supported")
+
+
+def find_tokenizer(folder: str) -> Any:
+    """The directory's tokenizer; None when there is none, or none that can be used."""
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
+        return None
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            dtype=DTYPES[dtype],
-            attn_implementation=attention.NAME,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise EngineError(f"{folder}: its weights cannot be loaded: {_first_line(error)}") from error
-    _check_tensors(folder, report)
-    return describe(model.to(device).eval(), folder)
-
-
-def check_architecture(folder: str, config: Any) -> None:
-    names = getattr(config, "architectures", None) or ["none"]
-    if names[0] not in ARCHITECTURES:
-        known = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in ARCHITECTURES))
-        raise EngineError(f"{folder}: {names[0]} is not supported; supported are {known}")
+        with _quiet():
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except _REFUSALS as error:
+        log.warning("%s: its tokenizer cannot be used: %s", folder, _line(error))
+        return None
 
 
 def _check_tensors(folder: str, report: dict[str, Any]) -> None:
+    """A mismatched key comes with its two shapes."""
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        found = sorted(map(str, report.get(what) or ()))
+        found = sorted(one if isinstance(one, str) else one[0] for one in report.get(what) or ())
         if found:
             some = ", ".join(found[:3])
             raise EngineError(f"{folder}: {what.replace('_', ' ')} in its weights: {some}; {len(found)} in all")
@@ -103,5 +149,19 @@ def describe(model: Any, name: str) -> Loaded:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no reports on stderr: what matters of them is in an EngineError."""
+    had_bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

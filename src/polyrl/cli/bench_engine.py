@@ -1,0 +1,260 @@
+"""How fast the builtin engine is on this machine: tokens a second against what memory bandwidth allows, and a peer.
+
+The limit counts the bytes that a decoding step must read: every parameter once, and the cache of every sample at its
+mean length; over the bandwidth of a large copy (read and written bytes), measured in the same run. `tok_s` counts the
+whole job, prompts included; `step_ms` is the median of a decoding step.
+"""
+
+import asyncio
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from polyrl.cli.bench_scheduler import commit
+from polyrl.errors import UserError
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3-1.7b": {
+        "family": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": True,
+    },
+    "tiny-qwen3": {
+        "family": "qwen3",
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+class Work(NamedTuple):
+    arch: str | None
+    model: str | None
+    batch: int
+    prompt: int
+    new: int
+    compile: bool = True
+    group: int = 1
+    """So many samples share a prompt."""
+
+
+class Ran(NamedTuple):
+    seconds: float
+    first_token_s: float
+    start_s: float
+    num_tokens: int
+    step_ms: float
+    prefill_tok_s: float
+
+
+def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    model = make_model(work, device)
+    ran = asyncio.run(run_engine(work, model, device))
+    limit = limit_tok_s(work, model, device)
+    tok_s = ran.num_tokens / ran.seconds
+    result = {
+        "arch": work.arch or work.model,
+        "batch": work.batch,
+        "prompt": work.prompt,
+        "new": work.new,
+        "tok_s": round(tok_s),
+        "step_ms": round(ran.step_ms, 3),
+        "decode_tok_s": round(work.batch / ran.step_ms * 1e3),
+        "limit_tok_s": round(limit),
+        "fraction_of_limit": round(tok_s / limit, 3),
+        "decode_fraction_of_limit": round(work.batch / ran.step_ms * 1e3 / limit, 3),
+        "first_token_s": round(ran.first_token_s, 3),
+        "prefill_tok_s": round(ran.prefill_tok_s),
+        "start_s": round(ran.start_s, 1),
+        "compile": work.compile,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
+        "torch": torch.__version__,
+        "peer": peer,
+        "peer_tok_s": None,
+        "commit": commit(),
+    }
+    if peer == "transformers":
+        gc.collect()
+        result["peer_tok_s"] = round(run_transformers(work, model, device))
+        result["ratio_to_peer"] = round(tok_s / max(1, result["peer_tok_s"]), 2)
+    elif peer is not None:
+        raise UserError(f"--peer: {peer} is not measured here; expected transformers")
+    return result
+
+
+def make_model(work: Work, device: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if work.model is not None:
+        return AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype, local_files_only=True).to(device).eval()
+    if work.arch not in ARCHITECTURES:
+        raise UserError(f"--arch: {work.arch!r} is unknown; expected one of {', '.join(ARCHITECTURES)}")
+    facts = dict(ARCHITECTURES[work.arch])
+    config = CONFIG_MAPPING[facts.pop("family")](**facts)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def prompts_of(work: Work, vocab: int) -> list[list[int]]:
+    """Each group its own; ids that no tokenizer gives a meaning to."""
+    return [
+        [3 + (7919 * (number // work.group) + 31 * at) % (vocab - 3) for at in range(work.prompt)]
+        for number in range(work.batch)
+    ]
+
+
+async def run_engine(work: Work, model: Any, device: str) -> Ran:
+    from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+    from polyrl.engines.builtin.models import describe
+    from polyrl.engines.engine import Job
+    from polyrl.ids import LeaseId, SampleId
+    from polyrl.wire.frames import Sampling
+
+    total = work.prompt + work.new
+    block = 64 if device == "cuda" else 16
+    config = BuiltinConfig(
+        model="bench",
+        dtype="bfloat16" if device == "cuda" else "float32",
+        device=device,
+        slots=work.batch,
+        kv_tokens=(-(-(total + 16) // block) + 1) * block * work.batch,
+        block_tokens=block,
+        chunk_tokens=16_384 if device == "cuda" else 512,
+        max_context=total,
+        compile=work.compile,
+    )
+    sink = Watch(work.batch)
+    engine = BuiltinEngine(config, describe(model, "bench"))
+    began = time.perf_counter()
+    await engine.start(sink)
+    prompts = prompts_of(work, model.config.vocab_size)
+    sampling = Sampling(ignore_eos=True)
+
+    def job(number: int, new: int) -> Job:
+        return Job(LeaseId(number + 1), SampleId(number), prompts[number], [], new, 1000 + number, sampling)
+
+    for number in range(work.batch):  # everything that is compiled or captured comes first
+        engine.generate(job(number, min(24, work.new)))
+    await sink.until_done()
+    start_s = time.perf_counter() - began
+    await asyncio.sleep(0.1)
+    engine._cache.forget()
+    sink.begin()
+    for number in range(work.batch):
+        engine.generate(job(number, work.new))
+    await sink.until_done()
+    await engine.close()
+    steps = [(b - a) for a, b in zip(sink.looks, sink.looks[1:], strict=False)]
+    per_look = work.new / max(1, len(steps))
+    first_s = sink.looks[0] - sink.began
+    decoding = steps[len(steps) // 4 :]
+    step_ms = statistics.median(decoding) * 1e3 / max(1.0, per_look) if decoding else first_s * 1e3
+    prefill = work.batch / work.group * work.prompt / max(1e-9, sink.all_began - sink.began)
+    return Ran(sink.ended_at - sink.began, first_s, start_s, work.batch * work.new, step_ms, prefill)
+
+
+class Watch:
+    """A sink that only looks at the clock."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self._done = asyncio.Event()
+        self.begin()
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+        self.ended_at = self.all_began = 0.0
+        self.looks: list[float] = []
+        self._num_ended = 0
+        self._seen: set[int] = set()
+        self._done.clear()
+
+    async def until_done(self) -> None:
+        await self._done.wait()
+
+    def tokens(self, lease: int, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        now = time.perf_counter()
+        if lease not in self._seen:
+            self._seen.add(lease)
+            self.all_began = now
+        if not self.looks or (lease == 1 and now > self.looks[-1]):
+            self.looks.append(now)
+
+    def ended(self, lease: int, reason: str, detail: str = "") -> None:
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"sample {lease}: {reason}: {detail}")
+        self._num_ended += 1
+        if self._num_ended == self._num:
+            self.ended_at = time.perf_counter()
+            self._done.set()
+
+
+def limit_tok_s(work: Work, model: Any, device: str) -> float:
+    config = model.config
+    element = next(model.parameters()).element_size()
+    seen: set[int] = set()
+    weights = 0
+    for parameter in model.parameters():
+        if parameter.data_ptr() not in seen:
+            seen.add(parameter.data_ptr())
+            weights += parameter.numel() * element
+    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element
+    cache = work.batch * (work.prompt + work.new / 2) * a_token
+    return work.batch / ((weights + cache) / copy_bandwidth(device))
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second, read and written."""
+    import torch
+
+    source = torch.empty(1 << (30 if device == "cuda" else 27), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(8):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * source.numel() / best
+
+
+def run_transformers(work: Work, model: Any, device: str) -> float:
+    """Tokens a second of transformers' own continuous batching on the same work."""
+    import torch
+    from transformers import GenerationConfig
+
+    model.set_attn_implementation("sdpa")
+    prompts = prompts_of(work, model.config.vocab_size)
+    config = GenerationConfig(max_new_tokens=work.new, do_sample=True, eos_token_id=-1, pad_token_id=0)
+    began = time.perf_counter()
+    outputs = model.generate_batch(inputs=prompts, generation_config=config)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return sum(len(one.generated_tokens) for one in outputs.values()) / (time.perf_counter() - began)

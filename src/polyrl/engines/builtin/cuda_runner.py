@@ -1,0 +1,226 @@
+"""Runs steps on one NVIDIA GPU: prefill as it comes, decoding from CUDA graphs, several steps at a time.
+
+A graph holds a whole decoding step: the model, the draw, and the step to the next position; so replaying it again needs
+nothing from the host. A *burst* replays it several times and then reads all the tokens at once. Graphs are made by
+batch size, rounded up; the rows that are too many write into a block that nobody reads.
+
+The decoder layers are compiled one for all (`compile`), or run as they are: slower, and ready at once.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from polyrl.engines.builtin import cuda, sampling
+from polyrl.engines.builtin.batching import Chunk
+from polyrl.engines.builtin.cuda import BlockedKeysAndValues, DecodeStep, PrefillStep
+from polyrl.engines.builtin.engine import MAX_BURST
+from polyrl.engines.builtin.models import Loaded
+from polyrl.engines.builtin.runner import Drawn, Wanted
+
+log = logging.getLogger("polyrl.engines.builtin")
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+
+Tensor = torch.Tensor
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    size: int
+
+
+class CudaRunner:
+    def __init__(
+        self, loaded: Loaded, num_blocks: int, block_tokens: int, slots: int, max_context: int, *, compile_layers: bool
+    ) -> None:
+        self._loaded = loaded
+        self._num_blocks, self._block_tokens = num_blocks, block_tokens
+        self._parameter = next(loaded.model.parameters())
+        self._device = self._parameter.device
+        self._num_processors = cuda.num_processors()
+        self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
+        self._paged: BlockedKeysAndValues | None = None
+        self._graphs: dict[int, _Graph] = {}
+        self._compile = compile_layers
+        self._is_compiled = False
+        self._sizes = [one for one in _SIZES if one < slots] + [slots]
+        width = -(-max_context // block_tokens) + 1
+        self._tables = torch.full((slots, width), num_blocks, dtype=torch.int32, device=self._device)
+        self._tokens, self._positions, self._answers, self._seeds = (
+            torch.zeros(slots, dtype=torch.int64, device=self._device) for _ in range(4)
+        )
+        self._temperatures = torch.ones(slots, dtype=torch.float32, device=self._device)
+        self._drawn = torch.zeros((MAX_BURST, slots), dtype=torch.int64, device=self._device)
+        self._logprobs = torch.zeros((MAX_BURST, slots), dtype=torch.float32, device=self._device)
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self.wake()
+
+    def wake(self) -> None:
+        if self._paged is None:
+            one = self._loaded
+            self._paged = BlockedKeysAndValues(
+                one.num_layers, self._num_blocks, one.num_kv_heads, self._block_tokens, one.head_dim, self._parameter
+            )
+
+    def sleep(self) -> None:
+        """Free the cache and the graphs that write into it."""
+        self._graphs.clear()
+        self._paged = None
+        torch.cuda.empty_cache()
+
+    # Prefill
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
+        """Any step, row by row. `wanted` has an entry for each chunk that samples, in order."""
+        step, tokens, positions, rows = self._lay_out(chunks)
+        hidden = self._hidden(tokens, positions, step)
+        logits = self._loaded.model.lm_head(hidden[0].index_select(0, rows))
+        if not wanted:
+            return Drawn([], [])
+        draws = sampling.plan_draws(
+            [one.sampling for one in wanted],
+            [one.seed for one in wanted],
+            [one.position for one in wanted],
+            self._device,
+        )
+        if draws.truncated:
+            drawn, logprobs = sampling.draw(logits, draws)
+        else:
+            drawn, logprobs = cuda.draw(logits, draws.temperatures, draws.uniforms)
+        return Drawn(drawn.tolist(), logprobs.tolist())
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, step: DecodeStep | PrefillStep) -> Tensor:
+        return self._loaded.model.model(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            attention_mask=self._any_mask,
+            use_cache=False,
+            step=step,
+            paged=self._paged,
+        ).last_hidden_state
+
+    def _lay_out(self, chunks: Sequence[Chunk]) -> tuple[PrefillStep, Tensor, Tensor, Tensor]:
+        block_tokens = self._block_tokens
+        tokens: list[int] = []
+        positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        blocks: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        rows, first_rows, first_contexts = [], [0], [0]
+        for sequence, start, count, samples in chunks:
+            stop = start + count
+            tokens += sequence.tokens[start:stop]
+            positions.append(np.arange(start, stop))
+            blocks.append(np.repeat(np.array(sequence.blocks, np.int64), block_tokens)[:stop])
+            first_rows.append(first_rows[-1] + count)
+            first_contexts.append(first_contexts[-1] + stop)
+            if samples:
+                rows.append(first_rows[-1] - 1)
+        its_positions = np.concatenate(positions)
+        slots = np.concatenate([one[-len(at) :] * block_tokens for one, at in zip(blocks, positions, strict=True)])
+        slots += its_positions % block_tokens
+        within = np.concatenate([np.arange(len(one)) % block_tokens for one in blocks])
+        step = PrefillStep(
+            self._send(slots),
+            self._send(np.concatenate(blocks)),
+            self._send(within),
+            self._send(np.array(first_rows, np.int32)),
+            self._send(np.array(first_contexts, np.int32)),
+            max(chunk.count for chunk in chunks),
+            max(chunk.start + chunk.count for chunk in chunks),
+        )
+        return step, self._send(np.array(tokens)), self._send(its_positions), self._send(np.array(rows, np.int64))
+
+    def _send(self, numbers: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Tensor:
+        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
+
+    # Decoding
+
+    @torch.inference_mode()
+    def run_burst(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int) -> list[Drawn]:
+        """`num_steps` tokens of each sample; all chunks decode, and none is truncated."""
+        num = len(chunks)
+        graph = self._graph(num)
+        self._set_rows(chunks, wanted, graph.size)
+        for _ in range(num_steps):
+            graph.graph.replay()
+        tokens = self._drawn[:num_steps, :num].tolist()
+        logprobs = self._logprobs[:num_steps, :num].tolist()
+        return [Drawn(*one) for one in zip(tokens, logprobs, strict=True)]
+
+    def _set_rows(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], size: int) -> None:
+        num = len(chunks)
+        width = max(len(chunk.sequence.blocks) for chunk in chunks)
+        tables = np.full((size, width), self._num_blocks, np.int32)
+        for row, chunk in enumerate(chunks):
+            blocks = chunk.sequence.blocks
+            tables[row, : len(blocks)] = blocks
+        whole = np.zeros((4, size), np.int64)
+        whole[0, :num] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
+        whole[1, :num] = [chunk.start for chunk in chunks]
+        whole[2, :num] = [one.position for one in wanted]
+        whole[3, :num] = [one.seed for one in wanted]
+        its = self._send(whole)
+        self._tables[:size, :width].copy_(self._send(tables), non_blocking=True)
+        for buffer, row in zip((self._tokens, self._positions, self._answers, self._seeds), its, strict=True):
+            buffer[:size].copy_(row)
+        temperatures = np.ones(size, np.float32)
+        temperatures[:num] = [one.sampling.temperature for one in wanted]
+        self._temperatures[:size].copy_(torch.from_numpy(temperatures), non_blocking=True)
+        self._cursor.zero_()
+
+    def _graph(self, num: int) -> _Graph:
+        size = next(one for one in self._sizes if one >= num)
+        graph = self._graphs.get(size)
+        if graph is None:
+            graph = self._graphs[size] = self._capture(size)
+        return graph
+
+    def _capture(self, size: int) -> _Graph:
+        began = time.monotonic()
+        if self._compile and not self._is_compiled:
+            self._is_compiled = True
+            for layer in self._loaded.model.model.layers:
+                layer.compile(dynamic=True)
+        saved = [one.clone() for one in (self._tokens, self._positions, self._answers)]
+        self._tables[:size].fill_(self._num_blocks)
+        self._positions.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._cursor.zero_()
+                self._positions.zero_()
+                self._decode(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self._cursor.zero_()
+        self._positions.zero_()
+        with torch.cuda.graph(graph):
+            self._decode(size)
+        for buffer, one in zip((self._tokens, self._positions, self._answers), saved, strict=True):
+            buffer.copy_(one)
+        log.info("a graph for %d samples in %.1f s", size, time.monotonic() - began)
+        return _Graph(graph, size)
+
+    def _decode(self, size: int) -> None:
+        """One step of the first rows, from and to the fixed places."""
+        tokens, positions, tables = self._tokens[:size], self._positions[:size], self._tables[:size]
+        block_tokens = self._block_tokens
+        block = tables.gather(1, (positions // block_tokens).unsqueeze(1)).squeeze(1)
+        slots = block.long() * block_tokens + positions % block_tokens
+        splits = cuda.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
+        step = DecodeStep(slots, tables, positions + 1, splits)
+        logits = self._loaded.model.lm_head(self._hidden(tokens, positions, step)[0])
+        numbers = cuda.uniforms(self._seeds[:size], self._answers[:size])
+        drawn, logprobs = cuda.draw(logits, self._temperatures[:size], numbers)
+        self._drawn[:, :size].index_copy_(0, self._cursor, drawn.unsqueeze(0))
+        self._logprobs[:, :size].index_copy_(0, self._cursor, logprobs.unsqueeze(0))
+        tokens.copy_(drawn)
+        positions += 1
+        self._answers[:size] += 1
+        self._cursor += 1

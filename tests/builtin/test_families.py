@@ -1,0 +1,206 @@
+"""Every family of models, tiny and random: what the engine writes is what transformers writes."""
+
+import json
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.builtin.reference import TOLERANCE, Reference
+from tests.builtin.stage import GREEDY, answers, play
+from tests.builtin.tiny_models import FAMILIES, save_tiny
+from tests.contracts.engine_contract import Stage
+
+from polyrl.engines.builtin import models
+from polyrl.engines.engine import EngineError
+from polyrl.wire.frames import Sampling
+
+NEW_TOKENS = 20
+LENGTHS = (1, 3, 16, 23, 37, 64, 90)
+"""Of prompts: shorter and longer than a block, a chunk, and the window of 24 that some families have."""
+
+
+class Family(NamedTuple):
+    folder: Path
+    reference: Reference
+    prompts: list[list[int]]
+    greedy: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory) -> Family:
+    folder = save_tiny(request.param, tmp_path_factory.mktemp("models") / request.param)
+    reference = Reference(folder)
+    draw = random.Random(request.param)
+    prompts = [[draw.randrange(3, 512) for _ in range(length)] for length in LENGTHS]
+    greedy = [reference.greedy(prompt, NEW_TOKENS) for prompt in prompts]
+    assert all(len(set(answer)) > 3 for answer in greedy), "an answer that repeats one token proves little"
+    return Family(folder, reference, prompts, greedy)
+
+
+async def check_greedy(stage: Stage, family: Family) -> None:
+    leases = [stage.begin(prompt=prompt, max_tokens=NEW_TOKENS, sampling=GREEDY) for prompt in family.prompts]
+    assert await answers(stage, leases) == family.greedy
+    for lease, prompt, answer in zip(leases, family.prompts, family.greedy, strict=True):
+        assert family.reference.error(prompt, answer, stage.sink.logprobs[lease]) < TOLERANCE
+
+
+def test_mixed_lengths_in_one_batch_are_as_transformers_generates_them(family):
+    play(lambda stage: check_greedy(stage, family), family.folder)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16])
+def test_a_prompt_may_be_computed_in_chunks(family, chunk_tokens):
+    play(lambda stage: check_greedy(stage, family), family.folder, chunk_tokens=chunk_tokens, block_tokens=4)
+
+
+def test_a_full_cache_preempts_and_changes_nothing(family):
+    async def script(stage: Stage) -> None:
+        await check_greedy(stage, family)
+        assert stage.engine.stats().num_preemptions > 0
+        assert stage.engine.stats().kv_used == 0.0
+
+    play(script, family.folder, kv_tokens=256, block_tokens=4, chunk_tokens=32)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_group_of_8_shares_its_prompt_and_each_is_as_if_alone(family, temperature):
+    async def script(stage: Stage) -> None:
+        sampling = Sampling(temperature=temperature, ignore_eos=True)
+        most = 0
+
+        def all_ended() -> bool:
+            nonlocal most
+            most = max(most, stage.engine.stats().num_running)
+            return all(lease in stage.sink.ends for lease in leases)
+
+        leases = [stage.begin(prompt=prompt, seed=seed, max_tokens=16, sampling=sampling) for seed in range(8)]
+        await stage.sink.until(all_ended)
+        assert most == 8, "they do not fit together unless they share"
+        assert stage.engine.stats().num_preemptions == 0
+        texts = await answers(stage, leases)
+        assert len(set(map(tuple, texts))) == 8
+        for lease, text in zip(leases, texts, strict=True):
+            assert family.reference.error(prompt, text, stage.sink.logprobs[lease], temperature) < TOLERANCE
+
+    prompt = family.prompts[-1]
+    play(script, family.folder, kv_tokens=256, block_tokens=8)
+
+
+def test_later_samples_find_the_prompt_in_the_cache_of_those_that_ended(family):
+    async def script(stage: Stage) -> None:
+        for _ in range(2):
+            await check_greedy(stage, family)
+
+    play(script, family.folder, block_tokens=4)
+
+
+# Directories
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_weights_may_come_in_shards(tmp_path, whole):
+    save_tiny("llama", tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    ours = models.load(str(tmp_path), "float32", "cpu").model.state_dict()
+    for name, tensor in load_file(whole / "model.safetensors").items():
+        assert torch.equal(ours[name], tensor)
+    next(tmp_path.glob("*.safetensors")).unlink()
+    assert "weights cannot be loaded" in refusal(tmp_path)
+
+
+def test_loading_says_nothing_on_its_own(whole, capfd):
+    models.load(str(whole), "float32", "cpu")
+    assert capfd.readouterr() == ("", "")
+
+
+def refusal(folder, *, dtype: str = "float32", device: str = "cpu") -> str:
+    with pytest.raises(EngineError) as refused:
+        models.load(str(folder), dtype, device)
+    line = str(refused.value)
+    assert "\n" not in line
+    assert len(line) < 400
+    return line
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path):
+    assert "no config.json there" in refusal(tmp_path / "nowhere")
+    assert "no config.json there" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"{ not json", "its config.json cannot be read"),
+        (b"\xff\xfe\x00", "its config.json cannot be read"),
+        (b"[1]", "holds no object"),
+        (b"{}", "without a named architecture is not supported"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(tmp_path, content, complaint):
+    (tmp_path / "config.json").write_bytes(content)
+    assert complaint in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported are Gemma"),
+        ({"architectures": "LlamaForCausalLM"}, "without a named architecture"),
+        ({"architectures": [7]}, "7 is not supported"),
+        ({"model_type": "nosuch"}, "model type `nosuch`"),
+        ({"num_hidden_layers": "two"}, "'num_hidden_layers' expected int, got str"),
+        ({"hidden_size": -64}, "negative dimension"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
+        ({"num_hidden_layers": 3}, "missing keys in its weights: model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "unexpected keys in its weights: model.layers.1.input_layernorm.weight"),
+        ({"intermediate_size": 96}, "mismatched keys in its weights: model.layers.0.mlp.down_proj.weight"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_of_no_model_here_is_refused_by_name(tmp_path, capfd, changes, complaint):
+    config = save_tiny("llama", tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    assert complaint in refusal(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def change_weights(folder, change) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    change_weights(save_tiny("llama", tmp_path), lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "missing keys in its weights: model.layers.1.mlp.up_proj.weight; 1 in all" in refusal(tmp_path)
+
+
+def test_an_extra_tensor_is_named(tmp_path):
+    change_weights(save_tiny("llama", tmp_path), lambda weights: weights.update(whatfor=torch.ones(2)))
+    assert "unexpected keys in its weights: whatfor; 1 in all" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"junk" * 1000, b""], ids=["junk", "empty"])
+def test_weights_that_cannot_be_read_are_refused(tmp_path, content):
+    (save_tiny("llama", tmp_path) / "model.safetensors").write_bytes(content)
+    assert "its weights cannot be loaded" in refusal(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused_and_pickled_ones_are_not_looked_at(tmp_path):
+    (save_tiny("llama", tmp_path) / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    assert "no file named model.safetensors" in refusal(tmp_path)
+
+
+def test_a_device_that_is_not_there_is_refused(whole):
+    assert "device nonsense cannot be used" in refusal(whole, device="nonsense")
+    if not torch.cuda.is_available():
+        assert "device cuda cannot be used" in refusal(whole, device="cuda")

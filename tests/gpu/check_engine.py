@@ -1,0 +1,127 @@
+"""The builtin engine on a GPU: is it right, and how fast? Run by hand on a machine that has one; CI has none.
+
+python tests/gpu/check_engine.py right            against transformers, float32
+python tests/gpu/check_engine.py speed [eager]    qwen3-1.7b at batches 256 and 64
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
+
+import torch
+from tests.builtin.tiny_models import save_tiny
+from transformers import AutoModelForCausalLM
+
+from polyrl.cli.bench_engine import Work, measure
+from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+from polyrl.engines.engine import Job
+from polyrl.wire.frames import Sampling
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.text: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.ends: dict[int, str] = {}
+
+    def tokens(self, lease, tokens, logprobs, version) -> None:
+        self.text.setdefault(lease, []).extend(tokens)
+        self.logprobs.setdefault(lease, []).extend(logprobs)
+
+    def ended(self, lease, reason, detail="") -> None:
+        self.ends[lease] = f"{reason} {detail}".strip()
+
+
+async def generate(folder: Path, jobs: list[Job], **config) -> Sink:
+    engine = BuiltinEngine(BuiltinConfig(model=str(folder), device="cuda", block_tokens=64, **config))
+    sink = Sink()
+    await engine.start(sink)
+    for job in jobs:
+        engine.generate(job)
+    began = time.monotonic()
+    while len(sink.ends) < len(jobs):
+        assert engine.health() is None, engine.health()
+        assert time.monotonic() - began < 120
+        await asyncio.sleep(0.01)
+    await engine.close()
+    return sink
+
+
+def check_right() -> None:
+    for family, changes in (("llama", {}), ("qwen3", {"head_dim": 64}), ("mistral", {"head_dim": 64})):
+        folder = save_tiny(family, Path(tempfile.mkdtemp()), tie_word_embeddings=False, **changes)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+        for temperature in (0.0, 1.0):
+            for compiled in (False, True):
+                print(family, temperature, "compiled" if compiled else "eager", flush=True)
+                compare(folder, model, temperature, compiled=compiled)
+
+
+def compare(folder: Path, model, temperature: float, *, compiled: bool) -> None:
+    prompts = [[5 + i] * (3 + 40 * i) + [9, 10 + i] for i in range(5)]
+    sampling = Sampling(temperature=temperature, ignore_eos=True)
+    jobs = [Job(i, i, prompt, [], 60, 7 + i, sampling) for i, prompt in enumerate(prompts)]
+    sink = asyncio.run(
+        generate(folder, jobs, dtype="float32", slots=4, kv_tokens=2048, chunk_tokens=64, compile=compiled)
+    )
+    worst, same = 0.0, 0
+    for i, prompt in enumerate(prompts):
+        text = sink.text[i]
+        logits = model(torch.tensor([prompt + text]).cuda()).logits[0].float()
+        at = torch.arange(len(prompt) - 1, len(prompt) + len(text) - 1)
+        theirs = torch.log_softmax(logits, -1)[at, torch.tensor(text)].detach().cpu()
+        worst = max(worst, float((torch.tensor(sink.logprobs[i]) - theirs).abs().max()))
+        same += text == logits[at].argmax(-1).tolist()
+    print(f"  log-probabilities within {worst:.1e}; the likeliest token throughout in {same} of 5", flush=True)
+
+
+def check_speed(*, compiled: bool) -> None:
+    for batch in (256, 64):
+        result = measure(Work("qwen3-1.7b", None, batch, 256, 512, compiled))
+        print(json.dumps(result), flush=True)
+
+
+def profile(*, compiled: bool, batch: int = 256) -> None:
+    """Where a decoding step's time goes."""
+    from polyrl.cli.bench_engine import make_model
+    from polyrl.engines.builtin.batching import Chunk, Sequence
+    from polyrl.engines.builtin.cuda_runner import CudaRunner
+    from polyrl.engines.builtin.models import describe
+    from polyrl.engines.builtin.runner import Wanted
+
+    model = make_model(Work("qwen3-1.7b", None, batch, 256, 512), "cuda")
+    runner = CudaRunner(describe(model, "x"), batch * 12, 64, batch, 768, compile_layers=compiled)
+    chunks, wanted = [], []
+    for number in range(batch):
+        sequence = Sequence(number, [5] * 513, 768)
+        sequence.blocks = list(range(number * 12, number * 12 + 12))
+        chunks.append(Chunk(sequence, 512, 1, True))
+        wanted.append(Wanted(Sampling(), number, 256))
+    runner.run_burst(chunks, wanted, 8)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(4):
+        runner.run_burst(chunks, wanted, 8)
+    torch.cuda.synchronize()
+    print(f"step {(time.perf_counter() - began) / 32 * 1e3:.3f} ms at context 512, batch {batch}", flush=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        runner.run_burst(chunks, wanted, 4)
+        torch.cuda.synchronize()
+    total = sum(one.self_device_time_total for one in seen.key_averages())
+    for one in sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)[:22]:
+        share = one.self_device_time_total / total
+        print(f"{share:6.1%} {one.self_device_time_total / 4e3:8.3f} ms/step {one.count / 4:7.1f}x {one.key[:90]}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "right":
+        check_right()
+    elif sys.argv[1] == "profile":
+        profile(compiled=sys.argv[2:] != ["eager"])
+    else:
+        check_speed(compiled=sys.argv[2:] != ["eager"])

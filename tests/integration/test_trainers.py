@@ -1,0 +1,76 @@
+"""One trainer after the other: what was taken is not delivered again, and who is followed by another ends."""
+
+from pathlib import Path
+
+import pytest
+from tests.integration.live import CONFIG, honest_worker, manager, play_round, run, trainer
+
+from polyrl.errors import UserError
+
+PROMPTS_A_STEP = CONFIG.domains[0].prompts_per_step
+
+
+async def take_one(run_dir: Path) -> None:
+    async with manager(run_dir) as live, honest_worker(live):
+        async with trainer(live) as first:
+            await first.publish(0)
+            taken = await anext(aiter(first.round(0)))
+            await first.take(taken)
+            await first.settled()
+        async with trainer(live) as second:
+            assert second.opened is not None
+            assert (second.opened.fresh, second.opened.open_steps) == (False, (0,))
+            groups = await play_round(second, 0)
+    assert taken.id not in {group.id for group in groups}
+    assert len(groups) == PROMPTS_A_STEP - 1
+
+
+def test_a_round_of_which_a_group_was_taken_ends_for_the_next_trainer_without_it(tmp_path):
+    run(take_one(tmp_path))
+
+
+async def take_all(run_dir: Path) -> None:
+    async with manager(run_dir) as live, honest_worker(live):
+        async with trainer(live) as first:
+            await first.publish(0)
+            async for group in first.round(0):
+                await first.take(group)
+            await first.settled()
+        async with trainer(live) as second:
+            assert await play_round(second, 0) == []
+
+
+def test_a_round_that_was_taken_as_a_whole_is_over_at_once_for_the_next_trainer(tmp_path):
+    run(take_all(tmp_path))
+
+
+async def reject_one(run_dir: Path) -> None:
+    async with manager(run_dir) as live, honest_worker(live), trainer(live) as fleet:
+        await fleet.publish(0)
+        seen: list[int] = []
+        async for group in fleet.round(0):
+            seen.append(group.id)
+            if len(seen) == PROMPTS_A_STEP:  # the last one: all that was said of the round's end is void
+                await fleet.reject(group, "not this one")
+            else:
+                await fleet.take(group)
+    assert len(seen) == PROMPTS_A_STEP + 1
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_rejected_group_is_replaced_before_the_round_ends(tmp_path):
+    run(reject_one(tmp_path))
+
+
+async def be_followed(run_dir: Path) -> None:
+    async with manager(run_dir) as live, trainer(live) as first, trainer(live) as second:
+        with pytest.raises(UserError, match="another trainer has opened the run"):
+            async for _ in first.round(0):
+                pass
+        await second.publish(0)
+        await second.settled()
+        assert "session" in live.refused
+
+
+def test_a_trainer_whose_run_another_one_opens_ends_with_one_line_and_leaves_it_alone(tmp_path):
+    run(be_followed(tmp_path))
