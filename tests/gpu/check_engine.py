@@ -38,7 +38,7 @@ class Sink:
 
 
 async def generate(folder: Path, jobs: list[Job], **config) -> Sink:
-    engine = BuiltinEngine(BuiltinConfig(model=str(folder), device="cuda", block_tokens=64, **config))
+    engine = BuiltinEngine(BuiltinConfig(model=str(folder), device="cuda", block_tokens=32, **config))
     sink = Sink()
     await engine.start(sink)
     for job in jobs:
@@ -86,6 +86,18 @@ def check_speed(*, compiled: bool) -> None:
         print(json.dumps(result), flush=True)
 
 
+def table() -> None:
+    """How it grows: batches and contexts, then a group that shares its prompt, then transformers on the same work."""
+    works = [Work("qwen3-1.7b", None, batch, 256, 512) for batch in (256, 64, 1, 16, 1024)]
+    works += [Work("qwen3-1.7b", None, 64, context, 128) for context in (1024, 4096)]
+    works += [Work("qwen3-1.7b", None, 8, 2048, 64, group=8), Work("qwen3-1.7b", None, 1, 2048, 64)]
+    for work in works:
+        result = measure(work)
+        keys = ("batch", "prompt", "new", "tok_s", "job_tok_s", "step_ms", "limit_tok_s", "fraction_of_limit")
+        more = ("first_token_s", "prefill_tok_s", "start_s")
+        print(json.dumps({key: result[key] for key in (*keys, *more)} | {"group": work.group}), flush=True)
+
+
 def profile(*, compiled: bool, batch: int = 256) -> None:
     """Where a decoding step's time goes."""
     from polyrl.cli.bench_engine import make_model
@@ -95,11 +107,11 @@ def profile(*, compiled: bool, batch: int = 256) -> None:
     from polyrl.engines.builtin.runner import Wanted
 
     model = make_model(Work("qwen3-1.7b", None, batch, 256, 512), "cuda")
-    runner = CudaRunner(describe(model, "x"), batch * 12, 64, batch, 768, compile_layers=compiled)
+    runner = CudaRunner(describe(model, "x"), batch * 24, 32, batch, 768, compile_layers=compiled)
     chunks, wanted = [], []
     for number in range(batch):
         sequence = Sequence(number, [5] * 513, 768)
-        sequence.blocks = list(range(number * 12, number * 12 + 12))
+        sequence.blocks = list(range(number * 24, number * 24 + 24))
         chunks.append(Chunk(sequence, 512, 1, True))
         wanted.append(Wanted(Sampling(), number, 256))
     runner.run_burst(chunks, wanted, 8)
@@ -118,9 +130,66 @@ def profile(*, compiled: bool, batch: int = 256) -> None:
         print(f"{share:6.1%} {one.self_device_time_total / 4e3:8.3f} ms/step {one.count / 4:7.1f}x {one.key[:90]}")
 
 
+def tune() -> None:
+    """The decode kernel alone, over ways to run it."""
+    from polyrl.engines.builtin import cuda
+
+    batch, context, num_kv, heads, dim = 256, 512, 8, 16, 128
+    for block in (32, 64, 128):
+        per = context // block + 1
+        keys = torch.randn(batch * per, num_kv, block, dim, dtype=torch.bfloat16, device="cuda")
+        values = torch.randn_like(keys)
+        tables = torch.randperm(batch * per, device="cuda").view(batch, per).int()
+        lengths = torch.full((batch,), context, device="cuda")
+        slots = tables[:, (context - 1) // block].long() * block + (context - 1) % block
+        query = torch.randn(batch, heads, dim, dtype=torch.bfloat16, device="cuda")
+        key = torch.randn(batch, num_kv, dim, dtype=torch.bfloat16, device="cuda")
+        for warps in (1, 2, 4, 8):
+            for stages in (2, 3, 4, 5):
+                cuda.DECODE_TUNING = {"num_warps": warps, "num_stages": stages}
+                try:
+                    ms = time_ms(
+                        lambda: cuda.paged_decode(  # noqa: B023
+                            query, key, key, keys, values, slots, tables, lengths, dim**-0.5, cuda.EVERYTHING, 1
+                        )
+                    )  # noqa: B023
+                except Exception as error:  # noqa: BLE001
+                    print(block, warps, stages, str(error)[:80])
+                    continue
+                rate = 2 * batch * context * num_kv * dim * 2 / ms / 1e9
+                print(f"block {block} warps {warps} stages {stages}: {ms * 1e3:7.1f} us {rate:5.2f} TB/s", flush=True)
+
+
+def time_ms(call) -> float:
+    """Of one call within a graph, the median of several."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 10)
+    return sorted(times)[3]
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "right":
         check_right()
+    elif sys.argv[1] == "table":
+        table()
+    elif sys.argv[1] == "peer":
+        from polyrl.cli.bench_engine import make_model, run_transformers
+
+        work = Work("qwen3-1.7b", None, 256, 256, 128)
+        print(json.dumps({"transformers_tok_s": run_transformers(work, make_model(work, "cuda"), "cuda")}), flush=True)
+    elif sys.argv[1] == "tune":
+        tune()
     elif sys.argv[1] == "profile":
         profile(compiled=sys.argv[2:] != ["eager"])
     else:

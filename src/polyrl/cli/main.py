@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, Command] = {
     "worker": Command("join a fleet with one engine", "polyrl.cli.worker"),
     "status": Command("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),
     "drain": Command("have a worker hand everything over and leave", "polyrl.cli.drain"),
+    "generate": Command("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
     "simulate": Command("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
     "bench": Command("measure the scheduler on this machine", "polyrl.cli.bench"),

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from polyrl.engines.engine import Engine
 
 EXAMPLE = """\
-example:
+examples:
   polyrl worker --join http://HOST:5000 --token-file worker.token --engine emulated --name laptop --spot --price 1.20
+  polyrl worker --join http://HOST:5000 --token-file worker.token --engine builtin --model DIR slots=16
 
 It dials out; nothing inbound is needed. Ctrl+C or SIGTERM: it hands every sample over at its current token and leaves.
-Settings of the engine are key=value, for example slots=32 tokens_per_s=80 (docs/concepts/engines.md)."""
+Settings of the engine are key=value: docs/concepts/engines.md has those of the emulated one, for example
+tokens_per_s=80, and docs/concepts/builtin-engine.md those of the builtin one, for example kv_tokens=32768."""
 
-ENGINES = ("emulated",)
+ENGINES = ("emulated", "builtin")
 EXIT_LEFT_BADLY = 1
 
 
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine")
     parser.add_argument("--join", required=True, metavar="URL", help="the manager, for example http://HOST:5000")
     parser.add_argument("--engine", default="emulated", choices=ENGINES, help="what generates (default: %(default)s)")
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory, for the builtin engine")
     parser.add_argument("--engine-config", metavar="FILE", help="a TOML file of settings of the engine")
     parser.add_argument(
         "--name", help="unique in the fleet; who joins under a name takes it over (default: host and pid)"
@@ -77,12 +80,23 @@ def _default_name() -> str:
 
 def _engine(args: argparse.Namespace) -> "Engine":
     from polyrl.config import apply_overrides, build, load_toml
-    from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
+    from polyrl.errors import UserError
 
+    source = args.engine_config or ""
     tree = apply_overrides({} if args.engine_config is None else load_toml(args.engine_config), args.settings)
     if args.slots is not None:
         tree["slots"] = args.slots
-    return EmulatedEngine(build(tree, EmulatedConfig, source=args.engine_config or ""))
+    if args.engine == "builtin":
+        from polyrl.cli import builtin
+        from polyrl.engines.builtin.engine import BuiltinEngine
+
+        builtin.check_libraries()
+        return BuiltinEngine(builtin.settings(tree, args.model, source))
+    from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
+
+    if args.model is not None:
+        raise UserError("--model: the emulated engine has no model; did you mean --engine builtin?")
+    return EmulatedEngine(build(tree, EmulatedConfig, source=source))
 
 
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:

@@ -259,9 +259,9 @@ class WorkerAgent:
         except EngineError as error:
             log.warning("version %d could not be installed: %s", version, error)
             await self._send(frames.InstallFailed(version, str(error)[:2000]))
-        else:
-            self._version = version
-            await self._announce()
+        else:  # said even of what it ran already: who asked waits for it
+            self._version = self._announced = version
+            await self._send(frames.Installed(version))
 
     async def _released(self, frame: frames.Release) -> None:
         if frame.rejoin and not self._draining:

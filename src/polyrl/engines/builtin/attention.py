@@ -70,12 +70,10 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim)."""
-    if step is None or paged is None:
+    if step is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = paged.keys[layer], paged.values[layer]
     if not isinstance(step, Step):
         from polyrl.engines.builtin import cuda
 
@@ -83,7 +81,10 @@ def attend(
             raise RuntimeError("soft-capped attention runs on the CPU only")
         its = (one[0].transpose(0, 1) for one in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return cuda.attend(*its, keys, values, step, scale, sliding_window).unsqueeze(0), None
+        out = cuda.attend(*its, module.paged_keys, module.paged_values, step, scale, sliding_window)  # type: ignore[arg-type]
+        return out.unsqueeze(0), None
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    keys, values = paged.keys[layer], paged.values[layer]
     keys.index_copy_(0, step.slots, key[0].transpose(0, 1))
     values.index_copy_(0, step.slots, value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)

@@ -21,6 +21,8 @@ GREEDY = 1e-5
 """A lower temperature takes the likeliest token."""
 EVERYTHING = 1 << 30
 """A window that leaves nothing out."""
+DECODE_TUNING = {"num_warps": 1, "num_stages": 3}
+"""Measured on an H200; docs/results/builtin-engine.md."""
 STRETCH = 4096
 """Tokens of the vocabulary that one program sums."""
 
@@ -43,9 +45,12 @@ def _write_kernel(
 def _decode_kernel(
     query, keys, values, tables, lengths, out, sums, table_stride, scale, window,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One sample, one kv head, one share of the context: the weighted values, their maximum and their sum."""
+    """One sample, one kv head, one share of the context: the weighted values, their maximum and their sum.
+
+    With one share, the values are done: they are divided by their sum and stored as they are wanted.
+    """
     sample, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sample)
     num_blocks = tl.cdiv(length, BLOCK)
@@ -67,20 +72,27 @@ def _decode_kernel(
         block = tl.load(tables + sample * table_stride + number).to(tl.int64)
         at = (block * NUM_KV + head) * BLOCK * DIM
         its_keys = tl.load(keys + at + within[:, None] * DIM + dims[None, :])
-        scores = tl.dot(asked, tl.trans(its_keys)) * scale
+        scores = tl.dot(asked, tl.trans(its_keys), input_precision=PRECISION) * scale
         position = number * BLOCK + within
         scores = tl.where(((position < length) & (position >= length - window))[None, :], scores, -1.0e30)
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp(scores - new_best[:, None])
         shrink = tl.exp(best - new_best)
         its_values = tl.load(values + at + within[:, None] * DIM + dims[None, :])
-        gathered = gathered * shrink[:, None] + tl.dot(weights.to(its_values.dtype), its_values)
+        gathered = gathered * shrink[:, None] + tl.dot(
+            weights.to(its_values.dtype), its_values, input_precision=PRECISION
+        )
         total = total * shrink + tl.sum(weights, 1)
         best = new_best
     where = (sample * NUM_KV * GROUP + heads) * SPLITS + split
-    tl.store(out + where[:, None] * DIM + dims[None, :], gathered, mask=(rows < GROUP)[:, None])
-    tl.store(sums + where * 2, best, mask=rows < GROUP)
-    tl.store(sums + where * 2 + 1, total, mask=rows < GROUP)
+    if SPLITS == 1:
+        gathered = gathered / total[:, None]
+    tl.store(
+        out + where[:, None] * DIM + dims[None, :], gathered.to(out.dtype.element_ty), mask=(rows < GROUP)[:, None]
+    )
+    if SPLITS > 1:
+        tl.store(sums + where * 2, best, mask=rows < GROUP)
+        tl.store(sums + where * 2 + 1, total, mask=rows < GROUP)
 
 
 @triton.jit
@@ -104,6 +116,11 @@ def num_splits(num_samples: int, num_kv: int, num_processors: int) -> int:
     return splits
 
 
+def _rows(heads: Tensor) -> Tensor:
+    """Each row's heads side by side; rows may be apart, as those of a merged product are."""
+    return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()
+
+
 class BlockedKeysAndValues:
     """The cache's memory on a GPU, a block at a time. One block more than is given out takes what nobody wants."""
 
@@ -111,9 +128,22 @@ class BlockedKeysAndValues:
         self, num_layers: int, num_blocks: int, num_heads: int, block_tokens: int, dim: int, like: Tensor
     ) -> None:
         shape = (num_blocks + 1, num_heads, block_tokens, dim)
-        self.scratch_block = num_blocks
         self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
+
+    def attach(self, model: Any) -> None:
+        """Give every attention its own part, as buffers that are never saved: a compiled layer then serves for all."""
+        for module in model.modules():
+            layer = getattr(module, "layer_idx", None)
+            if layer is not None and hasattr(module, "q_proj"):
+                module.register_buffer("paged_keys", self.keys[layer], persistent=False)
+                module.register_buffer("paged_values", self.values[layer], persistent=False)
+
+
+def detach(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "paged_keys"):
+            del module.paged_keys, module.paged_values
 
 
 class DecodeStep(NamedTuple):
@@ -231,7 +261,7 @@ def paged_decode(
     """query (rows, heads, dim), key and value (rows, kv heads, dim): write, then attend. One row a sample."""
     num, num_heads, dim = query.shape
     num_kv, block = keys.shape[1], keys.shape[2]
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    query, key, value = query.contiguous(), _rows(key), _rows(value)
     _write_kernel[(num, num_kv)](
         key,
         value,
@@ -246,15 +276,18 @@ def paged_decode(
         num_warps=1,
     )
     group = num_heads // num_kv
-    parts = torch.empty((num, num_heads, splits, dim), dtype=torch.float32, device=query.device)
-    sums = torch.empty((num, num_heads, splits, 2), dtype=torch.float32, device=query.device)
+    out = torch.empty_like(query)
+    parts, sums = out, lengths
+    if splits > 1:
+        parts = torch.empty((num, num_heads, splits, dim), dtype=torch.float32, device=query.device)
+        sums = torch.empty((num, num_heads, splits, 2), dtype=torch.float32, device=query.device)
     _decode_kernel[(num, num_kv, splits)](
         query, keys, values, tables, lengths, parts, sums, tables.stride(0), scale, window,
         NUM_KV=num_kv, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block, SPLITS=splits,
-        num_warps=4, num_stages=3,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **DECODE_TUNING,
     )  # fmt: skip
-    out = torch.empty_like(query)
-    _combine_kernel[(num * num_heads,)](parts, sums, out, DIM=dim, SPLITS=splits, num_warps=1)
+    if splits > 1:
+        _combine_kernel[(num * num_heads,)](parts, sums, out, DIM=dim, SPLITS=splits, num_warps=1)
     return out
 
 

@@ -19,6 +19,7 @@ from polyrl.engines.builtin import cuda, sampling
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.cuda import BlockedKeysAndValues, DecodeStep, PrefillStep
 from polyrl.engines.builtin.engine import MAX_BURST
+from polyrl.engines.builtin.merging import merge_projections
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.builtin.runner import Drawn, Wanted
 
@@ -46,8 +47,6 @@ class CudaRunner:
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
         self._paged: BlockedKeysAndValues | None = None
         self._graphs: dict[int, _Graph] = {}
-        self._compile = compile_layers
-        self._is_compiled = False
         self._sizes = [one for one in _SIZES if one < slots] + [slots]
         width = -(-max_context // block_tokens) + 1
         self._tables = torch.full((slots, width), num_blocks, dtype=torch.int32, device=self._device)
@@ -58,7 +57,14 @@ class CudaRunner:
         self._drawn = torch.zeros((MAX_BURST, slots), dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros((MAX_BURST, slots), dtype=torch.float32, device=self._device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._uniforms = cuda.uniforms
+        merge_projections(loaded.model)
         self.wake()
+        if compile_layers:
+            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+            for layer in loaded.model.model.layers:
+                layer.compile(dynamic=True)
+            self._uniforms = torch.compile(cuda.uniforms, dynamic=True)
 
     def wake(self) -> None:
         if self._paged is None:
@@ -66,10 +72,12 @@ class CudaRunner:
             self._paged = BlockedKeysAndValues(
                 one.num_layers, self._num_blocks, one.num_kv_heads, self._block_tokens, one.head_dim, self._parameter
             )
+            self._paged.attach(one.model)
 
     def sleep(self) -> None:
         """Free the cache and the graphs that write into it."""
         self._graphs.clear()
+        cuda.detach(self._loaded.model)
         self._paged = None
         torch.cuda.empty_cache()
 
@@ -102,7 +110,6 @@ class CudaRunner:
             attention_mask=self._any_mask,
             use_cache=False,
             step=step,
-            paged=self._paged,
         ).last_hidden_state
 
     def _lay_out(self, chunks: Sequence[Chunk]) -> tuple[PrefillStep, Tensor, Tensor, Tensor]:
@@ -182,10 +189,6 @@ class CudaRunner:
 
     def _capture(self, size: int) -> _Graph:
         began = time.monotonic()
-        if self._compile and not self._is_compiled:
-            self._is_compiled = True
-            for layer in self._loaded.model.model.layers:
-                layer.compile(dynamic=True)
         saved = [one.clone() for one in (self._tokens, self._positions, self._answers)]
         self._tables[:size].fill_(self._num_blocks)
         self._positions.zero_()
@@ -216,7 +219,7 @@ class CudaRunner:
         splits = cuda.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
         step = DecodeStep(slots, tables, positions + 1, splits)
         logits = self._loaded.model.lm_head(self._hidden(tokens, positions, step)[0])
-        numbers = cuda.uniforms(self._seeds[:size], self._answers[:size])
+        numbers = self._uniforms(self._seeds[:size], self._answers[:size])
         drawn, logprobs = cuda.draw(logits, self._temperatures[:size], numbers)
         self._drawn[:, :size].index_copy_(0, self._cursor, drawn.unsqueeze(0))
         self._logprobs[:, :size].index_copy_(0, self._cursor, logprobs.unsqueeze(0))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("polyrl.engines.builtin")
 
-MAX_BURST = 8
+MAX_BURST = 16
 """Steps on a GPU without a look at what they brought."""
 _SEED_BITS = (1 << 63) - 1
 _STOP_TAIL_TOKENS = 32
@@ -153,8 +153,10 @@ class BuiltinEngine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._runner is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.sleep)
         self._thread.shutdown(wait=True)
-        self._runner = None
+        self._runner = self._cuda = None
 
     # Jobs
 
@@ -316,13 +318,11 @@ class BuiltinEngine:
         """Each sample's new tokens, at once. What was drawn after an answer's end is thrown away."""
         assert self._version is not None
         self._batch.computed(chunks)
-        row = 0
+        rows = zip(_by_row([one.tokens for one in drawn]), _by_row([one.logprobs for one in drawn]), strict=True)
         for sequence, start, _, samples in chunks:
             if not samples:
                 continue
-            tokens = [one.tokens[row] for one in drawn]
-            logprobs = [one.logprobs[row] for one in drawn]
-            row += 1
+            tokens, logprobs = next(rows)
             num, reason = self._append(sequence, tokens)
             sink.tokens(sequence.lease, tokens[:num], logprobs[:num], self._version)
             if reason is not None:
@@ -330,16 +330,21 @@ class BuiltinEngine:
             elif num > 1:
                 self._batch.computed([Chunk(sequence, start + 1, num - 1, True)])
 
-    def _append(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Literal["stop", "length"] | None]:
+    def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[int, Literal["stop", "length"] | None]:
         """Add tokens up to the answer's end: how many, and which end it was."""
         answer: _Answer = sequence.data
+        num = len(tokens)
+        if not answer.job.sampling.stop and answer.ends.isdisjoint(tokens):
+            num = min(num, sequence.max_total - len(sequence.tokens))
+            sequence.tokens += tokens[:num]
+            return num, "length" if len(sequence.tokens) >= sequence.max_total else None
         for num, token in enumerate(tokens, 1):
             self._batch.append(sequence, token)
             if token in answer.ends or self._has_stop_string(sequence, answer):
                 return num, "stop"
             if len(sequence.tokens) >= sequence.max_total:
                 return num, "length"
-        return len(tokens), None
+        return num, None
 
     def _end(self, sequence: Sequence, reason: Literal["stop", "length"], sink: Sink) -> None:
         self._batch.remove(sequence.lease)
@@ -352,3 +357,8 @@ class BuiltinEngine:
         start = max(len(answer.job.prompt), len(sequence.tokens) - _STOP_TAIL_TOKENS)
         text = self._tokenizer.decode(sequence.tokens[start:])
         return any(stop in text for stop in stops)
+
+
+def _by_row(steps: list[list[Any]]) -> "zip[tuple[Any, ...]]":
+    """From a list a step to a tuple a sample."""
+    return zip(*steps, strict=True)
