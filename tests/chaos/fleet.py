@@ -243,4 +243,3 @@ async def play_round(fleet: Fleet, config: SchedulerConfig, step: int, timeout_s
         await trainer.step_done(step)
         await trainer.settled()
     return groups
-

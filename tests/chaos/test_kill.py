@@ -1,4 +1,4 @@
-"""Pull every plug there is: real processes, real signals. Nothing is lost, nothing comes twice, nobody waits for ever."""
+"""Pull every plug there is: real processes, real signals. Nothing is lost, nothing comes twice, nobody waits long."""
 
 import asyncio
 import random

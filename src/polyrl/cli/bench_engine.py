@@ -119,7 +119,8 @@ def make_model(work: Work, device: str) -> Any:
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if work.model is not None:
-        return AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype, local_files_only=True).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype, local_files_only=True)
+        return model.to(device).eval()
     if work.arch not in ARCHITECTURES:
         raise UserError(f"--arch: {work.arch!r} is unknown; expected one of {', '.join(ARCHITECTURES)}")
     facts = dict(ARCHITECTURES[work.arch])

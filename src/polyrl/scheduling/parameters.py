@@ -3,10 +3,12 @@
 What can be measured is no knob: speeds, plateaus, length distributions, seeding windows and time limits are learned.
 """
 
+import math
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from polyrl.ids import MAX_SAMPLES_PER_GROUP
 from polyrl.scheduling.parallelism import ParallelismConfig
 from polyrl.scheduling.reward_budgets import RewardConfig
 from polyrl.scheduling.scaling import ScalingConfig
@@ -57,6 +59,8 @@ class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.adaptive and self.tail_batching in ("designated", "predicted"):
             raise ValueError(f"adaptive: factors are chosen for race and prompts only, not for {self.tail_batching}")
+        if math.ceil(self.samples_per_prompt * self.sample_factor) > MAX_SAMPLES_PER_GROUP:
+            raise ValueError(f"sample_factor: a prompt would start more than {MAX_SAMPLES_PER_GROUP} samples")
         if self.min_group_samples > max(2, self.samples_per_prompt):
             raise ValueError(f"min_group_samples: expected at most samples_per_prompt, {self.samples_per_prompt}")
 
@@ -67,7 +71,7 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefix_imbalance: NotNegative = 0.1
     """How much more loaded, as a share of its slots, a worker may be and still get a sample for its cached prompt."""
     balance: bool = True
-    balance_interval_s: Positive = 2.0
+    balance_interval_s: Annotated[float, Meta(ge=0.01)] = 2.0
     move_every_tokens: AtLeastOne = 512
     """A running sample moves at most once in this many tokens."""
     move_gain_s: NotNegative = 5.0

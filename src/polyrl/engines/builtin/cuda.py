@@ -8,10 +8,16 @@ Drawing reads the logits twice: once for the maximum and the sum of every stretc
 stretch that the random number falls into.
 """
 
+# What a kernel takes is Triton's to check: launch options are no parameters of it, and numbers become `constexpr`.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 import inspect
 from typing import Any, NamedTuple
 
 import torch
+
+# Triton comes with a torch for GPUs, and its kernels are not Python that a type checker knows.
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 import triton
 import triton.language as tl
 
@@ -221,8 +227,9 @@ def _varlen(
     query: Tensor, keys: Tensor, values: Tensor, first_rows: Tensor, first_contexts: Tensor,
     longest_rows: int, longest_context: int, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
+    varlen_attn: Any = varlen.varlen_attn
     if "window_size" in inspect.signature(varlen_attn).parameters:
         left = -1 if window is None else window - 1
         return varlen_attn(

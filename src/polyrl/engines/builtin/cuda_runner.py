@@ -10,7 +10,7 @@ The decoder layers are compiled one for all (`compile`), or run as they are: slo
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -142,7 +142,7 @@ class CudaRunner:
         )
         return step, self._send(np.array(tokens)), self._send(its_positions), self._send(np.array(rows, np.int64))
 
-    def _send(self, numbers: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Tensor:
+    def _send(self, numbers: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
     # Decoding

@@ -1,0 +1,61 @@
+"""The GPU kernels, on the CPU: Triton's interpreter runs them as they are. Speed and the rest: tests/gpu, by hand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton comes with a torch for GPUs, or by `pip install triton`")
+
+DECODING = """
+import torch
+from polyrl.engines.builtin import cuda
+torch.manual_seed(0)
+num, heads, num_kv, dim, block, num_blocks = 5, 6, 2, 32, 16, 40
+lengths = torch.tensor([1, 16, 17, 50, 63])
+tables = torch.zeros(num, 8, dtype=torch.int32)
+free = torch.randperm(num_blocks).int().tolist()
+for row, length in enumerate(lengths.tolist()):
+    for at in range(-(-length // block)):
+        tables[row, at] = free.pop()
+query, key, value = (torch.randn(num, one, dim) for one in (heads, num_kv, num_kv))
+slots = torch.tensor([int(tables[row, (n - 1) // block]) * block + (n - 1) % block for row, n in enumerate(lengths)])
+for window, splits in ((cuda.EVERYTHING, 1), (cuda.EVERYTHING, 4), (20, 2)):
+    keys, values = torch.randn(num_blocks, num_kv, block, dim), torch.randn(num_blocks, num_kv, block, dim)
+    out = cuda.paged_decode(query, key, value, keys, values, slots, tables, lengths, dim**-0.5, window, splits)
+    for row, length in enumerate(lengths.tolist()):
+        its = tables[row, : -(-length // block)].long()
+        first = max(0, length - window)
+        its_keys = keys[its].transpose(1, 2).reshape(-1, num_kv, dim)[first:length]
+        its_values = values[its].transpose(1, 2).reshape(-1, num_kv, dim)[first:length]
+        assert torch.equal(its_keys[-1], key[row]), "the newest key is in the cache"
+        scores = torch.einsum("hgd,thd->hgt", query[row].view(num_kv, -1, dim), its_keys) * dim**-0.5
+        wanted = torch.einsum("hgt,thd->hgd", scores.softmax(-1), its_values).reshape(heads, dim)
+        assert (wanted - out[row]).abs().max() < 1e-5, (row, window, splits)
+"""
+
+DRAWING = """
+import torch
+from polyrl.engines.builtin import cuda, sampling
+torch.manual_seed(0)
+logits, temperatures = torch.randn(7, 10_000) * 2, torch.rand(7) + 0.5
+temperatures[3] = 0.0
+seeds, positions = torch.randint(0, 1 << 62, (7,)), torch.arange(7) * 13
+assert cuda.uniforms(seeds, positions).tolist() == sampling.uniforms(seeds.tolist(), positions.tolist()).tolist()
+for _ in range(6):
+    numbers = torch.rand(7, dtype=torch.float64)
+    tokens, logprobs = cuda.draw(logits, temperatures, numbers)
+    wanted, wanted_logprobs = sampling.draw(logits, sampling.Draws(temperatures, numbers, []))
+    assert torch.equal(tokens, wanted)
+    assert (logprobs - wanted_logprobs).abs().max() < 1e-4
+"""
+
+
+@pytest.mark.parametrize("script", [DECODING, DRAWING], ids=["decoding", "drawing"])
+def test_a_kernel_gives_what_torch_gives(script):
+    source = str(Path(__file__).parents[2] / "src")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
