@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M-Instruct in float32: the engine beside transformers, and `polyrl generate` as it is typed."""
+"""A real model, SmolLM2-135M-Instruct in float32: the engine beside transformers, and `polyrl generate`."""
 
 import json
 import subprocess
