@@ -10,19 +10,32 @@ examples:
   polyrl bench scheduler --json     one object, for a machine
   polyrl bench scheduler --quick    seconds; shows that it runs, its figures mean little
   polyrl bench relay                about ten minutes: the manager beside nginx, sglang-router and vllm-router, which
-                                    are installed into a cache of their own; what cannot be is said"""
+                                    are installed into a cache of their own; what cannot be is said
+  polyrl bench engine --arch qwen3-1.7b --batch 256 --prompt 256 --new 512 --peer transformers
+                                    the builtin engine against what memory allows, and a peer"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("part", choices=["scheduler", "relay"], help="what to measure")
+    parser.add_argument("part", choices=["scheduler", "relay", "engine"], help="what to measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, for trying the command out")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--arch", metavar="NAME", help="random weights of this shape: qwen3-1.7b, tiny-qwen3 (default)")
+    engine.add_argument("--model", metavar="DIR", help="or a Hugging Face directory")
+    engine.add_argument("--batch", type=int, default=8, help="samples at once (default: %(default)s)")
+    engine.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
+    engine.add_argument("--new", type=int, default=64, help="tokens of an answer (default: %(default)s)")
+    engine.add_argument("--peer", choices=["transformers"], help="measure it on the same work, in the same run")
+    engine.add_argument("--eager", action="store_true", help="on a GPU: do not compile")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.part == "relay":
+    if args.part == "engine":
+        result = _measure_engine(args)
+        lines = [f"{key:<20}{value}" for key, value in result.items()]
+    elif args.part == "relay":
         from polyrl.cli.bench_relay import compare
 
         result = compare.measure(quick=args.quick)
@@ -34,6 +47,25 @@ def run(args: argparse.Namespace) -> int:
         lines = _table(result)
     print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
     return 0
+
+
+def _measure_engine(args: argparse.Namespace) -> dict[str, Any]:
+    from polyrl.errors import UserError
+
+    try:
+        from polyrl.cli.bench_engine import Work, measure
+    except ImportError as error:
+        raise UserError(
+            f"the builtin engine needs more than the base install: pip install polyrl[train] ({error})"
+        ) from error
+    if args.arch is not None and args.model is not None:
+        raise UserError("--arch and --model exclude each other")
+    for name in ("batch", "prompt", "new"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name}: {getattr(args, name)}; expected at least 1")
+    arch = args.arch if args.arch is not None or args.model is not None else "tiny-qwen3"
+    work = Work(arch, args.model, args.batch, args.prompt, args.new, not args.eager)
+    return measure(work, peer=args.peer)
 
 
 def _table(result: dict[str, Any]) -> list[str]:

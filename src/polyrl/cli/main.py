@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
     "simulate": Command("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
-    "bench": Command("measure the scheduler on this machine", "polyrl.cli.bench"),
+    "bench": Command("measure the scheduler, the relay or the engine on this machine", "polyrl.cli.bench"),
     "replay": Command("run a journal again and compare every command", "polyrl.cli.replay"),
     "story": Command("say why a sample took as long as it did", "polyrl.cli.story"),
 }
