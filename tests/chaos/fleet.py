@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from polyrl.client import Group, Prompt, connect
-from polyrl.engines.emulated import TOKEN_STREAM, EmulatedConfig, draw, ending_of
+from polyrl.engines.emulated import EmulatedConfig
+from polyrl.engines.emulated.text import TOKEN_STREAM, draw, ending_of
 from polyrl.engines.engine import Job
 from polyrl.ids import LeaseId, SampleId
 from polyrl.scheduling.order import mix64

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 
-from polyrl.engines.emulated import EOS, Batch, EmulatedConfig, EmulatedEngine, Ending, Sample, answer_tokens, draw
+from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
+from polyrl.engines.emulated.batch import Batch, Sample
+from polyrl.engines.emulated.text import EOS, Ending, answer_tokens, draw
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, SampleId, Version

@@ -1,0 +1,204 @@
+"""An engine with no model: it writes made-up tokens at a believable pace, in real time, on a clock that can run faster.
+
+For trying a whole fleet on one machine, and for tests. `EmulatedEngine` is the asyncio shell; what runs, what waits and
+how far everybody is, `Batch` knows, from moments that are passed in.
+
+Rules it keeps, beside those of engine.py:
+- Nothing is remembered: where an answer ends, and each token and log-probability, are functions of the job's seed and
+  the position (the end also of the prompt). A sample that moves goes on with the same tokens, whatever the version.
+- All decode in lock-step. One step takes 1 / tokens_per_s, and step_per_sample_s more for every further sample.
+- Samples wait in order of arrival, for a slot and for room in the cache; one alone may always run. A full cache throws
+  the newest out: its tokens stay, it waits first in line and is prefilled again.
+- Prompts, and what is there of an answer, are prefilled one after the other, beside the decoding of the rest.
+- One task wakes every `TICK_S` of real time while there is work, and tells what came since. A change inside a tick
+  counts from its own moment, so a fast clock costs no accuracy. The sink is never called inside `generate`.
+
+It leaves out: what tokens mean, temperature and truncation, cached prefixes, context in the step's time, and the pause
+of an install.
+"""
+
+import asyncio
+import time
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyrl.engines.emulated.batch import Batch, Sample
+from polyrl.engines.emulated.text import (
+    EOS,
+    LARGEST_TOKEN,
+    TOKEN_STREAM,
+    EmulatedConfig,
+    Ending,
+    draw,
+    ending_of,
+    read_lengths,
+)
+from polyrl.engines.engine import Capabilities, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.errors import ConfigError
+from polyrl.ids import LeaseId, Seconds, Version
+from polyrl.scheduling.order import mix64
+
+_LONGEST_LOOK_S = 0.5
+"""A longer time between two looks at the clock means that the process was stopped."""
+TICK_S = 0.02
+
+
+class EmulatedEngine:
+    """Raises ConfigError for a trace that cannot be read."""
+
+    def __init__(self, config: EmulatedConfig) -> None:
+        self._config = config
+        self._recorded = read_lengths(config.trace) if config.trace else []
+        self._batch = Batch(config)
+        self._version = None if config.version is None else Version(config.version)
+        self._refused: dict[LeaseId, str] = {}
+        self._num_jobs = 0
+        self._clock = 0.0
+        self._looked_at = time.monotonic()
+        self._tally = _open_tally(config.tally) if config.tally else None
+        self._has_work = asyncio.Event()
+        self._sink: Sink | None = None
+        self._teller: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        await self._sleep(self._config.start_s)
+        if self._is_closed:
+            raise EngineError("the emulated engine was closed before it had started")
+        self._sink = sink
+        self._teller = asyncio.create_task(self._tell_for_ever(sink), name="emulated engine")
+        return EngineInfo(
+            engine="emulated",
+            model="none",
+            slots=self._config.slots,
+            kv_tokens=self._config.kv_tokens,
+            capabilities=Capabilities(seeds_survive_moves=True, keeps_running_over_install=True, stop_strings=False),
+            version=self._version,
+        )
+
+    def generate(self, job: Job) -> None:
+        if self._is_closed or job.lease in self._batch:
+            return  # nobody listens any more; or it was said twice
+        why_not = self._why_not(job)
+        if why_not:
+            self._refused[job.lease] = why_not
+        else:
+            self._batch.start(self._sample_of(job), self._now())
+        self._has_work.set()
+
+    async def abort(self, lease: LeaseId) -> None:
+        self._refused.pop(lease, None)
+        self._batch.stop(lease, self._now())
+
+    async def install(self, weights: Weights) -> None:
+        await self._sleep(self._config.install_s)
+        trouble = self.health()
+        if self._sink is None or trouble is not None:
+            raise EngineError(f"version {weights.version} cannot be installed: {trouble}")
+        self._tell(self._sink)  # up to here the old version wrote
+        self._version = weights.version
+
+    def stats(self) -> EngineStats:
+        batch, capacity = self._batch, self._config.kv_tokens
+        batch.settle(self._now())
+        kv_used = min(1.0, batch.context / capacity) if capacity else 0.0
+        return EngineStats(batch.num_running, batch.num_waiting, self._config.slots, kv_used, batch.num_preemptions)
+
+    def health(self) -> str | None:
+        if self._is_closed:
+            return "the emulated engine is closed"
+        if self._teller is None:
+            return "the emulated engine has not started"
+        if not self._teller.done():
+            return None
+        trouble = "it was cancelled" if self._teller.cancelled() else repr(self._teller.exception())
+        return f"the emulated engine stopped telling: {trouble}"
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._batch, self._refused = Batch(self._config), {}
+        if self._teller is not None:
+            self._teller.cancel()
+            await asyncio.wait([self._teller])
+
+    def _now(self) -> Seconds:
+        """The engine's clock. It stands while the process is stopped, as a real engine would."""
+        at = time.monotonic()
+        self._clock += min(at - self._looked_at, _LONGEST_LOOK_S) * self._config.speedup
+        self._looked_at = at
+        return self._clock
+
+    async def _sleep(self, seconds: Seconds) -> None:
+        await asyncio.sleep(seconds / self._config.speedup)
+
+    def _why_not(self, job: Job) -> str:
+        """Why the job is refused; empty when it is not."""
+        if self._version is None:
+            return "no weights are installed"
+        if not job.prompt:
+            return "the prompt is empty"
+        if job.max_tokens <= len(job.so_far):
+            return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+        if job.sampling.stop:
+            return "stop strings are not supported: there is no text; give stop ids"
+        for tokens in (job.prompt, job.so_far):
+            if tokens and not 0 <= min(tokens) <= max(tokens) <= LARGEST_TOKEN:
+                return f"token ids go from 0 to {LARGEST_TOKEN}; got {min(tokens)} to {max(tokens)}"
+        context, capacity = len(job.prompt) + len(job.so_far), self._config.kv_tokens
+        if capacity and context >= capacity:
+            return f"prompt and answer so far are {context} tokens, and the cache holds {capacity}"
+        return ""
+
+    def _sample_of(self, job: Job) -> Sample:
+        so_far = len(job.so_far)
+        ending = ending_of(job, self._config, self._recorded)
+        self._num_jobs += 1
+        if self._config.fail_every and self._num_jobs % self._config.fail_every == 0:
+            ending = Ending((so_far + ending.num_tokens) // 2, "engine_failed", False)
+        return Sample(job.lease, len(job.prompt), so_far, ending, mix64(job.seed, TOKEN_STREAM))
+
+    async def _tell_for_ever(self, sink: Sink) -> None:
+        while True:
+            await self._has_work.wait()
+            self._tell(sink)
+            if self._batch.is_idle and not self._refused:
+                self._has_work.clear()
+            else:
+                await asyncio.sleep(TICK_S)
+
+    def _tell(self, sink: Sink) -> None:
+        refused, self._refused = self._refused, {}
+        for lease, why in refused.items():
+            sink.ended(lease, "refused", why)
+        grown, ended = self._batch.take_news(self._now())
+        if grown:
+            self._tell_tokens(sink, grown)
+        for sample in ended:
+            detail = "as fail_every asks" if sample.ending.reason == "engine_failed" else ""
+            sink.ended(sample.lease, sample.ending.reason, detail)
+
+    def _tell_tokens(self, sink: Sink, grown: list[tuple[Sample, int]]) -> None:
+        version = self._version
+        assert version is not None, "a sample runs and no weights are installed"
+        starts = [sample.told for sample, _ in grown]
+        counts = [num_tokens - sample.told for sample, num_tokens in grown]
+        drawn = draw([sample.key for sample, _ in grown], starts, counts, self._config.vocab)
+        tokens, logprobs = drawn[0].tolist(), drawn[1].tolist()
+        if self._tally is not None:
+            self._tally[0] += len(tokens)
+        for (sample, num_tokens), count, end in zip(grown, counts, accumulate(counts), strict=True):
+            if sample.ending.has_eos and num_tokens == sample.ending.num_tokens:
+                tokens[end - 1] = EOS
+            sample.told = num_tokens
+            sink.tokens(sample.lease, tokens[end - count : end], logprobs[end - count : end], version)
+
+
+def _open_tally(path: str) -> Any:
+    """A number in a file that is shared with the disk: it outlives the process."""
+    try:
+        return np.memmap(path, np.int64, "r+" if Path(path).exists() else "w+", shape=(1,))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tally: {path}: cannot be counted in: {error}") from error
