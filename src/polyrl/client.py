@@ -17,6 +17,7 @@ Left out: training, weights (a published version is a number here), and the loca
 import asyncio
 import contextlib
 import logging
+import math
 import ssl
 import time
 from collections import deque
@@ -237,8 +238,8 @@ class Fleet:
     async def _live(self) -> None:
         try:
             while True:
-                with contextlib.suppress(Unreachable):
-                    await self._again(self._stay_connected)
+                await self._again(self._stay_connected)
+                await asyncio.sleep(next(pauses()))
         finally:
             async with self._changed:
                 self._changed.notify_all()
@@ -251,17 +252,24 @@ class Fleet:
             raise UserError(f"{self._dialer.url}: another trainer has opened the run, or it is another run") from error
         try:
             await self._socket.send_bytes(frames.encode(frames.TrainerHello(self._reward_of is not None)))
-            self._greeted = True
-            for _, statement in list(self._unacknowledged):
-                await self._send(statement)
+            await self._send_backlog(self._socket)
             async for message in self._socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
                 await self._hear(frames.decode_to_trainer(message.data))
         except (aiohttp.ClientError, ConnectionError, OSError) as error:
-            raise Unreachable(str(error)) from error
+            log.info("the connection to the manager broke: %s", error)
         finally:
             self._greeted = False
+
+    async def _send_backlog(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """What was said before, in order; whoever speaks meanwhile waits in line. Then all may send by themselves."""
+        sent = 0
+        while self._unacknowledged and self._unacknowledged[-1][0] > sent:
+            number, statement = next(one for one in self._unacknowledged if one[0] > sent)
+            await socket.send_bytes(frames.encode(statement))
+            sent = number
+        self._greeted = True
 
     # Hearing
 
@@ -324,11 +332,13 @@ class Fleet:
             async with asyncio.timeout(one.timeout_s):
                 given = await reward_of(sample)
             result = given if isinstance(given, Reward) else Reward(float(given))
+            if not math.isfinite(result.value):
+                raise ValueError(f"a reward of {result.value}")
         except TimeoutError:
             outcome = "timed_out"
         except Exception:
             log.exception("the reward of sample %s failed", sample.name)
-            outcome = "crashed"
+            outcome, result = "crashed", Reward(0.0)
         await self._state(
             lambda seq: frames.Scored(
                 seq, one.text.sample, one.attempt, outcome, result.value, result.correct, result.cpu_s

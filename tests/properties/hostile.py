@@ -151,6 +151,10 @@ class HostileWorld:
             away_s = self.driver_rng.choice([0.5, 20.0])
             self.now += away_s
             self.tell(e.DriverResumed(away_s, 5.0))
+        elif draw < 0.03:
+            self.tell(e.TrainerLeft())
+        elif draw < 0.05 and self.scheduler.desk.state.trainer_away_since is not None:
+            self.tell(e.TrainerReturned())
 
     def malice(self) -> None:
         self.trouble_with_the_driver()
@@ -185,6 +189,7 @@ class HostileWorld:
         """No more faults: whoever is there works, and somebody is always there."""
         self.fair = True
         self.tell(e.PlacingResumed())
+        self.tell(e.TrainerReturned())
         without_fleet = self.rng.random() < 0.5
         if without_fleet:
             for machine in [one for one in self.machines.values() if not one.local]:

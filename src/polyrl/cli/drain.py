@@ -1,6 +1,7 @@
 """`polyrl drain`: have a worker hand everything over and leave."""
 
 import argparse
+from urllib.parse import quote
 
 from polyrl.cli import dialing
 
@@ -25,7 +26,9 @@ def run(args: argparse.Namespace) -> int:
 
     async def ask() -> None:
         async with dialing.dialer(args) as dialer:
-            await dialer.post(f"/v1/workers/{args.worker}/drain", DrainRequest(reason=args.reason), dict)
+            await dialer.post(
+                f"/v1/workers/{quote(args.worker, safe='')}/drain", DrainRequest(reason=args.reason), dict
+            )
 
     try:
         run_loop(ask())

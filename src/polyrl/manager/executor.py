@@ -51,7 +51,11 @@ _COMPANY = 32
 _PHASES = 8
 
 
-class Refused(Exception):
+class RequestError(Exception):
+    """What somebody asked for cannot be: they are told, and everything goes on."""
+
+
+class Refused(RequestError):
     """A peer said what cannot be. `kind` is what it is counted as."""
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -165,6 +169,21 @@ class Executor:
     @property
     def restart_grace_s(self) -> Seconds:
         return self._settings.restart_grace_s
+
+    def write_down_what_holds(self) -> None:
+        """After a restart: sessions and leases as we know them, whatever half of a batch was on file before."""
+        assert self.scheduler is not None
+        for note in self._standing():
+            self._journal.add_note(note)
+        desk = self.scheduler.desk
+        granted = self._granted
+        for lease, sample in desk.leases.items():
+            text = self.payload.text(sample.id)
+            text.worker = desk.seats[sample.worker].name
+            granted.leases.append(lease)
+            granted.samples.append(sample.id)
+            granted.from_tokens.append(text.num_tokens)
+            granted.workers.append(text.worker)
 
     def expect_prompts(self) -> None:
         """After a restart: leases that were given before their prompt was there are sent when it is."""
@@ -289,14 +308,14 @@ class Executor:
         delivered, taken = (tuple(one.id for one in groups if one.state == state) for state in ("delivered", "taken"))
         return frames.Closed(step, delivered, taken)
 
-    def _forget(self, name: WorkerName, why: str, *, rejoin: bool) -> None:
+    def _forget(self, name: WorkerName, why: str, *, rejoin: bool = False, in_anger: bool = False) -> None:
         session = self.workers.pop(name, None)
         if session is None:
             return
         self._dirty.pop(session.key, None)
         log.info("worker %s is given up: %s", name, why)
         if session.link is not None:
-            session.link.send(frames.encode(frames.Release(why, rejoin)))
+            session.link.send(frames.encode(frames.Release(why, rejoin, in_anger)))
             session.link.close(why)
 
     # Joining
@@ -305,7 +324,7 @@ class Executor:
         name = WorkerName(request.name)
         if name in self.workers:
             self.taken_over.add(self.workers[name].key)
-        self._forget(name, "another process joined under its name", rejoin=False)
+        self._forget(name, "another process joined under its name", in_anger=True)
         incarnation = Incarnation(self.lives.get(name, 0) + 1)
         self.lives[name] = incarnation
         session = WorkerSession(secrets.token_hex(16), incarnation, request)
@@ -383,7 +402,7 @@ class Executor:
         if session is None:
             return False
         if self.seat_of(session) is None:
-            self._forget(name, reason, rejoin=False)
+            self._forget(name, reason)
         else:
             self.tell(e.DrainRequested(name, session.incarnation, reason))
         return True
@@ -392,7 +411,8 @@ class Executor:
 
     def worker_said(self, session: WorkerSession, link: Link, raw: bytes) -> None:
         if self.workers.get(session.name) is not session or session.link is not link:
-            return  # it was given up, or has another connection by now
+            link.close("that session is over, or has another connection")
+            return
         self.num_frames += 1
         try:
             self._hear_worker(session, raw)
@@ -425,7 +445,7 @@ class Executor:
                 self.drain(session.name, frame.reason)
             case frames.Goodbye():
                 self.tell(e.WorkerLeft(session.name, session.incarnation, frame.reason))
-                self._forget(session.name, frame.reason, rejoin=False)
+                self._forget(session.name, frame.reason)
             case _:
                 assert_never(frame)
 
@@ -433,7 +453,7 @@ class Executor:
         self.refused[refused.kind] += 1
         log.warning("worker %s is refused: %s", session.name, refused)
         self.tell(e.WorkerLeft(session.name, session.incarnation, f"refused: {refused}"))
-        self._forget(session.name, f"refused: {refused}", rejoin=False)
+        self._forget(session.name, f"refused: {refused}", in_anger=True)
 
     def _check_version(self, version: int) -> None:
         if self.scheduler is None or version > self.scheduler.desk.state.published:
@@ -442,6 +462,8 @@ class Executor:
     def _hello(self, session: WorkerSession, hello: frames.Hello) -> None:
         if len(hello.leases) % 8:
             raise Refused("columns", "a column ends inside a number")
+        if session.greeted:
+            raise Refused("order", "a second Hello on one connection")
         session.greeted = self.is_urgent = True
         worker = self.seat_of(session)
         if worker is None or self.scheduler is None:
@@ -519,7 +541,7 @@ class Executor:
         if not idle and len(ended) == len(frame.ended):
             self._journal.add_tokens(raw)
         elif len(idle) < len(column.leases) or ended:
-            self._journal.add_tokens(frames.encode(without_rows(frame, column, idle, ended)))
+            self._journal.add_tokens(frames.encode(without_rows(frame, column, frozenset(idle), ended)))
 
     def _append(self, worker: Worker, column: columns.Columns, cells: bytes) -> tuple[list[int], int]:
         """Add a frame's tokens to their samples.
@@ -590,6 +612,7 @@ class Executor:
 
     def trainer_said(self, session: TrainerSession, link: Link, raw: bytes) -> None:
         if self.trainer is not session or session.link is not link:
+            link.close("that session is over, or has another connection")
             return
         self.num_frames += 1
         try:
@@ -637,10 +660,9 @@ class Executor:
 
     def _request_round(self, step: Step) -> None:
         assert self.scheduler is not None
-        state = self.scheduler.desk.state
-        asked_before = step <= state.last_requested
         self.tell(e.RoundRequested(step))
-        if asked_before and step not in state.rounds and step not in state.requested and step >= state.published:
+        ended_at = self.scheduler.desk.state.data_ended_at
+        if ended_at is not None and step >= ended_at:
             self._say(frames.DataEnded(step))
 
     def _supply(self, frame: frames.SupplyPrompts) -> None:
@@ -675,7 +697,10 @@ class Executor:
         assert self.scheduler is not None
         session.greeted = self.is_urgent = True
         session.away_since = None
+        self.tell(e.TrainerReturned())
         desk = self.scheduler.desk
+        if desk.state.data_ended_at is not None:
+            session.say(frames.DataEnded(desk.state.data_ended_at))
         for round_ in desk.rounds.values():
             missing = [desk.groups[one] for one in round_.groups if one not in self.payload.prompts]
             plans = tuple(c.PlannedGroup(one.id, one.domain, one.prompt, one.epoch, one.num_samples) for one in missing)
@@ -702,6 +727,7 @@ class Executor:
         if session.link is link:
             session.link, session.greeted = None, False
             session.away_since = self.now()
+            self.tell(e.TrainerLeft())
 
 
 def _opened(step: int, kind: str, groups: tuple[c.PlannedGroup, ...], why: str) -> frames.Opened:

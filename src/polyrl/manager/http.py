@@ -21,7 +21,7 @@ from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.errors import UserError
 from polyrl.ids import WorkerName
-from polyrl.manager.executor import Executor, Refused
+from polyrl.manager.executor import Executor, Refused, RequestError
 from polyrl.manager.service import Service
 from polyrl.manager.sessions import Link, TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
@@ -320,7 +320,7 @@ class Front:
             self._service.post(lambda: executor.trainer_said(session, link, data))
 
 
-class _BadRequest(Exception):
+class _BadRequest(RequestError):
     def __init__(self, code: int, kind: str, text: str) -> None:
         super().__init__(text)
         self.code = code

@@ -27,7 +27,7 @@ from polyrl.scheduling.commands import Command
 from polyrl.scheduling.events import Event
 from polyrl.scheduling.framing import CutShort, FrameSource, frame_head, read_frame
 from polyrl.scheduling.parameters import SchedulerConfig
-from polyrl.scheduling.records import encode_header, encode_record, read_records, resume_scheduler
+from polyrl.scheduling.records import digest_commands, encode_header, encode_record, read_records, resume_scheduler
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, PAYLOAD, segments
 from polyrl.wire.control import JoinRequest
@@ -205,6 +205,10 @@ class RunJournal:
         self.commit()
         if self._settings.fsync != "never":
             self.sync()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files as they are: what was not committed is not to be."""
         for segment in (*self._full, self._payload, self._events):
             if segment is not None:
                 segment.close()
@@ -226,10 +230,17 @@ class _Segment:
             self.num_grown_bytes = 0
 
     def write(self, parts: Sequence[bytes]) -> None:
+        """All of it, or nothing: a frame is never appended behind half of one."""
         data = memoryview(b"".join(parts))
-        self.num_grown_bytes += len(data)
-        while data:
-            data = data[os.write(self._file, data) :]
+        size_before = os.fstat(self._file).st_size
+        try:
+            while data:
+                written = os.write(self._file, data)
+                self.num_grown_bytes += written
+                data = data[written:]
+        except OSError:
+            os.ftruncate(self._file, size_before)
+            raise
 
     def sync(self) -> None:
         os.fsync(self._file)
@@ -260,7 +271,11 @@ def _replay_last(events: Sequence[Path]) -> tuple[Scheduler | None, Seconds, int
         header, records = read_records(path.read_bytes(), str(path))
         scheduler = resume_scheduler(header, None)
         for record in records:
-            scheduler.handle(record.event, record.now)
+            if digest_commands(scheduler.handle(record.event, record.now)) != record.commands_digest:
+                raise JournalError(
+                    f"{path}: record {record.number}: this version of PolyRL decides otherwise than the one that wrote "
+                    "it; go on with that one"
+                )
             num_records += 1
     except CutShort as cut:
         if scheduler is None:  # killed while it wrote the header

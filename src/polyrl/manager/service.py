@@ -18,7 +18,7 @@ from typing import TypeVar
 from polyrl import __version__
 from polyrl.errors import UserError
 from polyrl.ids import Incarnation
-from polyrl.manager.executor import Executor
+from polyrl.manager.executor import Executor, RequestError
 from polyrl.manager.journal import RunJournal, RunOpened, SessionOpened
 from polyrl.manager.payload import PayloadReader
 from polyrl.manager.sessions import TrainerSession, WorkerSession
@@ -31,6 +31,8 @@ log = logging.getLogger("polyrl.manager")
 _BATCH = 512
 """So much is taken from the inbox before the journal is written and peers are answered."""
 _MAX_INBOX = 4096
+_STOOD_STILL_S = 0.5
+"""A timer that comes later than this means that the whole process stood still: nobody else was late."""
 _COMMIT_WITHIN_S = 0.02
 """Tokens alone may wait so long for the journal: others come meanwhile, and nothing depends on them yet."""
 _LONGEST_SLEEP_S = 3600.0
@@ -92,9 +94,11 @@ class Service:
         def act() -> None:
             try:
                 answer = question(self.executor)
-            except Exception as error:  # noqa: BLE001  the asker gets it, whatever it is
+            except Exception as error:
                 if not future.cancelled():
                     future.set_exception(error)
+                if not isinstance(error, RequestError):  # a failure of ours: nothing may go on after it
+                    raise
             else:
                 self._answers.append((future, answer))  # type: ignore[arg-type]
 
@@ -113,7 +117,7 @@ class Service:
     def _take_turn(self) -> None:
         """The owner's turn: all that has come, or a batch of it. Nobody else touches the executor."""
         self._is_due = False
-        if not self._succeeds(self._take_batch):
+        if self._has_failed or not self._succeeds(self._take_batch):
             return
         if len(self._inbox) <= _MAX_INBOX // 2:
             self._room.set()
@@ -130,7 +134,13 @@ class Service:
             loop = asyncio.get_running_loop()
             self._commit_timer = loop.call_later(_COMMIT_WITHIN_S, self._succeeds, self._commit)
 
+    @property
+    def _has_failed(self) -> bool:
+        return self._failure is not None and self._failure.done()
+
     def _succeeds(self, action: Callable[[], None]) -> bool:
+        if self._has_failed:
+            return False
         try:
             action()
         except Exception as error:  # noqa: BLE001  nothing may go on after it; `own` raises it
@@ -169,6 +179,9 @@ class Service:
 
     def _wake_scheduler(self) -> None:
         self._timer = None
+        late_s = asyncio.get_running_loop().time() - self._wakes_at
+        if late_s > _STOOD_STILL_S:  # stopped, or starved: what came meanwhile is still in the sockets
+            self.post(lambda: self.executor.tell(e.DriverResumed(late_s, 0.0)))
         self.post(self._pass_time)
 
     def _pass_time(self) -> None:
@@ -179,7 +192,11 @@ class Service:
         for timer in (self._timer, self._commit_timer):
             if timer is not None:
                 timer.cancel()
-        self._journal.close()
+        if self._has_failed:
+            self._journal.abandon()
+        else:
+            self.executor.commit()
+            self._journal.close()
         os.close(self._lock)
 
 
@@ -232,7 +249,11 @@ def _recover(journal: RunJournal, executor: Executor) -> str:
     for session in executor.workers.values():
         session.heard_at = session.told_at = executor.now()
     executor.tell(e.DriverResumed(found.away_s, executor.restart_grace_s))
+    if executor.trainer is not None:
+        executor.trainer.away_since = executor.now()
+        executor.tell(e.TrainerLeft())
     executor.expect_prompts()
+    executor.write_down_what_holds()
     return (
         f"going on after {found.away_s:.1f} s away: {found.num_records} records, {len(executor.workers)} workers, "
         f"{len(found.scheduler.desk.leases)} samples running, {executor.payload.num_bytes // 8} tokens held"

@@ -64,6 +64,9 @@ class State(Struct):
     published: Version = NO_VERSION
     paused: bool = False
     """No lease is given until somebody says so."""
+    trainer_away_since: Seconds | None = None
+    data_ended_at: Step | None = None
+    """The first step for which there was no prompt left."""
     next_lease: LeaseId = LeaseId(1)
     next_group: int = 1
     lengths: LengthModel = field(default_factory=LengthModel)

@@ -170,6 +170,14 @@ class PlacingResumed(EventStruct, frozen=True, tag=True):
     pass
 
 
+class TrainerLeft(EventStruct, frozen=True, tag=True):
+    """Nobody scores, and nobody says what prompts are, until it is back. Nobody else is to blame for that."""
+
+
+class TrainerReturned(EventStruct, frozen=True, tag=True):
+    pass
+
+
 class DriverResumed(EventStruct, frozen=True, tag=True):
     """The driver was away and is back with its journal: what was due meanwhile could not be heard."""
 
@@ -207,4 +215,6 @@ Event = (
     | PlacingPaused
     | PlacingResumed
     | DriverResumed
+    | TrainerLeft
+    | TrainerReturned
 )

@@ -122,6 +122,8 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
     """Take samples back that brought no token for too long; give the worker up if that is all of them."""
     desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s)
     held = [desk.leases[lease] for lease in worker.leases]
+    if desk.state.trainer_away_since is not None:  # it may be the prompts that are missing
+        return
     stalled = [sample for sample in held if sample.seen_tokens == sample.num_tokens]
     for sample in held:
         sample.seen_tokens = sample.num_tokens

@@ -39,6 +39,8 @@ def open_requested(desk: Desk, now: Seconds) -> list[Round]:
             break  # an open round may still defer prompts: the data has not ended yet
         state.requested.pop(0)
         if plan is None:
+            if state.data_ended_at is None:
+                state.data_ended_at = step
             desk.commands.append(EndData(step, "every prompt of the last epoch is trained or dropped"))
         else:
             opened.append(_open(desk, step, plan, now))

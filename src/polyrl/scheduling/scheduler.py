@@ -37,6 +37,8 @@ from polyrl.scheduling.events import (
     StepTrained,
     TimePassed,
     TokensArrived,
+    TrainerLeft,
+    TrainerReturned,
     VersionPublished,
     WeightsFailed,
     WeightsInstalled,
@@ -166,7 +168,15 @@ class Scheduler:
             case PlacingResumed():
                 desk.state.paused = False
                 desk.place_due = True
+            case TrainerLeft():
+                if desk.state.trainer_away_since is None:
+                    desk.state.trainer_away_since = now
+            case TrainerReturned():
+                if desk.state.trainer_away_since is not None:
+                    scoring.postpone(desk, now - desk.state.trainer_away_since)
+                    desk.state.trainer_away_since = None
             case DriverResumed():
+                scoring.postpone(desk, max(0.0, event.away_s))
                 membership.nobody_was_late(desk, event.away_s, event.grace_s, now)
             case _:
                 assert_never(event)

@@ -79,9 +79,19 @@ def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
         _free_place(desk, sample.id, now)
 
 
+def postpone(desk: Desk, seconds: Seconds) -> None:
+    """Nobody could answer for so long."""
+    running = desk.scoring.running
+    for sample_id in running:
+        running[sample_id] += seconds
+
+
 def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
     """Take out who was not answered in time, and see to the next look. Called now and then, not at each moment."""
     running = desk.scoring.running
+    if desk.state.trainer_away_since is not None:
+        desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
+        return []
     overdue = [desk.state.samples[sample_id] for sample_id, due in running.items() if due <= now]
     for sample in overdue:
         desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))

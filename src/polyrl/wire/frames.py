@@ -180,6 +180,8 @@ class Release(Frame, frozen=True, tag="release"):
 
     why: str
     rejoin: bool = False
+    in_anger: bool = False
+    """It was refused, or its name was taken: something is wrong with it."""
 
 
 ToWorker = Welcome | Generate | Stop | Ack | Pull | Release

@@ -28,6 +28,9 @@ from polyrl.worker.streams import LeaseBook
 
 log = logging.getLogger("polyrl.worker")
 
+_WELCOME_S = 10.0
+"""A manager that has taken a connection answers within this time."""
+
 
 class WorkerOptions(NamedTuple):
     name: str
@@ -66,6 +69,10 @@ class WorkerAgent:
         self._draining = ""
         self._left: asyncio.Future[Left] | None = None
         self._pull: asyncio.Task[None] | None = None
+        self._installing: Version | None = None
+        self._lost_at = 0.0
+        """When the last good connection ended."""
+        self._waits = pauses()
         self._began_at = time.monotonic()
         self._rate = Rate()
 
@@ -87,7 +94,12 @@ class WorkerAgent:
         self._left = asyncio.get_running_loop().create_future()
         try:
             async with self._dialer:
-                self._info = await self._engine.start(self)
+                starting = asyncio.create_task(self._engine.start(self))
+                await asyncio.wait((starting, self._left), return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    starting.cancel()
+                    return self._left.result()
+                self._info = starting.result()
                 self._version = self._info.version
                 log.info("engine %s is ready: %s, %d slots", self._info.engine, self._info.model, self._info.slots)
                 life = asyncio.create_task(self._live())
@@ -126,19 +138,17 @@ class WorkerAgent:
 
     async def _live(self) -> Left:
         """Join and stay connected until somebody says that it is over."""
-        reached_at = time.monotonic()
-        waits = pauses()
+        self._lost_at = time.monotonic()
         while True:
             try:
                 if self._session is None:
                     await self._join()
                 await self._stay_connected()
-                reached_at, waits = time.monotonic(), pauses()
             except SessionOver:
                 log.warning("the manager has given us up; joining again")
                 await self._start_over()
             except Unreachable as error:
-                away_s = time.monotonic() - reached_at
+                away_s = time.monotonic() - self._lost_at
                 if away_s > self._options.give_up_after_s:
                     return Left(f"{error}; given up after {away_s:.0f} s", ok=False)
                 log.info("%s; trying again", error)
@@ -148,7 +158,7 @@ class WorkerAgent:
                 return Left(str(error), ok=False)
             if self._draining and self._session is None:
                 return Left(self._draining, ok=True)
-            await asyncio.sleep(next(waits))
+            await asyncio.sleep(next(self._waits))
 
     async def _join(self) -> None:
         assert self._info is not None
@@ -184,7 +194,8 @@ class WorkerAgent:
         self._announced = self._version
         version = -1 if self._version is None else self._version
         await self._send(frames.Hello(version, self._book.hello(), self._draining))
-        tasks = [asyncio.create_task(one) for one in (self._receive(), self._flush_often(), self._report_often())]
+        regular = (self._receive(), self._flush_often(), self._report_often(), self._expect_welcome())
+        tasks = [asyncio.create_task(one) for one in regular]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -195,9 +206,17 @@ class WorkerAgent:
                 async with asyncio.timeout(2.0):
                     await self._socket.close()
             self._socket = None
+            if self._welcomed:
+                self._lost_at, self._waits = time.monotonic(), pauses()
         for result in results:
             if isinstance(result, Exception):
                 raise result
+
+    async def _expect_welcome(self) -> None:
+        await asyncio.sleep(_WELCOME_S)
+        if not self._welcomed:
+            raise Unreachable("the manager does not answer")
+        await asyncio.Event().wait()
 
     async def _send(self, frame: frames.FromWorker) -> None:
         """Send, or do nothing while there is no connection: Hello says it all again."""
@@ -228,9 +247,7 @@ class WorkerAgent:
                 for lease in map(LeaseId, frame.hand_overs):
                     await self._hand_over(lease)
             case frames.Pull():
-                if self._pull is not None:
-                    self._pull.cancel()
-                self._pull = asyncio.create_task(self._install(Version(frame.version)))
+                self._start_install(Version(frame.version))
             case frames.Welcome():
                 for lease in self._book.welcome(frame.held):
                     await self._engine.abort(lease)
@@ -253,6 +270,15 @@ class WorkerAgent:
         await self._engine.abort(lease)
         self._book.end(lease, "handed_over")
 
+    def _start_install(self, version: Version) -> None:
+        """Replace what is under way, unless it is the same: after a break we are asked again."""
+        if self._pull is not None and not self._pull.done():
+            if self._installing == version:
+                return
+            self._pull.cancel()
+        self._installing = version
+        self._pull = asyncio.create_task(self._install(version))
+
     async def _install(self, version: Version) -> None:
         try:
             await self._engine.install(Weights(version))
@@ -266,7 +292,7 @@ class WorkerAgent:
     async def _released(self, frame: frames.Release) -> None:
         if frame.rejoin and not self._draining:
             raise SessionOver(frame.why)
-        if self._draining or not frame.why.startswith(("refused", "another process")):
+        if self._draining or not frame.in_anger:
             await self._flush()
             await self._send(frames.Goodbye(self._draining or frame.why))
             raise Left(self._draining or frame.why, ok=True)
