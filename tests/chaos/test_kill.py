@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 import subprocess
 import sys
 
@@ -34,6 +35,10 @@ async def kill_the_manager(fleet: Fleet, times: int, rng: random.Random) -> None
     for _ in range(times):
         await asyncio.sleep(rng.uniform(5.0, 9.0))
         await fleet.restart_manager(rng.uniform(0.0, 1.0))
+    await asyncio.sleep(5.0)
+    fleet.manager.send(signal.SIGSTOP)  # stood still for longer than a heartbeat may be missed: nobody is to blame
+    await asyncio.sleep(5.0)
+    fleet.manager.send(signal.SIGCONT)
 
 
 async def empty_the_fleet(fleet: Fleet) -> None:

@@ -136,7 +136,7 @@ class Service:
 
     @property
     def _has_failed(self) -> bool:
-        return self._failure is not None and self._failure.done()
+        return self._failure is not None and self._failure.done() and not self._failure.cancelled()
 
     def _succeeds(self, action: Callable[[], None]) -> bool:
         if self._has_failed:

@@ -1,0 +1,58 @@
+"""A worker over a long time: breaks, a manager that does not answer, a signal while its engine starts."""
+
+import asyncio
+import time
+from pathlib import Path
+
+from tests.integration.live import ENGINE, Live, manager, run, until
+
+from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
+from polyrl.ids import WorkerName
+from polyrl.wire.dial import Dialer
+from polyrl.worker.agent import WorkerAgent, WorkerOptions
+
+NAME = WorkerName("patient")
+
+
+def agent(live: Live, *, give_up_after_s: float = 60.0, engine: EmulatedConfig = ENGINE) -> WorkerAgent:
+    options = WorkerOptions(name=NAME, give_up_after_s=give_up_after_s)
+    return WorkerAgent(EmulatedEngine(engine), Dialer(live.url, live.token("worker")), options)
+
+
+def is_greeted(live: Live) -> bool:
+    session = live.service.executor.workers.get(NAME)
+    return session is not None and session.greeted
+
+
+def test_a_worker_that_has_been_connected_for_longer_than_its_patience_comes_back_after_a_break(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            worker = agent(live, give_up_after_s=0.5)
+            life = asyncio.create_task(worker.run())
+            for _ in range(3):
+                await until(lambda: is_greeted(live), "it is connected")
+                await asyncio.sleep(0.6)
+                link = live.service.executor.workers[NAME].link
+                assert link is not None
+                link.close("a break")
+                await until(lambda: not is_greeted(live), "the break is seen")
+            await until(lambda: is_greeted(live), "it is back")
+            worker.drain("the test is over")
+            assert (await life).ok
+
+    run(scenario())
+
+
+def test_a_signal_is_heard_while_the_engine_starts(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            worker = agent(live, engine=EmulatedConfig(start_s=30.0))
+            life = asyncio.create_task(worker.run())
+            await asyncio.sleep(0.1)
+            began = time.monotonic()
+            worker.drain("SIGTERM")
+            left = await life
+            assert left.ok
+            assert time.monotonic() - began < 2.0
+
+    run(scenario())
