@@ -113,6 +113,8 @@ class Fleet:
         self.port = free_port()
         self.engine = engine
         self.names = [f"w{number}" for number in range(num_workers)]
+        self.one_plug = asyncio.Lock()
+        """Held while the manager is away, and while the whole fleet is killed: not both at once."""
         self.gates: dict[str, Gate] = {}
         self.workers: dict[str, Process] = {}
         argv = [*POLYRL, "manager", "--run-dir", str(self.run_dir), "--port", str(self.port), "--verbose"]
@@ -155,6 +157,8 @@ class Fleet:
         await self.manager.kill()
         await asyncio.sleep(away_s)
         await self.manager.start()
+        await self.until_listening()
+        await asyncio.sleep(2.0)  # workers dial in again
 
     @property
     def admin_token(self) -> str:

@@ -34,7 +34,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 async def kill_the_manager(fleet: Fleet, times: int, rng: random.Random) -> None:
     for _ in range(times):
         await asyncio.sleep(rng.uniform(5.0, 9.0))
-        await fleet.restart_manager(rng.uniform(0.0, 1.0))
+        async with fleet.one_plug:
+            await fleet.restart_manager(rng.uniform(0.0, 1.0))
     await asyncio.sleep(5.0)
     fleet.manager.send(signal.SIGSTOP)  # stood still for longer than a heartbeat may be missed: nobody is to blame
     await asyncio.sleep(5.0)
@@ -42,9 +43,11 @@ async def kill_the_manager(fleet: Fleet, times: int, rng: random.Random) -> None
 
 
 async def empty_the_fleet(fleet: Fleet) -> None:
+    """All at once, while the manager lives: what neither of two dead ends holds can only be made again."""
     await asyncio.sleep(8.0)
-    for worker in fleet.workers.values():
-        await worker.kill()
+    async with fleet.one_plug:
+        for worker in fleet.workers.values():
+            await worker.kill()
     await asyncio.sleep(10.0)
     for worker in fleet.workers.values():
         await worker.start()
