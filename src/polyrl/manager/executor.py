@@ -4,7 +4,7 @@ It has one owner (service.py). Frames and questions wait in an inbox; the owner 
 scheduler, writes the journal once, and only then sends, answers and acknowledges.
 
 Rules kept here:
-- Nothing leaves before what led to it is in the journal.
+- Nothing leaves before what led to it is in the journal; only a goodbye does, and it changes nothing.
 - Payload goes into the journal as it came, and never into the scheduler; the scheduler hears of a worker's progress
   every few seconds, and of an answer's end at once.
 - A peer that says what cannot be true is cut off, counted, and its samples move on. It harms nobody else.

@@ -110,8 +110,11 @@ def _waits(executor: Executor, desk: Desk, now: float) -> Iterator[WaitStatus]:
         yield WaitStatus(what="trainer", of="to dial in", age_s=now - trainer.away_since, given_up_in_s=None)
     if desk.state.published < 0:
         yield WaitStatus(what="weights", of="a first version", age_s=None, given_up_in_s=None)
+    num_unknown = sum(1 for one in desk.groups if one not in executor.payload.prompts)
+    if num_unknown:
+        yield WaitStatus(what="prompts", of=f"{num_unknown} groups", age_s=None, given_up_in_s=None)
     waiting = next((one for one in desk.rounds.values() if one.num_waiting), None)
-    if waiting is not None and not any(one.may_generate for one in desk.seats.values()):
+    if waiting is not None and (desk.state.paused or not any(one.may_generate for one in desk.seats.values())):
         what = "a resume" if desk.state.paused else "workers"
         yield WaitStatus(what=what, of=f"round {waiting.step}", age_s=now - waiting.opened_at, given_up_in_s=None)
     for (name, key), at in sorted(desk.deadlines.entries.items(), key=lambda entry: entry[1]):

@@ -105,7 +105,7 @@ class RoundStatus(Struct, frozen=True, kw_only=True):
 
 class WaitStatus(Struct, frozen=True, kw_only=True):
     what: str
-    """Which wait it is: a name of deadlines.WaitName, or `trainer`, `weights`, `workers`, `prompts`."""
+    """Which wait it is: a name of deadlines.WaitName, or `trainer`, `weights`, `workers`, `prompts`, `a resume`."""
     of: str
     age_s: float | None
     given_up_in_s: float | None

@@ -3,7 +3,7 @@
     worker  -> manager    Hello first; then Tokens, Report, Installed, InstallFailed, Leaving, Goodbye
     manager -> worker     Welcome first; then Generate, Stop, Ack, Pull, Release
     trainer -> manager    TrainerHello first; then statements, each numbered: RequestRound, SupplyPrompts, Scored, ...
-    manager -> trainer    Opened, Added, ScoreThese, Delivered, ... ; Ack
+    manager -> trainer    Opened, ScoreThese, Delivered, Closed, ... ; Ack
 
 Rules: a connection may break at any moment and is dialled again. Nothing is resent by number; each side says at the
 start what it holds, and the other sends what is missing (a worker's leases by token offset, a trainer's open round).
