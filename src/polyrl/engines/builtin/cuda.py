@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 # Triton comes with a torch for GPUs, and its kernels are not Python that a type checker knows.
-# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
 import triton
 import triton.language as tl
 
