@@ -1,0 +1,15 @@
+"""Weight versions: what a version is, how the difference of two travels, and how it gets into an engine.
+
+| module | holds |
+|---|---|
+| `manifest` | what a version consists of, in canonical bytes with one digest; the same for a delta |
+| `chunks` | any blob in pieces of fixed size, each with a digest |
+| `delta` | two versions in, their difference in a hundredth of the bytes out; and back, in place |
+| `chains` | the cheapest way from the version that is held to the one that is wanted |
+| `shards` | which bytes of a version a tensor-parallel rank needs |
+| `folder` | a version as a directory of safetensors |
+| `tensors` `tensors_gpu` | the only modules that know torch: a model's weights out and in; deltas encoded on the device |
+
+Rules: nothing is used before its digest is right; numbers out of a manifest are checked before they are believed; a
+delta is applied by one owner, in place, to bytes nobody else reads.
+"""
