@@ -1,0 +1,117 @@
+"""A blob as fixed-size chunks with a digest each: what is verified, asked for again, and passed on.
+
+A blob is a run of bytes that has a name: a full version, or a delta. Two hashes. `xxh3-128` finds every fault of
+hardware and software at the speed of memory; it does not stop somebody who makes wrong bytes on purpose. `blake3` does,
+for relays that are strangers.
+
+A table that does not fit its own numbers cannot be built, and so cannot be decoded. What a table belongs to, and who
+vouches for it, is the manifest's business.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeAlias, TypeVar
+
+import blake3
+import msgspec
+import xxhash
+
+HashName = Literal["xxh3-128", "blake3"]
+View: TypeAlias = bytes | bytearray | memoryview
+ResultT = TypeVar("ResultT")
+
+CHUNK_BYTES = 4 << 20
+MAX_CHUNK_BYTES = 64 << 20
+MAX_BLOB_BYTES = 1 << 46
+_MAX_CHUNKS = 1 << 24
+
+
+def _xxh3_128(view: View) -> bytes:
+    return xxhash.xxh3_128_digest(view)
+
+
+def _blake3(view: View) -> bytes:
+    return blake3.blake3(view).digest()
+
+
+_HASHES: dict[HashName, tuple[int, Callable[[View], bytes]]] = {"xxh3-128": (16, _xxh3_128), "blake3": (32, _blake3)}
+
+
+class ChunkTable(msgspec.Struct, frozen=True):
+    """The digests of a blob's chunks, in order. The last chunk may be shorter; an empty blob has none."""
+
+    num_bytes: int
+    chunk_bytes: int
+    hash: HashName
+    digests: bytes
+    """One after the other, 16 or 32 bytes each."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_bytes <= MAX_BLOB_BYTES:
+            raise ValueError(f"a blob of {self.num_bytes} bytes; expected 0 to {MAX_BLOB_BYTES}")
+        if not 1 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes; expected 1 to {MAX_CHUNK_BYTES}")
+        if self.num_chunks > _MAX_CHUNKS:
+            raise ValueError(f"{self.num_chunks} chunks; expected at most {_MAX_CHUNKS}")
+        expected = self.num_chunks * digest_bytes(self.hash)
+        if len(self.digests) != expected:
+            raise ValueError(f"{len(self.digests)} bytes of digests for {self.num_chunks} chunks; expected {expected}")
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_bytes // self.chunk_bytes)
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """First byte of a chunk, and the byte after its last."""
+        start = index * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.num_bytes)
+
+    def digest_of(self, index: int) -> bytes:
+        size = digest_bytes(self.hash)
+        return self.digests[index * size : (index + 1) * size]
+
+    def holds(self, index: int, chunk: View) -> bool:
+        """Whether these are the bytes of that chunk."""
+        return digest_function(self.hash)(chunk) == self.digest_of(index)
+
+
+def digest_bytes(hash: HashName) -> int:
+    return _HASHES[hash][0]
+
+
+def digest_function(hash: HashName) -> Callable[[View], bytes]:
+    return _HASHES[hash][1]
+
+
+def table_of(view: View, chunk_bytes: int = CHUNK_BYTES, hash: HashName = "xxh3-128", threads: int = 1) -> ChunkTable:
+    """Hash every chunk. The table is the same for any number of threads."""
+    view = memoryview(view).cast("B")
+    num_bytes, digest = view.nbytes, digest_function(hash)
+    starts = range(0, num_bytes, chunk_bytes)
+
+    def at(start: int) -> bytes:
+        return digest(view[start : start + chunk_bytes])
+
+    digests = _map(at, starts, threads)
+    return ChunkTable(num_bytes=num_bytes, chunk_bytes=chunk_bytes, hash=hash, digests=b"".join(digests))
+
+
+def bad_chunks(view: View, table: ChunkTable, threads: int = 1) -> list[int]:
+    """The chunks whose bytes are not those of the table. A blob of another size has nothing right."""
+    view = memoryview(view).cast("B")
+    if view.nbytes != table.num_bytes:
+        return list(range(max(1, table.num_chunks)))
+
+    def is_right(index: int) -> bool:
+        start, stop = table.range_of(index)
+        return table.holds(index, view[start:stop])
+
+    rights = _map(is_right, range(table.num_chunks), threads)
+    return [index for index, right in enumerate(rights) if not right]
+
+
+def _map(function: Callable[[int], ResultT], items: range, threads: int) -> list[ResultT]:
+    if threads <= 1 or len(items) <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        return list(pool.map(function, items))
