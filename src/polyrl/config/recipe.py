@@ -1,0 +1,439 @@
+"""What a recipe may say: one typed tree, its defaults, and what is refused. `polyrl train` reads it.
+
+docs/reference/recipes.md explains every key. The sections `rounds`, `routing`, `seeding`, `hand_back`, `fleet_rules`,
+`weight_delivery` and `scaling` are the scheduler's own configuration, the very same structs that a scenario reads.
+
+Left out: whether files and registered names exist. Those who open and look them up say so.
+"""
+
+import math
+import string
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from polyrl.scheduling.parameters import (
+    DomainData,
+    FleetRules,
+    HandBackConfig,
+    RewardConfig,
+    RoundsConfig,
+    RoutingConfig,
+    ScalingConfig,
+    SchedulerConfig,
+    SeedingConfig,
+    WeightDeliveryConfig,
+)
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Count = Annotated[int, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+ARITHMETIC = "arithmetic"
+"""The data source, and the reward, that ship with the package."""
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+"""Those that compare the samples of a group with each other."""
+_SLOTS_PER_PROCESS = 8
+"""Rewards under way per process of the pool: enough that none waits for the next to arrive."""
+
+
+class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: str
+    """A Hugging Face directory: the weights that training starts from, and the tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gradient_checkpointing: bool = False
+    max_context: Annotated[int, Meta(ge=2)] | None = None
+    """Prompt and answer together; none: what the model can."""
+
+
+class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    mode: Literal["synchronous", "streaming"] = "streaming"
+    """`synchronous` generates all, then scores all, then trains; `streaming` does each as soon as it can."""
+    steps: AtLeastOne = 100
+    seed: Count = 0
+    run_dir: str | None = None
+    """Where everything about the run is written; none: runs/NAME."""
+    micro_batch_tokens: AtLeastOne = 16_384
+    """Tokens that go through the model at once while it trains."""
+    min_micro_batch_samples: AtLeastOne = 16
+    """A micro-batch starts when so many samples are complete, or the round is."""
+    local_generation: bool = True
+    """The trainer's own device generates too. With no workers it is the only one that does."""
+    stop_at_reward: float | None = None
+    """End when a step's mean reward reaches this."""
+    price_usd_per_hour: NotNegative = 0.0
+    """Of the trainer's machine, for the ledger."""
+
+
+class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From rewards to a loss; docs/concepts/algorithms.md."""
+
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, or a function of your own: `module:function`."""
+    loss: str = "ppo_clip"
+    """ppo_clip, or a function of your own: `module:function`."""
+    clip_low: BelowOne = 0.2
+    clip_high: NotNegative = 0.2
+    """Larger than `clip_low`: clip-higher."""
+    dual_clip: Annotated[float, Meta(gt=1)] | None = None
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"] = "token-mean"
+    fixed_tokens: AtLeastOne | None = None
+    """What the sum of a sample's losses is divided by, with aggregation `fixed`; none: rollout.max_new_tokens."""
+    kl: Literal["none", "loss", "reward"] = "none"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_coef: NotNegative = 0.001
+    reference: str = ""
+    """A Hugging Face directory that KL is measured against; empty: the starting weights."""
+    zero_variance: Literal["filter", "keep"] = "filter"
+    """What becomes of a group whose samples all have the same reward: it teaches nothing."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """What becomes of an answer that was cut off at rollout.max_new_tokens."""
+    overlong_buffer_tokens: AtLeastOne | None = None
+    """With `penalty`: the last so many tokens before the cap cost more and more, up to `overlong_penalty`."""
+    overlong_penalty: NotNegative = 1.0
+    old_logprobs: Literal["recompute", "engine"] = "recompute"
+    """Whose log-probabilities the ratio starts from: the trainer's own, or those that the engine drew with."""
+    entropy_coef: NotNegative = 0.0
+    mini_batches: AtLeastOne = 1
+    """Optimizer steps in one step of the run."""
+
+    def __post_init__(self) -> None:
+        if self.overlong == "penalty" and self.overlong_buffer_tokens is None:
+            raise ValueError('overlong_buffer_tokens: missing, expected an integer >= 1 for overlong = "penalty"')
+        if self.fixed_tokens is not None and self.aggregation != "fixed":
+            raise ValueError(f'fixed_tokens: is for aggregation = "fixed" alone, not for "{self.aggregation}"')
+        if self.reference and self.kl == "none":
+            raise ValueError('reference: nothing is measured against it while kl = "none"')
+
+
+class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW on float32 weights."""
+
+    lr: Positive = 1e-6
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    grad_clip: NotNegative = 1.0
+    """The largest norm of a gradient; 0: any."""
+    warmup_steps: Count = 0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After the warm-up: as it is, or down to zero at train.steps."""
+
+
+class ImposedLengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answers of drawn lengths instead of the model's own, so that any model shows a realistic tail."""
+
+    kind: Literal["off", "lognormal", "quantiles"] = "off"
+    median: Positive = 650.0
+    sigma: NotNegative = 0.9
+    """Of the logarithm, for `lognormal`."""
+    quantiles: tuple[tuple[Share, Positive], ...] = ()
+    """[probability, tokens], both rising, for `quantiles`. Lengths above rollout.max_new_tokens are cut to it."""
+    correlation: Share = 0.2
+    """Within-prompt correlation of lengths (Gaussian copula)."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "quantiles" and len(self.quantiles) < 2:
+            raise ValueError(f"quantiles: expected at least two [probability, tokens] pairs, got {len(self.quantiles)}")
+        for index, (earlier, later) in enumerate(pairwise(self.quantiles)):
+            if later[0] <= earlier[0] or later[1] < earlier[1]:
+                raise ValueError(f"quantiles.{index + 1}: {list(later)} does not rise above {list(earlier)}")
+
+
+class RolloutSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How answers are drawn."""
+
+    max_new_tokens: AtLeastOne = 1024
+    temperature: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    """0: all."""
+    min_p: Share = 0.0
+    stop: tuple[str, ...] = ()
+    """Text that ends an answer, beside the model's own end of text."""
+    impose_lengths: ImposedLengths = ImposedLengths()
+
+
+class ArithmeticTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the generated problems are like; docs/concepts/data.md."""
+
+    min_terms: Annotated[int, Meta(ge=2, le=16)] = 2
+    max_terms: Annotated[int, Meta(ge=2, le=16)] = 6
+    max_term: Annotated[int, Meta(ge=1, le=999)] = 9
+
+    def __post_init__(self) -> None:
+        if self.max_terms < self.min_terms:
+            raise ValueError(f"max_terms: {self.max_terms} is below min_terms = {self.min_terms}")
+
+
+class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of task: its data, its reward, and its share of every step."""
+
+    source: str | None = None
+    """A .jsonl or .parquet file, a directory of `datasets`, or "arithmetic"."""
+    reward: str | None = None
+    """arithmetic, math, or a function of your own: `module:function`. None: the source's own, if it has one."""
+    prompts_per_step: AtLeastOne = 32
+    validation: str | None = None
+    """Where validation takes its prompts from; none: "arithmetic" has its own split, files have none."""
+    prompt_key: str = "prompt"
+    """The column with the prompt, or with a list of chat messages."""
+    answer_key: str = "answer"
+    """The column with what the reward compares with."""
+    template: str = "{prompt}"
+    """The prompt as the model sees it: text with {prompt} and any other column in braces."""
+    chat: bool = False
+    """Wrap the prompt with the tokenizer's chat template. Rows of messages always are."""
+    system: str = ""
+    """A system message before the prompt; needs `chat`."""
+    max_prompt_tokens: AtLeastOne | None = None
+    """Rows with a longer prompt are left out, and counted; none: what the context leaves beside an answer."""
+    num_prompts: AtLeastOne | None = None
+    """Only the first so many rows; none: all of them, or as many problems as "arithmetic" has."""
+    arithmetic: ArithmeticTask = ArithmeticTask()
+
+    def check(self) -> None:
+        """Raises ValueError, `key: reason`, for what takes more than one key to see."""
+        if not self.source:
+            raise ValueError('source: missing, expected a file, a directory or "arithmetic"')
+        if self.reward is None and self.source != ARITHMETIC:
+            raise ValueError("reward: missing, expected arithmetic, math or module:function")
+        if self.system and not self.chat:
+            raise ValueError("system: is for chat = true alone; otherwise the template is the place for it")
+        _check_template("template", self.template)
+
+
+class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name: got an empty text, expected what the domain is called in metrics")
+        self.check()
+
+    @property
+    def reward_name(self) -> str:
+        return ARITHMETIC if self.reward is None else self.reward
+
+
+class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A single domain with its keys right here, or several as `[[data.domains]]`."""
+
+    domains: tuple[DomainSection, ...] = ()
+    shuffle_seed: Count | None = None
+    """None: train.seed."""
+    num_epochs: AtLeastOne | None = None
+    """How often the data is gone through; the run ends with it. None: as often as the steps need."""
+
+    def __post_init__(self) -> None:
+        if not self.domains:
+            self.check()
+            return
+        nothing_said = DomainFields()
+        for key in DomainFields.__struct_fields__:
+            if getattr(self, key) != getattr(nothing_said, key):
+                raise ValueError(f"{key}: say it in each of data.domains, or leave data.domains out")
+        names = [domain.name for domain in self.domains]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ValueError(f"domains.{index}.name: {name!r} is there twice")
+
+    @property
+    def all_domains(self) -> tuple[DomainSection, ...]:
+        """The domains in order, whichever way they were written."""
+        if self.domains:
+            return self.domains
+        assert self.source is not None
+        only = {key: getattr(self, key) for key in DomainFields.__struct_fields__}
+        return (DomainSection(name=PurePath(self.source).stem or "data", **only),)
+
+
+class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answers to prompts that are not trained on, now and then."""
+
+    every_steps: Count = 0
+    """0: never."""
+    at_start: bool = True
+    """Also before the first step."""
+    num_prompts: AtLeastOne = 64
+    """Of each domain, the first ones."""
+    pass_at: tuple[AtLeastOne, ...] = (1,)
+    """The k of pass@k. Each prompt is answered as often as the largest says, or `num_samples`."""
+    num_samples: AtLeastOne | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """None: rollout.temperature."""
+
+    def __post_init__(self) -> None:
+        if not self.pass_at:
+            raise ValueError("pass_at: got an empty list, expected at least one k")
+        if self.num_samples is not None and self.num_samples < max(self.pass_at):
+            raise ValueError(f"num_samples: {self.num_samples} is below {max(self.pass_at)}, the largest of pass_at")
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return max(self.pass_at) if self.num_samples is None else self.num_samples
+
+
+class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where rewards are computed; docs/concepts/rewards.md."""
+
+    processes: Annotated[int, Meta(ge=1, le=256)] = 2
+    """Of the pool that plain functions run in."""
+    timeout_s: Positive = 30.0
+    """A reward that takes longer has failed, and its sample is dropped."""
+    slots: AtLeastOne | None = None
+    """Rewards under way at once; more than 8 a process, which is what none means, is for async functions that wait."""
+
+
+class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Worker processes that are started beside the trainer, on its machine. Others join from anywhere."""
+
+    workers: Count = 0
+    engine: Literal["builtin", "emulated"] = "builtin"
+    settings: dict[str, Any] = {}
+    """Of the engine, as `polyrl worker --engine-config` takes them."""
+    price_usd_per_hour: NotNegative = 0.0
+    """Of one worker, for the ledger."""
+    spot: bool = False
+
+
+class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    """0.0.0.0 for workers on other machines."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 5000
+    """0: any that is free."""
+
+
+class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights travel to the fleet."""
+
+    interfaces: tuple[str, ...] = ()
+    """Addresses that weights are served on; empty: the manager's host."""
+    streams: AtLeastOne = 4
+    """Connections that one worker pulls over."""
+    groups: AtLeastOne = 1
+    """Sets of workers that are served one after the other."""
+    egress_mb_s: Positive | None = None
+    """At most so much leaves this machine; none: as much as the network takes."""
+
+
+class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who else is told the metrics. metrics.jsonl is always written."""
+
+    tensorboard: bool = False
+    wandb: Literal["off", "offline", "online"] = "off"
+    project: str = "polyrl"
+
+
+class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    about: str = ""
+    model: ModelSection
+    train: TrainSection = TrainSection()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutSection = RolloutSection()
+    data: DataSection
+    validation: ValidationSection = ValidationSection()
+    rewards: RewardsSection = RewardsSection()
+    fleet: FleetSection = FleetSection()
+    manager: ManagerSection = ManagerSection()
+    weights: WeightsSection = WeightsSection()
+    track: TrackSection = TrackSection()
+    rounds: RoundsConfig = RoundsConfig()
+    routing: RoutingConfig = RoutingConfig()
+    seeding: SeedingConfig = SeedingConfig()
+    hand_back: HandBackConfig = HandBackConfig()
+    fleet_rules: FleetRules = FleetRules()
+    weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
+    scaling: ScalingConfig = ScalingConfig()
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ValueError(f"name: got {self.name!r}, expected a name that a directory can have")
+        self._check_who_generates()
+        self._check_tokens()
+        if self.train.mode == "synchronous" and self.rounds.tail_batching != "off":
+            raise ValueError('rounds.tail_batching: expected "off", since train.mode is "synchronous"')
+        if self.algorithm.advantage in GROUP_ADVANTAGES and self.rounds.samples_per_prompt < 2:
+            raise ValueError(f"rounds.samples_per_prompt: expected at least 2, for {self.algorithm.advantage}")
+
+    def _check_who_generates(self) -> None:
+        if self.train.mode == "synchronous" and not self.train.local_generation:
+            raise ValueError("train.local_generation: expected true, since a synchronous run generates there")
+
+    def _check_tokens(self) -> None:
+        longest = self.rollout.max_new_tokens
+        context = self.model.max_context
+        if context is not None and context <= longest:
+            raise ValueError(f"model.max_context: expected room for a prompt beside rollout.max_new_tokens = {longest}")
+        if self.train.micro_batch_tokens < longest:
+            raise ValueError(f"train.micro_batch_tokens: expected at least rollout.max_new_tokens, {longest}")
+        buffer = self.algorithm.overlong_buffer_tokens
+        if buffer is not None and buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens: {buffer} is more than rollout.max_new_tokens, {longest}"
+            )
+
+    @property
+    def run_dir(self) -> str:
+        return f"runs/{self.name}" if self.train.run_dir is None else self.train.run_dir
+
+
+def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: int = 512) -> SchedulerConfig:
+    """What the recipe says to the scheduler. `num_prompts` counts the rows of each domain that can be used.
+
+    Raises ValueError for a domain that cannot fill a single step.
+    """
+    data = recipe.data
+    domains = []
+    for domain, available in zip(data.all_domains, num_prompts, strict=True):
+        if available < 1:
+            raise ValueError(f"{domain.source}: domain {domain.name!r} has no prompt that can be used")
+        domains.append(DomainData(name=domain.name, prompts_per_step=domain.prompts_per_step, num_prompts=available))
+    streaming = recipe.train.mode == "streaming"
+    return SchedulerConfig(
+        domains=tuple(domains),
+        seed=recipe.train.seed if data.shuffle_seed is None else data.shuffle_seed,
+        num_epochs=data.num_epochs,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        streaming=streaming,
+        trainer_usd_per_hour=recipe.train.price_usd_per_hour,
+        prompt_tokens=max(1, prompt_tokens),
+        rounds=recipe.rounds,
+        routing=recipe.routing,
+        seeding=recipe.seeding,
+        hand_back=recipe.hand_back,
+        rewards=_reward_rules(recipe.rewards, as_finished=streaming),
+        fleet_rules=recipe.fleet_rules,
+        weight_delivery=recipe.weight_delivery,
+        scaling=recipe.scaling,
+    )
+
+
+def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig:
+    """The pool ends what takes too long; the scheduler's own limit is for a pool that does not answer at all."""
+    slots = _SLOTS_PER_PROCESS * rewards.processes if rewards.slots is None else rewards.slots
+    longest_s = rewards.timeout_s * (1 + math.ceil(slots / rewards.processes))
+    return RewardConfig(
+        adaptive=False, t_min_s=min(2.0, longest_s), t_max_s=longest_s, slots=slots, as_finished=as_finished
+    )
+
+
+def _check_template(key: str, template: str) -> None:
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}; a brace that is meant as one is doubled") from error
+    if not any(name.partition(".")[0].partition("[")[0] == "prompt" for name in names):
+        raise ValueError(f"{key}: has no {{prompt}}, expected the place where the prompt goes")
+    strange = [name for name in names if not name.isidentifier()]
+    if strange:
+        raise ValueError(f"{key}: got {{{strange[0]}}}, expected the name of a column; a brace meant as one is doubled")
