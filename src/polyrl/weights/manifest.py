@@ -1,0 +1,264 @@
+"""What a weight version consists of, and what a delta consists of: canonical bytes, and one digest for the whole.
+
+    Layout          which tensors, at which bytes; the same for every version of a model
+    Manifest        a version: a layout, the digests of its chunks, its parent
+    DeltaManifest   a difference: from which version to which, its parts, the digests of its chunks
+
+Rules kept here: a value has one encoding (JSON without spaces, fields in order), and `decode` refuses any other bytes
+for it, so that a digest names a value. Whatever is decoded has been checked: names are sorted and unique, every start
+follows from the sizes before it, ranges lie inside their tensors, all numbers are bounded. Bytes between tensors are
+zero. What is wrong is said in one line (BadManifest). Left out: the bytes of the tensors themselves, and who vouches
+for a digest.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from polyrl.weights.chunks import ChunkTable
+
+FORMAT: Literal[1] = 1
+ALIGN_BYTES = 64
+"""Tensors start at multiples of it: a cache line, and enough for every instruction that loads vectors."""
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+MAX_VERSION_BYTES = 1 << 44
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_TENSORS = 1 << 20
+MAX_PARTS = 1 << 22
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+HexOrNone = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
+Count = Annotated[int, Meta(ge=0, le=MAX_VERSION_BYTES)]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=8)]
+
+Encoding = Literal["raw", "planes", "sparse"]
+
+
+class BadManifest(ValueError):
+    """Bytes that are no manifest, or one that cannot be true. The message says what is wrong with it, in a line."""
+
+
+class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor in a version's bytes, row by row."""
+
+    name: Name
+    dtype: str
+    shape: Shape
+    start: Count
+    num_bytes: Count
+
+    @property
+    def item_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_bytes // DTYPE_BYTES[self.dtype]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
+
+class Layout(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """Where the tensors of a model lie. Made by `lay_out`; the same for all of its versions."""
+
+    architecture: Annotated[str, Meta(max_length=512)]
+    tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=MAX_TENSORS)]
+    tied: dict[Name, Name]
+    """Names without bytes of their own, and the tensor that they are another name of."""
+    num_bytes: Count
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Two models with the same one can exchange weights."""
+        return _digest(msgspec.json.encode(self, order="deterministic"))
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorEntry]:
+        """Also under the names that are tied."""
+        found = {one.name: one for one in self.tensors}
+        return {**found, **{alias: found[name] for alias, name in self.tied.items()}}
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """A weight version. Its digest is what a sample says wrote it."""
+
+    version: Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
+    layout: Layout
+    chunks: ChunkTable
+    parent: HexOrNone
+    """The digest of the version before it; empty for the first."""
+    lossy: Annotated[str, Meta(max_length=64)] = ""
+    """Empty when the tensors are the trainer's own numbers in the serving dtype; otherwise how they were reduced."""
+    format: Literal[1] = FORMAT
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(encode(self))
+
+
+class Part(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """So many elements of one tensor, and how they are written. What no part covers has not changed."""
+
+    tensor: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
+    first: Count
+    num_elements: Annotated[int, Meta(ge=1, le=MAX_VERSION_BYTES)]
+    encoding: Encoding
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_VERSION_BYTES)]
+    """Of the blob; parts lie in it one after the other."""
+
+
+class DeltaManifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """What turns one version's bytes into another's."""
+
+    base: Hex
+    target: Hex
+    fingerprint: Hex
+    """Of the layout that both have."""
+    parts: Annotated[tuple[Part, ...], Meta(max_length=MAX_PARTS)]
+    chunks: ChunkTable
+    format: Literal[1] = FORMAT
+
+    @cached_property
+    def digest(self) -> str:
+        return _digest(encode(self))
+
+
+class Spec(NamedTuple):
+    """A tensor before it has a place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def lay_out(specs: Iterable[Spec], *, architecture: str = "", tied: Mapping[str, str] | None = None) -> Layout:
+    """Give every tensor its place: by name, each at the next multiple of ALIGN_BYTES. Raises BadManifest."""
+    entries: list[TensorEntry] = []
+    start = 0
+    for spec in sorted(specs):
+        num_bytes = math.prod(spec.shape) * _item_bytes(spec.name, spec.dtype)
+        entries.append(TensorEntry(spec.name, spec.dtype, tuple(spec.shape), start, num_bytes))
+        start = _aligned(start + num_bytes)
+    layout = Layout(architecture, tuple(entries), dict(sorted((tied or {}).items())), start)
+    check_layout(layout)
+    return layout
+
+
+def encode(value: Manifest | DeltaManifest) -> bytes:
+    """The canonical bytes."""
+    return msgspec.json.encode(value, order="deterministic")
+
+
+def decode_manifest(data: bytes | memoryview, digest: str | None = None) -> Manifest:
+    """Raises BadManifest: when its digest is another, when its bytes are not canonical, when it cannot be true."""
+    manifest = _decode(data, Manifest, digest)
+    check_layout(manifest.layout)
+    if manifest.chunks.num_bytes != manifest.layout.num_bytes:
+        raise BadManifest(f"chunks of {manifest.chunks.num_bytes} bytes for a layout of {manifest.layout.num_bytes}")
+    return manifest
+
+
+def decode_delta(data: bytes | memoryview, layout: Layout, digest: str | None = None) -> DeltaManifest:
+    """Raises BadManifest, also when it is not a delta between versions of this layout."""
+    delta = _decode(data, DeltaManifest, digest)
+    check_delta(delta, layout)
+    return delta
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises BadManifest. A layout that passes is what `lay_out` makes of the same tensors."""
+    start, before = 0, ""
+    for one in layout.tensors:
+        if one.name <= before:
+            raise BadManifest(f"tensor {one.name!r} after {before!r}; expected names in order, each once")
+        num_bytes = math.prod(one.shape) * _item_bytes(one.name, one.dtype)
+        if num_bytes != one.num_bytes:
+            raise BadManifest(f"tensor {one.name!r} of {one.num_bytes} bytes; expected {num_bytes} from its shape")
+        if one.start != start:
+            raise BadManifest(f"tensor {one.name!r} at byte {one.start}; expected {start}")
+        start, before = _aligned(one.end), one.name
+    if layout.num_bytes != start:
+        raise BadManifest(f"a layout of {layout.num_bytes} bytes; its tensors take {start}")
+    if start > MAX_VERSION_BYTES:
+        raise BadManifest(f"a layout of {start} bytes; expected at most {MAX_VERSION_BYTES}")
+    names = {one.name for one in layout.tensors}
+    for alias, name in layout.tied.items():
+        if alias in names or name not in names:
+            raise BadManifest(f"{alias!r} tied to {name!r}; expected a name without bytes, tied to a tensor")
+
+
+def check_delta(delta: DeltaManifest, layout: Layout) -> None:
+    """Raises BadManifest. Parts go forward through the tensors, do not overlap, and add up to the blob."""
+    if delta.fingerprint != layout.fingerprint:
+        raise BadManifest("a delta of another layout")
+    num_blob_bytes, place = 0, (0, 0)
+    for part in delta.parts:
+        if part.tensor >= len(layout.tensors):
+            raise BadManifest(f"a part of tensor {part.tensor}; there are {len(layout.tensors)}")
+        tensor = layout.tensors[part.tensor]
+        end = part.first + part.num_elements
+        if (part.tensor, part.first) < place or end > tensor.num_elements:
+            raise BadManifest(f"a part of {tensor.name!r}, {part.first} to {end}, is out of order or of bounds")
+        place = (part.tensor, end)
+        num_blob_bytes += part.num_bytes
+    if num_blob_bytes != delta.chunks.num_bytes:
+        raise BadManifest(f"parts of {num_blob_bytes} bytes in a blob of {delta.chunks.num_bytes}")
+
+
+def changed_tensors(deltas: Iterable[DeltaManifest], layout: Layout) -> frozenset[str]:
+    """The tensors that any of the deltas touches: what an engine has to load again."""
+    return frozenset(layout.tensors[part.tensor].name for delta in deltas for part in delta.parts)
+
+
+_Kind = TypeVar("_Kind", Manifest, DeltaManifest)
+
+
+def _decode(data: bytes | memoryview, kind: type[_Kind], digest: str | None) -> _Kind:
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise BadManifest(f"{len(data)} bytes; expected at most {MAX_MANIFEST_BYTES}")
+    if digest is not None and _digest(data) != digest:
+        raise BadManifest(f"its digest is {_digest(data)[:16]}..., expected {digest[:16]}...")
+    try:
+        value = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadManifest(f"not a {kind.__name__}: {error}") from error
+    if encode(value) != data:
+        raise BadManifest("its bytes are not the canonical ones")
+    return value
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def _item_bytes(name: str, dtype: str) -> int:
+    if dtype not in DTYPE_BYTES:
+        raise BadManifest(f"tensor {name!r} of dtype {dtype!r}; expected one of {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
