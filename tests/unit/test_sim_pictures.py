@@ -8,10 +8,11 @@ from rich.console import Console
 from tests.unit.tiny import play_tiny
 
 from polyrl.sim import pictures
-from polyrl.sim.looks import ACTIVITIES, LEFT, nice_ticks, unit_for
-from polyrl.sim.machines import Span
 from polyrl.sim.planner import Choice, Outcome, make_plan
 from polyrl.sim.report import bar_rows, cells, columns_of, merge_rows, row_order, time_axis, whole_report
+from polyrl.telemetry import canvas
+from polyrl.telemetry.looks import ACTIVITIES, LEFT, nice_ticks, unit_for
+from polyrl.telemetry.timeline import Span
 
 PNG = b"\x89PNG"
 
@@ -122,12 +123,12 @@ def test_a_plan_is_drawn(played, tmp_path):
         for n in (0, 1)
     ]
     plan = make_plan(played[0].scenario, outcomes, [1.0], seed=0, steps=4)
-    pictures.save(pictures.plan_figure(plan), tmp_path / "plan.png")
+    canvas.save(pictures.plan_figure(plan), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(played, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(pictures.NoPlottingError, match=r"pip install 'polyrl\[plot\]'"):
+    with pytest.raises(canvas.NoPlottingError, match=r"pip install 'polyrl\[plot\]'"):
         pictures.draw_all(played[0], tmp_path)
     assert list(tmp_path.iterdir()) == []

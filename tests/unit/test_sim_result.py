@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from tests.unit.tiny import play_tiny
 
-from polyrl.sim.machines import Span
-from polyrl.sim.result import measure_steps, percentile, seconds_by_activity, to_json
+from polyrl.sim.result import measure_steps, percentile, to_json
+from polyrl.telemetry.timeline import Span, seconds_by_activity
 
 KEYS_ASKED_FOR = {
     "scenario": None,

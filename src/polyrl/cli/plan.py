@@ -197,8 +197,9 @@ def _marks(plan: "Plan") -> dict[tuple[int, float, int], str]:
 
 
 def _write_files(plan: "Plan", out: Path, *, quiet: bool) -> None:
-    from polyrl.sim.pictures import NoPlottingError, plan_figure, save
+    from polyrl.sim.pictures import plan_figure
     from polyrl.sim.result import to_json
+    from polyrl.telemetry.canvas import NoPlottingError, save
 
     make_folder(out)
     (out / "plan.json").write_text(to_json(plan) + "\n", encoding="utf-8")

@@ -193,8 +193,9 @@ def _write_files(sim: "Simulation", result: "Result", out: Path, *, quiet: bool)
     import msgspec
 
     from polyrl.config import dump_toml
-    from polyrl.sim.pictures import NoPlottingError, draw_all
+    from polyrl.sim.pictures import draw_all
     from polyrl.sim.result import to_json
+    from polyrl.telemetry.canvas import NoPlottingError
 
     (out / "result.json").write_text(to_json(result) + "\n", encoding="utf-8")
     (out / "steps.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in sim.lines))

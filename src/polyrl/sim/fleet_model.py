@@ -18,10 +18,11 @@ from polyrl.sim.agenda import Agenda
 from polyrl.sim.deliveries import Deliveries
 from polyrl.sim.draws import unit
 from polyrl.sim.engine_model import EngineModel
-from polyrl.sim.machines import Machine, Timeline
+from polyrl.sim.machines import Machine
 from polyrl.sim.scenario import Scenario
 from polyrl.sim.supply import WorldEvent, speed_of
 from polyrl.sim.trainer_model import TrainerModel
+from polyrl.telemetry.timeline import Timeline
 
 _LATE_STREAM = 0x40
 _REPEAT_STREAM = 0x41

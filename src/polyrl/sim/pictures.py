@@ -1,19 +1,30 @@
 """A run as pictures in files: the timeline of every worker, the saw-tooth of step times, tokens/s against workers.
 
-matplotlib is an extra (`pip install 'polyrl[plot]'`); it is imported when the first picture is drawn, and only here.
-The colours are those of the terminal (looks.py).
+The colours are those of the terminal (telemetry/looks.py); what matplotlib needs around a picture is in
+telemetry/canvas.py, which says so when it is not installed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from polyrl.errors import PolyrlError
-from polyrl.sim.looks import ACTIVITIES, KINDS, LEFT, TRAINER, TimeUnit, unit_for
-from polyrl.sim.report import moments_of_going, row_order
+from polyrl.sim.report import row_order
 from polyrl.sim.result import Measured, measure_steps, num_warmup_steps
 from polyrl.sim.simulation import Simulation
+from polyrl.telemetry.canvas import (
+    GRID,
+    INK,
+    SEVERAL,
+    activity_legend,
+    legend_below,
+    new_figure,
+    save,
+    set_titles,
+    whole_numbers,
+)
+from polyrl.telemetry.looks import ACTIVITIES, KINDS, LEFT, TRAINER, TimeUnit, unit_for
+from polyrl.telemetry.timeline import moments_of_going
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,15 +32,7 @@ if TYPE_CHECKING:
 
     from polyrl.sim.planner import Plan
 
-_DPI = 130
-_INK = "#30343a"
-_GRID = "#e4e7eb"
 _MAX_TIMELINE_INCHES = 40.0
-_WAYS = ("#3a86c8", "#d55e00", "#009e73", "#cc79a7", "#c9b400", "#6b727b")
-
-
-class NoPlottingError(PolyrlError):
-    """matplotlib is not installed."""
 
 
 def draw_all(sim: Simulation, folder: Path) -> list[Path]:
@@ -44,35 +47,6 @@ def draw_all(sim: Simulation, folder: Path) -> list[Path]:
         save(draw(sim), folder / name)
         paths.append(folder / name)
     return paths
-
-
-def save(figure: "Figure", path: Path) -> None:
-    figure.savefig(path, dpi=_DPI, facecolor="white", bbox_inches="tight", pad_inches=0.2)
-
-
-def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
-    """An empty figure in our looks, without pyplot and its global state. Raises NoPlottingError."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NoPlottingError("no pictures without matplotlib: pip install 'polyrl[plot]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes: Axes = figure.subplots()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#9aa0a8")
-    axes.tick_params(colors=_INK, labelsize=9)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
-def set_titles(axes: "Axes", title: str, about: str, x: str, y: str) -> None:
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=22 if about else 8)
-    if about:
-        axes.text(0.0, 1.012, about, transform=axes.transAxes, fontsize=9, color="#6b727b", va="bottom")
-    axes.set_xlabel(x, color=_INK, fontsize=10)
-    axes.set_ylabel(y, color=_INK, fontsize=10)
 
 
 def timeline_figure(sim: Simulation) -> "Figure":
@@ -95,14 +69,14 @@ def timeline_figure(sim: Simulation) -> "Figure":
             seen[LEFT] = None
             axes.plot(ends, [row] * len(ends), "x", color=ACTIVITIES[LEFT].colour, markersize=7, markeredgewidth=2)
     for line in sim.lines:
-        axes.axvline(line.trained_at / unit.seconds, color=_INK, linewidth=0.5, alpha=0.35)
+        axes.axvline(line.trained_at / unit.seconds, color=INK, linewidth=0.5, alpha=0.35)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, sim.now / unit.seconds)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     set_titles(axes, f"What every worker did: {_name(sim)}", "thin lines: a step ends", f"time ({unit.name})", "")
-    _activity_legend(figure, seen)
+    activity_legend(figure, seen)
     return figure
 
 
@@ -125,15 +99,15 @@ def steps_figure(sim: Simulation) -> "Figure":
                     label=label,
                 )
     places = [step.line.step for step in steps]
-    _dots(axes, places, [step.rollout_s for step in steps], unit, _INK, "o", "rollout")
+    _dots(axes, places, [step.rollout_s for step in steps], unit, INK, "o", "rollout")
     _dots(axes, places, [step.line.train_s for step in steps], unit, TRAINER, "s", "training")
-    axes.grid(axis="y", color=_GRID)
+    axes.grid(axis="y", color=GRID)
     axes.set_xlim(-0.7, len(steps) - 0.3)
-    _whole_numbers(axes)
+    whole_numbers(axes)
     measured = fmean(step.step_s for step in steps[num_warmup:])
     about = f"mean {measured:,.0f} s" + (f", without the first {num_warmup} steps" if num_warmup else "")
     set_titles(axes, f"Time of each step: {_name(sim)}", about, "step", f"time ({unit.name})")
-    _legend_below(axes)
+    legend_below(axes)
     return figure
 
 
@@ -161,12 +135,12 @@ def workers_figure(sim: Simulation) -> "Figure":
     most = max(step.line.mean_workers for step in steps)
     axes.set_xlim(-0.4, max(1.0, most) + 0.4)
     axes.set_ylim(0, max(step.tok_s for step in steps) * 1.12)
-    _whole_numbers(axes)
+    whole_numbers(axes)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.grid(color=_GRID)
+    axes.grid(color=GRID)
     about = "tokens trained, with their prompts; workers: mean over the step"
     set_titles(axes, f"Tokens a second against workers: {_name(sim)}", about, "remote workers", "tokens a second")
-    _legend_below(axes)
+    legend_below(axes)
     return figure
 
 
@@ -189,31 +163,6 @@ def _dots(
     axes.plot(list(x), y, mark, color=colour, markeredgecolor="white", markersize=6, label=label, zorder=3)
 
 
-def _whole_numbers(axes: "Axes") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _activity_legend(figure: "Figure", seen: Iterable[str]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    present = set(seen)
-    handles: list[Any] = [
-        Line2D([], [], marker="x", linestyle="", markeredgewidth=2, color=look.colour, label=look.words)
-        if activity == LEFT
-        else Patch(color=look.colour, label=look.words)
-        for activity, look in ACTIVITIES.items()
-        if activity in present
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-
-
-def _legend_below(axes: "Axes") -> None:
-    axes.figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-
-
 def _name(sim: Simulation) -> str:
     return f"{sim.scenario.name}, seed {sim.seed}"
 
@@ -234,15 +183,15 @@ def plan_figure(plan: "Plan") -> "Figure":
             [row.usd_per_mtok for row in ones if row.usd_per_mtok is not None],
         )
         label = f"factor {factor:g}, " + ("on-policy" if staleness == 0 else f"staleness {staleness}")
-        colour = _WAYS[factors.index(factor) % len(_WAYS)]
+        colour = SEVERAL[factors.index(factor) % len(SEVERAL)]
         axes.plot(x, y, "-o" if staleness == 0 else "--s", color=colour, label=label, markersize=5, linewidth=1.4)
         for row, at_x, at_y in zip(ones, x, y, strict=True):
             axes.annotate(str(row.workers), (at_x, at_y), (4, 4), textcoords="offset points", fontsize=8, color=colour)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.yaxis.set_major_formatter(lambda value, _: f"${value:.2f}")
-    axes.grid(color=_GRID)
+    axes.grid(color=GRID)
     about = f"numbers: remote workers, at ${prices[0]:g} an hour each; right is faster, down is cheaper"
     title = f"Ways to run {plan.scenario}, seed {plan.seed}"
     set_titles(axes, title, about, "tokens trained a second", "dollars a million tokens")
-    axes.figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    legend_below(axes, 3)
     return figure

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from polyrl.ids import Seconds
-from polyrl.sim.looks import ACTIVITIES, GONE, KINDS, LEFT, nice_ticks, unit_for
-from polyrl.sim.machines import Span
-from polyrl.sim.result import Measured, Result, is_local, measure_steps, num_warmup_steps, seconds_by_activity
+from polyrl.sim.result import Measured, Result, is_local, measure_steps, num_warmup_steps
 from polyrl.sim.simulation import Simulation
+from polyrl.telemetry.looks import ACTIVITIES, GONE, KINDS, LEFT, nice_ticks, unit_for
+from polyrl.telemetry.timeline import Span, moments_of_going, seconds_by_activity
 
 _MAX_ROWS = 40
 _BAR_ROWS = 6
@@ -69,13 +69,6 @@ def cells(spans: Sequence[Span], total_s: Seconds, width: int) -> list[str | Non
         else:
             result.append(None if best is None or absent > seconds[best] else best)
     return result
-
-
-def moments_of_going(spans: Sequence[Span], total_s: Seconds) -> list[Seconds]:
-    """When a worker ended with nothing right after it, the end of the run aside."""
-    nexts = [span.start_s for span in spans[1:]]
-    ends = [span.end_s for span in spans]
-    return [end for end, then in zip(ends, [*nexts, total_s], strict=True) if then > end and end < total_s]
 
 
 def merge_rows(rows: dict[str, list[str | None]]) -> list[tuple[str, list[str | None]]]:

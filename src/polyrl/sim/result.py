@@ -8,7 +8,7 @@ A figure that does not exist (the mean long step of a run without one) is None, 
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import msgspec
@@ -18,8 +18,8 @@ from polyrl.ids import Seconds
 from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.scaling import useful_workers
 from polyrl.scheduling.seeding import StepTimes
-from polyrl.sim.machines import Span
 from polyrl.sim.simulation import Simulation
+from polyrl.telemetry.timeline import seconds_by_activity
 
 _HOUR_S = 3600.0
 _MILLION = 1e6
@@ -209,16 +209,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 def is_local(worker: str) -> bool:
     """Whether a row of the timeline is an engine on the trainer's own devices."""
     return worker.startswith("local")
-
-
-def seconds_by_activity(spans: Iterable[Span], start_s: Seconds, end_s: Seconds) -> dict[str, float]:
-    """What the spans hold of each activity between two moments."""
-    seconds: dict[str, float] = {}
-    for span in spans:
-        within = min(span.end_s, end_s) - max(span.start_s, start_s)
-        if within > 0:
-            seconds[span.activity] = seconds.get(span.activity, 0.0) + within
-    return seconds
 
 
 def _step_time(steps: list[Measured]) -> StepTime:

@@ -22,12 +22,12 @@ from polyrl.scheduling.records import JournalDigest, encode_record
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.sim.agenda import Agenda
 from polyrl.sim.fleet_model import FleetModel
-from polyrl.sim.machines import Timeline
 from polyrl.sim.reward_model import RewardModel
 from polyrl.sim.scenario import Scenario
 from polyrl.sim.supply import plan_supply, read_supply_trace
 from polyrl.sim.trainer_model import TrainerModel
 from polyrl.sim.workload import Workload, read_trace
+from polyrl.telemetry.timeline import Timeline
 
 _CHECK_EVERY = 2000
 """Events between two checks of all laws; a step's end is checked too."""
