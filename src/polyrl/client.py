@@ -251,7 +251,7 @@ class Fleet:
         except SessionOver as error:  # a manager forgets no session by itself; opening again would end the other's
             raise UserError(f"{self._dialer.url}: another trainer has opened the run, or it is another run") from error
         try:
-            await self._socket.send_bytes(frames.encode(frames.TrainerHello(self._reward_of is not None)))
+            await self._socket.send_bytes(frames.encode(frames.TrainerHello()))
             await self._send_backlog(self._socket)
             async for message in self._socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:

@@ -448,7 +448,7 @@ def test_a_trainer_that_cannot_be_right_is_refused_and_may_come_back(tmp_path: P
             async with trainer(live, prompts=never) as fleet:
                 await fleet.publish(0)
                 await fleet.settled()
-            await lie_as_a_trainer(live, [frames.TrainerHello(True), frames.RequestRound(1, 0), raw])
+            await lie_as_a_trainer(live, [frames.TrainerHello(), frames.RequestRound(1, 0), raw])
             assert live.refused == {kind: 1}
             prompts: dict[int, Prompt] = {}
             note_prompts(live, prompts)

@@ -21,8 +21,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from tests.integration.live import CONFIG, QUICK, Live, Peer, manager, manager_in_thread, run, until
 
-from polyrl.manager import openapi
-from polyrl.manager.executor import Executor
+from polyrl.manager import joining, openapi
 from polyrl.manager.http import Front, JoinLimit, openapi_text
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSettings
@@ -103,7 +102,7 @@ def test_tokens_are_in_files_that_only_their_owner_reads(live: Live):
 
 
 def test_tokens_and_sessions_are_compared_in_constant_time():
-    for function in (Tokens.scope_of, Executor.find_worker):
+    for function in (Tokens.scope_of, joining.find_worker):
         source = inspect.getsource(function)
         assert "compare_digest(" in source and "==" not in source
     assert Tokens("w" * 20, "a" * 20).scope_of("\udcff\u00fc") is None
@@ -204,7 +203,7 @@ def test_a_worker_can_join_again_after_its_first_session_has_left_the_journal(tm
                     await other.enter()
         async with manager(tmp_path, small) as live, Peer(live, "w1") as peer:
             await peer.enter()
-            session = live.service.executor.find_worker(peer.session)
+            session = joining.find_worker(live.service.executor, peer.session)
             assert session is not None and live.service.executor.seat_of(session) is not None
 
     run(scenario())

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.properties.hostile import random_config
 
 from polyrl.ids import WorkerName
+from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.executor import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.sessions import Link, WorkerSession
@@ -100,7 +101,7 @@ outcomes: st.SearchStrategy[frames.Outcome] = st.sampled_from(
 )
 seqs = st.just(1)
 trainer_frames: st.SearchStrategy[Any] = st.one_of(
-    st.builds(frames.TrainerHello, st.booleans()),
+    st.builds(frames.TrainerHello),
     st.builds(frames.RequestRound, seqs, steps),
     st.builds(frames.SupplyPrompts, seqs, st.lists(prompts, max_size=3).map(tuple)),
     st.builds(frames.Scored, seqs, samples, small, outcomes, st.floats(), st.booleans(), st.floats()),
@@ -212,8 +213,8 @@ class Talk(RuleBasedStateMachine):
     @rule(name=names, slots=st.integers(1, 5), version=st.none() | st.integers(0, 3))
     def join(self, name: WorkerName, slots: int, version: int | None) -> None:
         request = JoinRequest(name=name, protocol=1, engine="script", slots=slots, version=version)
-        key = self.executor.join(request).session
-        session = self.executor.find_worker(key)
+        key = joining.join(self.executor, request).session
+        session = joining.find_worker(self.executor, key)
         assert session is not None
         self.sessions.append(session)
         self.connect(session)
@@ -228,7 +229,7 @@ class Talk(RuleBasedStateMachine):
         return -1 if self.executor.scheduler is None else self.desk.state.published
 
     def worker_says(self, session: WorkerSession, frame: frames.FromWorker) -> None:
-        self.executor.worker_said(session, self.links[session.key], frames.encode(frame))
+        from_workers.said(self.executor, session, self.links[session.key], frames.encode(frame))
 
     @rule(data=st.data(), frame=worker_frames)
     def a_worker_says_anything(self, data: st.DataObject, frame: frames.FromWorker) -> None:
@@ -239,7 +240,7 @@ class Talk(RuleBasedStateMachine):
     def a_worker_says_what_is_no_frame(self, data: st.DataObject, raw: bytes) -> None:
         if self.sessions:
             session = data.draw(st.sampled_from(self.sessions))
-            self.executor.worker_said(session, self.links[session.key], raw)
+            from_workers.said(self.executor, session, self.links[session.key], raw)
 
     @rule(data=st.data())
     def workers_bring_true_tokens(self, data: st.DataObject) -> None:
@@ -273,7 +274,7 @@ class Talk(RuleBasedStateMachine):
     def a_connection_breaks(self, data: st.DataObject) -> None:
         if self.sessions:
             session = data.draw(st.sampled_from(self.sessions))
-            self.executor.worker_gone(session, self.links[session.key])
+            from_workers.gone(self.executor, session, self.links[session.key])
             if data.draw(st.booleans()):
                 self.connect(session)
 
@@ -281,15 +282,15 @@ class Talk(RuleBasedStateMachine):
 
     @rule(has_reward=st.booleans())
     def open_run(self, has_reward: bool) -> None:
-        self.executor.open_run(RunRequest(protocol=1, config=self.config, has_reward=has_reward))
+        joining.open_run(self.executor, RunRequest(protocol=1, config=self.config, has_reward=has_reward))
         assert self.executor.trainer is not None
         self.trainer_link = Link(web.WebSocketResponse(), 1 << 30)
         self.executor.trainer.connect(self.trainer_link)
-        self.trainer_says(frames.TrainerHello(has_reward))
+        self.trainer_says(frames.TrainerHello())
 
     def trainer_says(self, frame: frames.FromTrainer) -> None:
         assert self.executor.trainer is not None
-        self.executor.trainer_said(self.executor.trainer, self.trainer_link, frames.encode(frame))
+        from_trainer.said(self.executor, self.executor.trainer, self.trainer_link, frames.encode(frame))
 
     @rule(frame=trainer_frames)
     def the_trainer_says_anything(self, frame: frames.FromTrainer) -> None:
@@ -298,7 +299,7 @@ class Talk(RuleBasedStateMachine):
     @rule(raw=damaged(trainer_frames))
     def the_trainer_says_what_is_no_frame(self, raw: bytes) -> None:
         assert self.executor.trainer is not None
-        self.executor.trainer_said(self.executor.trainer, self.trainer_link, raw)
+        from_trainer.said(self.executor, self.executor.trainer, self.trainer_link, raw)
 
     @rule(data=st.data())
     def the_trainer_does_its_work(self, data: st.DataObject) -> None:
@@ -338,7 +339,7 @@ class Talk(RuleBasedStateMachine):
 
     @rule(name=names)
     def a_person_drains(self, name: WorkerName) -> None:
-        self.executor.drain(name, "a person asked")
+        joining.drain(self.executor, name, "a person asked")
 
     @rule(paused=st.booleans())
     def a_person_pauses(self, paused: bool) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyrl.ids import GroupId, SampleId, Step, group_of, parse_sample, sample_id
+from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
 from polyrl.manager.payload import Payload, PayloadReader, Text, append_cells
 from polyrl.manager.service import Service
@@ -239,10 +240,10 @@ class Worker:
 
     def __init__(self, service: Service, name: str) -> None:
         self._executor = service.executor
-        reply = self._executor.join(
-            JoinRequest(name=name, protocol=PROTOCOL, engine="none", slots=3, version=self.published())
+        reply = joining.join(
+            self._executor, JoinRequest(name=name, protocol=PROTOCOL, engine="none", slots=3, version=self.published())
         )
-        session = self._executor.find_worker(reply.session)
+        session = joining.find_worker(self._executor, reply.session)
         assert session is not None
         self.session: WorkerSession = session
         self.line = Line()
@@ -257,7 +258,7 @@ class Worker:
         return self._executor.scheduler.desk.state.published
 
     def say(self, frame: frames.FromWorker) -> None:
-        self._executor.worker_said(self.session, self.line, frames.encode(frame))
+        from_workers.said(self._executor, self.session, self.line, frames.encode(frame))
 
     def listen(self) -> None:
         for frame in map(frames.decode_to_worker, self.line.sent):
@@ -293,7 +294,7 @@ class Manager:
         self.rng = random.Random(seed)
         self.service = Service(run_dir, SMALL_FILES)
         self.executor = self.service.executor
-        self.executor.open_run(RunRequest(protocol=PROTOCOL, config=CONFIG, has_reward=True))
+        joining.open_run(self.executor, RunRequest(protocol=PROTOCOL, config=CONFIG, has_reward=True))
         assert self.executor.trainer is not None
         self.trainer, self.line = self.executor.trainer, Line()
         self.trainer.connect(self.line)
@@ -301,7 +302,7 @@ class Manager:
         self.seq = 0
         self.delivered: list[int] = []
         self.workers: dict[str, Worker] = {}
-        self.state(frames.TrainerHello(True))
+        self.state(frames.TrainerHello())
         self.state(frames.Published(self.next_seq(), 0))
         self.state(frames.RequestRound(self.next_seq(), 0))
 
@@ -310,7 +311,7 @@ class Manager:
         return self.seq
 
     def state(self, frame: frames.FromTrainer) -> None:
-        self.executor.trainer_said(self.trainer, self.line, frames.encode(frame))
+        from_trainer.said(self.executor, self.trainer, self.line, frames.encode(frame))
 
     def play(self) -> None:
         """Somebody does something, and it is committed."""

@@ -21,7 +21,9 @@ from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.errors import UserError
 from polyrl.ids import WorkerName
-from polyrl.manager.executor import Executor, Refused, RequestError
+from polyrl.manager import from_trainer, from_workers, joining
+from polyrl.manager.executor import Executor
+from polyrl.manager.refusals import Refused, RequestError
 from polyrl.manager.service import Service
 from polyrl.manager.sessions import Link, TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
@@ -215,13 +217,13 @@ class Front:
             raise _BadRequest(429, "join_rate", "too many joins from this address; try again in a second")
         wanted = await self._read(request, JoinRequest)
         _check_protocol(wanted.protocol)
-        return reply(await self._service.ask(lambda executor: executor.join(wanted)))
+        return reply(await self._service.ask(lambda executor: joining.join(executor, wanted)))
 
     async def _open_run(self, request: web.Request) -> web.Response:
         wanted = await self._read(request, RunRequest)
         _check_protocol(wanted.protocol)
         try:
-            return reply(await self._service.ask(lambda executor: executor.open_run(wanted)))
+            return reply(await self._service.ask(lambda executor: joining.open_run(executor, wanted)))
         except Refused as refused:
             raise _BadRequest(409, refused.kind, str(refused)) from refused
 
@@ -235,7 +237,7 @@ class Front:
     async def _drain(self, request: web.Request) -> web.Response:
         name = WorkerName(request.match_info["name"])
         wanted = await self._read(request, DrainRequest) if request.can_read_body else DrainRequest()
-        if not await self._service.ask(lambda executor: executor.drain(name, wanted.reason)):
+        if not await self._service.ask(lambda executor: joining.drain(executor, name, wanted.reason)):
             raise _BadRequest(404, "worker", f"there is no worker {name!r}")
         return web.json_response({"draining": name})
 
@@ -258,7 +260,7 @@ class Front:
 
     async def _worker(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
-        session = await self._service.ask(lambda executor: executor.find_worker(key))
+        session = await self._service.ask(lambda executor: joining.find_worker(executor, key))
         if session is None and key in self._service.executor.taken_over:
             raise _BadRequest(409, "taken_over", "another process joined under its name")
         if session is None:
@@ -302,9 +304,9 @@ class Front:
             link.close("no Hello came", code=1008)
         finally:
             if isinstance(session, WorkerSession):
-                service.post(lambda: executor.worker_gone(session, link))
+                service.post(lambda: from_workers.gone(executor, session, link))
             else:
-                service.post(lambda: executor.trainer_gone(session, link))
+                service.post(lambda: from_trainer.gone(executor, session, link))
             link.close("the connection is over")
             self._links.discard(link)
             await pump
@@ -315,9 +317,9 @@ class Front:
     def _hand_in(self, session: WorkerSession | TrainerSession, link: Link, data: bytes) -> None:
         executor = self._service.executor
         if isinstance(session, WorkerSession):
-            self._service.post(lambda: executor.worker_said(session, link, data))
+            self._service.post(lambda: from_workers.said(executor, session, link, data))
         else:
-            self._service.post(lambda: executor.trainer_said(session, link, data))
+            self._service.post(lambda: from_trainer.said(executor, session, link, data))
 
 
 class _BadRequest(RequestError):

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from polyrl import __version__
 from polyrl.errors import UserError
-from polyrl.ids import Incarnation
-from polyrl.manager.executor import Executor, RequestError
-from polyrl.manager.journal import RunJournal, RunOpened, SessionOpened
-from polyrl.manager.payload import PayloadReader
-from polyrl.manager.sessions import TrainerSession, WorkerSession
+from polyrl.manager.carrying import carry_out
+from polyrl.manager.executor import Executor
+from polyrl.manager.journal import RunJournal
+from polyrl.manager.recovery import recover
+from polyrl.manager.refusals import RequestError
 from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling import events as e
 from polyrl.wire.credentials import Tokens, ensure_tokens
@@ -54,8 +54,8 @@ class Service:
         self.tokens: Tokens = ensure_tokens(run_dir)
         self._journal = RunJournal(run_dir, settings.journal)
         about = {"driver": "manager", "polyrl": __version__, "host": socket.gethostname()}
-        self.executor = Executor(self._journal, settings, about)
-        self.recovered = _recover(self._journal, self.executor)
+        self.executor = Executor(self._journal, settings, about, carry_out)
+        self.recovered = recover(self.executor)
         self._inbox: deque[Callable[[], object]] = deque()
         self._answers: list[tuple[asyncio.Future[object], object]] = []
         self._is_due = False
@@ -215,52 +215,3 @@ def _lock(run_dir: Path) -> int:
         os.close(descriptor)
         raise UserError(f"{run_dir}: another manager runs on this directory") from error
     return descriptor
-
-
-def _recover(journal: RunJournal, executor: Executor) -> str:
-    """Go on with the run of this directory. Returns a line about it."""
-    found = journal.recover()
-    if found is None:
-        journal.begin()
-        return "a new run"
-    reader = PayloadReader()
-    for item in found.payload:
-        match item:
-            case bytes():
-                reader.tokens(item)
-            case SessionOpened():
-                _reopen(executor, item)
-            case RunOpened():
-                executor.trainer = TrainerSession(item.key, has_reward=item.has_reward)
-            case _:
-                reader.note(item)
-    executor.payload = reader.finish(found.scheduler)
-    executor.scheduler = found.scheduler
-    open_steps = () if found.scheduler is None else tuple(found.scheduler.desk.rounds)
-    journal.go_on(open_steps)
-    executor.set_clock(found.now + found.away_s)
-    if found.scheduler is None:
-        return f"going on: {len(executor.workers)} workers, no run was opened"
-    fleet = found.scheduler.desk.state.fleet
-    executor.lives.update(fleet.last_incarnations)  # also of those whose sessions are in files long deleted
-    gone = [one for one in executor.workers.values() if fleet.find(one.name, one.incarnation) is None]
-    for session in gone:
-        del executor.workers[session.name]
-    for session in executor.workers.values():
-        session.heard_at = session.told_at = executor.now()
-    executor.tell(e.DriverResumed(found.away_s, executor.restart_grace_s))
-    if executor.trainer is not None:
-        executor.trainer.away_since = executor.now()
-        executor.tell(e.TrainerLeft())
-    executor.expect_prompts()
-    executor.write_down_what_holds()
-    return (
-        f"going on after {found.away_s:.1f} s away: {found.num_records} records, {len(executor.workers)} workers, "
-        f"{len(found.scheduler.desk.leases)} samples running, {executor.payload.num_bytes // 8} tokens held"
-    )
-
-
-def _reopen(executor: Executor, note: SessionOpened) -> None:
-    session = WorkerSession(note.key, Incarnation(note.incarnation), note.facts)
-    executor.workers[session.name] = session
-    executor.lives[session.name] = session.incarnation

@@ -2,7 +2,7 @@
 
 A session is what a worker or a trainer got when it joined. What is to be sent to it is gathered here and goes out when
 the journal has been written (`flush`). If there is no connection, it is thrown away: when the peer dials again, each
-side says what it holds and the missing part is made anew (executor.py).
+side says what it holds and the missing part is made anew (from_workers.py, from_trainer.py).
 """
 
 import asyncio

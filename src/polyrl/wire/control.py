@@ -38,7 +38,6 @@ class JoinReply(Struct, frozen=True, kw_only=True):
     flush_interval_s: float
     flush_phase_s: float
     """Send when the wall clock is at a multiple of the interval and this much more: in company, frames cost less."""
-    max_frame_bytes: int
 
 
 class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +47,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config: SchedulerConfig
     """Whole numbers in it have at most 64 bits, as in the journal."""
     has_reward: bool = False
+    """It scores samples; otherwise each counts as scored, with reward 0, when it is generated."""
 
     def __post_init__(self) -> None:
         try:

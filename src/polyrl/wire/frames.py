@@ -191,8 +191,7 @@ ToWorker = Welcome | Generate | Stop | Ack | Pull | Release
 
 
 class TrainerHello(Frame, frozen=True, tag="trainer"):
-    has_reward: bool
-    """It scores samples; otherwise each counts as scored, with reward 0, when it is generated."""
+    """First on every connection. What it wants of the run it said when it opened it (control.RunRequest)."""
 
 
 class PromptText(Struct, frozen=True, array_like=True, gc=False):

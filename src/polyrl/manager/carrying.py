@@ -1,0 +1,138 @@
+"""Carrying the scheduler's commands out: each becomes a frame for the worker or the trainer that it concerns.
+
+Rules kept here: no opinions. What is told to a peer waits in its session until the journal is written; whoever is not
+connected hears it when it dials again, from the state (from_workers.py, from_trainer.py).
+"""
+
+from polyrl.errors import LawViolation
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, group_of
+from polyrl.manager.executor import Executor
+from polyrl.scheduling import commands as c
+from polyrl.scheduling import events as e
+from polyrl.scheduling.order import mix64
+from polyrl.scheduling.samples import NO_VERSION
+from polyrl.wire import columns, frames
+
+
+def carry_out(executor: Executor, command: c.Command) -> None:
+    match command:
+        case c.Generate():
+            _generate(executor, command)
+        case c.Abort():
+            if (session := executor.session(command.worker)) is not None:
+                session.abort(command.lease)
+        case c.HandOver():
+            if (session := executor.session(command.worker)) is not None:
+                session.hand_over(command.lease)
+        case c.PullWeights():
+            if (session := executor.session(command.worker)) is not None:
+                held = NO_VERSION if command.held is None else command.held
+                session.say(frames.Pull(command.version, command.source or "", held))
+        case c.ReleaseWorker():
+            if (session := executor.session(command.worker)) is not None:
+                session.say(frames.Release(command.why))
+        case c.ForgetWorker():
+            executor.forget(command.worker, command.why, rejoin=True)
+        case c.Score():
+            score(executor, command.sample, command.attempt, command.timeout_s)
+        case c.StartTraining() | c.StartGenerating() | c.Reshape():
+            raise LawViolation(f"no worker here shares a trainer's devices: {command}")
+        case _:
+            _tell_trainer(executor, command)
+
+
+def _tell_trainer(executor: Executor, command: c.Command) -> None:
+    match command:
+        case c.OpenRound():
+            for group in command.groups:
+                executor.payload.expect(command.step, group.group)
+            executor.say_to_trainer(opened(command.step, command.kind, command.groups, command.why))
+        case c.AddGroup():
+            executor.payload.expect(command.step, command.group.group)
+            executor.say_to_trainer(opened(command.step, "", (command.group,), command.why))
+        case c.CancelScore():
+            executor.say_to_trainer(frames.CancelScoring(command.sample, command.attempt))
+        case c.DeliverGroup():
+            deliver(executor, command.step, command.group, command.samples)
+        case c.DropGroup():
+            executor.payload.drop_group(command.group)
+            executor.no_prompt_yet.pop(command.group, None)
+            executor.say_to_trainer(frames.Dropped(command.group, command.why))
+        case c.CloseRound():
+            executor.say_to_trainer(closed(executor, command.step))
+        case c.EndData():
+            executor.say_to_trainer(frames.DataEnded(command.step))
+        case c.ReportStep():
+            executor.payload.drop_step(command.line.step)
+            executor.say_to_trainer(frames.StepReported(command.line))
+        case c.AdviseFleet():
+            executor.say_to_trainer(frames.FleetAdvised(command.num_workers, command.why))
+        case _:
+            raise LawViolation(f"nobody carries this out: {command}")
+
+
+def _generate(executor: Executor, command: c.Generate) -> None:
+    assert executor.scheduler is not None
+    text = executor.payload.text(command.sample)
+    migrates = executor.scheduler.desk.config.fleet_rules.migrate
+    from_token = text.num_tokens if migrates else command.from_token
+    text.lease_to(command.worker, from_token)
+    granted = executor.granted
+    granted.leases.append(command.lease)
+    granted.samples.append(command.sample)
+    granted.from_tokens.append(from_token)
+    granted.workers.append(command.worker)
+    if group_of(command.sample) in executor.payload.prompts:
+        order(executor, command.lease)
+    else:
+        executor.no_prompt_yet.setdefault(group_of(command.sample), []).append(command.lease)
+
+
+def order(executor: Executor, lease: LeaseId) -> None:
+    """Send a lease to its worker, if it is still one."""
+    assert executor.scheduler is not None
+    desk = executor.scheduler.desk
+    sample = desk.leases.get(lease)
+    if sample is None:
+        return
+    session = executor.session(desk.seats[sample.worker].name)
+    prompt = executor.payload.prompts.get(sample.group)
+    if session is None or prompt is None:
+        return
+    session.order(
+        frames.Order(
+            lease,
+            sample.id,
+            prompt.tokens,
+            columns.tokens_of(executor.payload.text(sample.id).cells),
+            desk.max_new_tokens,
+            mix64(desk.config.seed, sample.id) >> 1,
+            prompt.sampling,
+        )
+    )
+
+
+def score(executor: Executor, sample: SampleId, attempt: int, timeout_s: Seconds) -> None:
+    if executor.trainer is not None and not executor.trainer.has_reward:
+        executor.tell(e.RewardFinished(sample, attempt, "scored"))
+    else:
+        executor.say_to_trainer(
+            frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, executor.payload.sample_text(sample)),))
+        )
+
+
+def deliver(executor: Executor, step: Step, group: GroupId, samples: tuple[SampleId, ...]) -> None:
+    executor.say_to_trainer(frames.Delivered(step, group, tuple(map(executor.payload.sample_text, samples))))
+
+
+def closed(executor: Executor, step: Step) -> frames.Closed:
+    assert executor.scheduler is not None
+    desk = executor.scheduler.desk
+    groups = [desk.groups[group] for group in desk.rounds[step].groups]
+    delivered, taken = (tuple(one.id for one in groups if one.state == state) for state in ("delivered", "taken"))
+    return frames.Closed(step, delivered, taken)
+
+
+def opened(step: int, kind: str, groups: tuple[c.PlannedGroup, ...], why: str) -> frames.Opened:
+    plans = (frames.GroupPlan(one.group, one.domain, one.prompt, one.epoch, one.num_samples) for one in groups)
+    return frames.Opened(step, kind, tuple(plans), why)

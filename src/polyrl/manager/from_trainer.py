@@ -1,0 +1,143 @@
+"""What the trainer says: statements become events; its payload (prompts, rewards) is kept and put into the journal.
+
+Rules kept here: a trainer that connects, for the first time or again, is sent all that it needs to go on. One that says
+what cannot be true is cut off and counted, and may come back. Whatever it says bears being said twice.
+"""
+
+import logging
+import math
+from typing import assert_never
+
+from polyrl.ids import GroupId, SampleId, Step, Version
+from polyrl.manager import carrying
+from polyrl.manager.executor import Executor
+from polyrl.manager.journal import PromptsSupplied, RewardKept
+from polyrl.manager.refusals import Refused
+from polyrl.manager.sessions import Link, TrainerSession
+from polyrl.scheduling import commands as c
+from polyrl.scheduling import events as e
+from polyrl.wire import frames
+
+log = logging.getLogger("polyrl.manager")
+
+_MAX_PROMPT_TOKENS = 1 << 24
+
+
+def said(executor: Executor, session: TrainerSession, link: Link, raw: bytes) -> None:
+    if executor.trainer is not session or session.link is not link:
+        link.close("that session is over, or has another connection")
+        return
+    executor.num_frames += 1
+    try:
+        _hear(executor, session, raw)
+    except Refused as refused:
+        executor.refused[refused.kind] += 1
+        log.warning("the trainer is refused: %s", refused)
+        link.send(frames.encode(frames.Release(f"refused: {refused}")))
+        link.close(str(refused), code=1008)
+        gone(executor, session, link)
+
+
+def _hear(executor: Executor, session: TrainerSession, raw: bytes) -> None:
+    try:
+        frame = frames.decode_from_trainer(raw)
+    except frames.NO_FRAME as error:
+        raise Refused("frame", f"not a frame: {error}") from error
+    if isinstance(frame, frames.TrainerHello):
+        _greet(executor, session)
+        return
+    if not session.greeted:
+        raise Refused("order", f"a {type(frame).__name__} before a TrainerHello")
+    _state(executor, frame)
+    session.acknowledge(frame.seq)
+
+
+def _state(executor: Executor, frame: frames.Statement) -> None:
+    match frame:
+        case frames.RequestRound():
+            _request_round(executor, Step(frame.step))
+        case frames.SupplyPrompts():
+            _supply(executor, frame)
+        case frames.Scored():
+            _scored(executor, frame)
+        case frames.Took():
+            executor.tell(e.GroupsTaken(Step(frame.step), tuple(map(GroupId, frame.groups))))
+        case frames.Rejected():
+            executor.tell(e.GroupRejected(GroupId(frame.group), frame.reason))
+        case frames.MicroBatchDone():
+            executor.tell(e.MicroBatchTrained(Step(frame.step)))
+        case frames.StepDone():
+            executor.tell(e.StepTrained(Step(frame.step)))
+        case frames.Published():
+            executor.tell(e.VersionPublished(Version(frame.version)))
+        case _:
+            assert_never(frame)
+
+
+def _request_round(executor: Executor, step: Step) -> None:
+    assert executor.scheduler is not None
+    executor.tell(e.RoundRequested(step))
+    ended_at = executor.scheduler.desk.state.data_ended_at
+    if ended_at is not None and step >= ended_at:
+        executor.say_to_trainer(frames.DataEnded(step))
+
+
+def _supply(executor: Executor, frame: frames.SupplyPrompts) -> None:
+    assert executor.scheduler is not None
+    groups = executor.scheduler.desk.groups
+    wanted = tuple(one for one in frame.prompts if one.group in groups and one.group not in executor.payload.prompts)
+    for prompt in wanted:
+        if len(prompt.tokens) % 4 or not 0 < len(prompt.tokens) <= 4 * _MAX_PROMPT_TOKENS:
+            raise Refused("prompt", f"group {prompt.group}: a prompt of {len(prompt.tokens) / 4:g} tokens")
+    if wanted:
+        executor.note_grants()
+        executor.journal.add_note(PromptsSupplied(wanted))
+    for prompt in wanted:
+        group = GroupId(prompt.group)
+        executor.payload.prompts[group] = prompt
+        for lease in executor.no_prompt_yet.pop(group, ()):
+            carrying.order(executor, lease)
+
+
+def _scored(executor: Executor, frame: frames.Scored) -> None:
+    if not math.isfinite(frame.value):
+        raise Refused("reward", f"sample {frame.sample}: a reward of {frame.value}")
+    assert executor.scheduler is not None
+    desk, sample = executor.scheduler.desk, SampleId(frame.sample)
+    is_awaited = sample in desk.scoring.running and desk.samples[sample].attempt == frame.attempt
+    if is_awaited and frame.outcome != "infrastructure_failed":
+        executor.payload.text(sample).reward = frame.value
+        executor.journal.add_note(RewardKept(frame.sample, frame.value))
+    executor.tell(e.RewardFinished(sample, frame.attempt, frame.outcome, frame.correct, frame.cpu_s))
+
+
+def _greet(executor: Executor, session: TrainerSession) -> None:
+    """Send all that it needs to go on, whatever it has heard before."""
+    assert executor.scheduler is not None
+    session.greeted = executor.is_urgent = True
+    session.away_since = None
+    executor.tell(e.TrainerReturned())
+    desk = executor.scheduler.desk
+    if desk.state.data_ended_at is not None:
+        session.say(frames.DataEnded(desk.state.data_ended_at))
+    for round_ in desk.rounds.values():
+        missing = [desk.groups[one] for one in round_.groups if one not in executor.payload.prompts]
+        plans = tuple(c.PlannedGroup(one.id, one.domain, one.prompt, one.epoch, one.num_samples) for one in missing)
+        session.say(carrying.opened(round_.step, round_.kind, plans, "it is open"))
+        for group_id in round_.groups:
+            group = desk.groups[group_id]
+            if group.state == "delivered":
+                kept = [one for one in group.sample_ids() if desk.samples[one].state == "scored"]
+                carrying.deliver(executor, round_.step, group_id, tuple(kept))
+        if round_.closed_at is not None:
+            session.say(carrying.closed(executor, round_.step))
+    for sample in list(desk.scoring.running):  # without a reward function, each ends at once
+        if sample in desk.scoring.running:
+            carrying.score(executor, sample, desk.samples[sample].attempt, desk.config.rewards.t_max_s)
+
+
+def gone(executor: Executor, session: TrainerSession, link: Link) -> None:
+    if session.link is link:
+        session.link, session.greeted = None, False
+        session.away_since = executor.now()
+        executor.tell(e.TrainerLeft())

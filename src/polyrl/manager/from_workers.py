@@ -1,0 +1,139 @@
+"""What workers say: frames become events.
+
+Rules kept here: a worker that connects, for the first time or again, says what it holds, and is sent what it lacks. One
+that says what cannot be true is cut off, counted, and its samples move on; it harms nobody else. The scheduler hears of
+progress every few seconds, and of an answer's end at once. Tokens are taken in by intake.py.
+"""
+
+import logging
+from typing import assert_never
+
+from polyrl.ids import LeaseId, Version
+from polyrl.manager import carrying, intake, joining
+from polyrl.manager.executor import Executor
+from polyrl.manager.refusals import Refused
+from polyrl.manager.sessions import Link, WorkerSession
+from polyrl.scheduling import events as e
+from polyrl.scheduling.samples import NO_VERSION, Sample
+from polyrl.wire import columns, frames
+
+log = logging.getLogger("polyrl.manager")
+
+_TELL_PROGRESS_EVERY_S = 2.0
+
+
+def said(executor: Executor, session: WorkerSession, link: Link, raw: bytes) -> None:
+    if executor.workers.get(session.name) is not session or session.link is not link:
+        link.close("that session is over, or has another connection")
+        return
+    executor.num_frames += 1
+    try:
+        _hear(executor, session, raw)
+    except Refused as refused:
+        _refuse(executor, session, refused)
+
+
+def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
+    try:
+        frame = frames.decode_from_worker(raw)
+    except frames.NO_FRAME as error:
+        raise Refused("frame", f"not a frame: {error}") from error
+    if not session.greeted and not isinstance(frame, frames.Hello):
+        raise Refused("order", f"a {type(frame).__name__} before a Hello")
+    session.heard_at = executor.now()
+    executor.dirty[session.key] = session
+    match frame:
+        case frames.Tokens():
+            intake.take_in(executor, session, frame, raw)
+        case frames.Report():
+            _report(executor, session, frame)
+        case frames.Hello():
+            _hello(executor, session, frame)
+        case frames.Installed():
+            _check_version(executor, frame.version)
+            executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(frame.version)))
+        case frames.InstallFailed():
+            version = Version(frame.version)
+            executor.tell(e.WeightsFailed(session.name, session.incarnation, version, frame.reason))
+        case frames.Leaving():
+            joining.drain(executor, session.name, frame.reason)
+        case frames.Goodbye():
+            executor.tell(e.WorkerLeft(session.name, session.incarnation, frame.reason))
+            executor.forget(session.name, frame.reason)
+        case _:
+            assert_never(frame)
+
+
+def _refuse(executor: Executor, session: WorkerSession, refused: Refused) -> None:
+    executor.refused[refused.kind] += 1
+    log.warning("worker %s is refused: %s", session.name, refused)
+    executor.tell(e.WorkerLeft(session.name, session.incarnation, f"refused: {refused}"))
+    executor.forget(session.name, f"refused: {refused}", in_anger=True)
+
+
+def _check_version(executor: Executor, version: int) -> None:
+    if executor.scheduler is None or version > executor.scheduler.desk.state.published:
+        raise Refused("version", f"version {version} was never published")
+
+
+def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> None:
+    if len(hello.leases) % 8:
+        raise Refused("columns", "a column ends inside a number")
+    if session.greeted:
+        raise Refused("order", "a second Hello on one connection")
+    session.greeted = executor.is_urgent = True
+    worker = executor.seat_of(session)
+    if worker is None or executor.scheduler is None:
+        session.say(frames.Welcome(()))
+        return
+    desk = executor.scheduler.desk
+    theirs = list(map(LeaseId, columns.unpack_column("Q", hello.leases)))
+    ours = worker.leases
+    held = tuple(frames.Held(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
+    session.say(frames.Welcome(held))
+    if worker.version < hello.version <= desk.state.published:  # as at a join, any other is as good as none
+        executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(hello.version)))
+    if worker.pulling != NO_VERSION:
+        source = desk.seats.get(worker.source)
+        session.say(frames.Pull(worker.pulling, "" if source is None else source.name, worker.version))
+    known = frozenset(theirs)
+    for lease in list(ours):
+        sample = desk.leases[lease]
+        if lease not in known:
+            _order_again(executor, lease, sample)
+        elif sample.state == "stopping":
+            session.hand_over(lease)
+    if hello.draining:
+        joining.drain(executor, session.name, hello.draining)
+    if worker.state == "draining" and not worker.leases:
+        session.say(frames.Release("it has handed everything over"))
+
+
+def _order_again(executor: Executor, lease: LeaseId, sample: Sample) -> None:
+    """A lease that its worker never heard of, or has forgotten: it had better start, or end, now."""
+    if sample.state == "stopping":
+        executor.tell(e.LeaseEnded(lease, executor.payload.text(sample.id).num_tokens, "handed_over"))
+    else:
+        carrying.order(executor, lease)
+
+
+def _report(executor: Executor, session: WorkerSession, report: frames.Report) -> None:
+    session.report = report
+    worker = executor.seat_of(session)
+    if worker is None:
+        return
+    now = executor.now()
+    if worker.leases and now - session.told_at >= _TELL_PROGRESS_EVERY_S:
+        session.told_at = now
+        texts = executor.payload.texts
+        counts = tuple(texts[sample].num_tokens for sample in worker.leases.values())
+        executor.tell(e.TokensArrived(session.name, session.incarnation, tuple(worker.leases), counts))
+    executor.tell(
+        e.WorkerReported(session.name, session.incarnation, report.num_waiting, report.num_preemptions),
+    )
+
+
+def gone(executor: Executor, session: WorkerSession, link: Link) -> None:
+    """Its connection broke: it may dial again. If not, its heartbeat is missed."""
+    if session.link is link:
+        session.link, session.greeted = None, False

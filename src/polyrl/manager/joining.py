@@ -1,0 +1,124 @@
+"""Who takes part: workers join under a name and are drained, a trainer opens the run or comes back to it.
+
+What a session is for is in sessions.py; what is said on its connections in from_workers.py and from_trainer.py.
+"""
+
+import logging
+import secrets
+
+from polyrl.ids import Incarnation, Version, WorkerName
+from polyrl.manager.executor import Executor
+from polyrl.manager.journal import RunOpened, SessionOpened
+from polyrl.manager.refusals import Refused
+from polyrl.manager.sessions import TrainerSession, WorkerSession
+from polyrl.scheduling import events as e
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.scheduler import Scheduler
+from polyrl.wire.control import JoinReply, JoinRequest, RunReply, RunRequest
+
+log = logging.getLogger("polyrl.manager")
+
+_COMPANY = 32
+"""So many workers send at the same moments."""
+_PHASES = 8
+
+
+def join(executor: Executor, request: JoinRequest) -> JoinReply:
+    name = WorkerName(request.name)
+    if name in executor.workers:
+        executor.taken_over.add(executor.workers[name].key)
+    executor.forget(name, "another process joined under its name", in_anger=True)
+    incarnation = Incarnation(executor.lives.get(name, 0) + 1)
+    executor.lives[name] = incarnation
+    session = WorkerSession(secrets.token_hex(16), incarnation, request)
+    session.heard_at = session.told_at = executor.now()
+    executor.workers[name] = session
+    executor.journal.add_note(SessionOpened(session.key, incarnation, request))
+    log.info("worker %s joined: %s, %d slots", name, request.engine, request.slots)
+    if executor.scheduler is not None:
+        _tell_joined(executor, session)
+    stream = executor.settings.stream
+    return JoinReply(
+        worker=name,
+        session=session.key,
+        heartbeat_interval_s=stream.heartbeat_interval_s,
+        flush_interval_s=stream.flush_interval_s,
+        flush_phase_s=_next_phase(executor) * stream.flush_interval_s,
+    )
+
+
+def _next_phase(executor: Executor) -> float:
+    """Workers send in companies: a frame that comes alone finds the manager cold and costs twice as much."""
+    company = len(executor.workers) // _COMPANY
+    return (company % _PHASES) / _PHASES
+
+
+def _tell_joined(executor: Executor, session: WorkerSession) -> None:
+    facts = session.facts
+    executor.tell(
+        e.WorkerJoined(
+            session.name,
+            session.incarnation,
+            slots=facts.slots,
+            spot=facts.spot,
+            num_devices=facts.num_devices,
+            price_usd_per_hour=facts.price_usd_per_hour,
+            kv_tokens=facts.kv_tokens,
+            version=None if facts.version is None else Version(facts.version),
+            starting_s=facts.starting_s,
+        )
+    )
+
+
+def find_worker(executor: Executor, key: str) -> WorkerSession | None:
+    given = key.encode(errors="replace")  # compare_digest takes no text beyond ASCII
+    return next((one for one in executor.workers.values() if secrets.compare_digest(one.key.encode(), given)), None)
+
+
+def open_run(executor: Executor, request: RunRequest) -> RunReply:
+    """Open the run, or go on with it. Raises Refused for a configuration that is not the run's."""
+    fresh = executor.scheduler is None
+    if executor.scheduler is None:
+        scheduler = Scheduler(request.config)
+        executor.journal.begin_events(request.config, executor.about)
+        executor.scheduler = scheduler
+        executor.set_clock(0.0)
+    elif request.config != executor.scheduler.desk.config:
+        differs = _difference(request.config, executor.scheduler.desk.config)
+        raise Refused("run", f"the run is open with another configuration: {differs}")
+    if executor.trainer is not None and executor.trainer.link is not None:
+        executor.trainer.link.close("another trainer opened the run")
+    executor.trainer = TrainerSession(secrets.token_hex(16), has_reward=request.has_reward)
+    executor.journal.add_note(RunOpened(executor.trainer.key, request.has_reward))
+    if fresh:
+        for session in executor.workers.values():
+            session.heard_at = session.told_at = executor.now()
+            _tell_joined(executor, session)
+    state = executor.scheduler.desk.state
+    return RunReply(
+        session=executor.trainer.key,
+        fresh=fresh,
+        published=state.published,
+        last_requested=state.last_requested,
+        open_steps=tuple(state.rounds),
+    )
+
+
+def drain(executor: Executor, name: WorkerName, reason: str) -> bool:
+    """Whether there is such a worker."""
+    session = executor.workers.get(name)
+    if session is None:
+        return False
+    if executor.seat_of(session) is None:
+        executor.forget(name, reason)
+    else:
+        executor.tell(e.DrainRequested(name, session.incarnation, reason))
+    return True
+
+
+def _difference(config: SchedulerConfig, ours: SchedulerConfig) -> str:
+    """The first key in which a configuration is not the run's."""
+    for name in config.__struct_fields__:
+        if getattr(config, name) != getattr(ours, name):
+            return f"{name} is {getattr(ours, name)!r}, not {getattr(config, name)!r}"
+    return "nothing"

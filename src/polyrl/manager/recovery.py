@@ -1,0 +1,86 @@
+"""Going on with the run of a directory: whatever earlier managers wrote becomes the state that they had.
+
+Rules kept here: what peers did while nobody listened is nobody's fault, so waits begin again (DriverResumed). All that
+holds is written down anew, whatever half of a batch was on file. Peers bring the rest when they dial.
+"""
+
+from polyrl.ids import Incarnation
+from polyrl.manager.executor import Executor
+from polyrl.manager.journal import RunOpened, SessionOpened
+from polyrl.manager.payload import PayloadReader
+from polyrl.manager.sessions import TrainerSession, WorkerSession
+from polyrl.scheduling import events as e
+
+
+def recover(executor: Executor) -> str:
+    """Go on with the run of this directory. Returns a line about it."""
+    journal = executor.journal
+    found = journal.recover()
+    if found is None:
+        journal.begin()
+        return "a new run"
+    reader = PayloadReader()
+    for item in found.payload:
+        match item:
+            case bytes():
+                reader.tokens(item)
+            case SessionOpened():
+                _reopen(executor, item)
+            case RunOpened():
+                executor.trainer = TrainerSession(item.key, has_reward=item.has_reward)
+            case _:
+                reader.note(item)
+    executor.payload = reader.finish(found.scheduler)
+    executor.scheduler = found.scheduler
+    open_steps = () if found.scheduler is None else tuple(found.scheduler.desk.rounds)
+    journal.go_on(open_steps)
+    executor.set_clock(found.now + found.away_s)
+    if found.scheduler is None:
+        return f"going on: {len(executor.workers)} workers, no run was opened"
+    fleet = found.scheduler.desk.state.fleet
+    executor.lives.update(fleet.last_incarnations)  # also of those whose sessions are in files long deleted
+    gone = [one for one in executor.workers.values() if fleet.find(one.name, one.incarnation) is None]
+    for session in gone:
+        del executor.workers[session.name]
+    for session in executor.workers.values():
+        session.heard_at = session.told_at = executor.now()
+    executor.tell(e.DriverResumed(found.away_s, executor.settings.restart_grace_s))
+    if executor.trainer is not None:
+        executor.trainer.away_since = executor.now()
+        executor.tell(e.TrainerLeft())
+    _expect_prompts(executor)
+    _write_down_what_holds(executor)
+    return (
+        f"going on after {found.away_s:.1f} s away: {found.num_records} records, {len(executor.workers)} workers, "
+        f"{len(found.scheduler.desk.leases)} samples running, {executor.payload.num_bytes // 8} tokens held"
+    )
+
+
+def _reopen(executor: Executor, note: SessionOpened) -> None:
+    session = WorkerSession(note.key, Incarnation(note.incarnation), note.facts)
+    executor.workers[session.name] = session
+    executor.lives[session.name] = session.incarnation
+
+
+def _write_down_what_holds(executor: Executor) -> None:
+    """After a restart: sessions and leases as we know them, whatever half of a batch was on file before."""
+    assert executor.scheduler is not None
+    for note in executor.standing():
+        executor.journal.add_note(note)
+    desk = executor.scheduler.desk
+    granted = executor.granted
+    for lease, sample in desk.leases.items():
+        text = executor.payload.text(sample.id)
+        text.worker = desk.seats[sample.worker].name
+        granted.leases.append(lease)
+        granted.samples.append(sample.id)
+        granted.from_tokens.append(text.num_tokens)
+        granted.workers.append(text.worker)
+
+
+def _expect_prompts(executor: Executor) -> None:
+    """After a restart: leases that were given before their prompt was there are sent when it is."""
+    assert executor.scheduler is not None
+    for sample in executor.scheduler.desk.leases.values():
+        if sample.group not in executor.payload.prompts:
+            executor.no_prompt_yet.setdefault(sample.group, []).append(sample.lease)
