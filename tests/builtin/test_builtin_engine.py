@@ -558,3 +558,35 @@ def test_a_step_that_fails_is_said_by_health(folder):
         assert str(stage.engine.health()).startswith("a step failed: ")
 
     EngineContract().play(script, one)
+
+
+# Sleep
+
+
+def test_asleep_it_writes_nothing_and_awake_it_goes_on_to_the_same_answers(folder):
+    jobs = [Job(LeaseId(n), SampleId(n), [*PROMPT, n], [], 40, n, Sampling(ignore_eos=True)) for n in range(1, 4)]
+
+    async def undisturbed(stage: Stage) -> None:
+        for job in jobs:
+            stage.engine.generate(job)
+        expected.extend(await answers(stage, [job.lease for job in jobs]))
+
+    async def interrupted(stage: Stage) -> None:
+        sleeper = stage.engine
+        assert isinstance(sleeper, BuiltinEngine)
+        for job in jobs:
+            sleeper.generate(job)
+        while not all(stage.sink.texts.get(job.lease) for job in jobs):
+            await asyncio.sleep(0.001)
+        await sleeper.sleep()
+        await sleeper.sleep()
+        num = {job.lease: len(stage.sink.texts[job.lease]) for job in jobs}
+        assert sleeper.stats().kv_used == 0.0
+        await asyncio.sleep(0.05)
+        assert num == {job.lease: len(stage.sink.texts[job.lease]) for job in jobs}
+        await sleeper.wake()
+        assert await answers(stage, [job.lease for job in jobs]) == expected
+
+    expected: list[list[int]] = []
+    play(undisturbed, folder)
+    play(interrupted, folder)

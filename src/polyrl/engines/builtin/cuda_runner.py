@@ -4,10 +4,16 @@ A graph holds a whole decoding step: the model, the draw, and the step to the ne
 nothing from the host. A *burst* replays it several times and then reads all the tokens at once. Graphs are made by
 batch size, rounded up; the rows that are too many write into a block that nobody reads.
 
+A burst can be interrupted: few replays are ahead of the GPU, so that it ends a step or two later.
+
+Batch-invariant, every matrix product has one shape, whoever runs: all steps have as many rows as there are slots, and
+prompts are computed one at a time, in chunks made up to one size. Then a row is added up in one order.
+
 The decoder layers are compiled one for all (`compile`), or run as they are: slower, and ready at once.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,6 +33,9 @@ log = logging.getLogger("polyrl.engines.builtin")
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
+_AHEAD = 2
+"""Replays that the GPU has waiting: enough that it never waits for the host."""
+
 Tensor = torch.Tensor
 
 
@@ -37,8 +46,17 @@ class _Graph(NamedTuple):
 
 class CudaRunner:
     def __init__(
-        self, loaded: Loaded, num_blocks: int, block_tokens: int, slots: int, max_context: int, *, compile_layers: bool
+        self,
+        loaded: Loaded,
+        num_blocks: int,
+        block_tokens: int,
+        slots: int,
+        max_context: int,
+        *,
+        compile_layers: bool,
+        invariant_tokens: int = 0,
     ) -> None:
+        """`invariant_tokens`: a prompt's chunks have so many rows, and results are batch-invariant; 0: neither."""
         self._loaded = loaded
         self._num_blocks, self._block_tokens = num_blocks, block_tokens
         self._parameter = next(loaded.model.parameters())
@@ -47,7 +65,9 @@ class CudaRunner:
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
         self._paged: BlockedKeysAndValues | None = None
         self._graphs: dict[int, _Graph] = {}
-        self._sizes = [one for one in _SIZES if one < slots] + [slots]
+        self._invariant_tokens = invariant_tokens
+        self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
+        self._interrupted = threading.Event()
         width = -(-max_context // block_tokens) + 1
         self._tables = torch.full((slots, width), num_blocks, dtype=torch.int32, device=self._device)
         self._tokens, self._positions, self._answers, self._seeds = (
@@ -57,6 +77,7 @@ class CudaRunner:
         self._drawn = torch.zeros((MAX_BURST, slots), dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros((MAX_BURST, slots), dtype=torch.float32, device=self._device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._done = [torch.cuda.Event() for _ in range(_AHEAD)]
         self._uniforms = cuda.uniforms
         merge_projections(loaded.model)
         self.wake()
@@ -86,6 +107,8 @@ class CudaRunner:
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
         """Any step, row by row. `wanted` has an entry for each chunk that samples, in order."""
+        if self._invariant_tokens and len(chunks) > 1:
+            return self._one_by_one(chunks, wanted)
         step, tokens, positions, rows = self._lay_out(chunks)
         hidden = self._hidden(tokens, positions, step)
         logits = self._loaded.model.lm_head(hidden[0].index_select(0, rows))
@@ -102,6 +125,22 @@ class CudaRunner:
         else:
             drawn, logprobs = cuda.draw(logits, draws.temperatures, draws.uniforms)
         return Drawn(drawn.tolist(), logprobs.tolist())
+
+    def _one_by_one(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
+        """What decodes is a step by itself, if it can come from a graph; every other chunk is one."""
+        left = iter(wanted)
+        its = [[next(left)] if chunk.samples else [] for chunk in chunks]
+        num = 0
+        drawn = Drawn([], [])
+        while num < len(chunks) and chunks[num].count == 1 and not any(map(_truncates, its[num])):
+            num += 1
+        if num:
+            drawn = self.run_burst(chunks[:num], [one for some in its[:num] for one in some], 1)[0]
+        for chunk, some in zip(chunks[num:], its[num:], strict=True):
+            tokens, logprobs = self.run([chunk], some)
+            drawn.tokens.extend(tokens)
+            drawn.logprobs.extend(logprobs)
+        return drawn
 
     def _hidden(self, tokens: Tensor, positions: Tensor, step: DecodeStep | PrefillStep) -> Tensor:
         return self._loaded.model.model(
@@ -130,6 +169,15 @@ class CudaRunner:
         its_positions = np.concatenate(positions)
         slots = np.concatenate([one[-len(at) :] * block_tokens for one, at in zip(blocks, positions, strict=True)])
         slots += its_positions % block_tokens
+        num_more = self._invariant_tokens - len(tokens)
+        if num_more > 0:  # rows of a chunk of its own, that nobody reads
+            nowhere = self._num_blocks
+            tokens += [0] * num_more
+            its_positions = np.concatenate([its_positions, np.arange(num_more)])
+            slots = np.concatenate([slots, np.full(num_more, nowhere * block_tokens)])
+            blocks.append(np.full(num_more, nowhere))
+            first_rows.append(first_rows[-1] + num_more)
+            first_contexts.append(first_contexts[-1] + num_more)
         within = np.concatenate([np.arange(len(one)) % block_tokens for one in blocks])
         step = PrefillStep(
             self._send(slots),
@@ -137,8 +185,8 @@ class CudaRunner:
             self._send(within),
             self._send(np.array(first_rows, np.int32)),
             self._send(np.array(first_contexts, np.int32)),
-            max(chunk.count for chunk in chunks),
-            max(chunk.start + chunk.count for chunk in chunks),
+            max(num_more, *(chunk.count for chunk in chunks)),
+            max(num_more, *(chunk.start + chunk.count for chunk in chunks)),
         )
         return step, self._send(np.array(tokens)), self._send(its_positions), self._send(np.array(rows, np.int64))
 
@@ -147,17 +195,33 @@ class CudaRunner:
 
     # Decoding
 
+    def interrupt(self) -> None:
+        """End the burst that runs, if one does. From any thread, like `uninterrupt`."""
+        self._interrupted.set()
+
+    def uninterrupt(self) -> None:
+        self._interrupted.clear()
+
     @torch.inference_mode()
     def run_burst(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int) -> list[Drawn]:
-        """`num_steps` tokens of each sample; all chunks decode, and none is truncated."""
+        """`num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated."""
         num = len(chunks)
         graph = self._graph(num)
         self._set_rows(chunks, wanted, graph.size)
-        for _ in range(num_steps):
-            graph.graph.replay()
+        num_steps = self._replay(graph.graph, num_steps)
         tokens = self._drawn[:num_steps, :num].tolist()
         logprobs = self._logprobs[:num_steps, :num].tolist()
         return [Drawn(*one) for one in zip(tokens, logprobs, strict=True)]
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, num_steps: int) -> int:
+        for step in range(num_steps):
+            if step >= _AHEAD:
+                self._done[step % _AHEAD].synchronize()
+                if self._interrupted.is_set():
+                    return step
+            graph.replay()
+            self._done[step % _AHEAD].record()
+        return num_steps
 
     def _set_rows(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], size: int) -> None:
         num = len(chunks)
@@ -227,3 +291,7 @@ class CudaRunner:
         positions += 1
         self._answers[:size] += 1
         self._cursor += 1
+
+
+def _truncates(one: Wanted) -> bool:
+    return bool(one.sampling.top_k) or one.sampling.top_p < 1.0 or one.sampling.min_p > 0.0

@@ -5,7 +5,8 @@ came during a step (jobs, aborts, weights) is taken in between two steps.
 
 Rules kept here: a job that cannot run is refused in a line, and the others go on. An abort frees its place before it
 returns, except within a running step, which ends first. Weights change between two steps; running samples go on, with
-their cache kept or computed anew, as `after_install` says.
+their cache kept or computed anew, as `after_install` says. Asleep, it holds no cache and takes no step, so that the
+devices can train; what it was given waits.
 """
 
 import asyncio
@@ -51,6 +52,8 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Prompt and answer together; none: what the model can."""
     threads: Annotated[int, Meta(ge=1, le=256)] = 1
     """Of the CPU. Two on a busy machine have been seen to be 20 times slower than one."""
+    batch_invariant: bool = False
+    """On a GPU: a sample's tokens do not depend on who else runs; slower. On the CPU it is always so."""
     compile: bool = True
     """On a GPU: compile the layers, which takes a while at the start. Off: slower, ready at once."""
     after_install: Literal["keep", "recompute"] = "recompute"
@@ -94,6 +97,8 @@ class BuiltinEngine:
         """Jobs that were not looked at yet."""
         self._task: asyncio.Task[None] | None = None
         self._work = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._between_steps = asyncio.Lock()
         self._tokenizer: Any = None
         self._trouble: str | None = None
@@ -146,6 +151,7 @@ class BuiltinEngine:
             config.slots,
             self._max_context,
             compile_layers=config.compile,
+            invariant_tokens=config.chunk_tokens if config.batch_invariant else 0,
         )
 
     async def close(self) -> None:
@@ -158,12 +164,30 @@ class BuiltinEngine:
         self._thread.shutdown(wait=True)
         self._runner = self._cuda = None
 
+    async def sleep(self) -> None:
+        """Free the cache, and take no step until `wake`. The weights stay where they are."""
+        self._interrupt()
+        async with self._between_steps:
+            if self._runner is None or not self._awake.is_set():
+                return
+            self._awake.clear()
+            self._batch.recompute_all()
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.sleep)
+
+    async def wake(self) -> None:
+        async with self._between_steps:
+            if self._runner is None or self._awake.is_set():
+                return
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.wake)
+            self._awake.set()
+
     # Jobs
 
     def generate(self, job: Job) -> None:
         if self._is_closed:
             return
         self._given[job.lease] = job
+        self._interrupt()
         asyncio.get_running_loop().call_soon(self._admit, job.lease)
 
     def _admit(self, lease: LeaseId) -> None:
@@ -216,13 +240,20 @@ class BuiltinEngine:
 
     async def abort(self, lease: LeaseId) -> None:
         self._given.pop(lease, None)
+        self._interrupt()
         async with self._between_steps:
             self._batch.remove(lease)
+
+    def _interrupt(self) -> None:
+        """Somebody wants to come between two steps: a burst ends with the steps that are on their way."""
+        if self._cuda is not None:
+            self._cuda.interrupt()
 
     # Weights
 
     async def install(self, weights: Weights) -> None:
         """Who stops waiting stops nothing: weights that are copied already have their version written down."""
+        self._interrupt()
         await asyncio.shield(asyncio.ensure_future(self._install(weights)))
 
     async def _install(self, weights: Weights) -> None:
@@ -276,11 +307,16 @@ class BuiltinEngine:
         try:
             while True:
                 await self._work.wait()
+                await self._awake.wait()
                 async with self._between_steps:
+                    if not self._awake.is_set():
+                        continue
                     chunks = self._batch.plan()
                     if not chunks:
                         self._work.clear()
                         continue
+                    if self._cuda is not None:  # who interrupted the last burst has been here
+                        self._cuda.uninterrupt()
                     num_steps = self._burst(chunks)
                     drawn = await loop.run_in_executor(self._thread, self._step, chunks, num_steps)
                     self._take_in(chunks, drawn, sink)

@@ -1,0 +1,149 @@
+"""Samples that move, in bfloat16 on a GPU: how often they agree, what invariance costs, and how fast it sleeps and wakes.
+
+python tests/gpu/check_moves.py [MODEL_DIR]      Qwen3-1.7B's shape with random weights, unless a model is given
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
+
+import torch  # noqa: E402
+
+from polyrl.cli.bench_engine import Work, make_model, measure, prompts_of  # noqa: E402
+from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine  # noqa: E402
+from polyrl.engines.builtin.models import describe  # noqa: E402
+from polyrl.engines.engine import Job  # noqa: E402
+from polyrl.wire.frames import Sampling  # noqa: E402
+
+NEW = 256
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.text: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+
+    def tokens(self, lease, tokens, logprobs, version) -> None:
+        self.text.setdefault(lease, []).extend(tokens)
+
+    def ended(self, lease, reason, detail="") -> None:
+        self.ends[lease] = f"{reason} {detail}".strip()
+
+
+async def started(model, *, invariant: bool, slots: int = 64) -> tuple[BuiltinEngine, Sink]:
+    config = BuiltinConfig(
+        model="bench", dtype="bfloat16", device="cuda", slots=slots, kv_tokens=slots * 1024, block_tokens=32,
+        chunk_tokens=2048, max_context=1024, batch_invariant=invariant,
+    )  # fmt: skip
+    engine, sink = BuiltinEngine(config, describe(model, "bench")), Sink()
+    await engine.start(sink)
+    return engine, sink
+
+
+async def finish(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> list[list[int]]:
+    for job in jobs:
+        engine.generate(job)
+    while not all(job.lease in sink.ends for job in jobs):
+        assert engine.health() is None, engine.health()
+        await asyncio.sleep(0.005)
+    return [sink.text[job.lease] for job in jobs]
+
+
+def agreement(one: list[list[int]], other: list[list[int]]) -> dict[str, float]:
+    """The share of answers that are equal, and of tokens before the first difference."""
+    pairs = list(zip(one, other, strict=True))
+    same = sum(a == b for a, b in pairs)
+    before = sum(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)) for a, b in pairs)
+    return {"answers_equal": same / len(pairs), "tokens_before_a_difference": before / sum(len(a) for a, _ in pairs)}
+
+
+async def compare(model, *, invariant: bool) -> None:
+    engine, sink = await started(model, invariant=invariant)
+    prompts = prompts_of(Work("x", None, 64, 128, NEW), model.config.vocab_size)
+    sampling = Sampling(ignore_eos=True)
+
+    def job(base: int, number: int, so_far=()) -> Job:
+        return Job(base + number, number, prompts[number], list(so_far), NEW, 77 + number, sampling)
+
+    crowd = await finish(engine, sink, [job(1000, n) for n in range(64)])
+    engine._cache.forget()
+    alone = [(await finish(engine, sink, [job(2000, n)]))[0] for n in range(8)]
+    engine._cache.forget()
+    few = [one for at in range(0, 32, 4) for one in await finish(engine, sink, [job(3000, at + i) for i in range(4)])]
+    engine._cache.forget()
+    cuts = [16 + 5 * n % 200 for n in range(64)]
+    rest = await finish(engine, sink, [job(4000, n, crowd[n][: cuts[n]]) for n in range(64)])
+    moved = [crowd[n][: cuts[n]] + rest[n] for n in range(64)]
+    print(json.dumps({
+        "invariant": invariant, "alone": agreement(crowd[:8], alone), "in fours": agreement(crowd[:32], few),
+        "moved": agreement(crowd, moved),
+    }), flush=True)  # fmt: skip
+    if not invariant:
+        await sleep_and_wake(engine, sink, [job(5000, n) for n in range(64)])
+        await abort_latency(engine, sink, [job(6000, n) for n in range(64)])
+    await engine.close()
+
+
+async def sleep_and_wake(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> None:
+    for job in jobs:
+        engine.generate(job)
+    while len(sink.text.get(jobs[-1].lease, ())) < 32:
+        await asyncio.sleep(0.002)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    await engine.sleep()
+    asleep = time.perf_counter()
+    held = torch.cuda.memory_allocated() / 1e9
+    await engine.wake()
+    awake = time.perf_counter()
+    num = len(sink.text[jobs[-1].lease])
+    while len(sink.text[jobs[-1].lease]) == num:
+        await asyncio.sleep(0.001)
+    going = time.perf_counter()
+    print(json.dumps({"sleep_s": asleep - began, "wake_s": awake - asleep, "to_next_token_s": going - awake,
+                      "asleep_gb": held}), flush=True)  # fmt: skip
+    await finish(engine, sink, [])
+    while not all(job.lease in sink.ends for job in jobs):
+        await asyncio.sleep(0.005)
+
+
+async def abort_latency(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> None:
+    for job in jobs:
+        engine.generate(job)
+    while len(sink.text.get(jobs[-1].lease, ())) < 32:
+        await asyncio.sleep(0.002)
+    took = []
+    for job in jobs[:20]:
+        began = time.perf_counter()
+        await engine.abort(job.lease)
+        took.append(time.perf_counter() - began)
+        await asyncio.sleep(0.03)
+    print(json.dumps({"abort_ms_median": sorted(took)[10] * 1e3, "abort_ms_max": max(took) * 1e3}), flush=True)
+
+
+def price() -> None:
+    import polyrl.engines.builtin.engine as engine_module
+
+    real = engine_module.BuiltinConfig
+    for batch in (256, 64):
+        for invariant in (False, True):
+            engine_module.BuiltinConfig = lambda invariant=invariant, **kw: real(**kw, batch_invariant=invariant)
+            got = measure(Work("qwen3-1.7b", None, batch, 256, 256))
+            keys = ("batch", "tok_s", "job_tok_s", "step_ms", "limit_tok_s", "fraction_of_limit", "start_s")
+            print(json.dumps({"invariant": invariant} | {key: got[key] for key in keys}), flush=True)
+    engine_module.BuiltinConfig = real
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    given = sys.argv[1] if len(sys.argv) > 1 else None
+    policy = make_model(Work(None if given else "qwen3-1.7b", given, 64, 128, NEW), "cuda")
+    for mode in (False, True):
+        asyncio.run(compare(policy, invariant=mode))
+    del policy
+    price()
