@@ -1,4 +1,4 @@
-"""Samples that move, in bfloat16 on a GPU: how often they agree, what invariance costs, and how fast it sleeps and wakes.
+"""Samples that move, in bfloat16 on a GPU: how often they agree, what invariance costs, how fast it sleeps and wakes.
 
 python tests/gpu/check_moves.py [MODEL_DIR]      Qwen3-1.7B's shape with random weights, unless a model is given
 """
