@@ -1,0 +1,196 @@
+"""Causal attention over a pack: several samples in one flat row, none of which sees another. What a trainer runs.
+
+The modules are the engine's own, with the engine's own parameters: a forward call that passes `pack` trains, one that
+passes `step` decodes. `lay_out` says once, for all layers, where the samples of a pack lie.
+
+On a GPU in half precision that is a list of borders, for torch's varlen flash attention. Elsewhere samples of about
+equal length are gathered into *buckets*, padded to their longest within attention alone. Padding comes after a sample's
+last token, so that no real token can see it: a bucket needs no mask.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+Tensor = torch.Tensor
+
+_SLACK = 1.25
+_SLACK_TOKENS = 8
+"""Samples share a bucket when the longest is at most this much longer than the shortest."""
+
+
+class Borders(NamedTuple):
+    """Where samples begin and end, for flash attention."""
+
+    first_rows: Tensor
+    """(samples + 1,): int32."""
+    longest: int
+
+
+class Bucket(NamedTuple):
+    num: int
+    longest: int
+
+
+class Buckets(NamedTuple):
+    """Samples of about equal length side by side."""
+
+    sizes: tuple[Bucket, ...]
+    there: Tensor
+    """(slots,): the row that each slot holds; any row for padding."""
+    back: Tensor
+    """(rows,): the slot that each row is in."""
+
+
+Layout = Borders | Buckets
+
+
+def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool) -> Layout:
+    """`lengths` of the samples in the order of their rows."""
+    ends = np.cumsum(np.asarray(lengths, np.int64))
+    if flash:
+        borders = np.concatenate([[0], ends]).astype(np.int32)
+        return Borders(torch.from_numpy(borders).to(device, non_blocking=True), max(lengths))
+    sizes: list[Bucket] = []
+    there: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    back = np.empty(int(ends[-1]), np.int64)
+    slot = 0
+    for members in _group(lengths):
+        longest = lengths[members[-1]]
+        sizes.append(Bucket(len(members), longest))
+        for member in members:
+            num, first = lengths[member], int(ends[member]) - lengths[member]
+            rows = np.full(longest, first, np.int64)
+            rows[:num] += np.arange(num)
+            there.append(rows)
+            back[first : first + num] = np.arange(slot, slot + num)
+            slot += longest
+    return Buckets(
+        tuple(sizes), torch.from_numpy(np.concatenate(there)).to(device), torch.from_numpy(back).to(device)
+    )
+
+
+def _group(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of samples, shortest first, cut where lengths have grown too much."""
+    groups: list[list[int]] = []
+    for member in sorted(range(len(lengths)), key=lambda one: lengths[one]):
+        if not groups or lengths[member] > lengths[groups[-1][0]] * _SLACK + _SLACK_TOKENS:
+            groups.append([])
+        groups[-1].append(member)
+    return groups
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Query (1, heads, rows, dim), key and value (1, kv heads, rows, dim); gives (1, rows, heads, dim)."""
+    query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(layout, Borders):
+        return _flash(query, key, value, layout, scale, window).unsqueeze(0)
+    gathered = [_Move.apply(one, layout.there, layout.back) for one in (query, key, value)]
+    outs: list[Tensor] = []
+    slot = 0
+    for num, longest in layout.sizes:
+        its = [one[slot : slot + num * longest].view(num, longest, *one.shape[1:]).transpose(1, 2) for one in gathered]
+        out = _causal(its[0], its[1], its[2], scale, window, softcap)
+        outs.append(out.transpose(1, 2).reshape(num * longest, *query.shape[1:]))
+        slot += num * longest
+    together = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return _Back.apply(together, layout.back).unsqueeze(0)
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """(num, heads, longest, dim) each, with fewer heads in key and value."""
+    groups, longest = query.shape[1] // key.shape[1], query.shape[2]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if softcap is None and (window is None or longest <= window):
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    at = torch.arange(longest, device=query.device)
+    behind = at.unsqueeze(1) - at
+    mask = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    if softcap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
+    return torch.softmax(scores.masked_fill(~mask, float("-inf")).float(), -1).to(query.dtype) @ value
+
+
+class _Move(torch.autograd.Function):
+    """Rows into slots. Nothing ever comes back from padding, so that the gradient is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
+
+
+class _Back(torch.autograd.Function):
+    """Slots into rows."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.num_slots = slots.shape[0]
+        return slots.index_select(0, back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (back,) = ctx.saved_tensors
+        slots = grads[0].new_zeros((ctx.num_slots, *grads[0].shape[1:]))
+        slots[back] = grads[0]
+        return slots, None
+
+
+_VARLEN: Any = None
+_TAKES: frozenset[str] = frozenset()
+
+
+def find_flash() -> bool:
+    """Whether torch has varlen attention, looked up before anything is compiled."""
+    global _VARLEN, _TAKES  # noqa: PLW0603
+    if _VARLEN is None:
+        try:
+            from torch.nn.attention import varlen
+        except ImportError:
+            return False
+        _VARLEN = varlen.varlen_attn
+        _TAKES = frozenset(inspect.signature(_VARLEN).parameters)
+    return True
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Borders, scale: float, window: int | None) -> Tensor:
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    more: dict[str, Any] = {}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and "enable_gqa" in _TAKES:
+        more["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if "window_size" in _TAKES:
+        more["window_size"] = (-1 if window is None else window - 1, 0)
+        more["scale"] = scale
+    elif window is not None:
+        raise RuntimeError("sliding windows need a newer torch on a GPU")
+    else:  # an older torch has its own scale
+        more["is_causal"] = True
+        query = query * (scale * query.shape[-1] ** 0.5)
+    borders, longest = layout
+    return _VARLEN(query, key, value, borders, borders, longest, longest, **more)
