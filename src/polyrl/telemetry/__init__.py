@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: the journal."""
+"""What a run leaves behind for people: the journal, its account, metrics, pictures, and what a terminal shows."""

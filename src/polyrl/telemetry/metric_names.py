@@ -1,0 +1,137 @@
+"""Every metric that we name: its unit and its meaning, as data. docs/reference/metrics.md is tested against it.
+
+Rules kept here: a name means one thing in the file, in trackers, in plots and in docs. A part in angle brackets stands
+for something: `tokens/discarded/<cause>`. A recipe's own metrics may have any other name. Names that users bring from
+elsewhere (`timing_s/step`) are aliases: written beside ours, with the same value.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    name: str
+    unit: str
+    """Empty: a plain number or a word."""
+    meaning: str
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "", "the step; from 0, and step t makes weight version t + 1"),
+    # What is learned
+    Metric("reward/mean", "", "mean reward of the samples trained in the step"),
+    Metric("reward/std", "", "their standard deviation"),
+    Metric("reward/max", "", "the highest of them"),
+    Metric("reward/min", "", "the lowest of them"),
+    Metric("validation/pass@<k>", "share", "validation prompts that k attempts solve at least once"),
+    Metric("validation/<domain>/pass@<k>", "share", "the same, of one domain"),
+    # How the policy changes
+    Metric("actor/pg_loss", "", "policy gradient loss, mean over the step's mini-batches"),
+    Metric("actor/kl_loss", "nats", "KL to the reference model, as it enters the loss or the reward"),
+    Metric("actor/entropy", "nats", "mean entropy of the policy over answer tokens"),
+    Metric("actor/clip_frac_low", "share", "answer tokens whose ratio was clipped from below"),
+    Metric("actor/clip_frac_high", "share", "answer tokens whose ratio was clipped from above"),
+    Metric("actor/grad_norm", "", "norm of the gradient before it was clipped"),
+    Metric("actor/lr", "", "learning rate of the step's last update"),
+    Metric("mismatch_kl", "nats", "KL between the engine's log-probabilities and the trainer's, same weights"),
+    # How long answers are
+    Metric("token/response_length/mean", "tokens", "mean length of the answers trained"),
+    Metric("token/response_length/max", "tokens", "the longest of them"),
+    Metric("token/response_length/min", "tokens", "the shortest of them"),
+    Metric("token/response_length/p95", "tokens", "95% of them are not longer"),
+    Metric("token/prompt_length/mean", "tokens", "mean length of their prompts"),
+    # Where the time goes
+    Metric("time/step_total", "s", "from the end of the step before to the end of this one"),
+    Metric("time/step_generate", "s", "from the opening of the round to its last group"),
+    Metric("time/step_train", "s", "the trainer had a micro-batch in hand"),
+    Metric("time/step_reward", "s", "from the round's last answer to its last reward: what scoring adds to it"),
+    Metric("time/step_publish", "s", "the trainer was busy with offering the new weights"),
+    Metric("timing_s/step", "s", "alias of `time/step_total`"),
+    Metric("timing_s/gen", "s", "alias of `time/step_generate`"),
+    Metric("timing_s/update_actor", "s", "alias of `time/step_train`"),
+    Metric("timing_s/reward", "s", "alias of `time/step_reward`"),
+    Metric("timing_s/update_weights", "s", "alias of `time/step_publish`"),
+    Metric("idle/trainer_share", "share", "of the step: the trainer was ready to train and had nothing to"),
+    Metric("idle/fleet_share", "share", "of the step: after the last remote answer, until its end"),
+    Metric("seeding/t_seed_s", "s", "the trainer's own devices generated before they trained"),
+    # How fast
+    Metric("perf/throughput", "tokens/s", "tokens trained a second and device, prompts included"),
+    Metric("perf/throughput_all_gpus", "tokens/s", "tokens trained a second, prompts included"),
+    Metric("perf/mfu", "share", "model FLOPs of training through what the device could have done while training"),
+    # Rounds
+    Metric("rounds/kind", "", "`short` or `long`"),
+    Metric("rounds/long", "", "1 for a long round, otherwise 0: for trackers that take numbers only"),
+    Metric("rounds/groups", "", "groups trained"),
+    Metric("rounds/samples", "", "samples trained"),
+    Metric("rounds/deferred_prompts", "", "prompts that wait for a long round, at the end of the step"),
+    # The fleet
+    Metric("fleet/workers", "", "remote workers, mean over the step"),
+    Metric("fleet/spot", "", "spot workers at the end of the step"),
+    Metric("fleet/joined", "", "workers that joined since the step before"),
+    Metric("fleet/lost", "", "workers that went without handing over, since the step before"),
+    Metric("fleet/migrations", "", "samples of the round that went on at another worker"),
+    Metric("fleet/useful", "", "remote workers that are worth holding, as the scheduler advises"),
+    # Tokens and dollars
+    Metric("tokens/kept", "tokens", "answer tokens trained in the step"),
+    Metric("tokens/discarded/<cause>", "tokens", "thrown away since the step before; causes as in the ledger"),
+    Metric("cost/usd_step", "$", "spent since the step before: the trainer's time and every worker's"),
+    Metric("cost/usd_total", "$", "spent since the run began"),
+    Metric("cost/usd_per_mtok", "$", "the step's dollars through its answer tokens trained, a million"),
+    # Whether long answers are trained as often as short ones
+    Metric("bias/trained_mean_length", "tokens", "mean length of the answers trained"),
+    Metric("bias/generated_mean_length", "tokens", "mean length of all answers of the round that ended by themselves"),
+    Metric("bias/inclusion_by_bin/<bin>", "share", "of the run's answers of 2^(bin-1) to 2^bin - 1 tokens: trained"),
+    # Weights
+    Metric("weights/version", "", "the version that the step made"),
+    Metric("weights/publish_s", "s", "until the new version could be had by workers"),
+    Metric("weights/delta_bytes", "bytes", "what a worker that holds the version before has to fetch"),
+)
+
+ALIASES: Mapping[str, str] = {
+    "timing_s/step": "time/step_total",
+    "timing_s/gen": "time/step_generate",
+    "timing_s/update_actor": "time/step_train",
+    "timing_s/reward": "time/step_reward",
+    "timing_s/update_weights": "time/step_publish",
+}
+"""What users know it by, and what we call it."""
+
+HEADLINES: tuple[str, ...] = (
+    "rounds/kind",
+    "reward/mean",
+    "validation/pass@1",
+    "token/response_length/mean",
+    "token/response_length/max",
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "mismatch_kl",
+    "fleet/workers",
+    "fleet/migrations",
+    "idle/trainer_share",
+    "perf/throughput_all_gpus",
+    "time/step_generate",
+    "time/step_train",
+    "time/step_total",
+    "cost/usd_total",
+)
+"""What a step's line shows of them, in this order."""
+
+
+def describe(name: str) -> Metric | None:
+    """What a name means; None for one that is not ours."""
+    return next((metric for metric, pattern in _patterns() if pattern.fullmatch(name)), None)
+
+
+@cache
+def _patterns() -> list[tuple[Metric, re.Pattern[str]]]:
+    return [
+        (metric, re.compile("".join(_part(part) for part in re.split(r"(<\w+>)", metric.name)))) for metric in METRICS
+    ]
+
+
+def _part(part: str) -> str:
+    return "[^/]+" if part.startswith("<") else re.escape(part)

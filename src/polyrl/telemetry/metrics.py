@@ -1,0 +1,194 @@
+"""A run's metrics: `metrics.jsonl`, one line a step; the same as a line of text; what the scheduler says of a step.
+
+    metrics = with_aliases({**from_step_line(line, before), "reward/mean": 0.4})
+    file.log(line.step, metrics)
+    print(step_line(line.step, metrics))
+
+Rules kept here: a line is written in one go and is with the operating system when `log` returns; a line that was cut
+short by a kill is cut off when the run goes on. No step is in the file twice: a run that goes on at step t takes the
+lines from t on out of the file, into `metrics.cut.jsonl`, for they are trained again. A number that JSON cannot say
+(nan, inf) is null.
+
+Left out: what names mean (metric_names.py), other places for them (trackers.py).
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from polyrl.errors import UserError
+from polyrl.ids import Step
+from polyrl.scheduling.ledger import DiscardCause, StepLine
+from polyrl.telemetry.metric_names import ALIASES, HEADLINES
+
+FILE_NAME = "metrics.jsonl"
+CUT_FILE_NAME = "metrics.cut.jsonl"
+
+MetricValue = float | int | str | None
+Metrics = Mapping[str, MetricValue]
+
+_STEP = "step"
+_MILLION = 1e6
+_line_decoder = msgspec.json.Decoder(dict[str, float | int | str | None])
+
+
+class MetricsFile:
+    """The file, open to be appended to. Keeps the contract of a tracker (trackers.py)."""
+
+    name = FILE_NAME
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        """Go on at `first_step`, 0 for a new run. Raises UserError if the file is not one of ours, or cannot be had."""
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        try:
+            self._last_step = self._cut(first_step)
+        except UserError:
+            os.close(self._file)
+            raise
+
+    def _cut(self, first_step: int) -> int:
+        """Leave whole lines of earlier steps only; returns the last of these, or one less than the first to come."""
+        data = self.path.read_bytes()
+        kept_bytes = whole_bytes = 0
+        last_step = first_step - 1
+        for end, line in _lines(data, str(self.path)):
+            step = int(line[_STEP] or 0)
+            if step < first_step and kept_bytes == whole_bytes:
+                kept_bytes, last_step = end, step
+            whole_bytes = end
+        if kept_bytes < whole_bytes:
+            _append(self.path.with_name(CUT_FILE_NAME), data[kept_bytes:whole_bytes])
+        if kept_bytes < len(data):
+            os.truncate(self._file, kept_bytes)
+        return last_step
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write a step's line. Raises OSError if it cannot be; then nothing of it is in the file."""
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was written already, or is older than step {self._last_step}")
+        line = msgspec.json.encode({_STEP: step, **{name: value for name, value in metrics.items() if name != _STEP}})
+        size_before = os.fstat(self._file).st_size
+        try:
+            _write_all(self._file, line + b"\n")
+        except OSError:
+            os.ftruncate(self._file, size_before)
+            raise
+        self._last_step = step
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read_metrics(path: Path) -> list[dict[str, MetricValue]]:
+    """All whole lines of a file, also of one that is being written. Raises UserError with file and line."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    return [line for _, line in _lines(data, str(path))]
+
+
+def _lines(data: bytes, name: str) -> Iterator[tuple[int, dict[str, MetricValue]]]:
+    """(byte behind it, the line) of every line; the last one may be cut short, and is skipped then."""
+    end = 0
+    for number, raw in enumerate(data.splitlines(keepends=True), start=1):
+        end += len(raw)
+        try:
+            line = _line_decoder.decode(raw)
+            if not isinstance(line.get(_STEP), int):
+                raise msgspec.DecodeError("it has no `step`")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if end == len(data):
+                return
+            raise UserError(f"{name}:{number}: not a line of metrics: {error}") from error
+        if raw.endswith(b"\n"):
+            yield end, line
+
+
+def _append(path: Path, data: bytes) -> None:
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            _write_all(file, data)
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _write_all(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+# What is in a line
+
+
+def from_step_line(line: StepLine, before: StepLine | None = None) -> dict[str, MetricValue]:
+    """What the scheduler says of a step; `before` is its line of the step before, None for the first one heard of."""
+    began_at = line.opened_at if before is None else before.trained_at
+    step_s = line.trained_at - began_at
+    usd = line.usd - (0.0 if before is None else before.usd)
+    return {
+        "rounds/kind": line.kind,
+        "rounds/long": int(line.kind == "long"),
+        "rounds/groups": line.num_groups,
+        "rounds/samples": line.num_samples,
+        "token/response_length/mean": line.trained_mean,
+        "token/response_length/max": line.longest,
+        "time/step_total": step_s,
+        "time/step_generate": line.closed_at - line.opened_at,
+        "time/step_train": line.train_s,
+        "idle/trainer_share": _share(line.wait_train_s, step_s),
+        "idle/fleet_share": _share(line.wait_remote_s, step_s),
+        "seeding/t_seed_s": line.seed_window_s,
+        "fleet/workers": line.mean_workers,
+        "fleet/migrations": line.num_moves,
+        "tokens/kept": line.tokens_trained,
+        **{f"tokens/discarded/{cause}": line.tokens_discarded.get(cause, 0) for cause in get_args(DiscardCause)},
+        "cost/usd_step": usd,
+        "cost/usd_total": line.usd,
+        "cost/usd_per_mtok": usd / line.tokens_trained * _MILLION if line.tokens_trained else None,
+        "bias/trained_mean_length": line.trained_mean,
+        "bias/generated_mean_length": line.generated_mean,
+        **{f"bias/inclusion_by_bin/{b}": trained / ended for b, ended, trained in line.inclusion_by_length},
+        "weights/version": Step(line.step + 1),
+    }
+
+
+def _share(seconds: float, whole_s: float) -> float:
+    return min(1.0, max(0.0, seconds / whole_s)) if whole_s > 0 else 0.0
+
+
+def with_aliases(metrics: Metrics) -> dict[str, MetricValue]:
+    """The same, and what users know from elsewhere under the names that they know."""
+    return {**metrics, **{alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}}
+
+
+def step_line(step: int, metrics: Metrics) -> str:
+    """`step:1 - reward/mean:0.412 - ... - time/step_total:12.3`: the headlines that there are."""
+    shown = [f"{name}:{show_value(metrics[name])}" for name in HEADLINES if name in metrics]
+    return " - ".join([f"step:{step}", *shown])
+
+
+def show_value(value: MetricValue) -> str:
+    """Four digits that count, and no exponent where a person would not use one."""
+    match value:
+        case None:
+            return "nan"
+        case str() | int():
+            return str(value)
+        case float() if math.isfinite(value) and abs(value) >= 1000:
+            return f"{value:.0f}"
+        case float():
+            return f"{value:.4g}"
