@@ -45,6 +45,8 @@ MAX_VERSION_BYTES = 1 << 44
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_TENSORS = 1 << 20
 MAX_PARTS = 1 << 22
+MAX_PART_ELEMENTS = 1 << 22
+"""What bounds the memory that applying one part takes, whoever wrote it."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -124,7 +126,7 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
 
     tensor: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
     first: Count
-    num_elements: Annotated[int, Meta(ge=1, le=MAX_VERSION_BYTES)]
+    num_elements: Annotated[int, Meta(ge=1, le=MAX_PART_ELEMENTS)]
     encoding: Encoding
     num_bytes: Annotated[int, Meta(ge=1, le=MAX_VERSION_BYTES)]
     """Of the blob; parts lie in it one after the other."""

@@ -1,0 +1,329 @@
+"""The difference of two versions, without loss and in about a hundredth of the bytes.
+
+A step of RL changes about one element in a hundred, mostly by one unit in the last place. So a tensor is cut into parts
+of PART_ELEMENTS, and a part is written in the smallest of these ways; one in which nothing changed is not written:
+
+    sparse   which elements: the number of unchanged ones before each, in bytes; 255 says 255 more, and go on.
+             by how much: the difference of the bits as an integer, zigzag (0 -1 1 -2 2 ...), in bytes; 255 says: wide.
+             Both through zstd, then the wide differences as they are.
+    planes   the zigzag differences of all elements, all their lowest bytes first; each plane through zstd
+    raw      the new bytes
+
+Rules kept here: bits are integers and nothing else, so NaN payloads, signed zeros and denormals survive. The output is
+a function of the input, for any number of threads. Of a blob nothing is believed: sizes are checked before memory is
+taken, positions before they are written to. After BadDelta the target is neither version. Whether the result is the
+right one is decided by the chunk digests of the target's manifest, which the caller compares.
+"""
+
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import zstandard
+
+from polyrl.weights.chunks import CHUNK_BYTES, HashName, View, table_of
+from polyrl.weights.manifest import DeltaManifest, Encoding, Layout, Manifest, Part, check_delta
+
+Bits: TypeAlias = np.ndarray[Any, Any]
+"""Elements as unsigned integers of their size."""
+
+PART_ELEMENTS = 1 << 21
+"""Large enough that a part's place costs nothing beside it, small enough that threads share the work evenly."""
+_BLOCK_BYTES = 1 << 18
+"""Compared at once: old, new and the mask stay in a core's cache."""
+ESCAPE = 255
+ZSTD_LEVEL = 1
+_SPARSE = struct.Struct("<IIIII")
+_PLANE = struct.Struct("<I")
+
+
+class BadDelta(ValueError):
+    """A blob that cannot be applied. The message says which part of which tensor, and why, in a line."""
+
+
+class Piece(NamedTuple):
+    """Where a part comes from, before it is known how it will be written."""
+
+    tensor: int
+    first: int
+    num_elements: int
+    item_bytes: int
+    start: int
+    """Its first byte in a version."""
+
+
+class Encoded(NamedTuple):
+    """A delta without its digests. The blob is the segments, one after the other."""
+
+    parts: tuple[Part, ...]
+    segments: list[bytes]
+
+
+def make(base: Manifest, target: Manifest, old: View, new: View, *, threads: int = 1) -> tuple[DeltaManifest, bytes]:
+    """The delta between two versions, ready to be offered."""
+    if base.layout.fingerprint != target.layout.fingerprint:
+        raise ValueError("two versions of different layouts have no delta")
+    encoded = encode(old, new, target.layout, threads=threads)
+    return seal(encoded, base, target, threads=threads)
+
+
+def seal(
+    encoded: Encoded,
+    base: Manifest,
+    target: Manifest,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    hash: HashName | None = None,
+    threads: int = 1,
+) -> tuple[DeltaManifest, bytes]:
+    """Put the segments together, with digests. The hash is the target's unless another is named."""
+    blob = b"".join(encoded.segments)
+    chunks = table_of(blob, chunk_bytes, target.chunks.hash if hash is None else hash, threads)
+    return DeltaManifest(base.digest, target.digest, target.layout.fingerprint, encoded.parts, chunks), blob
+
+
+def encode(old: View, new: View, layout: Layout, *, threads: int = 1) -> Encoded:
+    """What turns `old` into `new`, both versions of this layout."""
+    old_bytes, new_bytes = _version_bytes(old, layout), _version_bytes(new, layout)
+
+    def write(piece: Piece) -> tuple[Encoding, bytes] | None:
+        return encode_piece(_bits(old_bytes, piece), _bits(new_bytes, piece))
+
+    pieces = list(pieces_of(layout))
+    return assemble(pieces, _map(write, pieces, threads))
+
+
+def assemble(pieces: Sequence[Piece], written: Iterable[tuple[Encoding, bytes] | None]) -> Encoded:
+    """Parts and segments, from how each piece was written; None is one in which nothing changed."""
+    parts: list[Part] = []
+    segments: list[bytes] = []
+    for piece, one in zip(pieces, written, strict=True):
+        if one is not None:
+            encoding, segment = one
+            parts.append(Part(piece.tensor, piece.first, piece.num_elements, encoding, len(segment)))
+            segments.append(segment)
+    return Encoded(tuple(parts), segments)
+
+
+def pieces_of(layout: Layout) -> Iterator[Piece]:
+    """How a layout is cut, in the order of its bytes."""
+    for index, tensor in enumerate(layout.tensors):
+        size = tensor.item_bytes
+        for first in range(0, tensor.num_elements, PART_ELEMENTS):
+            num = min(PART_ELEMENTS, tensor.num_elements - first)
+            yield Piece(index, first, num, size, tensor.start + first * size)
+
+
+def apply(delta: DeltaManifest, layout: Layout, blob: View, target: View, *, threads: int = 1) -> None:
+    """Turn the base in `target` into the version that the delta leads to, in place. Raises BadDelta, BadManifest.
+
+    Digests are the caller's: those of the blob before, those of the target after.
+    """
+    check_delta(delta, layout)
+    blob = memoryview(blob).cast("B")
+    if blob.nbytes != delta.chunks.num_bytes:
+        raise BadDelta(f"a blob of {blob.nbytes} bytes; expected {delta.chunks.num_bytes}")
+    target_bytes = _version_bytes(target, layout)
+
+    def read(placed: tuple[Part, int]) -> None:
+        part, start = placed
+        tensor = layout.tensors[part.tensor]
+        size = tensor.item_bytes
+        piece = Piece(part.tensor, part.first, part.num_elements, size, tensor.start + part.first * size)
+        try:
+            _READERS[part.encoding](blob[start : start + part.num_bytes], _bits(target_bytes, piece))
+        except (BadDelta, zstandard.ZstdError, struct.error) as error:
+            raise BadDelta(f"{tensor.name} from element {part.first}, {part.encoding}: {error}") from error
+
+    starts = np.cumsum([0, *(part.num_bytes for part in delta.parts)]).tolist()
+    _map(read, list(zip(delta.parts, starts, strict=False)), threads)
+
+
+def encode_piece(old: Bits, new: Bits) -> tuple[Encoding, bytes] | None:
+    """The smallest way to write one piece; None when nothing changed."""
+    positions, differences = find_changes(old, new)
+    num_changes = len(positions)
+    if num_changes == 0:
+        return None
+    codes, wide = split_wide(differences)
+    best: tuple[Encoding, bytes] | None = None
+    if num_changes <= len(new) // 2 or len(new) == 1:
+        best = "sparse", pack_sparse(gap_bytes(positions), codes, wide)
+    if num_changes > len(new) // 8 or len(wide) > num_changes // 8:
+        planes = _pack_planes(zigzag(new - old))
+        if best is None or len(planes) < len(best[1]):
+            best = "planes", planes
+    if best is None or len(best[1]) >= new.nbytes:
+        best = "raw", new.tobytes()
+    return best
+
+
+def find_changes(old: Bits, new: Bits) -> tuple[Bits, Bits]:
+    """Positions, and zigzag differences. Compares eight bytes at a time; most of them are equal."""
+    per_word = 8 // old.itemsize
+    num_words = len(old) // per_word
+    head = num_words * per_word
+    old_words, new_words = old[:head].view(np.uint64), new[:head].view(np.uint64)
+    words = _unequal(old_words, new_words)
+    old_near, new_near = old_words.take(words).view(old.dtype), new_words.take(words).view(old.dtype)
+    near = np.flatnonzero(old_near != new_near)
+    shift = per_word.bit_length() - 1
+    positions = (words.take(near >> shift) << shift) + (near & (per_word - 1))
+    differences = new_near.take(near) - old_near.take(near)
+    if head < len(old):
+        tail = np.flatnonzero(old[head:] != new[head:])
+        positions = np.concatenate([positions, tail + head])
+        differences = np.concatenate([differences, new[head:][tail] - old[head:][tail]])
+    return positions, zigzag(differences)
+
+
+def _unequal(old: Bits, new: Bits) -> Bits:
+    found = []
+    block = _BLOCK_BYTES // old.itemsize
+    for start in range(0, len(old), block):
+        stop = start + block
+        found.append(np.flatnonzero(old[start:stop] != new[start:stop]) + start)
+    return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def zigzag(differences: Bits) -> Bits:
+    """Unsigned differences, that wrap around, as small numbers: 0 -1 1 -2 2 is 0 1 2 3 4."""
+    signed = differences.view(f"i{differences.itemsize}")
+    return ((signed << 1) ^ (signed >> (8 * differences.itemsize - 1))).view(differences.dtype)
+
+
+def unzigzag(codes: Bits) -> Bits:
+    return (codes >> 1) ^ np.negative(codes & 1)
+
+
+def split_wide(differences: Bits) -> tuple[Bits, Bits]:
+    """One byte each, and those that do not fit in one."""
+    codes = np.minimum(differences, ESCAPE).astype(np.uint8)
+    return codes, differences[codes == ESCAPE]
+
+
+def gap_bytes(positions: Bits) -> Bits:
+    """How many elements lie between one position and the next, in bytes: 255 for every 255 of them, then the rest."""
+    gaps = np.empty(len(positions), np.int32)
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="same_kind")
+    gaps[1:] -= 1
+    rest = gaps.astype(np.uint8)
+    far = np.flatnonzero(gaps >= ESCAPE)
+    if not len(far):
+        return rest
+    escapes = gaps[far] // ESCAPE
+    rest[far] = gaps[far] - escapes * ESCAPE
+    return np.insert(rest, np.repeat(far, escapes), ESCAPE)
+
+
+def pack_sparse(gaps: Bits, codes: Bits, wide: Bits) -> bytes:
+    packed_gaps, packed_codes = _compress(gaps), _compress(codes)
+    head = _SPARSE.pack(len(gaps), len(codes), len(wide), len(packed_gaps), len(packed_codes))
+    return b"".join((head, packed_gaps, packed_codes, wide.tobytes()))
+
+
+def _read_sparse(data: memoryview, target: Bits) -> None:
+    num_gaps, num_changes, num_wide, gap_size, code_size = _SPARSE.unpack_from(data)
+    if num_changes > len(target) or num_gaps > num_changes + len(target) // ESCAPE or num_wide > num_changes:
+        raise BadDelta(f"{num_changes} changes, {num_gaps} gaps, {num_wide} wide in {len(target)} elements")
+    ends = [int(end) for end in np.cumsum([_SPARSE.size, gap_size, code_size, num_wide * target.itemsize])]
+    if ends[-1] != len(data):
+        raise BadDelta(f"{len(data)} bytes; expected {ends[-1]}")
+    gaps = _decompress(data[ends[0] : ends[1]], num_gaps)
+    codes = _decompress(data[ends[1] : ends[2]], num_changes)
+    is_change = gaps != ESCAPE
+    steps = gaps.astype(np.int32)
+    steps += is_change
+    positions = np.cumsum(steps, dtype=np.int64)[is_change]
+    positions -= 1
+    if len(positions) != num_changes or (num_changes and positions[-1] >= len(target)):
+        raise BadDelta("its gaps lead to other elements than there are")
+    differences = codes.astype(target.dtype)
+    is_wide = np.flatnonzero(codes == ESCAPE)
+    if len(is_wide) != num_wide:
+        raise BadDelta(f"{len(is_wide)} escapes for {num_wide} wide differences")
+    differences[is_wide] = np.frombuffer(data[ends[2] :], target.dtype)
+    target[positions] += unzigzag(differences)
+
+
+def _pack_planes(differences: Bits) -> bytes:
+    planes = differences.view(np.uint8).reshape(len(differences), differences.itemsize)
+    packed = [_compress(np.ascontiguousarray(planes[:, index])) for index in range(differences.itemsize)]
+    return b"".join((*(_PLANE.pack(len(one)) for one in packed), *packed))
+
+
+def _read_planes(data: memoryview, target: Bits) -> None:
+    num_planes = target.itemsize
+    planes = np.empty((len(target), num_planes), np.uint8)
+    start = num_planes * _PLANE.size
+    for index in range(num_planes):
+        (size,) = _PLANE.unpack_from(data, index * _PLANE.size)
+        planes[:, index] = _decompress(data[start : start + size], len(target))
+        start += size
+    if start != len(data):
+        raise BadDelta(f"{len(data)} bytes; expected {start}")
+    target += unzigzag(planes.reshape(-1).view(target.dtype))
+
+
+def _read_raw(data: memoryview, target: Bits) -> None:
+    if len(data) != target.nbytes:
+        raise BadDelta(f"{len(data)} bytes; expected {target.nbytes}")
+    target[:] = np.frombuffer(data, target.dtype)
+
+
+_READERS: dict[Encoding, Callable[[memoryview, Bits], None]] = {
+    "sparse": _read_sparse,
+    "planes": _read_planes,
+    "raw": _read_raw,
+}
+
+
+class _Zstd(threading.local):
+    """A compressor may be used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
+
+
+def _compress(data: Bits) -> bytes:
+    return _zstd.compressor.compress(data.data)
+
+
+def _decompress(data: memoryview, num_bytes: int) -> Bits:
+    """A frame says how much it holds, and zstd takes the memory for it: so that is looked at first."""
+    found = zstandard.get_frame_parameters(data).content_size
+    if found != num_bytes:
+        raise BadDelta(f"a frame of {found} bytes; expected {num_bytes}")
+    return np.frombuffer(_zstd.decompressor.decompress(data, allow_extra_data=False), np.uint8)
+
+
+def _version_bytes(view: View, layout: Layout) -> Bits:
+    found = np.frombuffer(view, np.uint8)
+    if len(found) != layout.num_bytes:
+        raise ValueError(f"{len(found)} bytes of weights; expected {layout.num_bytes}")
+    return found
+
+
+def _bits(version: Bits, piece: Piece) -> Bits:
+    stop = piece.start + piece.num_elements * piece.item_bytes
+    return version[piece.start : stop].view(f"<u{piece.item_bytes}")
+
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+def _map(function: Callable[[_In], _Out], items: Sequence[_In], threads: int) -> list[_Out]:
+    """zstd and numpy let go of the interpreter, so threads help."""
+    if threads <= 1 or len(items) <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        return list(pool.map(function, items))
