@@ -1,0 +1,64 @@
+"""What a step trains on: scored samples, whole groups of them; and what an algorithm does with their ends and rewards.
+
+Plain values: numpy in, numbers out. Nothing here knows a model.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyrl.config.recipe import AlgorithmConfig
+
+Tokens = np.ndarray[Any, np.dtype[np.int32]]
+Logprobs = np.ndarray[Any, np.dtype[np.float32]]
+
+_SAME_REWARD = 1e-8
+
+
+class TrainSample(NamedTuple):
+    prompt: Tokens
+    answer: Tokens
+    """At least one token; the one that ended it is its last."""
+    logprobs: Logprobs
+    """Of the answer's tokens, from the engine that drew them: the behaviour policy."""
+    reward: float
+    group: int = 0
+    finish: str = "stop"
+    """stop, or length: cut off at the cap."""
+    versions: tuple[int, ...] = ()
+    """Weight versions that wrote it, in order."""
+    old_logprobs: Logprobs | None = None
+    """Of the weights at the step's start, where they were computed beforehand; the ratio's denominator."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+Group = Sequence[TrainSample]
+"""Samples of one prompt. Advantages compare them with each other: a group is never divided between two calls."""
+
+
+def is_zero_variance(rewards: Sequence[float]) -> bool:
+    """Whether all rewards are equal, so that group advantages are zero and there is nothing to learn."""
+    return max(rewards) - min(rewards) < _SAME_REWARD
+
+
+def is_masked(sample: TrainSample, config: AlgorithmConfig) -> bool:
+    """Whether a sample counts in its group's advantages but is not trained on itself."""
+    return config.overlong == "mask" and sample.finish == "length"
+
+
+def shaped_reward(sample: TrainSample, config: AlgorithmConfig, max_new_tokens: int) -> float:
+    """The reward, less the soft penalty for an answer that comes close to the cap."""
+    if config.overlong != "penalty":
+        return sample.reward
+    buffer = config.overlong_buffer_tokens
+    assert buffer is not None, "the config checks it"
+    return sample.reward - overlong_penalty(len(sample.answer), max_new_tokens, buffer) * config.overlong_penalty
+
+
+def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer_tokens: int) -> float:
+    """Zero up to the buffer before the cap, one at the cap, a straight line between."""
+    return min(1.0, max(0.0, (num_tokens - (max_new_tokens - buffer_tokens)) / buffer_tokens))

@@ -1,0 +1,27 @@
+"""How far the policy is from a reference, token by token: three estimators of one quantity.
+
+With d = log p(token) - log p_reference(token), and tokens drawn from p:
+
+    k1 = d                  no bias, much noise, and negative half the time
+    k2 = d^2 / 2            little noise, some bias; its gradient is that of the true KL
+    k3 = exp(-d) + d - 1    no bias, little noise, never negative
+
+In the loss the gradient goes through p. In the reward it does not: the sum over an answer is a number, subtracted.
+"""
+
+from typing import Literal
+
+import torch
+
+Tensor = torch.Tensor
+
+_MAX_LOG_RATIO = 20.0
+
+
+def estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    apart = logprobs - reference
+    if estimator == "k1":
+        return apart
+    if estimator == "k2":
+        return 0.5 * apart.square()
+    return torch.exp((-apart).clamp(max=_MAX_LOG_RATIO)) + apart - 1

@@ -1,0 +1,146 @@
+"""The policy: a Hugging Face causal language model that trains on packs, with the very modules that the engine runs.
+
+    policy = Policy.load("DIR", dtype="bfloat16", device="cuda")
+    engine = BuiltinEngine(config, policy.loaded)         # no parameter is held twice
+
+A forward call takes a pack (packing.py) as one flat row and gives log-probabilities and entropies of its answer tokens.
+The model stays in evaluation mode: no dropout, so that trainer and engine compute the same function.
+
+Left out: who decides when the device generates and when it trains. Only one of both runs at a time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from polyrl.engines.builtin import models, packed
+from polyrl.engines.builtin.models import Loaded
+from polyrl.engines.engine import EngineError
+from polyrl.errors import UserError
+from polyrl.trainer import logprobs
+from polyrl.trainer.logprobs import HeadSettings
+from polyrl.trainer.packing import Pack
+
+Tensor = torch.Tensor
+
+
+class Scores(NamedTuple):
+    """Of a pack's answer tokens, float32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class Policy:
+    """`keep_logits_bytes` of logits are kept from the forward to the backward pass instead of being made again."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        gradient_checkpointing: bool = False,
+        compile_layers: bool = False,
+        keep_logits_bytes: int = 0,
+    ) -> None:
+        self.loaded = loaded
+        self.model: Any = loaded.model.eval()
+        self.gradient_checkpointing = gradient_checkpointing
+        parameter = next(self.model.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
+        config = self.model.config.get_text_config()
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._flash = (
+            self.device.type == "cuda"
+            and self.dtype in (torch.bfloat16, torch.float16)
+            and getattr(config, "attn_logit_softcapping", None) is None
+            and packed.find_flash()
+        )
+        self._compiled = compile_layers and self.device.type == "cuda"
+        self._keep_logits_bytes = keep_logits_bytes
+        self._layers: list[Any] = list(self.model.model.layers)
+        self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
+        """A mask of four dimensions is passed on as it is; ours is never looked at."""
+        if self._compiled:
+            self._compile_layers()
+
+    @classmethod
+    def load(
+        cls,
+        folder: str,
+        dtype: str = "float32",
+        device: str = "cpu",
+        *,
+        gradient_checkpointing: bool = False,
+        compile_layers: bool = False,
+        keep_logits_bytes: int = 0,
+    ) -> "Policy":
+        """Raises UserError, in a line that names the directory."""
+        try:
+            loaded = models.load(folder, dtype, device)
+        except EngineError as error:
+            raise UserError(str(error)) from error
+        return cls(
+            loaded,
+            gradient_checkpointing=gradient_checkpointing,
+            compile_layers=compile_layers,
+            keep_logits_bytes=keep_logits_bytes,
+        )
+
+    def freeze(self) -> "Policy":
+        """Make it a reference: nothing of it is ever trained."""
+        self.model.requires_grad_(False)
+        return self
+
+    def parameters(self) -> dict[str, Tensor]:
+        """By name; tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
+        """With gradients where torch has them enabled."""
+        layout = packed.lay_out(pack.lengths, self.device, flash=self._flash)
+        with self._checkpointing():
+            hidden = self.model.model(
+                input_ids=self._send(pack.tokens).unsqueeze(0),
+                position_ids=self._send(pack.positions).unsqueeze(0),
+                attention_mask=self._any_mask,
+                use_cache=False,
+                pack=layout,
+            ).last_hidden_state[0]
+        settings = HeadSettings(temperature, self._softcap, keep_bytes=self._keep_logits_bytes, compiled=self._compiled)
+        rows = hidden.index_select(0, self._send(pack.predicting))
+        head = self.model.get_output_embeddings().weight
+        return Scores(*logprobs.of_tokens(rows, head, self._send(pack.targets), settings, entropy_grad=entropy_grad))
+
+    @torch.no_grad()
+    def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores:
+        return self.score(pack, temperature)
+
+    def _send(self, numbers: Any) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
+
+    def _compile_layers(self) -> None:
+        """One compilation serves all layers: nothing that they run depends on their number."""
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        for layer in self._layers:
+            if layer._compiled_call_impl is None:
+                layer.compile(dynamic=True)
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """Layers keep only their input, and run again in the backward pass. The engine never sees them so."""
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            yield
+            return
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer.gradient_checkpointing = layer.training = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.gradient_checkpointing = layer.training = False

@@ -1,0 +1,99 @@
+"""Advantages and losses by name: ours, those that a program registers, and `module:function` straight from a recipe.
+
+    from polyrl.trainer.registry import advantage
+
+    @advantage("best_of")
+    def best_of(rewards, config):
+        return (rewards == rewards.max()).float() - 1 / len(rewards)
+
+A recipe then says `algorithm.advantage = "best_of"` if the module is imported, or `"my_module:best_of"` in any case.
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from polyrl.config.recipe import AlgorithmConfig
+from polyrl.errors import ConfigError
+
+Tensor = torch.Tensor
+
+
+class TokenBatch(NamedTuple):
+    """What a loss sees: the answer tokens of whole samples, one after the other. All are trained on."""
+
+    logprobs: Tensor
+    """(tokens,) float32, by the present weights; the only one with a gradient."""
+    old_logprobs: Tensor
+    """By the weights at the step's start, or by the engine: `algorithm.old_logprobs`."""
+    behaviour_logprobs: Tensor
+    """By the engine that drew the tokens."""
+    advantages: Tensor
+    """Of each token's sample."""
+    sample: Tensor
+    """(tokens,) int64: the number of each token's sample, from 0."""
+    num_tokens: Tensor
+    """(samples,) int64."""
+
+
+AdvantageFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
+"""Rewards of one group, (n,) float64, to its advantages."""
+LossFunction = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+"""To the loss of each token, (tokens,); and anything worth a mean over tokens in the metrics, under `actor/`."""
+
+ADVANTAGES: dict[str, AdvantageFunction] = {}
+LOSSES: dict[str, LossFunction] = {}
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def advantage(name: str) -> Callable[[_F], _F]:
+    return _register(ADVANTAGES, name)
+
+
+def loss(name: str) -> Callable[[_F], _F]:
+    return _register(LOSSES, name)
+
+
+def _register(known: dict[str, Any], name: str) -> Callable[[_F], _F]:
+    def keep(function: _F) -> _F:
+        if known.get(name, function) is not function:
+            raise ValueError(f"{name} is registered already")
+        known[name] = function
+        return function
+
+    return keep
+
+
+def find_advantage(name: str) -> AdvantageFunction:
+    """Raises ConfigError."""
+    from polyrl.trainer import advantages  # noqa: F401  registers ours
+
+    return _find(ADVANTAGES, name, "algorithm.advantage")
+
+
+def find_loss(name: str) -> LossFunction:
+    """Raises ConfigError."""
+    from polyrl.trainer import losses  # noqa: F401  registers ours
+
+    return _find(LOSSES, name, "algorithm.loss")
+
+
+def _find(known: dict[str, Any], name: str, key: str) -> Any:
+    if name in known:
+        return known[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f'{key}: unknown name "{name}"; expected {", ".join(known)}, or module:function{hint}')
+    try:
+        function = getattr(importlib.import_module(module_name), function_name, None)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f'{key}: "{name}": {module_name} cannot be imported: {error}') from error
+    if not callable(function):
+        raise ConfigError(f'{key}: "{name}": {module_name} has no function {function_name}')
+    return function
