@@ -3,7 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.builtin.reference import TOLERANCE, Reference
 from tests.builtin.stage import GREEDY, answers, play
 from tests.builtin.tiny_models import FAMILIES, save_tiny
-from tests.contracts.engine_contract import Stage
+from tests.contracts.engine_contract import ON, Stage
 
 from polyrl.engines.builtin import models
 from polyrl.engines.engine import EngineError
@@ -95,6 +95,46 @@ def test_later_samples_find_the_prompt_in_the_cache_of_those_that_ended(family):
             await check_greedy(stage, family)
 
     play(script, family.folder, block_tokens=4)
+
+
+MIXTURES = {"mixtral", "qwen3_moe"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - MIXTURES), indirect=True)
+def test_a_sample_is_the_same_to_the_last_bit_alone_in_a_crowd_resumed_and_preempted(family):
+    def job(number: int, *, num_there: int = 0) -> dict[str, Any]:
+        so_far = alone[number][0][:num_there] if num_there else []
+        return {"prompt": family.prompts[number], "so_far": so_far, "seed": number, "max_tokens": 60, "sampling": ON}
+
+    async def together(stage: Stage) -> None:
+        leases = [stage.begin(**job(number)) for number in numbers]
+        await answers(stage, leases)
+        assert [(stage.sink.texts[lease], stage.sink.logprobs[lease]) for lease in leases] == alone
+
+    async def squeezed(stage: Stage) -> None:
+        await together(stage)
+        assert stage.engine.stats().num_preemptions > 0
+
+    async def resumed(stage: Stage) -> None:
+        leases = [stage.begin(**job(number, num_there=7 * (number + 1))) for number in numbers]
+        await answers(stage, leases)
+        for number, lease in enumerate(leases):
+            text, logprobs = alone[number]
+            assert stage.sink.texts[lease] == text[7 * (number + 1) :]
+            assert stage.sink.logprobs[lease] == logprobs[7 * (number + 1) :]
+
+    async def one_by_one(stage: Stage) -> None:
+        for number in numbers:
+            lease = stage.begin(**job(number))
+            (text,) = await answers(stage, [lease])
+            alone.append((text, stage.sink.logprobs[lease]))
+
+    alone: list[tuple[list[int], list[float]]] = []
+    numbers = range(len(family.prompts))
+    play(one_by_one, family.folder)
+    play(together, family.folder)
+    play(resumed, family.folder, chunk_tokens=11, block_tokens=4)
+    play(squeezed, family.folder, kv_tokens=320, block_tokens=4)
 
 
 # Directories

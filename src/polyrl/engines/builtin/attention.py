@@ -4,7 +4,12 @@ A step's tokens travel flat, as one row: first one token of each sample that dec
 prefilled. Their keys and values go into the cache at `slots`; then each attends over the slots of its own context. What
 a step looks like is in `Step`, made once and shared by all layers.
 
-Without a `step` the function attends as torch does, so that a trainer may run the same modules.
+On the CPU a row's result is the same to the last bit whatever else is in the step, and whether it decodes or is
+prefilled again after a move. For that, every matrix product has a fixed shape but for its number of rows, of which
+there are at least MIN_ROWS, and sums over a context are done in pieces, in order. A mixture's experts choose their rows
+themselves, and are not that exact.
+
+With a `pack` the function attends as a trainer needs it (packed.py); with neither as torch does.
 
 Left out: the CUDA kernels (cuda.py), and who has which slots (kv_cache.py, batching.py).
 """
@@ -12,21 +17,41 @@ Left out: the CUDA kernels (cuda.py), and who has which slots (kv_cache.py, batc
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from polyrl.engines.builtin import packed
 
 NAME = "polyrl_paged"
 
 Tensor = torch.Tensor
 
 
-class ChunkContext(NamedTuple):
-    """A prefilled chunk: its rows, and the slots of all tokens up to its last."""
+PIECE = 128
+"""Contexts are padded to whole pieces of this many tokens. MKL adds about 190 products in order, and more in blocks."""
+MIN_ROWS = 4
+"""With fewer, MKL multiplies a row by itself, and adds in another order."""
 
-    first_row: int
-    num_rows: int
-    slots: Tensor
+
+class Rows(NamedTuple):
+    """Rows of a step that attend together: all that decode, each with its context; or a chunk, all with the same."""
+
+    first: int
+    num: int
+    num_contexts: int
+    padded: int
+    """Of every context."""
+    gather: Tensor
+    """(contexts, kv heads, padded), flat: where keys and values lie in a layer's cache. What pads may be anywhere."""
+    last: Tensor
+    """(rows, 1): the position of the row's own token, the last that it sees."""
+    masks: dict[int | None, Tensor]
+    """By window; the first layer that needs one makes it."""
+
+    @property
+    def per_context(self) -> int:
+        return self.num // self.num_contexts
 
 
 class Step(NamedTuple):
@@ -34,12 +59,8 @@ class Step(NamedTuple):
 
     slots: Tensor
     """Where each row's key and value go."""
-    num_decoding: int
-    context: Tensor
-    """(num_decoding, longest): the slots of each decoding sample's tokens, the newest included; padded with any."""
-    lengths: Tensor
-    """(num_decoding,): how many of them count."""
-    chunks: tuple[ChunkContext, ...]
+    parts: tuple[Rows, ...]
+    """In the order of the rows. Rows after the last part are there to make up the number."""
 
 
 class PagedKeysAndValues:
@@ -67,9 +88,12 @@ def attend(
     softcap: float | None = None,
     step: Any = None,
     paged: Any = None,
+    pack: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim)."""
+    if pack is not None:
+        return packed.attend(query, key, value, pack, scaling, sliding_window, softcap), None
     if step is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -88,72 +112,61 @@ def attend(
     keys.index_copy_(0, step.slots, key[0].transpose(0, 1))
     values.index_copy_(0, step.slots, value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)
-    parts: list[Tensor] = []
-    if step.num_decoding:
-        parts.append(_decode(rows[: step.num_decoding], keys, values, step, scaling, sliding_window, softcap))
-    for chunk in step.chunks:
-        last = chunk.first_row + chunk.num_rows
-        parts.append(
-            _prefill(rows[chunk.first_row : last], keys, values, chunk.slots, scaling, sliding_window, softcap)
-        )
-    return torch.cat(parts).unsqueeze(0), None
-
-
-def _decode(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    step: Step,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """One token of each sample, over contexts padded to the longest. Heads that share a key are rows of one query."""
-    num, num_heads, dim = rows.shape
-    longest = step.context.shape[1]
-    num_kv = keys.shape[1]
-    flat = step.context.reshape(-1)
-    its_keys = keys.index_select(0, flat).view(num, longest, num_kv, dim).transpose(1, 2)
-    its_values = values.index_select(0, flat).view(num, longest, num_kv, dim).transpose(1, 2)
-    query = rows.view(num, num_kv, num_heads // num_kv, dim)
-    positions = torch.arange(longest, device=rows.device)
-    mask = positions < step.lengths.unsqueeze(1)
-    if window is not None:
-        mask &= positions >= step.lengths.unsqueeze(1) - window
-    out = _weigh(query, its_keys, its_values, mask.view(num, 1, 1, longest), scaling, softcap)
-    return out.reshape(num, num_heads, dim)
-
-
-def _prefill(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    num, num_heads, _ = rows.shape
-    total = slots.shape[0]
-    groups = num_heads // keys.shape[1]
-    its_keys = keys.index_select(0, slots).transpose(0, 1).repeat_interleave(groups, 0).unsqueeze(0)
-    its_values = values.index_select(0, slots).transpose(0, 1).repeat_interleave(groups, 0).unsqueeze(0)
-    query = rows.transpose(0, 1).unsqueeze(0)
-    behind = torch.arange(total - num, total, device=rows.device).unsqueeze(1) - torch.arange(total, device=rows.device)
-    mask = behind >= 0
-    if window is not None:
-        mask &= behind < window
-    return _weigh(query, its_keys, its_values, mask, scaling, softcap)[0].transpose(0, 1)
-
-
-def _weigh(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
-) -> Tensor:
-    if softcap is None:
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.tanh(query @ keys.transpose(-1, -2) * (scale / softcap)) * softcap
-    return torch.softmax(scores.masked_fill(~mask, float("-inf")).float(), -1).to(query.dtype) @ values
+    results = [_attend(rows, keys, values, part, scale, sliding_window, softcap) for part in step.parts]
+    num_left = len(rows) - sum(part.num for part in step.parts)
+    if num_left:
+        results.append(rows.new_zeros((num_left, *rows.shape[1:])))
+    return torch.cat(results).unsqueeze(0), None
+
+
+def _attend(
+    rows: Tensor, keys: Tensor, values: Tensor, part: Rows, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """What looks at the same keys, rows of a chunk and heads of a group, are rows of one query."""
+    num_kv, dim = keys.shape[1:]
+    num, group = part.num_contexts, rows.shape[1] // num_kv
+    query = rows[part.first : part.first + part.num].view(num, part.per_context, num_kv, group, dim).transpose(1, 2)
+    query = query.reshape(num * num_kv, part.per_context * group, dim) * scale
+    num_rows = query.shape[1]
+    query = pad(query, (0, 0, 0, max(0, MIN_ROWS - num_rows)))
+    its_keys = keys.view(-1, dim).index_select(0, part.gather).view(num * num_kv, part.padded, dim)
+    its_values = values.view(-1, dim).index_select(0, part.gather).view(num * num_kv, part.padded, dim)
+    scores = torch.bmm(query, its_keys.transpose(1, 2))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores.view(num, num_kv, -1, part.padded).add_(_mask(part, window, group, scores.dtype))
+    scores -= scores.amax(-1, keepdim=True)
+    out = _weigh(scores.exp_(), its_values)[:, :num_rows]
+    return out.view(num, num_kv, part.per_context, group, dim).transpose(1, 2).reshape(part.num, num_kv * group, dim)
+
+
+def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+    """(contexts, 1, rows of a query or 1, padded): minus infinity where a row does not look."""
+    mask = part.masks.get(window)
+    if mask is None:
+        positions = torch.arange(part.padded)
+        hidden = positions > part.last
+        if window is not None:
+            hidden |= positions <= part.last - window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask.view(part.num_contexts, 1, part.per_context, part.padded)
+        if part.per_context > 1:
+            mask = mask.repeat_interleave(group, 2)
+            mask = pad(mask, (0, 0, 0, max(0, MIN_ROWS - mask.shape[2])))
+        part.masks[window] = mask
+    return mask
+
+
+def _weigh(weights: Tensor, values: Tensor) -> Tensor:
+    """The mean of the values by weight: piece by piece from the first, since what follows a context weighs nothing."""
+    out = torch.bmm(weights[:, :, :PIECE], values[:, :PIECE])
+    total = weights[:, :, :PIECE].sum(-1, keepdim=True)
+    for start in range(PIECE, weights.shape[2], PIECE):
+        piece = weights[:, :, start : start + PIECE]
+        out.baddbmm_(piece, values[:, start : start + PIECE])
+        total += piece.sum(-1, keepdim=True)
+    return out.div_(total)
 
 
 def register() -> None:
