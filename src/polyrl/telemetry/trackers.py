@@ -1,0 +1,199 @@
+"""Where metrics go beside the terminal: `metrics.jsonl` always, TensorBoard and Weights & Biases when `[track]` asks.
+
+    trackers = open_trackers(run_dir, first_step=0, tensorboard=True, wandb="offline", project="polyrl")
+    trackers.log(step, metrics)
+    trackers.close()
+
+Rules kept here: names go out unchanged. A tracker that fails, in whatever way, is warned of once and never stops the
+run; the next step tries it again. A library that is asked for and not installed is the person's mistake, and is said
+before the run begins. Nothing waits for a network without a limit.
+
+TensorBoard's files are written here and now, not by a library's thread: a queue whose writer has died fills up, and
+then stops the run.
+"""
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from polyrl.errors import UserError
+from polyrl.telemetry.metrics import FILE_NAME, Metrics, MetricsFile
+
+log = logging.getLogger("polyrl.track")
+
+WandbMode = Literal["off", "offline", "online"]
+
+_INIT_TIMEOUT_S = 60.0
+_FINISH_TIMEOUT_S = 60.0
+_WANDB_ID_FILE = "wandb-run-id"
+_TENSORBOARD_FOLDER = "tensorboard"
+_SESSION_START = 1
+
+
+class Tracker(Protocol):
+    """A place for metrics. It may raise whatever it likes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trackers:
+    """All of them as one. Keeps the contract of a tracker, and never raises for a place that fails."""
+
+    name = "trackers"
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self._failed: set[str] = set()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # noqa: BLE001  libraries of others, networks and disks: none may end a run
+                self._warn(tracker, "log", error)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001  as above
+                self._warn(tracker, "close", error)
+
+    def _warn(self, tracker: Tracker, what: str, error: Exception) -> None:
+        if tracker.name not in self._failed:
+            self._failed.add(tracker.name)
+            log.warning("%s failed to %s, the run goes on: %s: %s", tracker.name, what, type(error).__name__, error)
+
+
+def open_trackers(
+    run_dir: Path,
+    *,
+    first_step: int = 0,
+    tensorboard: bool = False,
+    wandb: WandbMode = "off",
+    project: str = "polyrl",
+    recipe: Mapping[str, Any] | None = None,
+) -> Trackers:
+    """The places that a run's metrics go to. `first_step` is where it goes on, `recipe` what W&B shows as its config.
+
+    Raises UserError if the run's directory cannot be written to, or a library is missing.
+    """
+    trackers: list[Tracker] = [MetricsFile(run_dir / FILE_NAME, first_step=first_step)]
+    try:
+        if tensorboard:
+            trackers.append(TensorBoardTracker(run_dir / _TENSORBOARD_FOLDER, first_step=first_step))
+        if wandb != "off":
+            trackers.append(WandbTracker(run_dir, wandb, project, recipe))
+    except UserError:
+        Trackers(trackers).close()
+        raise
+    return Trackers(trackers)
+
+
+class TensorBoardTracker:
+    """An event file: `tensorboard --logdir RUN_DIR`. Words and missing numbers are left out of it."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, *, first_step: int = 0) -> None:
+        try:
+            from tensorboardX import RecordWriter
+            from tensorboardX.proto import event_pb2
+        except ImportError as error:
+            raise UserError("track.tensorboard: needs tensorboardX: pip install 'polyrl[track]'") from error
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Files are read in the order of their names; two of one second, by one process, would be one file.
+            path = folder / f"events.out.tfevents.{time.time_ns() // 1000}.{socket.gethostname()}.{os.getpid()}"
+            self._writer = RecordWriter(str(path))
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written: {error.strerror}") from error
+        self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]  made on import
+        self._write(file_version="brain.Event:2")
+        if first_step:  # what earlier files say of these steps no longer holds
+            self._write(step=first_step, session_log={"status": _SESSION_START})
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        values = [
+            {"tag": name, "simple_value": float(value)}
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and name != "step"
+        ]
+        self._write(step=step, summary={"value": values})
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of Weights & Biases. Offline, it is under RUN_DIR/wandb, and `wandb sync` uploads it.
+
+    A run that goes on keeps its id. Online and not to be reached, it begins offline: nothing is lost.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self, run_dir: Path, mode: Literal["offline", "online"], project: str, recipe: Mapping[str, Any] | None = None
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("track.wandb: needs wandb: pip install 'polyrl[track]'") from error
+        self._last_step = -1
+        settings = wandb.Settings(
+            console="off", silent=True, init_timeout=_INIT_TIMEOUT_S, finish_timeout=_FINISH_TIMEOUT_S
+        )
+        about: dict[str, Any] = {
+            "dir": str(run_dir),
+            "project": project,
+            "name": run_dir.resolve().name,
+            "id": _run_id(run_dir),
+            "config": None if recipe is None else dict(recipe),
+            "settings": settings,
+        }
+        if mode == "offline":
+            self._run = wandb.init(mode="offline", **about)
+            return
+        try:
+            self._run = wandb.init(mode="online", resume="allow", **about)
+        except (wandb.Error, TimeoutError) as error:
+            log.warning("wandb cannot be reached, going on offline: %s", error)
+            self._run = wandb.init(mode="offline", **about)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        if step <= self._last_step:  # it would take them for the step before
+            raise ValueError(f"step {step} comes after step {self._last_step}")
+        self._last_step = step
+        values = {name: math.nan if value is None else value for name, value in metrics.items()}
+        self._run.log(values, step=step, commit=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(run_dir: Path) -> str:
+    """Made once a run, and kept beside it."""
+    path = run_dir / _WANDB_ID_FILE
+    try:
+        if path.exists():
+            return path.read_text(encoding="utf-8").strip()
+        new = os.urandom(4).hex()
+        path.write_text(new + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+    return new

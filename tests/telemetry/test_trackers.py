@@ -1,0 +1,176 @@
+"""Trackers: what was logged is in their files under its own name, and one that fails stops nothing."""
+
+import json
+import logging
+import struct
+import sys
+
+import pytest
+
+from polyrl.errors import UserError
+from polyrl.telemetry.metrics import read_metrics
+from polyrl.telemetry.trackers import TensorBoardTracker, Trackers, WandbTracker, open_trackers
+
+METRICS = {"reward/mean": 0.5, "validation/pass@1": 0.25, "rounds/kind": "short", "actor/kl_loss": None}
+
+
+class Broken:
+    """Fails at everything, from its `fails_at`-th call on."""
+
+    name = "broken"
+
+    def __init__(self, fails_at=1):
+        self.num_calls = 0
+        self.fails_at = fails_at
+
+    def log(self, step, metrics):
+        self.num_calls += 1
+        if self.num_calls >= self.fails_at:
+            raise ZeroDivisionError("by design")
+
+    def close(self):
+        raise OSError("by design")
+
+
+class Kept:
+    name = "kept"
+
+    def __init__(self):
+        self.steps = []
+        self.closed = False
+
+    def log(self, step, metrics):
+        self.steps.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_tracker_that_fails_is_warned_of_once_and_the_others_go_on(caplog):
+    broken, kept = Broken(fails_at=2), Kept()
+    trackers = Trackers([broken, kept])
+    with caplog.at_level(logging.WARNING):
+        for step in range(4):
+            trackers.log(step, METRICS)
+        trackers.close()
+    assert [step for step, _ in kept.steps] == [0, 1, 2, 3]
+    assert kept.closed
+    assert broken.num_calls == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "broken failed to log, the run goes on: ZeroDivisionError: by design"
+    ]
+
+
+def test_names_and_values_reach_a_tracker_unchanged():
+    kept = Kept()
+    Trackers([kept]).log(3, METRICS)
+    assert kept.steps == [(3, METRICS)]
+
+
+def test_the_file_is_always_on_and_nothing_else_is_unless_asked_for(tmp_path):
+    trackers = open_trackers(tmp_path)
+    trackers.log(0, METRICS)
+    trackers.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, **METRICS}]
+
+
+def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        open_trackers(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("module", "option"), [("tensorboardX", {"tensorboard": True}), ("wandb", {"wandb": "offline"})]
+)
+def test_a_library_that_is_missing_is_said_before_the_run_begins(tmp_path, monkeypatch, module, option):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"track\.\w+: needs {module}: pip install 'polyrl\[track\]'"):
+        open_trackers(tmp_path, **option)
+
+
+# TensorBoard
+
+
+def tensorboard_events(folder):
+    """All events of all files, read as TensorBoard does: length, checksum, event, checksum."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event()
+            event.ParseFromString(data[at + 12 : at + 12 + length])
+            yield event
+            at += 16 + length
+
+
+def test_tensorboard_has_every_number_of_every_step_before_it_is_closed(tmp_path):
+    pytest.importorskip("tensorboardX")
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log(0, METRICS)
+    tracker.log(1, {"reward/mean": 0.75})
+    first, *steps = tensorboard_events(tmp_path)
+    assert first.file_version == "brain.Event:2"
+    found = [(event.step, {value.tag: value.simple_value for value in event.summary.value}) for event in steps]
+    assert found == [(0, {"reward/mean": 0.5, "validation/pass@1": 0.25}), (1, {"reward/mean": 0.75})]
+    tracker.close()
+
+
+def test_a_run_that_goes_on_tells_tensorboard_which_steps_no_longer_hold(tmp_path):
+    pytest.importorskip("tensorboardX")
+    for first_step in (0, 2):
+        tracker = TensorBoardTracker(tmp_path, first_step=first_step)
+        tracker.log(first_step, METRICS)
+        tracker.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    restarts = [event for event in tensorboard_events(tmp_path) if event.WhichOneof("what") == "session_log"]
+    assert [(event.step, event.session_log.status) for event in restarts] == [(2, 1)]
+
+
+# Weights & Biases
+
+
+def wandb_records(folder):
+    """All records of all offline runs; small ones, so that each is whole in its block."""
+    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        data, at = path.read_bytes(), 7
+        while at + 7 <= len(data):
+            _, length, _ = struct.unpack_from("<IHB", data, at)
+            record = pb.Record()
+            record.ParseFromString(data[at + 7 : at + 7 + length])
+            yield record
+            at += 7 + length
+
+
+@pytest.mark.timeout(60)
+def test_wandb_offline_keeps_every_step_and_the_recipe_in_files(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    trackers = open_trackers(tmp_path, wandb="offline", project="sums", recipe={"train": {"steps": 2}})
+    trackers.log(0, METRICS)
+    trackers.log(1, {"reward/mean": 0.75})
+    trackers.close()
+    wandb.teardown()  # a process that ends does it by itself; before that, its helper may still write
+    records = list(wandb_records(tmp_path))
+    lines = [
+        {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [(line["_step"], line["reward/mean"]) for line in lines] == [("0", "0.5"), ("1", "0.75")]
+    assert lines[0]["validation/pass@1"] == "0.25"
+    assert json.loads(lines[0]["rounds/kind"]) == "short"
+    (run,) = [record.run for record in records if record.HasField("run")]
+    assert (run.project, run.display_name) == ("sums", tmp_path.name)
+    config = {item.key: item.value_json for item in run.config.update}
+    assert json.loads(config["train"]) == {"steps": 2}
+
+
+@pytest.mark.timeout(60)
+def test_a_run_that_goes_on_keeps_its_wandb_id(tmp_path):
+    pytest.importorskip("wandb")
+    (tmp_path / "wandb-run-id").write_text("abcd1234\n")
+    WandbTracker(tmp_path, "offline", "sums").close()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert folder.name.endswith("-abcd1234")
