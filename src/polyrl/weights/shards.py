@@ -131,10 +131,15 @@ _PROJECTION = re.compile(r"(.*\.)(q|k|v|o|gate|up|down)_proj\.(weight|bias)")
 _TABLE = re.compile(r"(.*\.)?(embed_tokens|lm_head|wte)\.(weight|bias)")
 
 
+def is_table(name: str) -> bool:
+    """Whether a tensor has a row a token: embeddings, and the head."""
+    return _TABLE.fullmatch(name) is not None
+
+
 def _rules_of(
     name: str, tensor: TensorEntry, num_heads: int, num_kv_heads: int, *, fused: bool
 ) -> Iterator[tuple[str, Rule]]:
-    if _TABLE.fullmatch(name):
+    if is_table(name):
         yield name, Vocabulary(tensor.name)
         return
     found = _PROJECTION.fullmatch(name)

@@ -1,0 +1,259 @@
+"""A model's weights into the bytes of a version, and back into a model. It and `tensors_gpu` know torch, nobody else.
+
+    layout_of   which bytes a model's tensors will have, in the serving dtype; tensors that share memory once
+    snapshot    a model's tensors, cast, into the bytes of a version
+    load_into   the bytes of a version into a model's tensors, in place; all of them, or those that changed
+
+Rules kept here: everything is checked before the first byte is written, so a model is loaded whole or left alone
+(BadTensors). A dtype is never converted on the way in: what an engine computes with is what the manifest says. The
+exception carries its name: lossy serving weights ("fp8-rows", "int8-rows") hold the matrices of the layers in one byte
+an element with a scale a row, beside them as `NAME.scale`; embeddings, heads and vectors stay in the serving dtype.
+"""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyrl.weights.chunks import View
+from polyrl.weights.manifest import DTYPE_BYTES, Layout, Spec, TensorEntry, lay_out
+from polyrl.weights.shards import is_table
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+Lossy = Literal["", "fp8-rows", "int8-rows"]
+LOSSY_DTYPES: Mapping[Lossy, str] = {"fp8-rows": "float8_e4m3fn", "int8-rows": "int8"}
+SCALE = ".scale"
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+_STAGING_BYTES = 64 << 20
+
+# A host copy may be mapped for reading only. What is made of it here is only read.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+class BadTensors(ValueError):
+    """A model and a layout that do not fit. The message names the tensor, what was found and what was expected."""
+
+
+def layout_of(
+    state: Mapping[str, Tensor], dtype: str = "bfloat16", *, architecture: str = "", lossy: Lossy = ""
+) -> Layout:
+    """The layout of a model's versions, from its state dict or `named_parameters`.
+
+    Floating-point tensors take the serving dtype, others keep theirs. Of names that share memory the first one counts.
+    """
+    specs: list[Spec] = []
+    tied: dict[str, str] = {}
+    owners: dict[tuple[object, ...], str] = {}
+    for name, tensor in state.items():
+        owner = owners.setdefault(_identity(tensor), name) if tensor.numel() else name
+        if owner != name:
+            tied[name] = owner
+            continue
+        specs.extend(_specs_of(name, tensor, dtype, lossy))
+    return lay_out(specs, architecture=architecture, tied=tied)
+
+
+def _specs_of(name: str, tensor: Tensor, dtype: str, lossy: Lossy) -> Iterator[Spec]:
+    shape = tuple(tensor.shape)
+    if lossy and tensor.ndim == 2 and tensor.is_floating_point() and not is_table(name):
+        yield Spec(name, LOSSY_DTYPES[lossy], shape)
+        yield Spec(name + SCALE, "float32", shape[:1])
+        return
+    yield Spec(name, dtype if tensor.is_floating_point() else _dtype_name(name, tensor), shape)
+
+
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _dtype_name(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in _NAMES:
+        raise BadTensors(f"{name}: {tensor.dtype} has no place in a version; expected one of {', '.join(DTYPE_BYTES)}")
+    return _NAMES[tensor.dtype]
+
+
+def snapshot(state: Mapping[str, Tensor], layout: Layout, out: View) -> None:
+    """Write a model's tensors into the bytes of a version. They are all there when it returns.
+
+    The bytes between tensors are not touched: the buffer is zero where nobody wrote. From a GPU, the cast is done there
+    and the copy goes through pinned memory, or straight into `out` where that is pinned (see `pin`).
+    """
+    sources = [(entry, _source(entry, state)) for entry in _owners(layout)]
+    staging = None
+    for owner, tensor in sources:
+        for entry, value in _values(owner, tensor, layout):
+            target = entry_bytes(entry, out)
+            if value.device.type == "cpu" or target.is_pinned():
+                target.copy_(_as_bytes(value), non_blocking=True)
+            else:
+                staging = _Staging(value.device) if staging is None else staging
+                staging.copy(_as_bytes(value), target)
+    if staging is not None:
+        staging.finish()
+    _wait({tensor.device for _, tensor in sources})
+
+
+def _source(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:
+    if entry.name not in state:
+        raise BadTensors(f"{entry.name}: not in the model; expected {entry.dtype} {list(entry.shape)}")
+    tensor = state[entry.name].detach()
+    if tuple(tensor.shape) != entry.shape:
+        raise BadTensors(f"{entry.name}: shape {list(tensor.shape)}; expected {list(entry.shape)}")
+    return tensor
+
+
+def _values(entry: TensorEntry, tensor: Tensor, layout: Layout) -> list[tuple[TensorEntry, Tensor]]:
+    """What is written for one tensor: itself in the layout's dtype, or its elements and scales."""
+    scale = _scale_of(entry, layout)
+    if scale is None:
+        return [(entry, tensor.to(TORCH_DTYPES[entry.dtype]))]
+    elements, scales = quantise(tensor, entry.dtype)
+    return [(entry, elements), (scale, scales)]
+
+
+def load_into(
+    state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """Copy a version's tensors into a model's, in place, and say which. `changed`: only these, and those tied to them.
+
+    Raises BadTensors before anything is written: when a tensor is missing, or has another shape or dtype.
+    """
+    if memoryview(view).nbytes != layout.num_bytes:
+        raise BadTensors(f"{memoryview(view).nbytes} bytes of weights; expected {layout.num_bytes}")
+    plan = [(entry, _destinations(entry, state, layout)) for entry in _owners(layout)]
+    loaded: list[str] = []
+    with torch.no_grad():
+        for entry, destinations in plan:
+            scale = _scale_of(entry, layout)
+            names = (entry.name,) if scale is None else (entry.name, scale.name)
+            if changed is not None and not any(name in changed for name in names):
+                continue
+            source = entry_tensor(entry, view)
+            for destination in destinations:
+                value = source if scale is None else dequantise(source, entry_tensor(scale, view), destination.dtype)
+                destination.copy_(value, non_blocking=True)
+            loaded.append(entry.name)
+    _wait({one.device for _, destinations in plan for one in destinations})
+    return tuple(loaded)
+
+
+def _destinations(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layout) -> list[Tensor]:
+    """The model's tensors under this name and those tied to it, each once."""
+    names = [entry.name, *(alias for alias, name in layout.tied.items() if name == entry.name)]
+    found: dict[tuple[object, ...], Tensor] = {}
+    for name in names:
+        if name not in state:
+            if name == entry.name and not any(other in state for other in names):
+                raise BadTensors(f"{name}: not in the model; expected {entry.dtype} {list(entry.shape)}")
+            continue
+        tensor = state[name].detach()
+        if tuple(tensor.shape) != entry.shape:
+            raise BadTensors(f"{name}: shape {list(tensor.shape)}; expected {list(entry.shape)}")
+        is_lossy = _scale_of(entry, layout) is not None
+        if not is_lossy and tensor.dtype != TORCH_DTYPES[entry.dtype]:
+            raise BadTensors(f"{name}: {tensor.dtype} in the model; the version holds {entry.dtype}")
+        if is_lossy and not tensor.is_floating_point():
+            raise BadTensors(f"{name}: {tensor.dtype} in the model; expected floating point")
+        found[_identity(tensor)] = tensor
+    return list(found.values())
+
+
+def quantise(tensor: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """Elements of one byte and a float32 scale a row, so that the largest of a row takes the largest number.
+
+    Errors: int8 at most half a scale; float8_e4m3fn at most 1/16 of the element, or scale / 1024 near zero.
+    """
+    kind = TORCH_DTYPES[dtype]
+    rows = tensor.detach().float()
+    largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
+    scales = torch.where(largest > 0, largest / _LARGEST[kind], 1.0)
+    scales = torch.clamp(scales, min=torch.finfo(torch.float32).tiny)
+    elements = (rows / scales[:, None]).clamp(-_LARGEST[kind], _LARGEST[kind])
+    return (elements.round() if kind == torch.int8 else elements).to(kind), scales
+
+
+def dequantise(elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (elements.float() * scales[:, None]).to(dtype)
+
+
+def entry_tensor(entry: TensorEntry, view: View) -> Tensor:
+    """A tensor of a version where it lies, without a copy."""
+    return entry_bytes(entry, view).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def entry_bytes(entry: TensorEntry, view: View) -> Tensor:
+    if entry.num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(view, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start)
+
+
+def pin(view: View) -> bool:
+    """Have CUDA copy straight to and from a buffer that lives as long as the process. False where there is no CUDA."""
+    if not torch.cuda.is_available():
+        return False
+    flat = torch.frombuffer(view, dtype=torch.uint8)
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)) == 0
+
+
+def _owners(layout: Layout) -> Iterator[TensorEntry]:
+    """Tensors of the model; scales come with theirs."""
+    for entry in layout.tensors:
+        if not _is_scale(entry, layout):
+            yield entry
+
+
+def _is_scale(entry: TensorEntry, layout: Layout) -> bool:
+    owner = layout.by_name.get(entry.name.removesuffix(SCALE)) if entry.name.endswith(SCALE) else None
+    return owner is not None and owner.dtype in LOSSY_DTYPES.values()
+
+
+def _scale_of(entry: TensorEntry, layout: Layout) -> TensorEntry | None:
+    return layout.by_name.get(entry.name + SCALE) if entry.dtype in LOSSY_DTYPES.values() else None
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _wait(devices: Collection[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class _Slot(NamedTuple):
+    pinned: Tensor
+    ready: torch.cuda.Event
+
+
+class _Staging:
+    """Through two pinned buffers: the device fills one while the host empties the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        pinned = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._slots = [_Slot(one, torch.cuda.Event()) for one in pinned]
+        self._device = device
+        self._waiting: tuple[_Slot, Tensor] | None = None
+        self._turn = 0
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        for piece, place in zip(source.split(_STAGING_BYTES), target.split(_STAGING_BYTES), strict=True):
+            slot = self._slots[self._turn]
+            self._turn = 1 - self._turn
+            slot.pinned[: piece.numel()].copy_(piece, non_blocking=True)
+            slot.ready.record(torch.cuda.current_stream(self._device))
+            self.finish()
+            self._waiting = (slot, place)
+
+    def finish(self) -> None:
+        if self._waiting is not None:
+            slot, place = self._waiting
+            slot.ready.synchronize()
+            place.copy_(slot.pinned[: place.numel()])
+            self._waiting = None
