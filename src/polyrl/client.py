@@ -36,10 +36,14 @@ from polyrl.wire import columns, frames
 from polyrl.wire.control import RunReply, RunRequest, Status
 from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
 from polyrl.wire.frames import Sampling, Segment
+from polyrl.wire.pieces import PIECE_BYTES
 
 __all__ = ["Fleet", "Group", "Prompt", "Reward", "RoundOver", "Sample", "Sampling", "connect"]
 
 log = logging.getLogger("polyrl.client")
+
+_ASK_FOR_S = 0.2
+"""Prompts that took longer are sent before the next one is asked for."""
 
 
 class Prompt(NamedTuple):
@@ -83,7 +87,11 @@ class RoundOver(PolyrlError):
 
 
 PromptOf = Callable[[int, int, int], Prompt]
-"""(domain, prompt, epoch) -> what it says. Which prompts a round starts is the scheduler's decision."""
+"""(domain, prompt, epoch) -> what it says. Which prompts a round starts is the scheduler's decision.
+
+Called in a thread, one prompt after the other, so it may be slow. Workers wait for it: one whose samples have all
+waited for `fleet_rules.stall_timeout_s` and half as long again is given up.
+"""
 RewardOf = Callable[[Sample], Awaitable[float | Reward]]
 
 
@@ -135,6 +143,10 @@ class Fleet:
         self._seq = 0
         self._unacknowledged: deque[tuple[int, frames.Statement]] = deque()
         self._rounds: dict[int, _Round] = {}
+        self._wanted: dict[int, frames.GroupPlan] = {}
+        """Groups whose prompts are still to be supplied, by group."""
+        self._in_parts: dict[int, tuple[Sample, ...]] = {}
+        """The beginnings of groups whose rest has not come yet."""
         self._scoring: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._life: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -212,16 +224,18 @@ class Fleet:
         self._life = asyncio.create_task(self._live())
 
     async def _close(self) -> None:
-        with contextlib.suppress(TimeoutError, PolyrlError):
-            async with asyncio.timeout(5.0):
-                await self.settled()
-        for task in (*self._scoring.values(), *([] if self._life is None else [self._life])):
-            task.cancel()
-        await asyncio.gather(
-            *self._scoring.values(), *([] if self._life is None else [self._life]), return_exceptions=True
-        )
-        if self._socket is not None:
-            await self._socket.close()
+        try:
+            if not self._has_failed:  # what failed was told to whoever asked
+                with contextlib.suppress(TimeoutError, PolyrlError):
+                    async with asyncio.timeout(5.0):
+                        await self.settled()
+        finally:
+            tasks = [*self._scoring.values(), *([] if self._life is None else [self._life])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._socket is not None:
+                await self._socket.close()
 
     async def _again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Until it can be reached, or for as long as we have patience."""
@@ -236,13 +250,22 @@ class Fleet:
         raise AssertionError("pauses never end")
 
     async def _live(self) -> None:
+        tasks = [asyncio.create_task(one) for one in (self._keep_connecting(), self._supply_prompts())]
         try:
-            while True:
-                await self._again(self._stay_connected)
-                await asyncio.sleep(next(pauses()))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             async with self._changed:
                 self._changed.notify_all()
+
+    async def _keep_connecting(self) -> None:
+        while True:
+            await self._again(self._stay_connected)
+            await asyncio.sleep(next(pauses()))
 
     async def _stay_connected(self) -> None:
         assert self.opened is not None
@@ -261,6 +284,7 @@ class Fleet:
             log.info("the connection to the manager broke: %s", error)
         finally:
             self._greeted = False
+            self._in_parts.clear()  # they are delivered from their beginning
 
     async def _send_backlog(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """What was said before, in order; whoever speaks meanwhile waits in line. Then all may send by themselves."""
@@ -279,7 +303,7 @@ class Fleet:
                 while self._unacknowledged and self._unacknowledged[0][0] <= frame.seq:
                     self._unacknowledged.popleft()
             case frames.Opened():
-                await self._supply(frame)
+                self._wanted |= {plan.group: plan for plan in frame.groups}
             case frames.ScoreThese():
                 for one in frame.samples:
                     self._score(one)
@@ -290,7 +314,7 @@ class Fleet:
             case frames.Delivered():
                 self._delivered(frame)
             case frames.Dropped():
-                pass
+                self._wanted.pop(frame.group, None)
             case frames.Closed():
                 self._rounds.setdefault(frame.step, _Round()).closed = frame
             case frames.DataEnded():
@@ -304,19 +328,27 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _supply(self, opened: frames.Opened) -> None:
-        prompts: list[frames.PromptText] = []
-        for plan in opened.groups:
-            prompt = self._prompt_of(plan.domain, plan.prompt, plan.epoch)
-            prompts.append(frames.PromptText(plan.group, columns.pack_tokens(prompt.tokens), prompt.sampling))
-        if prompts:
-            await self._state(lambda seq: frames.SupplyPrompts(seq, tuple(prompts)))
+    async def _supply_prompts(self) -> None:
+        """Ask for prompts in a thread, and send those that are there: others may take their time."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._wanted)
+            plans = list(self._wanted.values())
+            prompts = await asyncio.to_thread(_ask_for_some, self._prompt_of, plans)
+            for plan in plans[: len(prompts)]:
+                self._wanted.pop(plan.group, None)
+            await self._state(lambda seq, prompts=prompts: frames.SupplyPrompts(seq, prompts))
 
     def _delivered(self, frame: frames.Delivered) -> None:
         round_ = self._rounds.setdefault(frame.step, _Round())
-        if frame.group not in round_.seen:
-            round_.seen.add(frame.group)
-            round_.ready.append(Group(frame.step, frame.group, tuple(map(_sample, frame.samples))))
+        if frame.group in round_.seen:
+            return
+        samples = self._in_parts.pop(frame.group, ()) + tuple(map(_sample, frame.samples))
+        if frame.more:
+            self._in_parts[frame.group] = samples
+            return
+        round_.seen.add(frame.group)
+        round_.ready.append(Group(frame.step, frame.group, samples))
 
     def _score(self, one: frames.ScoreThis) -> None:
         key = (one.text.sample, one.attempt)
@@ -371,6 +403,20 @@ class _Round:
             return self.data_ended
         voided = not self.rejected.isdisjoint((*self.closed.delivered, *self.closed.taken))
         return not voided and self.seen.issuperset(self.closed.delivered)
+
+
+def _ask_for_some(prompt_of: PromptOf, plans: list[frames.GroupPlan]) -> tuple[frames.PromptText, ...]:
+    """The first prompts of these, at least one: as many as fit into a frame, or are there in a moment."""
+    prompts: list[frames.PromptText] = []
+    num_bytes, until = 0, time.monotonic() + _ASK_FOR_S
+    for plan in plans:
+        prompt = prompt_of(plan.domain, plan.prompt, plan.epoch)
+        packed = columns.pack_tokens(prompt.tokens)
+        prompts.append(frames.PromptText(plan.group, packed, prompt.sampling))
+        num_bytes += len(packed)
+        if num_bytes >= PIECE_BYTES or time.monotonic() > until:
+            break
+    return tuple(prompts)
 
 
 def _sample(text: frames.SampleText) -> Sample:

@@ -37,7 +37,6 @@ from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
 from polyrl.errors import UserError
 from polyrl.manager.service import Service
-from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
 from polyrl.wire import columns, frames
 from polyrl.wire.control import RunReply, RunRequest
 from polyrl.wire.dial import Dialer
@@ -392,31 +391,6 @@ def test_a_worker_that_was_away_when_its_name_was_taken_over_does_not_take_it_ba
                     await dialer.stream("/v1/worker", old.session, 1 << 20)
             assert is_connected(live, "mallory")
             assert live.refused == {"taken_over": 2}
-
-    run(scenario())
-
-
-def test_a_peer_that_never_reads_is_cut_off(tmp_path: Path):
-    big = Prompt([9] * 100_000)
-    settings = ManagerSettings(
-        stream=StreamSettings(flush_interval_s=0.01, heartbeat_interval_s=0.1, max_queued_mb=1),
-        limits=LimitSettings(request_timeout_s=1.0),
-    )
-    engine = msgspec.structs.replace(ENGINE, slots=2, prefill_tokens_per_s=1e9)
-
-    async def scenario() -> None:
-        async with (
-            manager(tmp_path, settings) as live,
-            honest_worker(live, engine=engine),
-            trainer(live, prompts=lambda *_: big) as fleet,
-            Peer(live, slots=6) as peer,
-        ):
-            await fleet.publish(0)
-            await peer.enter()
-            playing = asyncio.create_task(play_round(fleet, 0))
-            await until(lambda: live.refused == {"slow_reader": 1}, "it is cut off: its six orders are 2.4 MB")
-            groups = await playing
-            check_right(groups, {group.id: big for group in groups}, engine=engine)
 
     run(scenario())
 

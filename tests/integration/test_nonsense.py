@@ -20,8 +20,9 @@ from tests.properties.hostile import random_config
 from polyrl.ids import WorkerName
 from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.executor import Executor
+from polyrl.manager.link import Link
 from polyrl.manager.service import Service
-from polyrl.manager.sessions import Link, WorkerSession
+from polyrl.manager.sessions import WorkerSession
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling import events as e
 from polyrl.scheduling.desk import Desk

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from polyrl.ids import GroupId, SampleId, Step, group_of, parse_sample, sample_id
 from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
+from polyrl.manager.link import Link
 from polyrl.manager.payload import Payload, PayloadReader, Text, append_cells
 from polyrl.manager.service import Service
-from polyrl.manager.sessions import Link, WorkerSession
+from polyrl.manager.sessions import WorkerSession
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames
@@ -228,8 +229,8 @@ class Line(Link):
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def send(self, data: bytes) -> None:
-        self.sent.append(data)
+    def send(self, frame: frames.ToWorker | frames.ToTrainer) -> None:
+        self.sent.append(frames.encode(frame))
 
     def close(self, reason: str, code: int = 1001) -> None:
         pass

@@ -152,6 +152,34 @@ def test_a_frame_stays_below_what_a_manager_takes():
 # What may be forgotten
 
 
+def test_a_lease_with_more_tokens_than_fit_into_a_frame_is_sent_in_several_and_ends_with_the_last():
+    book = book_with()
+    num = (1 << 21) + 5
+    book.add(A, [3] * num, [-0.5] * num, 0)
+    add(book, A, 4, version=1)
+    book.end(A, "stop")
+    sent = 0
+    while (frame := book.take_frame()) is not None:
+        assert len(encode(frame)) < MAX_WORKER_FRAME_BYTES
+        for run in runs(frame):
+            assert (run.lease, run.offset) == (A, sent)
+            sent += len(run.tokens)
+        assert frame.ended == (() if sent < num + 1 else (Ended(A, num + 1, "stop"),))
+    assert sent == num + 1
+
+
+def test_many_ends_with_long_reasons_fit_into_frames():
+    book = LeaseBook()
+    for lease in range(1, 2001):
+        book.open(LeaseId(lease), 0)
+        book.end(LeaseId(lease), "engine_failed", "\u20ac" * 2000)
+    ended: list[int] = []
+    while (frame := book.take_frame()) is not None:
+        assert len(encode(frame)) < MAX_WORKER_FRAME_BYTES
+        ended += [one.lease for one in frame.ended]
+    assert ended == list(range(1, 2001))
+
+
 def test_a_lease_is_kept_until_the_frame_with_its_end_is_acknowledged():
     book = book_with(10)
     book.take_frame()

@@ -12,6 +12,7 @@ from polyrl.scheduling import events as e
 from polyrl.scheduling.order import mix64
 from polyrl.scheduling.samples import NO_VERSION
 from polyrl.wire import columns, frames
+from polyrl.wire.pieces import in_pieces
 
 
 def carry_out(executor: Executor, command: c.Command) -> None:
@@ -122,7 +123,10 @@ def score(executor: Executor, sample: SampleId, attempt: int, timeout_s: Seconds
 
 
 def deliver(executor: Executor, step: Step, group: GroupId, samples: tuple[SampleId, ...]) -> None:
-    executor.say_to_trainer(frames.Delivered(step, group, tuple(map(executor.payload.sample_text, samples))))
+    """In as many frames as it takes: a group may have a thousand long answers."""
+    parts = list(in_pieces(map(executor.payload.sample_text, samples), lambda text: len(text.cells))) or [()]
+    for part in parts:
+        executor.say_to_trainer(frames.Delivered(step, group, part, more=part is not parts[-1]))
 
 
 def closed(executor: Executor, step: Step) -> frames.Closed:

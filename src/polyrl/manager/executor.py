@@ -159,5 +159,5 @@ class Executor:
         self.dirty.pop(session.key, None)
         log.info("worker %s is given up: %s", name, why)
         if session.link is not None:
-            session.link.send(frames.encode(frames.Release(why, rejoin, in_anger)))
+            session.link.send(frames.Release(why, rejoin, in_anger))
             session.link.close(why)

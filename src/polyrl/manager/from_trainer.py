@@ -12,8 +12,9 @@ from polyrl.ids import GroupId, SampleId, Step, Version
 from polyrl.manager import carrying
 from polyrl.manager.executor import Executor
 from polyrl.manager.journal import PromptsSupplied, RewardKept
+from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused
-from polyrl.manager.sessions import Link, TrainerSession
+from polyrl.manager.sessions import TrainerSession
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.wire import frames
@@ -33,7 +34,7 @@ def said(executor: Executor, session: TrainerSession, link: Link, raw: bytes) ->
     except Refused as refused:
         executor.refused[refused.kind] += 1
         log.warning("the trainer is refused: %s", refused)
-        link.send(frames.encode(frames.Release(f"refused: {refused}")))
+        link.send(frames.Release(f"refused: {refused}"))
         link.close(str(refused), code=1008)
         gone(executor, session, link)
 

@@ -11,8 +11,9 @@ from typing import assert_never
 from polyrl.ids import LeaseId, Version
 from polyrl.manager import carrying, intake, joining
 from polyrl.manager.executor import Executor
+from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused
-from polyrl.manager.sessions import Link, WorkerSession
+from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling import events as e
 from polyrl.scheduling.samples import NO_VERSION, Sample
 from polyrl.wire import columns, frames

@@ -23,9 +23,10 @@ from polyrl.errors import UserError
 from polyrl.ids import WorkerName
 from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.executor import Executor
+from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused, RequestError
 from polyrl.manager.service import Service
-from polyrl.manager.sessions import Link, TrainerSession, WorkerSession
+from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
 from polyrl.scheduling import events as e
 from polyrl.wire import frames
@@ -36,7 +37,6 @@ log = logging.getLogger("polyrl.manager")
 
 ADDRESS_FILE = "manager.json"
 _MB = 1 << 20
-_SEND_TIMEOUT_S = 30.0
 _KEEPALIVE_S = 30.0
 _LINGER_S = 1.0
 """How long the rest of a body that nobody wants is still read, so that its sender hears the answer."""
@@ -285,7 +285,7 @@ class Front:
         link = Link(socket, int(service.settings.stream.max_queued_mb * _MB))
         self._links.add(link)
         service.post(lambda: session.connect(link))
-        pump = asyncio.create_task(link.pump(_SEND_TIMEOUT_S))
+        pump = asyncio.create_task(link.pump(request.transport, service.settings.stream.send_timeout_s))
         pump.add_done_callback(lambda sent: sent.result() or _abort(request))
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):

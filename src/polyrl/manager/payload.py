@@ -5,6 +5,7 @@ from where. It is kept from its first lease until its step is over or its group 
 """
 
 from collections.abc import Container
+from typing import Any
 
 from polyrl.ids import GroupId, SampleId, Step, group_of
 from polyrl.manager.journal import AnyNote, Granted, PromptsSupplied, RewardKept, RunOpened, SessionOpened
@@ -78,8 +79,10 @@ class Payload:
             self.drop_group(group)
 
     def sample_text(self, sample: SampleId) -> SampleText:
+        """An answer that has ended, as the trainer is sent it. The cells are the text's own: they grow no more."""
         text = self.text(sample)
-        return SampleText(sample, bytes(text.cells), tuple(text.segments), text.finish, text.reward)
+        cells: Any = text.cells  # written like bytes; a copy would be all answers of a round in memory twice
+        return SampleText(sample, cells, tuple(text.segments), text.finish, text.reward)
 
     @property
     def num_bytes(self) -> int:

@@ -1,89 +1,19 @@
 """Peers as the manager knows them: a session outlives its connections, and a connection may break at any moment.
 
-A session is what a worker or a trainer got when it joined. What is to be sent to it is gathered here and goes out when
-the journal has been written (`flush`). If there is no connection, it is thrown away: when the peer dials again, each
-side says what it holds and the missing part is made anew (from_workers.py, from_trainer.py).
+A session is what a worker or a trainer got when it joined; a link (link.py) is the sending half of its connection. What
+is to be sent is gathered here and goes out when the journal has been written (`flush`). If there is no connection, it
+is thrown away: when the peer dials again, each side says what it holds and the missing part is made anew
+(from_workers.py, from_trainer.py).
 """
 
-import asyncio
-from collections import deque
-
-from aiohttp import ClientConnectionResetError, WSCloseCode, web
-
 from polyrl.ids import Incarnation, WorkerName
+from polyrl.manager.link import Link
 from polyrl.wire import frames
 from polyrl.wire.control import JoinRequest
+from polyrl.wire.pieces import in_pieces
 
 _ACK_EVERY_S = 0.25
 _ACK_EVERY_FRAMES = 8
-
-
-class Link:
-    """One connection's sending half. Bounded: a peer that does not read is cut off."""
-
-    def __init__(self, socket: web.WebSocketResponse, max_queued_bytes: int) -> None:
-        self._socket = socket
-        self._max_queued_bytes = max_queued_bytes
-        self._queue: deque[bytes] = deque()
-        self._num_queued_bytes = 0
-        self._wake = asyncio.Event()
-        self._closing: tuple[int, str] | None = None
-        self._sending: asyncio.Timeout | None = None
-        self.is_too_slow = False
-
-    def send(self, data: bytes) -> None:
-        if self._closing is not None:
-            return
-        self._queue.append(data)
-        self._num_queued_bytes += len(data)
-        if self._num_queued_bytes > self._max_queued_bytes:
-            self._queue.clear()
-            self.is_too_slow = True
-            self.close("it reads too slowly", WSCloseCode.TRY_AGAIN_LATER)
-            if self._sending is not None:
-                self._sending.reschedule(asyncio.get_running_loop().time())
-        self._wake.set()
-
-    def close(self, reason: str, code: int = WSCloseCode.GOING_AWAY) -> None:
-        """Send what is queued, then say goodbye."""
-        if self._closing is None:
-            self._closing = (code, reason)
-            self._wake.set()
-
-    @property
-    def is_closing(self) -> bool:
-        return self._closing is not None
-
-    async def pump(self, timeout_s: float) -> bool:
-        """Send until closed. A peer that takes nothing for `timeout_s` is given up. Whether it took the goodbye."""
-        try:
-            while True:
-                while self._queue:
-                    data = self._queue.popleft()
-                    async with asyncio.timeout(timeout_s) as self._sending:
-                        await self._socket.send_bytes(data)
-                    self._sending = None
-                    self._num_queued_bytes -= len(data)
-                if self._closing is not None:
-                    break
-                self._wake.clear()
-                await self._wake.wait()
-        except (TimeoutError, ConnectionError, ClientConnectionResetError, RuntimeError) as error:
-            self.is_too_slow = self.is_too_slow or isinstance(error, TimeoutError)
-            self._closing = self._closing or (WSCloseCode.ABNORMAL_CLOSURE, "the connection broke")
-            return False
-        code, reason = self._closing
-        try:
-            async with asyncio.timeout(2.0):
-                await self._socket.close(code=code, message=_cut(reason, 120))
-        except (TimeoutError, ConnectionError, ClientConnectionResetError, RuntimeError):
-            return False
-        return True
-
-
-def _cut(text: str, num_bytes: int) -> bytes:
-    """Its beginning, as whole characters: a close frame must be UTF-8."""
-    return text.encode()[:num_bytes].decode(errors="ignore").encode()
 
 
 class WorkerSession:
@@ -141,14 +71,17 @@ class WorkerSession:
             gathered.append(frames.Ack(self._ack))
             self._acked_seq, self._acked_at = self._ack, now
             self._ack, self._ack_due = None, False
-        if self._orders:
-            gathered.append(frames.Generate(tuple(self._orders)))
+        gathered += map(frames.Generate, in_pieces(self._orders, _order_bytes))
         if self._aborts or self._hand_overs:
             gathered.append(frames.Stop(tuple(self._aborts), tuple(self._hand_overs)))
         self._orders, self._aborts, self._hand_overs, self._others = [], [], [], []
         if self.link is not None and self.greeted:
             for frame in gathered:
-                self.link.send(frames.encode(frame))
+                self.link.send(frame)
+
+
+def _order_bytes(order: frames.Order) -> int:
+    return len(order.prompt) + len(order.so_far)
 
 
 class TrainerSession:
@@ -180,4 +113,4 @@ class TrainerSession:
             self._ack = None
         if self.link is not None and self.greeted:
             for frame in gathered:
-                self.link.send(frames.encode(frame))
+                self.link.send(frame)

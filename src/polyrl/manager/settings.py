@@ -21,8 +21,10 @@ class StreamSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flush_interval_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
     """How long a worker gathers tokens before it sends them."""
     heartbeat_interval_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
+    send_timeout_s: Seconds = 30.0
+    """A peer that takes nothing of what we send for so long is cut off. It dials again and gets what it missed."""
     max_queued_mb: Annotated[float, Meta(gt=0, le=65536)] = 1024.0
-    """A peer that reads so much too slowly is cut off; it dials again and gets what it missed."""
+    """So is one for which more than this waits, beside prompts and answers, which are kept anyway."""
 
 
 class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

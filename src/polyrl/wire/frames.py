@@ -303,9 +303,13 @@ class CancelScoring(Frame, frozen=True, tag="cancel_scoring"):
 
 
 class Delivered(Frame, frozen=True, tag="delivered"):
+    """A complete group, or a part of it. After a break it is delivered from its beginning."""
+
     step: int
     group: int
     samples: tuple[SampleText, ...]
+    more: bool = False
+    """The next frame about this group has the rest, or more of it."""
 
 
 class Dropped(Frame, frozen=True, tag="dropped"):

@@ -15,6 +15,8 @@ from polyrl.wire.columns import CELL_BYTES
 from polyrl.wire.frames import Ended, EndReason, Held, Tokens
 
 _MAX_CELLS_A_FRAME = 1 << 20
+_MAX_ENDS_A_FRAME = 512
+"""Each may come with a text. With as many cells, a frame stays below what a manager takes."""
 
 
 class _Stream:
@@ -98,23 +100,23 @@ class LeaseBook:
         versions: list[int] = []
         cells: list[bytes] = []
         ended: list[Ended] = []
-        num_cells = 0
+        room = _MAX_CELLS_A_FRAME
         for lease in list(self._changed):
             stream = self._streams[lease]
-            for start, stop, version in _unsent(stream):
+            for start, stop, version in _unsent(stream, room):
                 leases.append(lease)
                 offsets.append(stream.base + start)
                 counts.append(stop - start)
                 versions.append(version)
                 cells.append(bytes(stream.cells[start * CELL_BYTES : stop * CELL_BYTES]))
-                num_cells += stop - start
-            stream.num_sent = stream.num_made
+                stream.num_sent = stop
+                room -= stop - start
+            if stream.num_sent < stream.num_made or len(ended) == _MAX_ENDS_A_FRAME:
+                break
             if stream.end is not None:
                 stream.end_seq = self._seq
                 ended.append(Ended(lease, stream.base + stream.num_made, stream.end, stream.detail))
             del self._changed[lease]
-            if num_cells > _MAX_CELLS_A_FRAME:
-                break
         return Tokens(
             self._seq,
             columns.pack_column("<u8", leases),
@@ -150,12 +152,13 @@ class LeaseBook:
         return was_running
 
 
-def _unsent(stream: _Stream) -> list[tuple[int, int, int]]:
-    """(from, to, version) of what is to be sent, in tokens of the lease."""
+def _unsent(stream: _Stream, most: int) -> list[tuple[int, int, int]]:
+    """(from, to, version) of what is to be sent, in tokens of the lease; no more than `most` of them."""
+    last = stream.num_sent + most
     parts: list[tuple[int, int, int]] = []
     for number, (start, version) in enumerate(stream.runs):
         stop = stream.runs[number + 1][0] if number + 1 < len(stream.runs) else stream.num_made
-        start = max(start, stream.num_sent)
+        start, stop = max(start, stream.num_sent), min(stop, last)
         if start < stop:
             parts.append((start, stop, version))
     return parts
