@@ -8,6 +8,7 @@ Between two steps no gradient holds memory. Weight decay is for matrices: not fo
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def lr_at(step: int, config: OptimizerConfig, num_steps: int) -> float:
 class Optimizer:
     """`parameters` of the model by name; `num_steps` of the whole run, for the schedule."""
 
-    def __init__(self, parameters: dict[str, Tensor], config: OptimizerConfig, num_steps: int) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig, num_steps: int) -> None:
         self._config, self._num_steps = config, num_steps
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self._masters: dict[str, Tensor] = {}

@@ -1,0 +1,116 @@
+"""A very small policy, samples for it, and a step's gradient written once more with transformers alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tests.builtin.tiny_models import save_tiny
+from tests.trainer import formulas
+from transformers import AutoModelForCausalLM
+
+from polyrl.config.recipe import AlgorithmConfig
+from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.model import Policy
+from polyrl.trainer.optimizer import Optimizer, Update
+
+VOCAB = 64
+CAP = 16
+"""Answers end here."""
+
+
+def save_small(folder: Path, family: str = "qwen3", seed: int = 0) -> Path:
+    return save_tiny(family, folder, seed=seed, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, head_dim=8)
+
+
+def draw_groups(seed: int, sizes: tuple[int, ...] = (4, 2, 3)) -> list[list[TrainSample]]:
+    """Behaviour log-probabilities are about those of a random policy, so that ratios fall on both sides of a clip."""
+    rng = np.random.default_rng(seed)
+    groups: list[list[TrainSample]] = []
+    for number, size in enumerate(sizes):
+        prompt = rng.integers(3, VOCAB, rng.integers(1, 9)).astype(np.int32)
+        group: list[TrainSample] = []
+        for _ in range(size):
+            num = int(rng.integers(1, CAP + 1))
+            answer = rng.integers(3, VOCAB, num).astype(np.int32)
+            logprobs = np.zeros(num, np.float32)
+            finish = "length" if num == CAP else "stop"
+            group.append(TrainSample(prompt, answer, logprobs, float(rng.normal()), number, finish))
+        groups.append(group)
+    return groups
+
+
+def near(policy: Policy, groups: list[list[TrainSample]], spread: float = 0.3) -> list[list[TrainSample]]:
+    """The same samples as if an engine a little apart from the policy had drawn them."""
+    rng = np.random.default_rng(99)
+    out: list[list[TrainSample]] = []
+    for group in groups:
+        out.append([])
+        for one in group:
+            true = plain_logprobs(policy.model, one)[0].detach().numpy()
+            noise = rng.normal(0, spread, len(true))
+            out[-1].append(one._replace(logprobs=np.minimum(true + noise, 0.0).astype(np.float32)))
+    return out
+
+
+def plain_logprobs(model: Any, sample: TrainSample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sample by itself, as anybody would do it: log-probabilities of its answer, and entropies."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt, sample.answer])).long()
+    logits = model(ids.unsqueeze(0), use_cache=False).logits[0] / temperature
+    logprobs = torch.log_softmax(logits, -1)[len(sample.prompt) - 1 : -1]
+    return logprobs.gather(1, ids[len(sample.prompt) :, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+class Recording(Optimizer):
+    """Keeps the gradient that an update had, divided and not yet clipped."""
+
+    def update(self, step: int, denominator: float) -> Update:
+        self.last = {name: one / denominator for name, one in self.gradients().items()}
+        return super().update(step, denominator)
+
+
+def plain_gradient(
+    folder: Path,
+    groups: list[list[TrainSample]],
+    config: AlgorithmConfig,
+    reference: Path | None,
+    temperature: float = 1.0,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The policy loss and the whole gradient in float64: sample by sample, with derivatives in closed form."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+    frozen = None if reference is None else AutoModelForCausalLM.from_pretrained(reference).double()
+    trained: list[tuple[TrainSample, float]] = []
+    for group in groups:
+        rewards = np.array([_reward(model, frozen, one, config, temperature) for one in group])
+        gains = formulas.advantages(config.advantage, rewards)
+        kept = [config.overlong != "mask" or one.finish != "length" for one in group]
+        trained += [(one, gain) for one, gain, keep in zip(group, gains, kept, strict=True) if keep]
+    lengths = [len(one.answer) for one, _ in trained]
+    fixed = config.fixed_tokens or CAP
+    weights, over = formulas.weights_and_denominator(config.aggregation, lengths, fixed)
+    total = 0.0
+    for (one, gain), weight in zip(trained, weights, strict=True):
+        logp, entropy = plain_logprobs(model, one, temperature)
+        values = logp.detach().numpy()
+        old = one.logprobs.astype(float) if config.old_logprobs == "engine" else values
+        loss, slope = formulas.ppo_clip(values, old, gain, config.clip_low, config.clip_high, config.dual_clip)
+        total += weight * loss.sum() / over
+        if config.kl == "loss":
+            ref = plain_logprobs(frozen, one, temperature)[0].detach().numpy()
+            slope = slope + config.kl_coef * formulas.kl(config.kl_estimator, values, ref)[1]
+        by = (logp * torch.from_numpy(slope)).sum() - config.entropy_coef * entropy.sum()
+        (by * (weight / over)).backward()
+    return total, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _reward(model: Any, frozen: Any, one: TrainSample, config: AlgorithmConfig, temperature: float) -> float:
+    reward = one.reward
+    if config.overlong == "penalty":
+        buffer = config.overlong_buffer_tokens or 0
+        over = len(one.answer) - (CAP - buffer)
+        reward -= config.overlong_penalty * (over / buffer if over > 0 else 0.0)
+    if config.kl == "reward":
+        logp, ref = (plain_logprobs(its, one, temperature)[0].detach().numpy() for its in (model, frozen))
+        old = one.logprobs.astype(float) if config.old_logprobs == "engine" else logp
+        reward -= config.kl_coef * formulas.kl(config.kl_estimator, old, ref)[0].sum()
+    return reward

@@ -1,0 +1,277 @@
+"""A step's gradient: against a formula of its own, and streamed against all at once."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tests.trainer.small import CAP, Recording, draw_groups, near, plain_gradient, plain_logprobs, save_small
+
+from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
+from polyrl.errors import ConfigError, UserError
+from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.model import Policy
+from polyrl.trainer.registry import LOSSES, TokenBatch, loss
+from polyrl.trainer.step import StepAccumulator
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed")
+LOSS_CASES: dict[str, dict[str, Any]] = {
+    "symmetric": {},
+    "clip-higher": {"clip_high": 0.28, "advantage": "rloo"},
+    "dual clip": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.3, "advantage": "dr_grpo"},
+}
+KL_CASES: dict[str, dict[str, Any]] = {
+    "no kl": {},
+    "kl loss": {"kl": "loss", "kl_coef": 0.3},
+    "kl reward": {"kl": "reward", "kl_coef": 0.05, "kl_estimator": "k1"},
+}
+
+
+class World(NamedTuple):
+    folder: Path
+    reference_folder: Path
+    policy: Policy
+    reference: Policy
+    groups: list[list[TrainSample]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    folder = save_small(tmp_path_factory.mktemp("policy"))
+    other = save_small(tmp_path_factory.mktemp("reference"), seed=1)
+    policy = Policy.load(str(folder))
+    return World(folder, other, policy, Policy.load(str(other)).freeze(), near(policy, draw_groups(0)))
+
+
+def gradient(world: World, config: AlgorithmConfig, calls, max_tokens=10_000, **more):
+    """Of one step in which groups arrive in `calls`; its weights do not move."""
+    optimizer = Recording(world.policy.parameters(), OptimizerConfig(lr=1e-30), 1)
+    reference = None if config.kl == "none" else world.reference
+    steps = StepAccumulator(
+        world.policy, optimizer, config, max_tokens=max_tokens, max_new_tokens=CAP, reference=reference, **more
+    )
+    steps.begin(0)
+    for groups in calls:
+        steps.add(groups)
+    return steps.finish(), optimizer.last
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    whole = torch.cat([one.double().flatten() for one in theirs.values()]).norm()
+    apart = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in ours]).norm()
+    assert whole > 0
+    assert apart / whole < tolerance
+
+
+def config_of(*cases: dict[str, Any], **more: Any) -> AlgorithmConfig:
+    merged = {"old_logprobs": "engine", **more}
+    for case in cases:
+        merged |= case
+    if merged.get("aggregation") == "fixed":
+        merged["fixed_tokens"] = 20
+    return AlgorithmConfig(**merged)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("kl", KL_CASES)
+@pytest.mark.parametrize("case", LOSS_CASES)
+def test_a_streamed_step_is_the_step_of_one_big_batch(world, case, kl, aggregation):
+    config = config_of(LOSS_CASES[case], KL_CASES[kl], aggregation=aggregation)
+    stats, at_once = gradient(world, config, [world.groups])
+    backwards = [[group] for group in reversed(world.groups)]
+    for calls, max_tokens in ((backwards, 10_000), ([world.groups[1:], world.groups[:1]], 30)):
+        its_stats, streamed = gradient(world, config, calls, max_tokens)
+        assert_same(streamed, at_once, 1e-5)
+        for name, value in stats.metrics.items():
+            if name not in ("perf/micro_batches", "actor/lr"):
+                assert its_stats.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+ALONE = [
+    config_of(LOSS_CASES[case], KL_CASES[kl], aggregation=aggregation)
+    for case, kl, aggregation in (
+        ("symmetric", "no kl", "token-mean"),
+        ("clip-higher", "no kl", "seq-mean-token-sum"),
+        ("dual clip", "no kl", "fixed"),
+        ("symmetric", "kl loss", "seq-mean-token-mean"),
+        ("clip-higher", "kl reward", "token-mean"),
+    )
+] + [
+    config_of(KL_CASES["kl loss"], kl_estimator="k1"),
+    config_of(KL_CASES["kl loss"], kl_estimator="k2"),
+    config_of(KL_CASES["kl reward"], old_logprobs="recompute"),
+    config_of(old_logprobs="recompute"),
+    config_of(entropy_coef=0.2),
+    config_of(overlong="mask", aggregation="seq-mean-token-mean"),
+    config_of(overlong="penalty", overlong_buffer_tokens=8, overlong_penalty=2.0),
+]
+
+
+@pytest.mark.parametrize("config", ALONE, ids=[str(number) for number in range(len(ALONE))])
+def test_a_step_s_gradient_is_the_formula_s(world, config):
+    reference = None if config.kl == "none" else world.reference_folder
+    value, theirs = plain_gradient(world.folder, world.groups, config, reference, 0.9)
+    stats, ours = gradient(world, config, [world.groups[:1], world.groups[1:]], 60, temperature=0.9)
+    assert_same(ours, theirs, 2e-5)
+    assert stats.metrics["actor/pg_loss"] == pytest.approx(value, rel=1e-4, abs=1e-6)
+
+
+def test_masked_samples_count_for_their_siblings_alone(world):
+    stats, _ = gradient(world, config_of(overlong="mask"), [world.groups])
+    cut = sum(one.finish == "length" for group in world.groups for one in group)
+    assert cut > 0
+    assert stats.added.num_masked == cut
+    assert stats.metrics["sample/trained"] == stats.added.num_samples - cut
+
+
+def test_an_aborted_step_leaves_no_trace(world):
+    config = config_of()
+    optimizer = Recording(world.policy.parameters(), OptimizerConfig(lr=1e-30), 1)
+    steps = StepAccumulator(world.policy, optimizer, config, max_tokens=100, max_new_tokens=CAP)
+    steps.begin(0)
+    steps.add(world.groups[:2])
+    steps.abort()
+    assert not optimizer.gradients()
+    steps.begin(0)
+    steps.add(world.groups)
+    stats = steps.finish()
+    expected, at_once = gradient(world, config, [world.groups])
+    assert_same(optimizer.last, at_once, 1e-5)
+    assert stats.added.num_samples == expected.added.num_samples
+
+
+def test_a_step_without_samples_moves_nothing(world):
+    optimizer = Recording(world.policy.parameters(), OptimizerConfig(lr=1.0), 1)
+    steps = StepAccumulator(world.policy, optimizer, config_of(overlong="mask"), max_tokens=100, max_new_tokens=CAP)
+    cut = [one._replace(finish="length") for one in world.groups[0]]
+    before = {name: one.detach().clone() for name, one in world.policy.parameters().items()}
+    for groups in ([], [cut]):
+        steps.begin(0)
+        steps.add(groups)
+        stats = steps.finish()
+        assert not stats.updated
+        assert stats.metrics["actor/skipped_updates"] == 1.0
+    assert all(torch.equal(before[name], one) for name, one in world.policy.parameters().items())
+
+
+def test_what_is_told_is_right(world):
+    groups = world.groups
+    stats, _ = gradient(world, config_of(), [groups])
+    scores, entropies = [], []
+    for one in (one for group in groups for one in group):
+        logp, entropy = plain_logprobs(world.policy.model, one)
+        scores.append(logp.detach().numpy().astype(float) - one.logprobs)
+        entropies.append(entropy.detach().numpy())
+    apart = np.concatenate(scores)
+    mismatches = np.exp(apart) - apart - 1
+    metrics = stats.metrics
+    assert metrics["actor/entropy"] == pytest.approx(np.concatenate(entropies).mean(), rel=1e-4)
+    assert metrics["actor/mismatch_kl"] == pytest.approx(mismatches.mean(), rel=1e-3)
+    assert metrics["actor/mismatch_abs"] == pytest.approx(np.abs(apart).mean(), rel=1e-4)
+    assert metrics["token/trained"] == len(apart)
+    assert 0 < metrics["actor/clip_frac_low"] < 1
+    assert 0 < metrics["actor/clip_frac_high"] < 1
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_the_starting_weights_are_the_old_ones_without_another_pass(world):
+    """Recomputed beforehand or taken from the pass that trains: the same to rounding, and ratios are one."""
+    config = config_of(old_logprobs="recompute")
+    stats, ours = gradient(world, config, [world.groups])
+    assert stats.metrics["actor/ppo_kl"] == 0.0
+    optimizer = Recording(world.policy.parameters(), OptimizerConfig(), 1)
+    steps = StepAccumulator(world.policy, optimizer, config, max_tokens=50, max_new_tokens=CAP)
+    brought = steps.with_old_logprobs(world.groups)
+    again, theirs = gradient(world, config, [brought])
+    assert_same(ours, theirs, 1e-5)
+    assert abs(again.metrics["actor/ppo_kl"]) < 1e-5
+
+
+def test_a_second_update_of_a_step_needs_the_old_log_probabilities(tmp_path):
+    policy = Policy.load(str(save_small(tmp_path)))
+    optimizer = Recording(policy.parameters(), OptimizerConfig(lr=1e-2), 1)
+    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(), max_tokens=500, max_new_tokens=CAP)
+    groups = draw_groups(4)
+    brought = steps.with_old_logprobs(groups)
+    steps.begin(3)
+    steps.add(brought[:2])
+    assert steps.finish().updated
+    steps.begin(3)
+    with pytest.raises(RuntimeError, match="moved within this step"):
+        steps.add(groups[2:])
+    steps.abort()
+    steps.begin(3)
+    steps.add(brought[2:])
+    assert abs(steps.finish().metrics["actor/ppo_kl"]) > 1e-4
+    steps.begin(4)
+    steps.add(groups)
+    assert steps.finish().metrics["actor/ppo_kl"] == 0.0
+
+
+def test_rewards_are_learned(tmp_path):
+    """The likelihood of rewarded answers rises, that of the others falls."""
+    policy = Policy.load(str(save_small(tmp_path)))
+    optimizer = Recording(policy.parameters(), OptimizerConfig(lr=3e-3, grad_clip=1.0), 12)
+    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(), max_tokens=500, max_new_tokens=CAP)
+    groups = [[one._replace(reward=float(k % 2)) for k, one in enumerate(group)] for group in draw_groups(5)]
+
+    def gap() -> float:
+        means = {0.0: [], 1.0: []}
+        for one in (one for group in steps.with_old_logprobs(groups) for one in group):
+            assert one.old_logprobs is not None
+            means[one.reward].append(one.old_logprobs.mean())
+        return float(np.mean(means[1.0]) - np.mean(means[0.0]))
+
+    before = gap()
+    for step in range(12):
+        steps.begin(step)
+        steps.add(groups)
+        assert steps.finish().updated
+    assert gap() > before + 1.0
+
+
+def test_out_of_memory_is_one_line_with_the_setting_that_helps(world):
+    def hungry(batch: TokenBatch, config: AlgorithmConfig):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    if "hungry" not in LOSSES:
+        loss("hungry")(hungry)
+    optimizer = Recording(world.policy.parameters(), OptimizerConfig(), 1)
+    steps = StepAccumulator(world.policy, optimizer, config_of(loss="hungry"), max_tokens=77, max_new_tokens=CAP)
+    steps.begin(0)
+    with pytest.raises(UserError, match=r"train.micro_batch_tokens \(now 77\).*gradient_checkpointing") as caught:
+        steps.add(world.groups)
+    assert "\n" not in str(caught.value)
+    assert not optimizer.gradients()
+
+
+def test_functions_of_the_user_s_own_are_found(world):
+    config = config_of(loss="tests.trainer.own:reinforce", advantage="tests.trainer.own:plain")
+    _, ours = gradient(world, config, [world.groups])
+    assert ours
+    for key, name, hint in (
+        ("loss", "ppo_clp", "did you mean ppo_clip"),
+        ("advantage", "grop", "did you mean grpo"),
+        ("loss", "no_such_module_here:f", "cannot be imported"),
+        ("loss", "tests.trainer.own:missing", "has no function missing"),
+    ):
+        with pytest.raises(ConfigError, match=f"algorithm.{key}: .*{hint}"):
+            gradient(world, config_of(**{key: name}), [world.groups])
+    for key in ("loss", "advantage"):
+        with pytest.raises(UserError, match=f"algorithm.{key}: tests.trainer.own:wrong_{key} gave shape"):
+            gradient(world, config_of(**{key: f"tests.trainer.own:wrong_{key}"}), [world.groups])
+        world.policy.model.zero_grad()
+
+
+def test_nonsense_is_refused(world):
+    one = world.groups[0][0]
+    for sample in (
+        one._replace(logprobs=one.logprobs[:-1]),
+        one._replace(answer=one.answer[:0], logprobs=one.logprobs[:0]),
+        one._replace(prompt=one.prompt[:0]),
+        one._replace(reward=float("nan")),
+    ):
+        with pytest.raises(ValueError, match="a sample of group 0 has"):
+            gradient(world, config_of(), [[[sample, one]]])
