@@ -11,7 +11,9 @@ It survives breaks and restarts of the manager: whatever was said is said again 
 missed is sent again. A group is handed out once; a group that was handed out and not taken when this process died comes
 again to the next one.
 
-Left out: training, weights (a published version is a number here), and the local worker.
+A group with a token of a version that we did not publish is not handed out: it is rejected, another takes its place.
+
+Left out: training, serving weights (a version is a number here, with a digest and addresses), and the local worker.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ import math
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -103,12 +105,16 @@ async def connect(
     *,
     prompts: PromptOf,
     reward: RewardOf | None = None,
+    has_weights: bool = False,
     tls: ssl.SSLContext | None = None,
     give_up_after_s: float = 600.0,
 ) -> AsyncIterator["Fleet"]:
-    """Open the run at this manager, or go on with it. Without `reward`, every answer counts as scored with 0."""
+    """Open the run at this manager, or go on with it. Without `reward`, every answer counts as scored with 0.
+
+    `has_weights`: every version is published with where its weights are, and no worker writes without them.
+    """
     async with Dialer(url, token, tls) as dialer:
-        fleet = Fleet(dialer, config, prompts, reward, give_up_after_s)
+        fleet = Fleet(dialer, config, prompts, reward, give_up_after_s, has_weights=has_weights)
         await fleet._open()
         try:
             yield fleet
@@ -126,8 +132,13 @@ class Fleet:
         prompts: PromptOf,
         reward: RewardOf | None,
         give_up_after_s: float,
+        *,
+        has_weights: bool = False,
     ) -> None:
         self._dialer = dialer
+        self._has_weights = has_weights
+        self.digests: dict[int, str] = {}
+        """Of the versions that were published with weights. A trainer that goes on puts those of its past in."""
         self._config = config
         self._prompt_of = prompts
         self._reward_of = reward
@@ -153,9 +164,11 @@ class Fleet:
 
     # What a trainer does
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int, digest: str = "", addresses: Sequence[str] = ()) -> None:
         """Offer a version to the fleet. Step t trains on what version t wrote, and makes version t + 1."""
-        await self._state(lambda seq: frames.Published(seq, version))
+        if digest:
+            self.digests[version] = digest
+        await self._state(lambda seq: frames.Published(seq, version, digest, tuple(addresses)))
 
     async def round(self, step: int) -> AsyncIterator[Group]:
         """Request the step's round, and hand out its groups as they are complete. Raises RoundOver without prompts."""
@@ -170,6 +183,11 @@ class Fleet:
                 if not round_.ready:
                     return
                 group = round_.ready.popleft()
+            stranger = self._stranger(group)
+            if stranger is not None:
+                log.warning("group %d is rejected: a token of %s, which we did not publish", group.id, stranger)
+                await self.reject(group, f"a token of {stranger}, which the trainer did not publish")
+                continue
             yield group
 
     async def take(self, *groups: Group) -> None:
@@ -219,7 +237,12 @@ class Fleet:
     # Staying connected
 
     async def _open(self) -> None:
-        request = RunRequest(protocol=frames.PROTOCOL, config=self._config, has_reward=self._reward_of is not None)
+        request = RunRequest(
+            protocol=frames.PROTOCOL,
+            config=self._config,
+            has_reward=self._reward_of is not None,
+            has_weights=self._has_weights,
+        )
         self.opened = await self._again(lambda: self._dialer.post("/v1/run", request, RunReply))
         self._life = asyncio.create_task(self._live())
 
@@ -349,6 +372,16 @@ class Fleet:
             return
         round_.seen.add(frame.group)
         round_.ready.append(Group(frame.step, frame.group, samples))
+
+    def _stranger(self, group: Group) -> str | None:
+        """A version among a group's that is not one of ours."""
+        if not self._has_weights:
+            return None
+        for sample in group.samples:
+            for segment in sample.segments:
+                if not segment.digest or self.digests.get(segment.version) != segment.digest:
+                    return f"version {segment.version} ({segment.digest[:12] or 'no digest'})"
+        return None
 
     def _score(self, one: frames.ScoreThis) -> None:
         key = (one.text.sample, one.attempt)

@@ -18,10 +18,13 @@ Rules every engine keeps:
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
+
+if TYPE_CHECKING:
+    from polyrl.weights.peer import HostCopy
 
 EngineEnd = Literal["stop", "length", "engine_failed", "refused"]
 
@@ -78,6 +81,8 @@ class Weights(NamedTuple):
     version: Version
     folder: str | None = None
     """A Hugging Face directory that holds it."""
+    copy: "HostCopy | None" = None
+    """It is in this machine's memory, verified. The engine must not keep it: the next version may take its place."""
     in_place: bool = False
     """It is where the engine's weights are: whoever shares them has changed them."""
 

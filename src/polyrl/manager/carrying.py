@@ -5,7 +5,7 @@ connected hears it when it dials again, from the state (from_workers.py, from_tr
 """
 
 from polyrl.errors import LawViolation
-from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, group_of
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of
 from polyrl.manager.executor import Executor
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
@@ -28,7 +28,7 @@ def carry_out(executor: Executor, command: c.Command) -> None:
         case c.PullWeights():
             if (session := executor.session(command.worker)) is not None:
                 held = NO_VERSION if command.held is None else command.held
-                session.say(frames.Pull(command.version, command.source or "", held))
+                session.say(pull(executor, command.version, command.source or "", held))
         case c.ReleaseWorker():
             if (session := executor.session(command.worker)) is not None:
                 session.say(frames.Release(command.why))
@@ -36,10 +36,29 @@ def carry_out(executor: Executor, command: c.Command) -> None:
             executor.forget(command.worker, command.why, rejoin=True)
         case c.Score():
             score(executor, command.sample, command.attempt, command.timeout_s)
-        case c.StartTraining() | c.StartGenerating() | c.Reshape():
-            raise LawViolation(f"no worker here shares a trainer's devices: {command}")
+        case c.StartTraining():
+            _turn(executor, command.worker, "training", command.why)
+        case c.StartGenerating():
+            _turn(executor, command.worker, "generating", command.why)
+        case c.Reshape():
+            raise LawViolation(f"nobody here can change how wide an engine is: {command}")
         case _:
             _tell_trainer(executor, command)
+
+
+def _turn(executor: Executor, name: WorkerName, duty: frames.Duty, why: str) -> None:
+    if (session := executor.session(name)) is not None:
+        session.say(frames.Turn(duty, why))
+
+
+def pull(executor: Executor, version: Version, source: str, held: int) -> frames.Pull:
+    """Where a version is fetched: at the peer that the scheduler chose, or at the trainer."""
+    offer = executor.payload.offers.get(version)
+    if offer is None:
+        return frames.Pull(version, source, held)
+    peer = executor.workers.get(WorkerName(source))
+    addresses = offer.addresses if peer is None else peer.weight_addresses
+    return frames.Pull(version, source, held, offer.digest, addresses)
 
 
 def _tell_trainer(executor: Executor, command: c.Command) -> None:

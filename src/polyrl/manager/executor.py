@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from polyrl.ids import GroupId, Incarnation, LeaseId, Seconds, WorkerName
-from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened
+from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened, VersionOffered
 from polyrl.manager.payload import Payload
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
@@ -41,6 +41,8 @@ class Executor:
         self.settings = settings
         self.about = about
         self._carry_out = carry_out
+        self.weights_key = ""
+        """What those who fetch and serve weights prove to each other that they know."""
         self.scheduler: Scheduler | None = None
         self.payload = Payload()
         self.workers: dict[WorkerName, WorkerSession] = {}
@@ -117,14 +119,14 @@ class Executor:
         if self.trainer is not None:
             self.trainer.flush()
 
-    def standing(self) -> list[SessionOpened | RunOpened]:
+    def standing(self) -> list[SessionOpened | RunOpened | VersionOffered]:
         """What no step's end makes void."""
-        notes: list[SessionOpened | RunOpened] = [
+        notes: list[SessionOpened | RunOpened | VersionOffered] = [
             SessionOpened(one.key, one.incarnation, one.facts) for one in self.workers.values()
         ]
         if self.trainer is not None:
-            notes.append(RunOpened(self.trainer.key, self.trainer.has_reward))
-        return notes
+            notes.append(RunOpened(self.trainer.key, self.trainer.has_reward, self.trainer.has_weights))
+        return [*notes, *self.payload.offers.values()]
 
     def note_grants(self) -> None:
         """Put the leases that were given into the journal: their order among tokens and prompts counts."""

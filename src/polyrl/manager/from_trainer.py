@@ -11,7 +11,7 @@ from typing import assert_never
 from polyrl.ids import GroupId, SampleId, Step, Version
 from polyrl.manager import carrying
 from polyrl.manager.executor import Executor
-from polyrl.manager.journal import PromptsSupplied, RewardKept
+from polyrl.manager.journal import PromptsSupplied, RewardKept, VersionOffered
 from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused
 from polyrl.manager.sessions import TrainerSession
@@ -70,9 +70,21 @@ def _state(executor: Executor, frame: frames.Statement) -> None:
         case frames.StepDone():
             executor.tell(e.StepTrained(Step(frame.step)))
         case frames.Published():
-            executor.tell(e.VersionPublished(Version(frame.version)))
+            _published(executor, frame)
         case _:
             assert_never(frame)
+
+
+def _published(executor: Executor, frame: frames.Published) -> None:
+    trainer = executor.trainer
+    assert trainer is not None
+    if trainer.has_weights != bool(frame.digest):
+        raise Refused("digest", f"version {frame.version}: a digest is expected if, and only if, the run has weights")
+    if frame.digest:  # also when it is no news: a trainer that comes back serves from elsewhere
+        offer = VersionOffered(frame.version, frame.digest, frame.addresses)
+        executor.payload.offer(offer)
+        executor.journal.add_note(offer)
+    executor.tell(e.VersionPublished(Version(frame.version)))
 
 
 def _request_round(executor: Executor, step: Step) -> None:

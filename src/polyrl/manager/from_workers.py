@@ -21,6 +21,7 @@ from polyrl.wire import columns, frames
 log = logging.getLogger("polyrl.manager")
 
 _TELL_PROGRESS_EVERY_S = 2.0
+_DUTIES: dict[str, frames.Duty] = {"to_training": "training", "to_generating": "generating"}
 
 
 def said(executor: Executor, session: WorkerSession, link: Link, raw: bytes) -> None:
@@ -51,11 +52,13 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
         case frames.Hello():
             _hello(executor, session, frame)
         case frames.Installed():
-            _check_version(executor, frame.version)
+            _check_version(executor, session, frame)
             executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(frame.version)))
         case frames.InstallFailed():
             version = Version(frame.version)
             executor.tell(e.WeightsFailed(session.name, session.incarnation, version, frame.reason))
+        case frames.Turned():
+            executor.tell(e.DutyChanged(session.name, session.incarnation, frame.duty))
         case frames.Leaving():
             joining.drain(executor, session.name, frame.reason)
         case frames.Goodbye():
@@ -72,9 +75,13 @@ def _refuse(executor: Executor, session: WorkerSession, refused: Refused) -> Non
     executor.forget(session.name, f"refused: {refused}", in_anger=True)
 
 
-def _check_version(executor: Executor, version: int) -> None:
+def _check_version(executor: Executor, session: WorkerSession, installed: frames.Installed) -> None:
+    version = installed.version
     if executor.scheduler is None or version > executor.scheduler.desk.state.published:
         raise Refused("version", f"version {version} was never published")
+    digest = executor.payload.digest_of(version)
+    if installed.digest != digest and not session.facts.local:  # a local worker has the trainer's own
+        raise Refused("digest", f"version {version} is {digest or 'a number'}, not {installed.digest or 'a number'}")
 
 
 def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> None:
@@ -83,6 +90,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     if session.greeted:
         raise Refused("order", "a second Hello on one connection")
     session.greeted = executor.is_urgent = True
+    session.weight_addresses = hello.weight_addresses
     worker = executor.seat_of(session)
     if worker is None or executor.scheduler is None:
         session.say(frames.Welcome(()))
@@ -92,11 +100,15 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     ours = worker.leases
     held = tuple(frames.Held(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))
-    if worker.version < hello.version <= desk.state.published:  # as at a join, any other is as good as none
+    is_ours = hello.digest == executor.payload.digest_of(hello.version)
+    if is_ours and worker.version < hello.version <= desk.state.published:  # as at a join, others are as good as none
         executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(hello.version)))
     if worker.pulling != NO_VERSION:
         source = desk.seats.get(worker.source)
-        session.say(frames.Pull(worker.pulling, "" if source is None else source.name, worker.version))
+        name = "" if source is None else source.name
+        session.say(carrying.pull(executor, worker.pulling, name, worker.version))
+    if worker.duty == "to_training" or worker.duty == "to_generating":
+        session.say(frames.Turn(_DUTIES[worker.duty], "it was to turn"))
     known = frozenset(theirs)
     for lease in list(ours):
         sample = desk.leases[lease]

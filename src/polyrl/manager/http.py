@@ -182,9 +182,12 @@ class Front:
             if request.protocol.transport is not None:
                 self._watch(request.protocol, _KEEPALIVE_S + self._limits.request_timeout_s)
 
+    def _scope(self, request: web.Request) -> Scope | None:
+        return self._service.tokens.scope_of(token_of(request.headers.get("Authorization")))
+
     def _scoped(self, scope: Scope, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
-            has = self._service.tokens.scope_of(token_of(request.headers.get("Authorization")))
+            has = self._scope(request)
             if has is None:
                 raise _BadRequest(401, "token", "a valid token is needed: Authorization: Bearer TOKEN")
             if scope == "admin" and has != "admin":
@@ -217,6 +220,8 @@ class Front:
             raise _BadRequest(429, "join_rate", "too many joins from this address; try again in a second")
         wanted = await self._read(request, JoinRequest)
         _check_protocol(wanted.protocol)
+        if wanted.local and self._scope(request) != "admin":
+            raise _BadRequest(403, "scope", "only who has the admin token may join as the trainer's own worker")
         return reply(await self._service.ask(lambda executor: joining.join(executor, wanted)))
 
     async def _open_run(self, request: web.Request) -> web.Response:

@@ -44,6 +44,7 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
         heartbeat_interval_s=stream.heartbeat_interval_s,
         flush_interval_s=stream.flush_interval_s,
         flush_phase_s=_next_phase(executor) * stream.flush_interval_s,
+        weights_key=executor.weights_key,
     )
 
 
@@ -55,17 +56,20 @@ def _next_phase(executor: Executor) -> float:
 
 def _tell_joined(executor: Executor, session: WorkerSession) -> None:
     facts = session.facts
+    fetches = executor.trainer is not None and executor.trainer.has_weights  # what it started with is not ours
     executor.tell(
         e.WorkerJoined(
             session.name,
             session.incarnation,
             slots=facts.slots,
             spot=facts.spot,
+            local=facts.local,
             num_devices=facts.num_devices,
             price_usd_per_hour=facts.price_usd_per_hour,
             kv_tokens=facts.kv_tokens,
-            version=None if facts.version is None else Version(facts.version),
+            version=None if facts.version is None or fetches else Version(facts.version),
             starting_s=facts.starting_s,
+            relays=not fetches or facts.relays,
         )
     )
 
@@ -88,19 +92,21 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
         raise Refused("run", f"the run is open with another configuration: {differs}")
     if executor.trainer is not None and executor.trainer.link is not None:
         executor.trainer.link.close("another trainer opened the run")
-    executor.trainer = TrainerSession(secrets.token_hex(16), has_reward=request.has_reward)
-    executor.journal.add_note(RunOpened(executor.trainer.key, request.has_reward))
+    trainer = TrainerSession(secrets.token_hex(16), has_reward=request.has_reward, has_weights=request.has_weights)
+    executor.trainer = trainer
+    executor.journal.add_note(RunOpened(trainer.key, trainer.has_reward, trainer.has_weights))
     if fresh:
         for session in executor.workers.values():
             session.heard_at = session.told_at = executor.now()
             _tell_joined(executor, session)
     state = executor.scheduler.desk.state
     return RunReply(
-        session=executor.trainer.key,
+        session=trainer.key,
         fresh=fresh,
         published=state.published,
         last_requested=state.last_requested,
         open_steps=tuple(state.rounds),
+        weights_key=executor.weights_key,
     )
 
 

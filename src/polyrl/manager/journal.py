@@ -51,6 +51,15 @@ class SessionOpened(Note, frozen=True, tag="session"):
 class RunOpened(Note, frozen=True, tag="run"):
     key: str
     has_reward: bool
+    has_weights: bool = False
+
+
+class VersionOffered(Note, frozen=True, tag="offered"):
+    """Where a version's weights are, and what they must turn out to be."""
+
+    version: int
+    digest: str
+    addresses: tuple[str, ...]
 
 
 class Granted(Note, frozen=True, tag="granted"):
@@ -71,7 +80,7 @@ class RewardKept(Note, frozen=True, tag="reward"):
     value: float
 
 
-AnyNote = SessionOpened | RunOpened | Granted | PromptsSupplied | RewardKept
+AnyNote = SessionOpened | RunOpened | VersionOffered | Granted | PromptsSupplied | RewardKept
 _note_decoder = msgspec.msgpack.Decoder(AnyNote)
 _encode = msgspec.msgpack.Encoder().encode
 

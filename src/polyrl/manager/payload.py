@@ -7,12 +7,25 @@ from where. It is kept from its first lease until its step is over or its group 
 from collections.abc import Container
 from typing import Any
 
+from msgspec import structs
+
 from polyrl.ids import GroupId, SampleId, Step, group_of
-from polyrl.manager.journal import AnyNote, Granted, PromptsSupplied, RewardKept, RunOpened, SessionOpened
+from polyrl.manager.journal import (
+    AnyNote,
+    Granted,
+    PromptsSupplied,
+    RewardKept,
+    RunOpened,
+    SessionOpened,
+    VersionOffered,
+)
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import CELL_BYTES
 from polyrl.wire.frames import Ended, PromptText, SampleText, Segment, Tokens
+
+_OFFERS_KEPT = 64
+"""Versions whose digests are known: more than any staleness that is worth training on."""
 
 
 class Text:
@@ -49,8 +62,20 @@ class Payload:
     def __init__(self) -> None:
         self.prompts: dict[GroupId, PromptText] = {}
         self.texts: dict[SampleId, Text] = {}
+        self.offers: dict[int, VersionOffered] = {}
+        """The newest versions that came with weights."""
         self._groups: dict[Step, set[GroupId]] = {}
         self._samples: dict[GroupId, list[SampleId]] = {}
+
+    def offer(self, offer: VersionOffered) -> None:
+        self.offers[offer.version] = offer
+        for version in sorted(self.offers)[:-_OFFERS_KEPT]:
+            del self.offers[version]
+
+    def digest_of(self, version: int) -> str:
+        """Empty for a version that is only a number."""
+        offer = self.offers.get(version)
+        return "" if offer is None else offer.digest
 
     def expect(self, step: Step, group: GroupId) -> None:
         """A group belongs to a round: what is kept of it goes with the step."""
@@ -82,7 +107,10 @@ class Payload:
         """An answer that has ended, as the trainer is sent it. The cells are the text's own: they grow no more."""
         text = self.text(sample)
         cells: Any = text.cells  # written like bytes; a copy would be all answers of a round in memory twice
-        return SampleText(sample, cells, tuple(text.segments), text.finish, text.reward)
+        segments = text.segments
+        if self.offers:
+            segments = [structs.replace(one, digest=self.digest_of(one.version)) for one in segments]
+        return SampleText(sample, cells, tuple(segments), text.finish, text.reward)
 
     @property
     def num_bytes(self) -> int:
@@ -161,6 +189,8 @@ class PayloadReader:
                     self.payload.prompts[GroupId(prompt.group)] = prompt
             case RewardKept():
                 self.payload.text(SampleId(note.sample)).reward = note.value
+            case VersionOffered():
+                self.payload.offer(note)
             case SessionOpened() | RunOpened():
                 pass
 

@@ -27,7 +27,7 @@ def recover(executor: Executor) -> str:
             case SessionOpened():
                 _reopen(executor, item)
             case RunOpened():
-                executor.trainer = TrainerSession(item.key, has_reward=item.has_reward)
+                executor.trainer = TrainerSession(item.key, has_reward=item.has_reward, has_weights=item.has_weights)
             case _:
                 reader.note(item)
     executor.payload = reader.finish(found.scheduler)

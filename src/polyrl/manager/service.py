@@ -55,6 +55,7 @@ class Service:
         self._journal = RunJournal(run_dir, settings.journal)
         about = {"driver": "manager", "polyrl": __version__, "host": socket.gethostname()}
         self.executor = Executor(self._journal, settings, about, carry_out)
+        self.executor.weights_key = self.tokens.weights_key()
         self.recovered = recover(self.executor)
         self._inbox: deque[Callable[[], object]] = deque()
         self._answers: list[tuple[asyncio.Future[object], object]] = []

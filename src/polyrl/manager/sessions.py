@@ -27,6 +27,8 @@ class WorkerSession:
         self.link: Link | None = None
         self.greeted = False
         """It has said Hello on its present connection."""
+        self.weight_addresses: tuple[str, ...] = ()
+        """Where others may fetch weights from it, as it says on its present connection."""
         self.report: frames.Report | None = None
         self.heard_at = 0.0
         self.told_at = 0.0
@@ -85,9 +87,10 @@ def _order_bytes(order: frames.Order) -> int:
 
 
 class TrainerSession:
-    def __init__(self, key: str, *, has_reward: bool) -> None:
+    def __init__(self, key: str, *, has_reward: bool, has_weights: bool = False) -> None:
         self.key = key
         self.has_reward = has_reward
+        self.has_weights = has_weights
         self.link: Link | None = None
         self.greeted = False
         self.away_since: float | None = 0.0

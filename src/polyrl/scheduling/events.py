@@ -38,6 +38,8 @@ class WorkerJoined(EventStruct, frozen=True, tag=True):
     """The version it holds already, if any."""
     starting_s: Seconds = 0.0
     """How long its machine has been paid for already."""
+    relays: bool = True
+    """Others may fetch weights from it."""
 
 
 class WorkerReported(EventStruct, frozen=True, tag=True):

@@ -89,6 +89,7 @@ class Worker(Struct):
     num_pull_failures: int = 0
     bad_source: bool = False
     """A pull from it failed: others take their weights elsewhere."""
+    relays: bool = True
     num_failures: int = 0
     num_waiting: int = 0
     """Samples that its engine itself holds back."""

@@ -43,13 +43,14 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         version=NO_VERSION if unknown or event.version is None else event.version,
         last_tokens_at=now,
         plateau=max(1, event.slots),
+        relays=event.relays,
     )
     fleet.next_seat += 1
     fleet.add(worker, now)
     line = desk.state.ledger.worker_line(worker.name, _sane(event.price_usd_per_hour))
     line.num_joins += 1
     desk.state.ledger.pay(worker.name, "starting", _sane(event.starting_s))
-    desk.deadlines.set(("heartbeat", worker.seat), now + desk.config.fleet_rules.heartbeat_timeout_s)
+    desk.deadlines.set(("heartbeat", worker.seat), now + _heartbeat_timeout_s(desk, worker))
     if worker.local:
         worker.version = desk.state.published
         worker.duty = "to_generating"
@@ -66,11 +67,17 @@ def _sane(amount: float) -> float:
     return amount if 0.0 <= amount < math.inf else 0.0
 
 
+def _heartbeat_timeout_s(desk: Desk, worker: Worker) -> Seconds:
+    """A local worker shares a process with a trainer, which may be busy for as long as a change of duty may take."""
+    rules = desk.config.fleet_rules
+    return max(rules.heartbeat_timeout_s, rules.switch_timeout_s) if worker.local else rules.heartbeat_timeout_s
+
+
 def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:
     """Any news of a worker shows that it lives. Its deadline moves back, never forth: the heap is not told of it."""
     entries = desk.deadlines.entries
     wait = ("heartbeat", worker.seat)
-    due = now + desk.config.fleet_rules.heartbeat_timeout_s
+    due = now + _heartbeat_timeout_s(desk, worker)
     if due > entries[wait]:
         entries[wait] = due
 
@@ -78,8 +85,8 @@ def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:
 def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, now: Seconds) -> None:
     """We heard nothing for a while because we were away: move every deadline, and be patient with heartbeats."""
     desk.deadlines.postpone(max(0.0, away_s))
-    for seat in desk.seats:
-        desk.deadlines.set(("heartbeat", seat), now + desk.config.fleet_rules.heartbeat_timeout_s + max(0.0, grace_s))
+    for seat, worker in desk.seats.items():
+        desk.deadlines.set(("heartbeat", seat), now + _heartbeat_timeout_s(desk, worker) + max(0.0, grace_s))
 
 
 def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:

@@ -55,14 +55,14 @@ def plan_pulls(
             if source is None:
                 break
             pulls.append(Pull(worker.seat, source, "from a peer that has it or is getting it"))
-        if config.relay and not worker.bad_source:
+        if config.relay and worker.relays and not worker.bad_source:
             heapq.heappush(servers, (uploads.get(worker.seat, 0), worker.seat))
     return pulls
 
 
 def _can_serve(worker: Worker, newest: Version) -> bool:
     has_it = newest in (worker.version, worker.pulling)
-    return has_it and worker.state != "draining" and not worker.local and not worker.bad_source
+    return has_it and worker.relays and worker.state != "draining" and not worker.local and not worker.bad_source
 
 
 def _is_fed(seat: int, feeds: dict[int, int], holders: frozenset[int]) -> bool:

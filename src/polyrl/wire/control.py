@@ -28,6 +28,10 @@ class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     kv_tokens: Annotated[int, Meta(ge=0, le=1 << 50)] = 0
     version: Annotated[int, Meta(ge=0, le=1 << 50)] | None = None
     starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    local: bool = False
+    """It shares the trainer's devices and weights. Only who has the admin token may say so."""
+    relays: bool = False
+    """Others may fetch weights from it."""
 
 
 class JoinReply(Struct, frozen=True, kw_only=True):
@@ -38,6 +42,8 @@ class JoinReply(Struct, frozen=True, kw_only=True):
     flush_interval_s: float
     flush_phase_s: float
     """Send when the wall clock is at a multiple of the interval and this much more: in company, frames cost less."""
+    weights_key: str = ""
+    """Hexadecimal: with it, those of one run know each other where weights are fetched."""
 
 
 class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +54,8 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whole numbers in it have at most 64 bits, as in the journal."""
     has_reward: bool = False
     """It scores samples; otherwise each counts as scored, with reward 0, when it is generated."""
+    has_weights: bool = False
+    """Versions come with weights: no worker may write before it has fetched them."""
 
     def __post_init__(self) -> None:
         try:
@@ -65,6 +73,7 @@ class RunReply(Struct, frozen=True, kw_only=True):
     last_requested: int
     """The newest step whose round was requested; -1 is none."""
     open_steps: tuple[int, ...]
+    weights_key: str = ""
 
 
 class DrainRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,6 +35,10 @@ class Tokens:
         is_worker = hmac.compare_digest(given, self._worker)
         return "admin" if is_admin else "worker" if is_worker else None
 
+    def weights_key(self) -> str:
+        """Of the run, and the same after a restart of the manager. It tells nothing about the tokens."""
+        return hmac.new(self._worker, b"polyrl weights", "sha256").hexdigest()
+
 
 def ensure_tokens(run_dir: Path) -> Tokens:
     """The run's tokens; made, readable by their owner alone, if they are not there."""

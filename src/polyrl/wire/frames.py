@@ -1,7 +1,7 @@
 """Everything that travels over a WebSocket: closed unions of frames, msgpack arrays with a tag.
 
-    worker  -> manager    Hello first; then Tokens, Report, Installed, InstallFailed, Leaving, Goodbye
-    manager -> worker     Welcome first; then Generate, Stop, Ack, Pull, Release
+    worker  -> manager    Hello first; then Tokens, Report, Installed, InstallFailed, Turned, Leaving, Goodbye
+    manager -> worker     Welcome first; then Generate, Stop, Ack, Pull, Turn, Release
     trainer -> manager    TrainerHello first; then statements, each numbered: RequestRound, SupplyPrompts, Scored, ...
     manager -> trainer    Opened, ScoreThese, Delivered, Closed, ... ; Ack
 
@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.scheduling.ledger import StepLine
+from polyrl.wire.imposed import ImposedLengths
 
 PROTOCOL = 1
 MAX_WORKER_FRAME_BYTES = 16 << 20
@@ -31,6 +32,9 @@ Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
 """Four bytes in a column of versions."""
 Text = Annotated[str, Meta(max_length=2000)]
+Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
+Duty = Literal["generating", "training"]
+Addresses = Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)]
 
 
 class Frame(Struct, frozen=True, array_like=True, gc=False):
@@ -52,6 +56,8 @@ class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Beside the model's own end of text."""
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    imposed: ImposedLengths | None = None
+    """Answers of these lengths, whatever the model would say. The worker sees to it."""
 
 
 # Worker to manager
@@ -66,6 +72,10 @@ class Hello(Frame, frozen=True, tag="hello"):
     """Those it holds: running, or ended and not acknowledged."""
     draining: Text = ""
     """Why it wants to go, if it does."""
+    digest: Digest = ""
+    """Of the version that it runs, if it was fetched."""
+    weight_addresses: Addresses = ()
+    """Where others may fetch weights from it."""
 
 
 class Ended(Struct, frozen=True, array_like=True, gc=False):
@@ -100,6 +110,7 @@ class Report(Frame, frozen=True, tag="report"):
 
 class Installed(Frame, frozen=True, tag="installed"):
     version: VersionNumber
+    digest: Digest = ""
 
 
 class InstallFailed(Frame, frozen=True, tag="install_failed"):
@@ -117,7 +128,13 @@ class Goodbye(Frame, frozen=True, tag="goodbye"):
     reason: Text
 
 
-FromWorker = Hello | Tokens | Report | Installed | InstallFailed | Leaving | Goodbye
+class Turned(Frame, frozen=True, tag="turned"):
+    """A local worker's devices do this now."""
+
+    duty: Duty
+
+
+FromWorker = Hello | Tokens | Report | Installed | InstallFailed | Turned | Leaving | Goodbye
 
 
 # Manager to worker
@@ -173,6 +190,17 @@ class Pull(Frame, frozen=True, tag="pull"):
     """The name of a peer; empty for the trainer."""
     held: int
     """What the worker holds now; -1 is nothing."""
+    digest: str = ""
+    """What it must turn out to be; empty where versions are only numbers."""
+    addresses: tuple[str, ...] = ()
+    """Where it can be fetched."""
+
+
+class Turn(Frame, frozen=True, tag="turn"):
+    """To a local worker: its devices are to do this. Answered by Turned, also when they do already."""
+
+    duty: Duty
+    why: str
 
 
 class Release(Frame, frozen=True, tag="release"):
@@ -184,7 +212,7 @@ class Release(Frame, frozen=True, tag="release"):
     """It was refused, or its name was taken: something is wrong with it."""
 
 
-ToWorker = Welcome | Generate | Stop | Ack | Pull | Release
+ToWorker = Welcome | Generate | Stop | Ack | Pull | Turn | Release
 
 
 # Trainer to manager
@@ -245,6 +273,8 @@ class StepDone(Frame, frozen=True, tag="step_done"):
 class Published(Frame, frozen=True, tag="published"):
     seq: Natural
     version: VersionNumber
+    digest: Digest = ""
+    addresses: Addresses = ()
 
 
 Statement = RequestRound | SupplyPrompts | Scored | Took | Rejected | MicroBatchDone | StepDone | Published
@@ -277,6 +307,8 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     from_token: int
     version: int
     worker: str
+    digest: str = ""
+    """Of the version; empty where versions are only numbers."""
 
 
 class SampleText(Struct, frozen=True, array_like=True, gc=False):

@@ -5,6 +5,9 @@
                      |        +------ the connection broke --+        leases go on meanwhile
                      +--------------- we were given up ------+        leases are over
 
+A local worker shares the trainer's devices: told to turn, it gives them over, or takes them back. It fetches no
+weights; whoever changes those that it shares says so to its engine.
+
 Rules kept here: nothing inbound is needed. The engine goes on while the connection is broken; what it makes is kept and
 sent by offset afterwards. A signal means: hand everything over at its current token, then leave, within a deadline.
 """
@@ -13,18 +16,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
+from msgspec import structs
 
 from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job, Weights
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version
+from polyrl.weights.settings import TransferError
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
+from polyrl.wire.imposed import length_of
 from polyrl.worker.streams import LeaseBook
+
+if TYPE_CHECKING:
+    from polyrl.weights.peer import WeightPeer
 
 log = logging.getLogger("polyrl.worker")
 
@@ -41,6 +50,18 @@ class WorkerOptions(NamedTuple):
     """After a signal, everything is handed over within this time, or we leave without."""
     give_up_after_s: float = 600.0
     """A manager that cannot be reached for this long is given up."""
+    pull_deadline_s: float = 840.0
+    """A version that has not come by then has failed."""
+    relays: bool = True
+    """Others may fetch weights from here."""
+    is_local: bool = False
+    """It shares the trainer's devices and weights."""
+
+
+PeerOf = Callable[[bytes], "WeightPeer"]
+"""From the run's key to a peer that fetches, holds and relays weights."""
+TurnTo = Callable[[frames.Duty], Awaitable[None]]
+"""Gives a local worker's devices over to training, or takes them back."""
 
 
 class Left(Exception):
@@ -52,12 +73,32 @@ class Left(Exception):
 
 
 class WorkerAgent:
-    """One worker. `run` lives its life; `drain` may be called from a signal handler."""
+    """One worker. `run` lives its life; `drain` may be called from a signal handler.
 
-    def __init__(self, engine: Engine, dialer: Dialer, options: WorkerOptions) -> None:
+    Without `peer_of` versions are only numbers. A local worker has `turn_to`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        dialer: Dialer,
+        options: WorkerOptions,
+        *,
+        peer_of: PeerOf | None = None,
+        turn_to: TurnTo | None = None,
+    ) -> None:
         self._engine = engine
         self._dialer = dialer
         self._options = options
+        self._peer_of, self._turn_to = peer_of, turn_to
+        self._peer: WeightPeer | None = None
+        self._turning: asyncio.Task[None] | None = None
+        self._duty: frames.Duty | None = None
+        """The last that it was told to do."""
+        self._digests: dict[Version, str] = {}
+        """Of the versions that were fetched last."""
+        self._imposed: dict[LeaseId, int] = {}
+        """Leases whose answers end where they are told to."""
         self._book = LeaseBook()
         self._info: EngineInfo | None = None
         self._version: Version | None = None
@@ -85,6 +126,8 @@ class WorkerAgent:
     def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
         if reason in ("engine_failed", "refused"):
             log.warning("lease %d: %s: %s", lease, reason, detail)
+        if self._imposed.pop(lease, None) is not None and reason == "length":
+            reason = "stop"  # where it was told to stop
         self._book.end(lease, reason, detail)
 
     # Life
@@ -113,9 +156,12 @@ class WorkerAgent:
         except EngineError as error:
             return Left(str(error), ok=False)
         finally:
-            if self._pull is not None:
-                self._pull.cancel()
+            for task in (self._pull, self._turning):
+                if task is not None:
+                    task.cancel()
             await self._engine.close()
+            if self._peer is not None:
+                await asyncio.to_thread(self._peer.close)
 
     def drain(self, reason: str) -> None:
         """Hand everything over and leave; a second time: leave now."""
@@ -174,8 +220,12 @@ class WorkerAgent:
             kv_tokens=self._info.kv_tokens,
             version=self._version,
             starting_s=min(1e6, time.monotonic() - self._began_at),
+            relays=self._peer_of is not None and self._options.relays,
+            local=self._options.is_local,
         )
         self._session = await self._dialer.post("/v1/join", request, JoinReply)
+        if self._peer is None and self._peer_of is not None:
+            self._peer = await asyncio.to_thread(self._peer_of, bytes.fromhex(self._session.weights_key))
         self._began_at = time.monotonic()
         log.info("joined %s as %s", self._dialer.url, self._options.name)
 
@@ -183,7 +233,7 @@ class WorkerAgent:
         """We were given up: whatever we held is somebody else's now."""
         self._session = None
         for lease in self._book.clear():
-            await self._engine.abort(lease)
+            await self._abort(lease)
 
     # A connection
 
@@ -193,7 +243,9 @@ class WorkerAgent:
         self._welcomed = False
         self._announced = self._version
         version = -1 if self._version is None else self._version
-        await self._send(frames.Hello(version, self._book.hello(), self._draining))
+        digest = "" if self._version is None else self._digests.get(self._version, "")
+        relayed = self._peer.addresses if self._peer is not None and self._options.relays else ()
+        await self._send(frames.Hello(version, self._book.hello(), self._draining, digest, relayed))
         regular = (self._receive(), self._flush_often(), self._report_often(), self._expect_welcome())
         tasks = [asyncio.create_task(one) for one in regular]
         try:
@@ -243,14 +295,16 @@ class WorkerAgent:
             case frames.Stop():
                 for lease in map(LeaseId, frame.aborts):
                     if self._book.drop(lease):
-                        await self._engine.abort(lease)
+                        await self._abort(lease)
                 for lease in map(LeaseId, frame.hand_overs):
                     await self._hand_over(lease)
             case frames.Pull():
-                self._start_install(Version(frame.version))
+                self._start_install(frame)
+            case frames.Turn():
+                self._start_turn(frame.duty)
             case frames.Welcome():
                 for lease in self._book.welcome(frame.held):
-                    await self._engine.abort(lease)
+                    await self._abort(lease)
                 self._welcomed = True
             case frames.Release():
                 await self._released(frame)
@@ -262,32 +316,72 @@ class WorkerAgent:
         so_far = columns.unpack_tokens(order.so_far)
         self._book.open(lease, len(so_far))
         prompt = columns.unpack_tokens(order.prompt)
-        self._engine.generate(
-            Job(lease, SampleId(order.sample), prompt, so_far, order.max_tokens, order.seed, order.sampling)
-        )
+        max_tokens, sampling = order.max_tokens, order.sampling
+        if sampling.imposed is not None:
+            wanted = length_of(SampleId(order.sample), sampling.imposed, max_tokens)
+            if wanted <= len(so_far):  # its end was made already, and not heard of
+                self._book.end(lease, "stop")
+                return
+            if wanted < max_tokens:
+                self._imposed[lease] = max_tokens = wanted
+            sampling = structs.replace(sampling, ignore_eos=True, stop=(), stop_ids=(), imposed=None)
+        self._engine.generate(Job(lease, SampleId(order.sample), prompt, so_far, max_tokens, order.seed, sampling))
+
+    async def _abort(self, lease: LeaseId) -> None:
+        await self._engine.abort(lease)
+        self._imposed.pop(lease, None)
 
     async def _hand_over(self, lease: LeaseId) -> None:
-        await self._engine.abort(lease)
+        await self._abort(lease)
         self._book.end(lease, "handed_over")
 
-    def _start_install(self, version: Version) -> None:
+    def _start_turn(self, duty: frames.Duty) -> None:
+        """A turn that is under way is ended first; asked again, as after a break, the answer is given again."""
+        before = self._turning
+        self._duty = duty
+        self._turning = asyncio.create_task(self._turn(duty, before))
+
+    async def _turn(self, duty: frames.Duty, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait((before,))
+        if self._turn_to is not None and duty == self._duty:
+            await self._turn_to(duty)
+            await self._send(frames.Turned(duty))
+
+    def _start_install(self, pull: frames.Pull) -> None:
         """Replace what is under way, unless it is the same: after a break we are asked again."""
+        version = Version(pull.version)
         if self._pull is not None and not self._pull.done():
             if self._installing == version:
                 return
             self._pull.cancel()
         self._installing = version
-        self._pull = asyncio.create_task(self._install(version))
+        self._pull = asyncio.create_task(self._install(version, pull))
 
-    async def _install(self, version: Version) -> None:
+    async def _install(self, version: Version, pull: frames.Pull) -> None:
         try:
-            await self._engine.install(Weights(version))
-        except EngineError as error:
+            await self._engine.install(await self._fetch(version, pull))
+        except (EngineError, TransferError) as error:
             log.warning("version %d could not be installed: %s", version, error)
             await self._send(frames.InstallFailed(version, str(error)[:2000]))
         else:  # said even of what it ran already: who asked waits for it
             self._version = self._announced = version
-            await self._send(frames.Installed(version))
+            await self._send(frames.Installed(version, pull.digest))
+
+    async def _fetch(self, version: Version, pull: frames.Pull) -> Weights:
+        """The version's weights in this machine's memory, verified; nothing where versions are only numbers."""
+        if not pull.digest:
+            return Weights(version)
+        if self._peer is None:
+            raise EngineError("this worker was started without a way to fetch weights")
+        self._digests = {one: digest for one, digest in self._digests.items() if one == self._version}
+        self._digests[version] = pull.digest
+        began = time.monotonic()
+        copy = await asyncio.to_thread(
+            self._peer.pull, version, pull.digest, pull.addresses, self._options.pull_deadline_s
+        )
+        log.info("version %d from %s in %.2f s", version, pull.source or "the trainer", time.monotonic() - began)
+        return Weights(version, copy=copy)
 
     async def _released(self, frame: frames.Release) -> None:
         if frame.rejoin and not self._draining:
@@ -321,7 +415,7 @@ class WorkerAgent:
         """A version is known to the manager before any token of it is."""
         if self._version is not None and self._version != self._announced:
             self._announced = self._version
-            await self._send(frames.Installed(self._version))
+            await self._send(frames.Installed(self._version, self._digests.get(self._version, "")))
 
     async def _report_often(self) -> None:
         assert self._session is not None

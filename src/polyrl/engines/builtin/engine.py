@@ -31,6 +31,8 @@ log = logging.getLogger("polyrl.engines.builtin")
 
 MAX_BURST = 16
 """Steps on a GPU without a look at what they brought."""
+_INVARIANT_CHUNK = 512
+"""Every chunk of a prompt is made up to this many rows, when results must not depend on the batch."""
 _SEED_BITS = (1 << 63) - 1
 _STOP_TAIL_TOKENS = 32
 """A stop string is looked for in the text of this many last tokens."""
@@ -89,7 +91,7 @@ class BuiltinEngine:
         self._runner: Runner | CudaRunner | None = None
         self._cuda: CudaRunner | None = None
         self._cache = KvCache(config.kv_tokens // config.block_tokens, config.block_tokens)
-        self._batch = Batching(self._cache, config.slots, config.chunk_tokens)
+        self._batch = Batching(self._cache, config.slots, self._chunk_tokens)
         self._version = None if config.version is None else Version(config.version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
         self._sink: Sink | None = None
@@ -103,6 +105,11 @@ class BuiltinEngine:
         self._tokenizer: Any = None
         self._trouble: str | None = None
         self._is_closed = False
+
+    @property
+    def _chunk_tokens(self) -> int:
+        most = _INVARIANT_CHUNK if self._config.batch_invariant else self._config.chunk_tokens
+        return min(self._config.chunk_tokens, most)
 
     # Life
 
@@ -151,7 +158,7 @@ class BuiltinEngine:
             config.slots,
             self._max_context,
             compile_layers=config.compile,
-            invariant_tokens=config.chunk_tokens if config.batch_invariant else 0,
+            invariant_tokens=self._chunk_tokens if config.batch_invariant else 0,
         )
 
     async def close(self) -> None:

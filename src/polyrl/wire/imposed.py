@@ -1,0 +1,54 @@
+"""Answers of drawn lengths instead of the model's own, so that any model shows a realistic tail. Pure.
+
+The length of a sample is a function of its id alone: a moved sample keeps its length. Samples of a group are alike, by
+a Gaussian copula: part of the draw is the group's.
+"""
+
+from itertools import pairwise
+from statistics import NormalDist
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from polyrl.ids import SampleId, group_of
+from polyrl.scheduling.order import mix64
+
+_NORMAL = NormalDist()
+_GROUPS, _SAMPLES = 0x1E46, 0x5A3B
+"""Two streams of draws."""
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Tokens = Annotated[float, Meta(gt=0, le=1e9)]
+
+
+class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Lognormal, unless there are quantiles."""
+
+    median: Tokens = 650.0
+    sigma: Annotated[float, Meta(ge=0, le=10)] = 0.9
+    quantiles: tuple[tuple[Share, Tokens], ...] = ()
+    """[probability, tokens], both rising; below the first and above the last, those."""
+    correlation: Share = 0.2
+
+
+def length_of(sample: SampleId, imposed: ImposedLengths, cap: int) -> int:
+    """How many tokens the sample's answer has."""
+    rho = imposed.correlation
+    z = rho**0.5 * _draw(_GROUPS, group_of(sample)) + (1.0 - rho) ** 0.5 * _draw(_SAMPLES, sample)
+    if not imposed.quantiles:
+        wanted = imposed.median * 2.718281828459045 ** (imposed.sigma * z)
+    else:
+        wanted = _between(imposed.quantiles, _NORMAL.cdf(z))
+    return max(1, min(cap, round(wanted)))
+
+
+def _draw(stream: int, number: int) -> float:
+    """A standard normal number."""
+    return _NORMAL.inv_cdf(((mix64(stream, number) >> 11) + 0.5) / (1 << 53))
+
+
+def _between(quantiles: tuple[tuple[float, float], ...], share: float) -> float:
+    for (low, few), (high, many) in pairwise(quantiles):
+        if share <= high:
+            return few if share <= low else few * (many / few) ** ((share - low) / (high - low))
+    return quantiles[-1][1]
