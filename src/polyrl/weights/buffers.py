@@ -1,0 +1,56 @@
+"""Shared memory without a name: it cannot be left behind, also not by a process that is killed.
+
+Page faults decide how fast bytes move, so a buffer is filled with pages when it is made and then kept. It is sealed:
+its owner writes through the mapping made here; nobody else can, also not who was handed the descriptor.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+from polyrl.errors import UserError
+
+_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
+_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1; Python names it from 3.13 on."""
+
+
+class Buffer:
+    """So many bytes in memory, as a view to write to and as a file to send from."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.num_users = 0
+        """Who reads it outside of any store. While there are any, it is neither closed nor written to."""
+        size = max(num_bytes, mmap.PAGESIZE)
+        self.fd = os.memfd_create("polyrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, size)
+            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+        except OSError as error:
+            self._close_file()
+            raise UserError(f"no memory for {num_bytes} bytes of weights: {error.strerror}") from error
+        with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        self.view = memoryview(self._map)[:num_bytes]
+
+    def close(self) -> None:
+        """Give the memory back. One that still has users goes with the last of their views."""
+        if self.num_users or self.fd < 0:
+            return
+        self._close_file()
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+    def _close_file(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            self._close_file()

@@ -1,0 +1,185 @@
+"""One connection, plain or TLS, on which every wait has a deadline: whoever is late is cut.
+
+Sockets block, and a `Watch` shuts down those whose deadline has passed: that wakes a thread wherever it hangs, also in
+the middle of `sendfile`. A peer that gives or takes a megabyte now and then goes on; one that trickles does not.
+"""
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+PIECE_BYTES = 1 << 20
+"""Progress by so much moves a deadline."""
+_LOOPBACK_CONGESTION = "reno"
+
+
+class Cut(OSError):
+    """The connection was shut down on purpose, or by the other side. The message says why."""
+
+
+class Channel:
+    """A connected socket with a deadline. One thread uses it; any may cut it."""
+
+    def __init__(self, sock: socket.socket, stall_s: float) -> None:
+        self._socket = sock
+        self.stall_s = stall_s
+        self._why = ""
+        self._ended = False
+        self._guard = threading.Lock()
+        self.deadline = time.monotonic() + stall_s
+
+    def extend(self, seconds: float | None = None) -> None:
+        """The next thing is due in so long."""
+        self.deadline = time.monotonic() + (self.stall_s if seconds is None else seconds)
+
+    @property
+    def is_plain(self) -> bool:
+        return not isinstance(self._socket, ssl.SSLSocket)
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._socket.family == socket.AF_UNIX
+
+    def take_files(self, num_bytes: int) -> tuple[bytes, list[int]]:
+        """Some bytes, and the descriptors that came with them."""
+        with self._failures("receiving"):
+            data, fds, _, _ = socket.recv_fds(self._socket, num_bytes, 1)
+        return data, fds
+
+    def pass_file(self, data: bytes, fd: int) -> None:
+        with self._failures("sending"):
+            socket.send_fds(self._socket, [data], [fd])
+
+    def tune(self, congestion: str) -> None:
+        """No delay for small frames; on loopback a congestion control that does not pace."""
+        with self._failures("a fresh connection"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not congestion and is_loopback(self._socket.getpeername()[0]):
+                congestion = _LOOPBACK_CONGESTION
+        if congestion:
+            with contextlib.suppress(OSError):  # a name that this system does not have or allow: keep its own choice
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+
+    def encrypt(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
+        """TLS from here on. `wrap` leaves the handshake to us, which puts it under the deadline too."""
+        with self._failures("TLS"):
+            with self._guard:
+                secure = self._socket = wrap(self._socket)
+            if self._why:
+                raise Cut(self._why)
+            secure.do_handshake()
+
+    def send(self, data: bytes | memoryview, *, more: bool = False) -> None:
+        with self._failures("sending"):
+            if more and self.is_plain:
+                self._socket.sendall(data, socket.MSG_MORE)
+            else:
+                self._socket.sendall(data)
+
+    def send_file(self, fd: int, start: int, num_bytes: int) -> None:
+        """Without the bytes passing through this process. They must stay as they are until the other side has them."""
+        end, out = start + num_bytes, self._socket.fileno()
+        with self._failures("sending"):
+            while start < end:
+                start += self._sent(os.sendfile(out, fd, start, min(PIECE_BYTES, end - start)))
+                self.extend()
+
+    def receive(self, most: int) -> bytes:
+        """Some bytes, at least one."""
+        with self._failures("receiving"):
+            data = self._socket.recv(most)
+        if not data:
+            raise Cut(self._why or "closed by the other side")
+        return data
+
+    def receive_into(self, view: memoryview) -> None:
+        """All of it."""
+        flags = socket.MSG_WAITALL if self.is_plain else 0
+        done, num_bytes = 0, len(view)
+        with self._failures("receiving"):
+            while done < num_bytes:
+                piece = view[done : done + PIECE_BYTES]
+                done += self._sent(self._socket.recv_into(piece, len(piece), flags))
+                self.extend()
+
+    def receive_exactly(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self.receive_into(memoryview(data))
+        return data
+
+    def cut(self, why: str) -> None:
+        """From any thread: whatever is under way fails, with this reason. Nothing is cut twice."""
+        with self._guard:
+            if self._ended or self._why:
+                return
+            self._why = why
+            with contextlib.suppress(OSError):  # the other side may have been faster
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """By the thread that uses it."""
+        with self._guard:
+            self._ended = True
+            with contextlib.suppress(OSError):
+                self._socket.close()
+
+    def _sent(self, num_bytes: int) -> int:
+        if num_bytes == 0:
+            raise Cut(self._why or "closed by the other side")
+        return num_bytes
+
+    @contextlib.contextmanager
+    def _failures(self, doing: str):  # noqa: ANN202
+        try:
+            yield
+        except Cut:
+            raise
+        except OSError as error:
+            raise Cut(self._why or f"{doing}: {error.strerror or error}") from error
+
+
+class Watch:
+    """Cuts the channels whose deadline has passed. One thread looks after all of them."""
+
+    def __init__(self, name: str) -> None:
+        self._channels: list[Channel] = []
+        self._guard = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, channel: Channel) -> None:
+        with self._guard:
+            self._channels.append(channel)
+            stopped = self._stop.is_set()
+        if stopped:
+            channel.cut("closing")
+
+    def remove(self, channel: Channel) -> None:
+        with self._guard, contextlib.suppress(ValueError):
+            self._channels.remove(channel)
+
+    def close(self) -> None:
+        """Cut all."""
+        with self._guard:
+            self._stop.set()
+            channels = list(self._channels)
+        for channel in channels:
+            channel.cut("closing")
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.1):
+            now = time.monotonic()
+            with self._guard:
+                late = [channel for channel in self._channels if channel.deadline < now]
+            for channel in late:
+                channel.cut(f"nothing moved for {channel.stall_s:g} s")
+
+
+def is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"

@@ -1,0 +1,362 @@
+"""Fetching one blob from several sources at once: who gives which chunk, and what happens when one dies or lies.
+
+The rule. Each stream takes the chunk that its source has and the fewest neighbours have, from a place that differs from
+one puller to the next; from the trainer only what no neighbour has, unless the neighbours have given nothing for a
+while. With one source that is a chain: chunks come as the source gets them. With the trainer and all neighbours it is a
+swarm: each chunk leaves the trainer about once.
+
+A chunk is verified in the thread that received it, while it is hot, and only then marked: from there on it is relayed
+and never written again. A stream that breaks gives its chunks back and is dialled again; a source that keeps breaking
+is dead. A wrong chunk makes its source bad, unless the source says that the blob is gone: then it was overwritten
+under way (`store`). Fetching goes on while one source is alive.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from polyrl.weights.protocol import Code, ProtocolError, Refused
+from polyrl.weights.receiver import Dialer, HostStream, Link, RemoteStream
+from polyrl.weights.settings import TransferError
+from polyrl.weights.store import Blob, Store
+
+NUM_AHEAD = 4
+"""Requests of a stream that are under way at once."""
+REQUEST_BYTES = 4 << 20
+PATIENCE_S = 1.0
+"""The trainer is asked for what neighbours have after they have given nothing for so long."""
+APPEAR_S = 20.0
+"""How long sources may have nothing for us before we give up."""
+_MAX_FAILURES = 4
+_HAVE_WAIT_S = 2.0
+_HAVE_PAUSE_S = 0.01
+_PROGRESS_EVERY_S = 0.1
+
+OnProgress = Callable[[int, int], None]
+"""Is told the bytes that are verified, and all."""
+
+
+class WrongChunk(Exception):
+    """A source gave bytes that are not those of their digest."""
+
+
+class Source:
+    """One process that may have chunks of the blob, reached at one address."""
+
+    def __init__(self, address: str, node: bytes, *, origin: bool, complete: bool) -> None:
+        self.address, self.node, self.origin, self.is_complete = address, node, origin, complete
+        self.have = np.zeros(0, np.bool_)
+        self.is_followed = not complete
+        """Whether it still gets chunks, and is asked which."""
+        self.failure = ""
+        """Why it is not asked any more."""
+        self.is_bad = False
+        self.num_failures = 0
+        self.num_chunks_given = 0
+
+
+class Fetch:
+    """One blob, once. The caller's thread coordinates; every stream has a thread of its own."""
+
+    def __init__(
+        self, blob: Blob, store: Store, sources: list[Source], dialer: Dialer, place: float, stop: threading.Event
+    ) -> None:
+        """`place`, from 0 to 1, is where in the blob this puller begins."""
+        self._blob, self._store, self._dialer, self._stop = blob, store, dialer, stop
+        num_chunks = blob.table.num_chunks
+        self._sources = sources
+        for source in sources:
+            source.have = np.full(num_chunks, source.is_complete, np.bool_)
+        self._open = ~blob.right
+        self._holders = np.zeros(num_chunks, np.int16)
+        self._first = int(place * num_chunks)
+        self._run_chunks = max(1, REQUEST_BYTES // blob.table.chunk_bytes)
+        self._changed = threading.Condition()
+        self._over = False
+        self._helped_at = self._moved_at = time.monotonic()
+        self._threads: list[threading.Thread] = []
+        self._links: dict[Link, Source] = {}
+        self._count_holders()
+
+    def run(self, deadline: float, on_progress: OnProgress | None = None) -> None:
+        """Returns when every chunk is verified. Raises TransferError."""
+        if self._blob.complete:
+            return
+        num_streams = max(1, self._dialer.settings.streams // len(self._sources))
+        try:
+            for source in self._sources:
+                if source.is_followed:
+                    self._start(self._follow, source, "weights-follow")
+                for _ in range(num_streams):
+                    self._start(self._stream, source, "weights-stream")
+            self._wait(deadline, on_progress)
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            for source in self._sources:
+                self._cut(source, "the fetch is over")
+            for thread in self._threads:
+                thread.join()
+
+    def _start(self, target: Callable[[Source], None], source: Source, name: str) -> None:
+        thread = threading.Thread(target=target, args=(source,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _wait(self, deadline: float, on_progress: OnProgress | None) -> None:
+        table = self._blob.table
+        while True:
+            with self._changed:
+                if not self._blob.complete:
+                    self._changed.wait(_PROGRESS_EVERY_S)
+                alive = [source for source in self._sources if not source.failure]
+                is_done, num_right = self._blob.complete, self._blob.num_right
+                quiet_s = time.monotonic() - self._moved_at
+            if on_progress is not None:
+                on_progress(min(table.num_bytes, num_right * table.chunk_bytes), table.num_bytes)
+            if is_done:
+                return
+            if not alive:
+                raise self._failed("no source is left")
+            if self._stop.is_set():
+                raise self._failed("closing")
+            if time.monotonic() > deadline:
+                raise self._failed("the deadline has passed")
+            if quiet_s > max(APPEAR_S, 2 * self._dialer.settings.stall_s):
+                raise self._failed(f"no chunk came for {quiet_s:.0f} s")
+
+    def _failed(self, what: str) -> TransferError:
+        bad = tuple(source.address for source in self._sources if source.is_bad)
+        said = [f"{source.address}: {source.failure}" for source in self._sources if source.failure]
+        num = f"{self._blob.num_right} of {self._blob.table.num_chunks} chunks arrived"
+        return TransferError("; ".join([what, num, *said]), source_is_bad=bool(bad), bad_addresses=bad)
+
+    # What a source has.
+
+    def _follow(self, source: Source) -> None:
+        """Learn which chunks a source has, until it has all."""
+        known = -1
+        while self._goes_on(source):
+            link: Link | None = None
+            try:
+                link = self._reach(source)
+                while self._goes_on(source):
+                    found = link.have(self._blob.name, len(self._open), known, _HAVE_WAIT_S)
+                    known = int(found.sum())
+                    self._learn(source, found)
+                    if known == len(self._open):
+                        source.is_followed = False
+                        return
+                    self._pause(_HAVE_PAUSE_S)
+            except Refused as no:
+                self._learn(source, np.zeros(len(self._open), np.bool_))
+                known = -1
+                self._pause(0.05 if no.code is Code.GONE else 0.5)
+            except (OSError, ProtocolError) as error:
+                self._stumble(source, error)
+            finally:
+                if link is not None:
+                    self._leave(link)
+
+    def _learn(self, source: Source, have: np.ndarray) -> None:
+        with self._changed:
+            source.have = have
+            source.is_complete = bool(have.all())
+            self._count_holders()
+            self._changed.notify_all()
+
+    def _count_holders(self) -> None:
+        neighbours = [source.have for source in self._sources if not source.origin and not source.failure]
+        self._holders = np.zeros(len(self._open), np.int16)
+        for have in neighbours:
+            self._holders += have
+
+    # Streams.
+
+    def _stream(self, source: Source) -> None:
+        while self._goes_on(source):
+            if not self._wait_for_chunks(source):
+                continue
+            link: Link | None = None
+            try:
+                link = self._reach_on_host(source) or self._reach(source)
+                self._drain(source, link)
+            except WrongChunk as error:
+                self._suspect(source, error)
+            except Refused as no:
+                self._was_refused(source, no)
+            except (OSError, ProtocolError) as error:
+                self._stumble(source, error)
+            finally:
+                if link is not None:
+                    self._leave(link)
+
+    def _wait_for_chunks(self, source: Source) -> bool:
+        with self._changed:
+            if not (self._open & source.have).any():
+                self._changed.wait(_PROGRESS_EVERY_S)
+            return bool((self._open & source.have).any())
+
+    def _reach(self, source: Source) -> Link:
+        link = self._dialer.dial(source.address)
+        if link.node != source.node:
+            link.close()
+            raise ConnectionError("another process answers at this address now")
+        return self._enter(source, link)
+
+    def _reach_on_host(self, source: Source) -> Link | None:
+        """A source on this host, in this network namespace, hands its buffer over. None: it is not, or does not."""
+        if not self._dialer.settings.shared_memory or not source.is_complete:
+            return None
+        try:
+            return self._enter(source, self._dialer.dial_on_host(source.node))
+        except (OSError, ProtocolError):
+            return None
+
+    def _enter(self, source: Source, link: Link) -> Link:
+        with self._changed:
+            self._links[link] = source
+            is_late = not self._goes_on(source)
+        if is_late:
+            link.cut("the fetch is over")
+        return link
+
+    def _leave(self, link: Link) -> None:
+        with self._changed:
+            self._links.pop(link, None)
+        link.close()
+
+    def _drain(self, source: Source, link: Link) -> None:
+        """Ask a few requests ahead, and read the answers, until there is nothing for this stream to do."""
+        asked: deque[range] = deque()
+        stream = (HostStream if link.is_on_host else RemoteStream)(link, self._blob.name, self._blob.table)
+        try:
+            while True:
+                chosen = self._choose(source, NUM_AHEAD - len(asked), can_wait=not asked)
+                for run in chosen:
+                    asked.append(run)
+                for run in chosen:
+                    stream.ask(run)
+                if not asked:
+                    return
+                stream.expect(asked[0])
+                for index in asked[0]:
+                    self._take(source, stream, index)
+                asked.popleft()
+        finally:
+            stream.close()
+            self._give_back(asked)
+
+    def _take(self, source: Source, stream: RemoteStream | HostStream, index: int) -> None:
+        place = self._blob.chunk(index)
+        stream.read(index, place)
+        if not self._blob.table.holds(index, place):
+            raise WrongChunk(f"chunk {index} is not what its digest says")
+        self._store.mark(self._blob, index)
+        with self._changed:
+            source.num_failures = 0
+            source.num_chunks_given += 1
+            self._moved_at = time.monotonic()
+            if not source.origin:
+                self._helped_at = self._moved_at
+            if self._blob.complete:
+                self._changed.notify_all()
+
+    def _choose(self, source: Source, most: int, *, can_wait: bool) -> list[range]:
+        """The next requests of a stream, taken for it. Waits for one if it has none; empty when there is no more."""
+        with self._changed:
+            while True:
+                chosen: list[range] = []
+                while len(chosen) < most and (run := self._pick(source)):
+                    self._open[run.start : run.stop] = False
+                    chosen.append(run)
+                if chosen or not can_wait or not self._goes_on(source):
+                    return chosen
+                self._changed.wait(_PROGRESS_EVERY_S)
+
+    def _pick(self, source: Source) -> range | None:
+        wanted = np.flatnonzero(self._open & source.have)
+        if not len(wanted):
+            return None
+        holders = self._holders[wanted]
+        if source.origin and holders.min() > 0 and time.monotonic() - self._helped_at < PATIENCE_S:
+            return None
+        rarest = wanted[holders == holders.min()]
+        first = int(rarest[np.searchsorted(rarest, self._first) % len(rarest)])
+        stop = first + 1
+        while stop - first < self._run_chunks and stop < len(self._open) and self._open[stop] and source.have[stop]:
+            stop += 1
+        return range(first, stop)
+
+    def _give_back(self, runs: deque[range]) -> None:
+        with self._changed:
+            for run in runs:
+                self._open[run.start : run.stop] = ~self._blob.right[run.start : run.stop]
+            if runs:
+                self._changed.notify_all()
+
+    # What goes wrong.
+
+    def _suspect(self, source: Source, error: WrongChunk) -> None:
+        """A wrong chunk: did the source lie, or did it give the blob up while we read?"""
+        link: Link | None = None
+        try:
+            link = self._reach(source)
+            link.have(self._blob.name, len(self._open), -1, 0.0)
+        except Refused:
+            self._bury(source, "it gave the version up", is_bad=False)
+        except (OSError, ProtocolError):
+            self._bury(source, f"{error}, and then it was gone", is_bad=True)
+        else:
+            self._bury(source, str(error), is_bad=True)
+        finally:
+            if link is not None:
+                self._leave(link)
+
+    def _was_refused(self, source: Source, no: Refused) -> None:
+        """One that still gets chunks may have lost some; one that had all has given the blob up."""
+        if source.is_followed:
+            self._learn(source, np.zeros(len(self._open), np.bool_))
+            self._stumble(source, no)
+        else:
+            self._bury(source, str(no), is_bad=False)
+
+    def _stumble(self, source: Source, error: Exception) -> None:
+        """Something broke. Try again after a pause, but not for ever."""
+        with self._changed:
+            if self._over:
+                return
+            source.num_failures += 1
+            num = source.num_failures
+        if isinstance(error, ProtocolError) or num >= _MAX_FAILURES:
+            self._bury(source, str(error), is_bad=isinstance(error, ProtocolError))
+        else:
+            self._pause(0.05 * 2.0**num * random.uniform(0.5, 1.0))
+
+    def _bury(self, source: Source, why: str, *, is_bad: bool) -> None:
+        with self._changed:
+            if not source.failure:
+                source.failure, source.is_bad = why, is_bad
+            self._count_holders()
+            self._changed.notify_all()
+        self._cut(source, why)
+
+    def _cut(self, source: Source, why: str) -> None:
+        """Wake the threads that hang on it."""
+        with self._changed:
+            links = [link for link, its in self._links.items() if its is source]
+        for link in links:
+            link.cut(why)
+
+    def _goes_on(self, source: Source) -> bool:
+        return not (self._over or source.failure or self._stop.is_set() or self._blob.complete)
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            if not self._over:
+                self._changed.wait_for(lambda: self._over, seconds)

@@ -1,0 +1,85 @@
+"""A worker's side: holds the newest version that it verified, gets the next one, and passes on what it has.
+
+Rules: `held` changes at the very end of a pull, so a version is visible whole or not at all; what is held stays
+readable, here and for neighbours, while the next one is built beside it. A full version that was broken off keeps its
+verified chunks for the next try, from whichever source.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+
+from polyrl.weights.channel import Watch
+from polyrl.weights.fetch import OnProgress
+from polyrl.weights.pull import Pull
+from polyrl.weights.receiver import Dialer
+from polyrl.weights.sender import Sender
+from polyrl.weights.settings import Tls, TransferError, WeightSettings
+from polyrl.weights.shelf import HostCopy, Shelf
+from polyrl.weights.store import Store
+
+
+class WeightPeer:
+    """One pull at a time; relaying goes on all the time."""
+
+    def __init__(
+        self, settings: WeightSettings, key: bytes, tls: Tls | None = None, *, number: int | None = None
+    ) -> None:
+        """`number` tells workers apart: it decides which of a source's addresses is used, and where a pull begins."""
+        self._number = random.randrange(1 << 20) if number is None else number
+        self._store = Store()
+        self._shelf = Shelf(self._store, settings.num_deltas, settings.grace_s)
+        self._sender = Sender(self._store, settings, key, None if tls is None else tls.server, origin=False)
+        if tls is None or tls.server is not None:
+            self._sender.start()
+        self._watch = Watch("weights-pull-watch")
+        self._dialer = Dialer(settings, key, tls, self._watch)
+        self._one_pull = threading.Lock()
+        self._closing = threading.Event()
+        self.bad_sources: dict[str, str] = {}
+        """Addresses that ever gave wrong bytes, and which."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can get what is here; none if TLS is on and there is no certificate to serve with."""
+        return self._sender.addresses
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return self._sender.num_bytes_sent
+
+    @property
+    def held(self) -> tuple[int, str] | None:
+        """Version and digest of what is held."""
+        held = self._shelf.held
+        return None if held is None else (held[1].version, held[1].digest)
+
+    def pull(
+        self,
+        version: int,
+        digest: str,
+        addresses: Sequence[str],
+        deadline_s: float,
+        on_progress: OnProgress | None = None,
+    ) -> HostCopy:
+        """Get a version, from any of these addresses: several of one source, or of several. Raises TransferError.
+
+        Blocks, so call it in a thread. Whatever happens, what was held is held until the new version is complete.
+        """
+        deadline = time.monotonic() + deadline_s
+        with self._one_pull:
+            if self._closing.is_set():
+                raise TransferError("closing")
+            if self._shelf.held is not None and self._shelf.held[1].digest == digest:
+                return HostCopy(*self._shelf.held)
+            pull = Pull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
+            return pull.run(version, digest, addresses, deadline, on_progress)
+
+    def close(self) -> None:
+        """Ends a pull that is under way."""
+        self._closing.set()
+        self._watch.close()
+        with self._one_pull:
+            self._sender.close()
+            self._shelf.close()

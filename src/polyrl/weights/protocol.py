@@ -1,0 +1,307 @@
+"""What two processes say to each other to move weights: frames, the handshake, and their limits. No sockets here.
+
+    client                                      server
+    HELLO(nonce)                     ->
+                                     <-         WELCOME(nonce, node, proof)
+    PROOF(proof), then requests      ->
+    CATALOG                          ->         CATALOG_IS(blobs)
+    MANIFEST(blob)                   ->         MANIFEST_IS(its canonical bytes)
+    HAVE(blob, known, wait)          ->         HAVE_IS(a bit a chunk), once there are more than known
+    GET(blob, first, count)          ->         DATA(the chunks' bytes)
+    PASS(blob)                       ->         PASSED, with the file's descriptor     (on a UNIX socket alone)
+                                                or REFUSED(code, reason) to any of them
+
+A frame is a kind (one byte), a length (four, little endian) and that many bytes. Requests may be sent before earlier
+ones are answered; answers come in their order.
+
+Both sides prove that they hold the key, by HMAC-SHA256 over both nonces, the server's node and their own role; the key
+never travels and a proof is worth nothing on another connection or in the other direction. Nothing but HELLO and PROOF
+is listened to before. What is said after it is not protected on plain TCP: bytes are checked against digests, and TLS
+is for who must not read along.
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from polyrl.weights.chunks import MAX_BLOB_BYTES, MAX_CHUNK_BYTES
+
+MAGIC = b"PRLW"
+PROTOCOL = 1
+NONCE_BYTES = 32
+NODE_BYTES = 16
+HEADER = struct.Struct("<BI")
+_HELLO = struct.Struct(f"<4sH{NONCE_BYTES}s")
+_WELCOME = struct.Struct(f"<4sH{NONCE_BYTES}s{NODE_BYTES}s32s")
+_HAVE = struct.Struct("<32sII")
+_GET = struct.Struct("<32sII")
+_NAME_BYTES = 32
+
+MAX_CATALOG_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_BITMAP_BYTES = 1 << 21
+MAX_DATA_BYTES = MAX_CHUNK_BYTES
+MAX_WAIT_S = 10.0
+_MAX_REASON_BYTES = 300
+
+
+class Kind(IntEnum):
+    """The first byte of a frame."""
+
+    HELLO = 1
+    WELCOME = 2
+    PROOF = 3
+    CATALOG = 4
+    CATALOG_IS = 5
+    MANIFEST = 6
+    MANIFEST_IS = 7
+    HAVE = 8
+    HAVE_IS = 9
+    GET = 10
+    DATA = 11
+    PASS = 12
+    PASSED = 13
+    REFUSED = 14
+
+
+class Code(IntEnum):
+    """Why something was refused."""
+
+    NOT_ALLOWED = 1
+    NONSENSE = 2
+    GONE = 3
+    """The blob is not held here, or not any more."""
+    NOT_YET = 4
+    """The blob is on its way here, and these chunks have not arrived."""
+    BUSY = 5
+
+
+Limits = Mapping[Kind, tuple[int, int]]
+"""Which frames are listened to, and how many bytes each has: at least, at most."""
+
+BEFORE_HELLO: Limits = {Kind.HELLO: (_HELLO.size, _HELLO.size)}
+BEFORE_PROOF: Limits = {Kind.PROOF: (32, 32)}
+REQUESTS: Limits = {
+    Kind.CATALOG: (0, 0),
+    Kind.MANIFEST: (_NAME_BYTES, _NAME_BYTES),
+    Kind.HAVE: (_HAVE.size, _HAVE.size),
+    Kind.GET: (_GET.size, _GET.size),
+    Kind.PASS: (_NAME_BYTES, _NAME_BYTES),
+}
+ANSWERS: Limits = {
+    Kind.WELCOME: (_WELCOME.size, _WELCOME.size),
+    Kind.CATALOG_IS: (1, MAX_CATALOG_BYTES),
+    Kind.MANIFEST_IS: (1, MAX_MANIFEST_BYTES),
+    Kind.HAVE_IS: (0, MAX_BITMAP_BYTES),
+    Kind.DATA: (1, MAX_DATA_BYTES),
+    Kind.PASSED: (0, 0),
+    Kind.REFUSED: (1, 1 + _MAX_REASON_BYTES),
+}
+
+
+class ProtocolError(Exception):
+    """The other side said what cannot be said here. The connection is of no more use."""
+
+
+class NotAllowed(ProtocolError):
+    """The other side could not prove that it holds the key, or did not accept our proof."""
+
+
+class Refused(Exception):
+    """The other side understood, and said no."""
+
+    def __init__(self, code: Code, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Frame(NamedTuple):
+    kind: Kind
+    body: bytes
+
+
+class Incoming:
+    """Bytes in, whole frames out, however they were cut. What is too long is refused before it is collected."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._pending = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> None:
+        self._pending += data
+
+    def take(self) -> Frame | None:
+        """The next frame, under the limits of now; None until it is whole. Raises ProtocolError."""
+        if len(self._pending) < HEADER.size:
+            return None
+        kind, num_bytes = read_header(self._pending[: HEADER.size], self.limits)
+        end = HEADER.size + num_bytes
+        if len(self._pending) < end:
+            return None
+        body = bytes(self._pending[HEADER.size : end])
+        del self._pending[:end]
+        return Frame(kind, body)
+
+
+def read_header(data: bytes | bytearray, limits: Limits) -> tuple[Kind, int]:
+    """Kind and number of bytes of a frame. Raises ProtocolError for what is not listened to."""
+    number, num_bytes = HEADER.unpack(data)
+    try:
+        kind = Kind(number)
+        least, most = limits[kind]
+    except (ValueError, KeyError):
+        raise ProtocolError(f"a frame of kind {number} where none is expected") from None
+    if not least <= num_bytes <= most:
+        raise ProtocolError(f"{kind.name} of {num_bytes} bytes; expected {least} to {most}")
+    return kind, num_bytes
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    return HEADER.pack(kind, len(body)) + body
+
+
+# The handshake.
+
+
+def key_of(token: str) -> bytes:
+    """The key that a run's token stands for."""
+    return hashlib.blake2b(token.encode(), digest_size=32, person=b"polyrl-weights").digest()
+
+
+def hello(nonce: bytes) -> bytes:
+    return frame(Kind.HELLO, _HELLO.pack(MAGIC, PROTOCOL, nonce))
+
+
+def read_hello(body: bytes) -> bytes:
+    """The client's nonce."""
+    magic, protocol, nonce = _HELLO.unpack(body)
+    _check_magic(magic, protocol)
+    return nonce
+
+
+def welcome(key: bytes, theirs: bytes, ours: bytes, node: bytes) -> bytes:
+    proof = _proof(key, "server", theirs, ours, node)
+    return frame(Kind.WELCOME, _WELCOME.pack(MAGIC, PROTOCOL, ours, node, proof))
+
+
+def read_welcome(key: bytes, ours: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """The server's node, and the frame that proves us to it. Raises NotAllowed when it did not prove itself."""
+    magic, protocol, theirs, node, proof = _WELCOME.unpack(body)
+    _check_magic(magic, protocol)
+    if not hmac.compare_digest(proof, _proof(key, "server", ours, theirs, node)):
+        raise NotAllowed("it does not hold the run's key")
+    return node, frame(Kind.PROOF, _proof(key, "client", ours, theirs, node))
+
+
+def check_proof(key: bytes, theirs: bytes, ours: bytes, node: bytes, body: bytes) -> None:
+    if not hmac.compare_digest(body, _proof(key, "client", theirs, ours, node)):
+        raise NotAllowed("it does not hold the run's key")
+
+
+def _proof(key: bytes, role: Literal["client", "server"], client: bytes, server: bytes, node: bytes) -> bytes:
+    said = b"polyrl weights %d %s\0" % (PROTOCOL, role.encode())
+    return hmac.digest(key, said + client + server + node, "sha256")
+
+
+def _check_magic(magic: bytes, protocol: int) -> None:
+    if magic != MAGIC:
+        raise ProtocolError("it does not speak PolyRL's weight protocol")
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"it speaks version {protocol} of the weight protocol; expected {PROTOCOL}")
+
+
+# Requests and answers.
+
+Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class BlobEntry(Struct, frozen=True, array_like=True):
+    """A blob that is held, or on its way. `name` is the digest of its manifest."""
+
+    name: Hex
+    kind: Literal["full", "delta"]
+    version: Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
+    num_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
+    complete: bool
+    base: str = ""
+    target: str = ""
+    """From which version to which; a delta's alone."""
+
+
+class Catalog(Struct, frozen=True, array_like=True):
+    origin: bool
+    """The trainer's: asked last for what a neighbour has."""
+    blobs: Annotated[tuple[BlobEntry, ...], Meta(max_length=1024)]
+    coming: Annotated[tuple[tuple[str, str], ...], Meta(max_length=1024)] = ()
+    """Deltas that are being made: from which version to which."""
+
+
+class Get(NamedTuple):
+    name: str
+    first: int
+    num_chunks: int
+
+
+class Have(NamedTuple):
+    name: str
+    known: int
+    wait_s: float
+
+
+def catalog_is(catalog: Catalog) -> bytes:
+    return frame(Kind.CATALOG_IS, msgspec.msgpack.encode(catalog))
+
+
+def read_catalog(body: bytes) -> Catalog:
+    try:
+        return msgspec.msgpack.decode(body, type=Catalog)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a catalog: {error}") from error
+
+
+def ask(kind: Literal[Kind.MANIFEST, Kind.PASS], name: str) -> bytes:
+    return frame(kind, bytes.fromhex(name))
+
+
+def read_name(body: bytes) -> str:
+    return body.hex()
+
+
+def have(name: str, known: int, wait_s: float) -> bytes:
+    return frame(Kind.HAVE, _HAVE.pack(bytes.fromhex(name), known, int(wait_s * 1000)))
+
+
+def read_have(body: bytes) -> Have:
+    name, known, wait_ms = _HAVE.unpack(body)
+    return Have(name.hex(), known, min(wait_ms / 1000, MAX_WAIT_S))
+
+
+def get(name: str, first: int, count: int) -> bytes:
+    return frame(Kind.GET, _GET.pack(bytes.fromhex(name), first, count))
+
+
+def read_get(body: bytes) -> Get:
+    name, first, count = _GET.unpack(body)
+    return Get(name.hex(), first, count)
+
+
+def data_header(num_bytes: int) -> bytes:
+    return HEADER.pack(Kind.DATA, num_bytes)
+
+
+def refused(code: Code, reason: str) -> bytes:
+    return frame(Kind.REFUSED, bytes([code]) + reason.encode()[:_MAX_REASON_BYTES])
+
+
+def read_refused(body: bytes) -> Refused:
+    reason = body[1:].decode(errors="replace")
+    try:
+        return Refused(Code(body[0]), "".join(letter if letter.isprintable() else "?" for letter in reason))
+    except ValueError:
+        raise ProtocolError(f"refused with the unknown code {body[0]}") from None

@@ -1,0 +1,359 @@
+"""One pull: who has what, the cheapest chain from what is held, fetch, build, verify, swap.
+
+Rules: nothing of a manifest is used before its digest is right. A delta's manifest is named by a source alone, so what
+it leads to is verified as a whole against the version's own manifest, which the manager vouches for; if it is wrong,
+the full version is fetched instead. How much memory is taken follows from manifests that were checked, within bounds.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from polyrl.weights import delta as codec
+from polyrl.weights.chains import Chain, Delta, Full, Step, cheapest
+from polyrl.weights.chunks import bad_chunks
+from polyrl.weights.fetch import Fetch, OnProgress, Source
+from polyrl.weights.manifest import (
+    BadManifest,
+    DeltaManifest,
+    Layout,
+    Manifest,
+    changed_tensors,
+    decode_delta,
+    decode_manifest,
+)
+from polyrl.weights.protocol import Catalog, ProtocolError, Refused
+from polyrl.weights.receiver import Dialer, Link
+from polyrl.weights.settings import TransferError
+from polyrl.weights.shelf import HostCopy, Shelf
+from polyrl.weights.store import Blob
+
+SCOUT_S = 1.0
+"""Sources that answer so much later than the first are left out."""
+APPEAR_S = 20.0
+"""A source that was asked too early gets so long to hear of the version itself."""
+_ENCODE_BYTES_PER_S = 1e9
+"""What a trainer's delta encoder does at least: who needs the delta waits that long for it."""
+_ASK_AGAIN_S = 0.05
+_COPY_BYTES = 64 << 20
+_MAX_THREADS = 8
+_GOLDEN = 0.6180339887
+
+
+class Scouted(NamedTuple):
+    """A source that answered."""
+
+    address: str
+    link: Link
+    catalog: Catalog
+
+
+class _BadDelta(Exception):
+    """The chain of deltas does not lead to the version that it should."""
+
+
+class Pull:
+    def __init__(
+        self, shelf: Shelf, dialer: Dialer, number: int, stop: threading.Event, bad_sources: dict[str, str]
+    ) -> None:
+        self._shelf, self._dialer, self._number, self._stop, self._bad = shelf, dialer, number, stop, bad_sources
+        self._sources: list[Scouted] = []
+        self._lied: list[str] = []
+        """Addresses that gave wrong bytes during this pull."""
+
+    def run(
+        self, version: int, digest: str, addresses: Sequence[str], deadline: float, on_progress: OnProgress | None
+    ) -> HostCopy:
+        try:
+            self._sources = self._scout(addresses, deadline)
+            manifest, canonical = self._find_manifest(version, digest, deadline)
+            self._shelf.store.announce(digest, canonical)
+            chain = self._find_chain(manifest, deadline)
+            try:
+                return self._follow(chain, manifest, canonical, deadline, on_progress)
+            except _BadDelta as error:
+                full = Chain((Full(digest, manifest.layout.num_bytes),), manifest.layout.num_bytes)
+                try:
+                    return self._follow(full, manifest, canonical, deadline, on_progress)
+                except TransferError as then:
+                    raise self._error(f"{error}; then {then.reason}") from error
+        except (BadManifest, ProtocolError) as error:
+            raise self._error(str(error)) from error
+        finally:
+            for source in self._sources:
+                source.link.close()
+
+    def _error(self, reason: str) -> TransferError:
+        return TransferError(reason, source_is_bad=bool(self._lied), bad_addresses=tuple(self._lied))
+
+    def _accuse(self, address: str, why: str) -> None:
+        self._bad[address] = why
+        if address not in self._lied:
+            self._lied.append(address)
+        for source in self._sources:
+            if source.address == address:
+                source.link.close()
+        self._sources = [source for source in self._sources if source.address != address]
+
+    # Who is there.
+
+    def _scout(self, addresses: Sequence[str], deadline: float) -> list[Scouted]:
+        """Ask all at once. Of several addresses of one source, the one that our number points to is used."""
+        answers: SimpleQueue[tuple[int, Scouted | Exception]] = SimpleQueue()
+        given_up = threading.Event()
+        unique = list(dict.fromkeys(addresses))
+        for place, address in enumerate(unique):
+            args = (place, address, answers, given_up)
+            threading.Thread(target=self._visit, args=args, name="weights-scout", daemon=True).start()
+        found: dict[int, Scouted] = {}
+        failures: dict[int, Exception] = {}
+        until = deadline
+        while len(found) + len(failures) < len(unique) and not self._stop.is_set():
+            try:
+                place, answer = answers.get(timeout=max(0.0, min(0.1, until - time.monotonic())))
+            except Empty:
+                if time.monotonic() >= until:
+                    break
+                continue
+            if isinstance(answer, Exception):
+                failures[place] = answer
+            else:
+                found[place] = answer
+                until = min(until, time.monotonic() + SCOUT_S)
+        given_up.set()
+        self._close_late(answers)
+        for place, failure in failures.items():
+            if isinstance(failure, ProtocolError):
+                self._accuse(unique[place], str(failure))
+        if not found:
+            said = [f"{unique[place]}: {failure}" for place, failure in sorted(failures.items())]
+            raise self._error("; ".join(["no source answers", *said]))
+        return self._one_a_node([found[place] for place in sorted(found)])
+
+    def _visit(
+        self, place: int, address: str, answers: SimpleQueue[tuple[int, Scouted | Exception]], late: threading.Event
+    ) -> None:
+        link: Link | None = None
+        try:
+            link = self._dialer.dial(address)
+            scouted = Scouted(address, link, link.catalog())
+        except (OSError, ProtocolError, Refused) as error:
+            if link is not None:
+                link.close()
+            answers.put((place, error))
+            return
+        if late.is_set():
+            link.close()
+        else:
+            answers.put((place, scouted))
+
+    def _close_late(self, answers: SimpleQueue[tuple[int, Scouted | Exception]]) -> None:
+        while not answers.empty():
+            _, answer = answers.get()
+            if isinstance(answer, Scouted):
+                answer.link.close()
+
+    def _one_a_node(self, found: list[Scouted]) -> list[Scouted]:
+        by_node: dict[bytes, list[Scouted]] = {}
+        for one in found:
+            by_node.setdefault(one.link.node, []).append(one)
+        chosen = [same[self._number % len(same)] for same in by_node.values()]
+        for one in found:
+            if one not in chosen:
+                one.link.close()
+        return chosen
+
+    def _ask_again(self) -> None:
+        """The catalogs as they are now; who does not answer is left out."""
+        alive: list[Scouted] = []
+        for source in self._sources:
+            try:
+                alive.append(source._replace(catalog=source.link.catalog()))
+            except (OSError, ProtocolError, Refused):
+                source.link.close()
+        self._sources = alive
+        if not alive:
+            raise self._error("no source answers any more")
+
+    # What there is.
+
+    def _find_manifest(self, version: int, digest: str, deadline: float) -> tuple[Manifest, bytes]:
+        until = min(deadline, time.monotonic() + APPEAR_S)
+        while True:
+            for source in list(self._sources):
+                canonical = self._manifest_from(source, digest)
+                if canonical is None:
+                    continue
+                try:
+                    manifest = decode_manifest(canonical, digest)
+                except BadManifest as error:
+                    self._accuse(source.address, f"manifest of version {version}: {error}")
+                    continue
+                if manifest.version != version:
+                    raise TransferError(f"{digest[:16]}... is version {manifest.version}; expected {version}")
+                return manifest, canonical
+            self._wait(until, f"no source holds version {version}, {digest[:16]}...")
+            self._ask_again()
+
+    def _manifest_from(self, source: Scouted, name: str) -> bytes | None:
+        try:
+            return source.link.manifest(name)
+        except Refused:
+            return None
+        except (OSError, ProtocolError):
+            source.link.close()
+            self._sources.remove(source)
+            return None
+
+    def _find_chain(self, manifest: Manifest, deadline: float) -> Chain:
+        """Waits for a version that a source is just getting, and for a delta that one is just making."""
+        held = [] if self._shelf.held is None else [self._shelf.held[1]]
+        bases = [one.digest for one in held if one.layout.fingerprint == manifest.layout.fingerprint]
+        worth_s = 1.0 + manifest.layout.num_bytes / _ENCODE_BYTES_PER_S
+        delta_until = min(deadline, time.monotonic() + worth_s)
+        until = min(deadline, time.monotonic() + APPEAR_S)
+        while True:
+            chain = cheapest(bases, manifest.digest, self._offers())
+            wanted = [(base, manifest.digest) for base in bases]
+            coming = any(pair in source.catalog.coming for pair in wanted for source in self._sources)
+            if chain is not None and not (coming and time.monotonic() < delta_until):
+                return chain
+            self._wait(until, f"no source has a way to version {manifest.version}, {manifest.digest[:16]}...")
+            self._ask_again()
+
+    def _offers(self) -> list[Step]:
+        offers: dict[Step, None] = {}
+        for source in self._sources:
+            for entry in source.catalog.blobs:
+                if entry.kind == "full":
+                    offers[Full(entry.name, entry.num_bytes)] = None
+                else:
+                    offers[Delta(entry.name, entry.base, entry.target, entry.num_bytes)] = None
+        return list(offers)
+
+    def _wait(self, until: float, what: str) -> None:
+        if time.monotonic() >= until or not self._sources:
+            raise self._error(what)
+        if self._stop.wait(_ASK_AGAIN_S):
+            raise TransferError("closing")
+
+    # Getting it.
+
+    def _follow(
+        self, chain: Chain, manifest: Manifest, canonical: bytes, deadline: float, on_progress: OnProgress | None
+    ) -> HostCopy:
+        layout = manifest.layout
+        deltas = [self._fetch_delta(step, layout, deadline) for step in chain.steps if isinstance(step, Delta)]
+        first = chain.steps[0]
+        if isinstance(first, Full):
+            wanted = (manifest, canonical) if first.target == manifest.digest else self._other_full(first, layout)
+            self._fetch(self._shelf.build(*wanted), deadline, on_progress)
+            if not deltas:
+                return HostCopy(self._shelf.swap(manifest), manifest)
+            buffer = self._shelf.take_built()
+        else:
+            assert self._shelf.held is not None
+            buffer = self._shelf.take_buffer(layout.num_bytes)
+            _copy(self._shelf.held[0].view, buffer.view)
+        before = self._shelf.held
+        try:
+            self._apply(deltas, manifest, buffer.view)
+        except _BadDelta:
+            self._shelf.return_buffer(buffer)
+            for _, blob in deltas:
+                self._shelf.drop_delta(blob)
+            raise
+        blob = self._shelf.swap(manifest, buffer)
+        if isinstance(first, Full) or before is None:
+            return HostCopy(blob, manifest)
+        changed = changed_tensors([one for one, _ in deltas], layout)
+        return HostCopy(blob, manifest, base=before[1].digest, changed=changed)
+
+    def _other_full(self, step: Full, layout: Layout) -> tuple[Manifest, bytes]:
+        """A version on the way to the one that is wanted."""
+        for source in list(self._sources):
+            canonical = self._manifest_from(source, step.target)
+            if canonical is None:
+                continue
+            try:
+                manifest = decode_manifest(canonical, step.target)
+            except BadManifest as error:
+                self._accuse(source.address, str(error))
+                continue
+            if manifest.layout.fingerprint == layout.fingerprint:
+                return manifest, canonical
+        raise _BadDelta(f"no manifest of {step.target[:16]}..., from which the deltas start")
+
+    def _fetch_delta(self, step: Delta, layout: Layout, deadline: float) -> tuple[DeltaManifest, Blob]:
+        for source in list(self._sources):
+            canonical = self._manifest_from(source, step.blob)
+            if canonical is None:
+                continue
+            try:
+                delta = decode_delta(canonical, layout, step.blob)
+                if (delta.base, delta.target) != (step.base, step.target):
+                    raise BadManifest("a delta between other versions than the catalog says")
+                if delta.chunks.num_bytes > 2 * layout.num_bytes + (1 << 20):
+                    raise BadManifest(f"a delta of {delta.chunks.num_bytes} bytes for {layout.num_bytes}")
+            except BadManifest as error:
+                self._accuse(source.address, f"delta {step.blob[:16]}...: {error}")
+                continue
+            blob = self._shelf.add_delta(delta, canonical, 0)
+            try:
+                self._fetch(blob, deadline, None)
+            except TransferError:
+                self._shelf.drop_delta(blob)
+                raise
+            return delta, blob
+        raise _BadDelta(f"no source gives delta {step.blob[:16]}... any more")
+
+    def _fetch(self, blob: Blob, deadline: float, on_progress: OnProgress | None) -> None:
+        sources: list[Source] = []
+        for one in self._sources:
+            complete = any(entry.name == blob.name and entry.complete for entry in one.catalog.blobs)
+            sources.append(Source(one.address, one.link.node, origin=one.catalog.origin, complete=complete))
+        if not sources:
+            raise self._error("no source is left")
+        place = self._number * _GOLDEN % 1.0 if len(sources) > 1 else 0.0
+        fetch = Fetch(blob, self._shelf.store, sources, self._dialer, place, self._stop)
+        try:
+            fetch.run(deadline, on_progress)
+        except TransferError as error:
+            self._accuse_all(sources)
+            raise self._error(error.reason) from error
+        self._accuse_all(sources)
+
+    def _accuse_all(self, sources: list[Source]) -> None:
+        for source in sources:
+            if source.is_bad:
+                self._accuse(source.address, source.failure)
+
+    def _apply(self, deltas: list[tuple[DeltaManifest, Blob]], manifest: Manifest, target: memoryview) -> None:
+        try:
+            for delta, blob in deltas:
+                codec.apply(delta, manifest.layout, blob.view, target, threads=_num_threads())
+        except (codec.BadDelta, BadManifest) as error:
+            raise _BadDelta(f"a delta cannot be applied: {error}") from error
+        wrong = bad_chunks(target, manifest.chunks, _num_threads())
+        if wrong:
+            raise _BadDelta(f"deltas lead to another version: chunk {wrong[0]} and {len(wrong) - 1} more are wrong")
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    old, new = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+
+    def copy(start: int) -> None:
+        np.copyto(new[start : start + _COPY_BYTES], old[start : start + _COPY_BYTES])
+
+    with ThreadPoolExecutor(_num_threads()) as pool:
+        list(pool.map(copy, range(0, len(old), _COPY_BYTES)))
+
+
+def _num_threads() -> int:
+    return min(_MAX_THREADS, os.cpu_count() or 1)

@@ -1,0 +1,215 @@
+"""Reaching a source: dial it, prove ourselves, ask. And reading chunks from it, over TCP or out of shared memory.
+
+A `Link` is used by one thread. What breaks is an OSError (try again), what is nonsense a ProtocolError (give the source
+up), what was answered with no a Refused.
+"""
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from polyrl.weights import protocol
+from polyrl.weights.channel import Channel, Watch
+from polyrl.weights.chunks import ChunkTable
+from polyrl.weights.protocol import HEADER, Code, Kind, ProtocolError
+from polyrl.weights.sender import local_name
+from polyrl.weights.settings import Tls, WeightSettings
+
+CONNECT_S = 5.0
+
+
+class Dialer(NamedTuple):
+    """What it takes to reach a source."""
+
+    settings: WeightSettings
+    key: bytes
+    tls: Tls | None
+    watch: Watch
+
+    def dial(self, address: str) -> "Link":
+        """Raises OSError or ProtocolError."""
+        host, port = parse_address(address)
+        connect_s = min(CONNECT_S, self.settings.stall_s)
+        sock = socket.create_connection((host, port), timeout=connect_s)
+        sock.settimeout(None)
+        channel = Channel(sock, self.settings.stall_s)
+        with self._closed_on_failure(channel):
+            channel.tune(self.settings.congestion)
+            if (tls := self.tls) is not None:
+                channel.encrypt(
+                    lambda plain: tls.client.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+                )
+            return self._greet(channel)
+
+    def dial_on_host(self, node: bytes) -> "Link":
+        """The same node, if it runs on this host, in this network namespace. Raises OSError or ProtocolError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = Channel(sock, self.settings.stall_s)
+        with self._closed_on_failure(channel):
+            sock.connect(local_name(node))
+            return self._greet(channel)
+
+    @contextmanager
+    def _closed_on_failure(self, channel: Channel) -> Iterator[None]:
+        self.watch.add(channel)
+        try:
+            yield
+        except BaseException:
+            self.watch.remove(channel)
+            channel.close()
+            raise
+
+    def _greet(self, channel: Channel) -> "Link":
+        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
+        channel.send(protocol.hello(nonce))
+        body = _answer(channel, Kind.WELCOME)
+        node, proof = protocol.read_welcome(self.key, nonce, bytes(body))
+        channel.send(proof)
+        return Link(channel, node, self.watch)
+
+
+class Link:
+    """A connection to a source that has proved itself."""
+
+    def __init__(self, channel: Channel, node: bytes, watch: Watch) -> None:
+        self.node = node
+        self._channel, self._watch = channel, watch
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._channel.is_on_host
+
+    def cut(self, why: str) -> None:
+        """From any thread."""
+        self._channel.cut(why)
+
+    def close(self) -> None:
+        self._watch.remove(self._channel)
+        self._channel.close()
+
+    def catalog(self) -> protocol.Catalog:
+        return protocol.read_catalog(bytes(self._ask(protocol.frame(Kind.CATALOG), Kind.CATALOG_IS)))
+
+    def manifest(self, name: str) -> bytes:
+        return bytes(self._ask(protocol.ask(Kind.MANIFEST, name), Kind.MANIFEST_IS))
+
+    def have(self, name: str, num_chunks: int, known: int, wait_s: float) -> np.ndarray:
+        """Which chunks are there, as soon as there are more than `known` of them."""
+        self._channel.extend(wait_s + self._channel.stall_s)
+        bits = self._ask(protocol.have(name, known, wait_s), Kind.HAVE_IS, wait_s)
+        if len(bits) != -(-num_chunks // 8):
+            raise ProtocolError(f"{len(bits)} bytes for the bits of {num_chunks} chunks")
+        return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_chunks, bitorder="little").astype(np.bool_)
+
+    def request(self, name: str, first: int, count: int) -> None:
+        """Ask for chunks. The answers come in the order of the requests."""
+        self._channel.extend()
+        self._channel.send(protocol.get(name, first, count))
+
+    def expect(self, num_bytes: int) -> None:
+        """The head of the next answer: the bytes of chunks follow."""
+        self._channel.extend()
+        found = _read_head(self._channel, Kind.DATA)
+        if found != num_bytes:
+            raise ProtocolError(f"{found} bytes of chunks; expected {num_bytes}")
+
+    def read(self, view: memoryview) -> None:
+        self._channel.receive_into(view)
+
+    def take_file(self, name: str) -> int:
+        """The descriptor of the blob's buffer, on a UNIX socket. It may be read while this link stands."""
+        self._channel.extend()
+        self._channel.send(protocol.ask(Kind.PASS, name))
+        head, fds = self._channel.take_files(HEADER.size)
+        try:
+            if len(head) < HEADER.size:
+                head += self._channel.receive_exactly(HEADER.size - len(head))
+            kind, num_bytes = protocol.read_header(head, protocol.ANSWERS)
+            if kind is Kind.REFUSED:
+                raise protocol.read_refused(bytes(self._channel.receive_exactly(num_bytes)))
+            if kind is not Kind.PASSED or len(fds) != 1:
+                raise ProtocolError(f"{kind.name} where a file was asked for")
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds[0]
+
+    def keep(self, seconds: float) -> None:
+        """Nothing is expected for so long."""
+        self._channel.extend(seconds)
+
+    def _ask(self, request: bytes, answer: Kind, wait_s: float = 0.0) -> bytearray:
+        self._channel.extend(wait_s + self._channel.stall_s)
+        self._channel.send(request)
+        return _answer(self._channel, answer)
+
+
+class RemoteStream:
+    """Chunks of one blob over a link."""
+
+    def __init__(self, link: Link, name: str, table: ChunkTable) -> None:
+        self._link, self._name, self._table = link, name, table
+
+    def ask(self, run: range) -> None:
+        self._link.request(self._name, run.start, len(run))
+
+    def expect(self, run: range) -> None:
+        self._link.expect(self._table.range_of(run.stop - 1)[1] - self._table.range_of(run.start)[0])
+
+    def read(self, index: int, into: memoryview) -> None:
+        self._link.read(into)
+
+    def close(self) -> None:
+        """The link stays."""
+
+
+class HostStream:
+    """Chunks of one blob out of a neighbour's buffer. They are copied and verified like any others."""
+
+    def __init__(self, link: Link, name: str, table: ChunkTable) -> None:
+        self._link, self._table = link, table
+        self._fd = link.take_file(name)
+        link.keep(24 * 3600)
+
+    def ask(self, run: range) -> None:
+        pass
+
+    def expect(self, run: range) -> None:
+        pass
+
+    def read(self, index: int, into: memoryview) -> None:
+        start, stop = self._table.range_of(index)
+        if os.preadv(self._fd, [into], start) != stop - start:
+            raise ProtocolError("the file that was passed is too short")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """HOST:PORT, an IPv6 host in brackets. Raises ProtocolError."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ProtocolError(f"{address!r}; expected HOST:PORT")
+    return host, int(port)
+
+
+def _answer(channel: Channel, kind: Kind) -> bytearray:
+    return channel.receive_exactly(_read_head(channel, kind))
+
+
+def _read_head(channel: Channel, kind: Kind) -> int:
+    found, num_bytes = protocol.read_header(channel.receive_exactly(HEADER.size), protocol.ANSWERS)
+    if found is Kind.REFUSED:
+        no = protocol.read_refused(bytes(channel.receive_exactly(num_bytes)))
+        raise protocol.NotAllowed(str(no)) if no.code is Code.NOT_ALLOWED else no
+    if found is not kind:
+        raise ProtocolError(f"{found.name} where {kind.name} is expected")
+    return num_bytes

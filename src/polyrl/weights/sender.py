@@ -1,0 +1,269 @@
+"""Serves a store to whoever holds the key: a thread a connection, a port a group, `sendfile` from the buffers.
+
+The trainer and every worker run one; a worker's passes on what it has verified. Rules: nobody is listened to before the
+proof; no request makes it allocate by what the other side says; whoever stalls, trickles or talks nonsense is cut, told
+why if it listens, and counted. A reader never holds up the owner of the store.
+
+On the same host a neighbour may ask for the buffer itself, over a UNIX socket in the abstract namespace (no file; not
+visible from another network namespace). It gets a descriptor that can only be read from.
+"""
+
+import contextlib
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from polyrl.errors import UserError
+from polyrl.weights import protocol
+from polyrl.weights.channel import Channel, Cut, Watch
+from polyrl.weights.interfaces import listening_addresses
+from polyrl.weights.pace import Pace
+from polyrl.weights.protocol import Code, Incoming, Kind, ProtocolError, Refused
+from polyrl.weights.settings import WeightSettings
+from polyrl.weights.store import Store
+
+MAX_CONNECTIONS = 1024
+HANDSHAKE_S = 5.0
+IDLE_S = 60.0
+PASSED_S = 900.0
+"""A neighbour may read a buffer that it was handed for so long."""
+_PACED_PIECE_BYTES = 256 << 10
+_RECEIVE_BYTES = 16 << 10
+
+
+class Sender:
+    """A server of one store. `close` leaves no thread and no socket behind."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: WeightSettings,
+        key: bytes,
+        tls: ssl.SSLContext | None = None,
+        *,
+        origin: bool,
+    ) -> None:
+        self.node = secrets.token_bytes(protocol.NODE_BYTES)
+        self.addresses: tuple[str, ...] = ()
+        self.num_bytes_sent = 0
+        self.cuts: Counter[str] = Counter()
+        """Why connections ended, where it was not the other side's wish."""
+        self.coming: tuple[tuple[str, str], ...] = ()
+        """Deltas that are being made: from which version to which."""
+        self._store, self._settings, self._key, self._tls, self._origin = store, settings, key, tls, origin
+        self._pace = Pace(settings.egress_mb_s * 1e6)
+        self._guard = threading.Lock()
+        self._closing = threading.Event()
+        self._threads: dict[threading.Thread, None] = {}
+        self._listeners: list[socket.socket] = []
+        self._watch: Watch | None = None
+
+    def start(self) -> None:
+        """Raises UserError or ConfigError if it cannot listen where it is told to."""
+        self._watch = Watch("weights-watch")
+        addresses: list[str] = []
+        try:
+            for host in listening_addresses(self._settings.interfaces):
+                for group in range(self._settings.groups):
+                    addresses.append(self._listen(host, group))
+        except BaseException:
+            self.close()
+            raise
+        if self._settings.shared_memory:
+            self._listen_on_host()
+        self.addresses = tuple(addresses)
+
+    def close(self) -> None:
+        self._closing.set()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+        if self._watch is not None:
+            self._watch.close()
+        for thread in self._running():
+            thread.join()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _running(self) -> list[threading.Thread]:
+        with self._guard:
+            return list(self._threads)
+
+    def _listen(self, host: str, group: int) -> str:
+        port = self._settings.port + group if self._settings.port else 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listeners.append(listener)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(128)
+        except OSError as error:
+            raise UserError(f"weights: cannot listen on {host} port {port}: {error.strerror}") from error
+        port = listener.getsockname()[1]
+        self._run(self._accept, listener, f"weights-accept-{port}")
+        return show_address(host, port)
+
+    def _listen_on_host(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listeners.append(listener)
+        listener.bind(local_name(self.node))
+        listener.listen(128)
+        self._run(self._accept, listener, "weights-accept-host")
+
+    def _run(self, target: Callable[[socket.socket], None], sock: socket.socket, name: str) -> None:
+        def run() -> None:
+            try:
+                target(sock)
+            finally:
+                with self._guard:
+                    self._threads.pop(threading.current_thread(), None)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._guard:
+            self._threads[thread] = None
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    self.cuts[f"accept: {error.strerror}"] += 1
+                    self._closing.wait(0.1)  # too many files are open, or a connection was gone before it was taken
+                continue
+            if len(self._threads) > MAX_CONNECTIONS:
+                self.cuts["too many connections"] += 1
+                sock.close()
+                continue
+            self._run(self._serve, sock, "weights-serve")
+
+    def _serve(self, sock: socket.socket) -> None:
+        assert self._watch is not None
+        channel = Channel(sock, self._settings.stall_s)
+        channel.extend(min(HANDSHAKE_S, self._settings.stall_s))
+        self._watch.add(channel)
+        try:
+            self._converse(channel)
+        except Cut as error:
+            if str(error) != "closed by the other side":
+                self._count(str(error))
+        except (ProtocolError, ssl.SSLError) as error:
+            self._count(str(error))
+            code = Code.NOT_ALLOWED if isinstance(error, protocol.NotAllowed) else Code.NONSENSE
+            with contextlib.suppress(OSError):
+                channel.extend(1.0)
+                channel.send(protocol.refused(code, str(error)))
+        finally:
+            self._watch.remove(channel)
+            channel.close()
+
+    def _count(self, why: str) -> None:
+        with self._guard:
+            self.cuts[why] += 1
+
+    def _converse(self, channel: Channel) -> None:
+        if not channel.is_on_host:
+            channel.tune(self._settings.congestion)
+            if (tls := self._tls) is not None:
+                channel.encrypt(lambda sock: tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
+        incoming = Incoming(protocol.BEFORE_HELLO)
+        theirs = protocol.read_hello(_next(channel, incoming))
+        ours = secrets.token_bytes(protocol.NONCE_BYTES)
+        channel.send(protocol.welcome(self._key, theirs, ours, self.node))
+        incoming.limits = protocol.BEFORE_PROOF
+        protocol.check_proof(self._key, theirs, ours, self.node, _next(channel, incoming))
+        incoming.limits = protocol.REQUESTS
+        while True:
+            request = incoming.take()
+            if request is None:
+                channel.extend(IDLE_S)
+                incoming.feed(channel.receive(_RECEIVE_BYTES))
+                continue
+            channel.extend()
+            try:
+                self._answer(channel, request)
+            except Refused as no:
+                channel.send(protocol.refused(no.code, str(no)))
+
+    def _answer(self, channel: Channel, request: protocol.Frame) -> None:
+        match request.kind:
+            case Kind.GET:
+                self._send_chunks(channel, protocol.read_get(request.body))
+            case Kind.HAVE:
+                name, known, wait_s = protocol.read_have(request.body)
+                channel.extend(wait_s + channel.stall_s)
+                channel.send(protocol.frame(Kind.HAVE_IS, self._store.have(name, known, wait_s)))
+            case Kind.CATALOG:
+                catalog = protocol.Catalog(self._origin, self._store.entries(), self.coming)
+                channel.send(protocol.catalog_is(catalog))
+            case Kind.MANIFEST:
+                manifest = self._store.manifest_of(protocol.read_name(request.body))
+                channel.send(protocol.frame(Kind.MANIFEST_IS, manifest))
+            case Kind.PASS:
+                if not channel.is_on_host:
+                    raise ProtocolError("a descriptor cannot be passed on this connection")
+                self._pass_file(channel, protocol.read_name(request.body))
+            case _:
+                raise ProtocolError(f"{request.kind.name} is no request")
+
+    def _send_chunks(self, channel: Channel, request: protocol.Get) -> None:
+        name, first, count = request
+        with self._store.lease(name, first, count, channel.cut) as span:
+            if span.num_bytes > protocol.MAX_DATA_BYTES:
+                raise Refused(Code.NONSENSE, f"{span.num_bytes} bytes at once; at most {protocol.MAX_DATA_BYTES}")
+            channel.send(protocol.data_header(span.num_bytes), more=True)
+            if channel.is_plain and not self._pace.is_limited:
+                channel.send_file(span.fd, span.start, span.num_bytes)
+            else:
+                self._send_slowly(channel, name, span.fd, span.start, span.num_bytes)
+        with self._guard:
+            self.num_bytes_sent += span.num_bytes
+
+    def _send_slowly(self, channel: Channel, name: str, fd: int, start: int, num_bytes: int) -> None:
+        """Under TLS, or under a limit: piece by piece."""
+        blob = self._store.find(name)
+        for at in range(start, start + num_bytes, _PACED_PIECE_BYTES):
+            size = min(_PACED_PIECE_BYTES, start + num_bytes - at)
+            with self._guard:
+                wait_s = self._pace.reserve(size, time.monotonic())
+            channel.extend(wait_s + channel.stall_s)
+            if self._closing.wait(wait_s):
+                raise Cut("closing")
+            if channel.is_plain:
+                channel.send_file(fd, at, size)
+            elif blob is None:
+                raise Cut("the version was given up")
+            else:
+                channel.send(blob.buffer.view[at : at + size])
+
+    def _pass_file(self, channel: Channel, name: str) -> None:
+        """The lease lasts until the other side hangs up, or is cut."""
+        blob = self._store.find(name)
+        if blob is None or not blob.table.num_chunks:
+            raise Refused(Code.GONE, "this version or delta is not held here")
+        with self._store.lease(name, 0, blob.table.num_chunks, channel.cut) as span:
+            channel.pass_file(protocol.frame(Kind.PASSED), span.fd)
+            channel.extend(PASSED_S)
+            channel.receive(1)
+        raise ProtocolError("a request where a file was passed")
+
+
+def _next(channel: Channel, incoming: Incoming) -> bytes:
+    while (frame := incoming.take()) is None:
+        incoming.feed(channel.receive(_RECEIVE_BYTES))
+    return frame.body
+
+
+def local_name(node: bytes) -> bytes:
+    return b"\0polyrl-weights-" + node.hex().encode()
+
+
+def show_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

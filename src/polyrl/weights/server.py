@@ -1,0 +1,176 @@
+"""The trainer's side: takes a new version into a free buffer, offers it, and makes its delta while it already serves.
+
+`publish` costs the trainer what filling and hashing cost. Buffers are few and kept (`num_full`, two by default): a new
+version goes where the oldest was, whose readers get a short grace and are cut. The delta from the version before is
+made in a thread of its own and offered when it is ready; a publish that comes earlier ends it, for it needs the buffer.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from polyrl.weights import delta as codec
+from polyrl.weights.buffers import Buffer
+from polyrl.weights.chunks import table_of
+from polyrl.weights.manifest import Encoding, Layout, Manifest, encode
+from polyrl.weights.sender import Sender
+from polyrl.weights.settings import Tls, WeightSettings
+from polyrl.weights.store import Blob, Store
+
+_MAX_THREADS = 8
+
+
+class Offer(NamedTuple):
+    """What the workers are told."""
+
+    version: int
+    digest: str
+    num_bytes: int
+    addresses: tuple[str, ...]
+
+
+class _Kept(NamedTuple):
+    manifest: Manifest
+    buffer: Buffer
+
+
+class WeightServer:
+    """One thread publishes; workers pull whenever they like."""
+
+    def __init__(self, settings: WeightSettings, key: bytes, tls: Tls | None = None) -> None:
+        self._settings = settings
+        self._store = Store()
+        self._sender = Sender(self._store, settings, key, None if tls is None else tls.server, origin=True)
+        self._kept: list[_Kept] = []
+        """The newest last."""
+        self._free: list[Buffer] = []
+        self._deltas: list[str] = []
+        self._encoder: threading.Thread | None = None
+        self._encode_no_more = threading.Event()
+
+    def start(self) -> None:
+        self._sender.start()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._sender.addresses
+
+    @property
+    def num_bytes_sent(self) -> int:
+        return self._sender.num_bytes_sent
+
+    @property
+    def cuts(self) -> dict[str, int]:
+        """Why connections were ended from here, and how often."""
+        return dict(self._sender.cuts)
+
+    def publish(self, version: int, layout: Layout, fill: Callable[[memoryview], None], *, lossy: str = "") -> Offer:
+        """Offer a version. `fill` writes all of its bytes; what it raises is raised here, and nothing is offered."""
+        self._end_encoding()
+        buffer = self._free_buffer(layout.num_bytes)
+        try:
+            fill(buffer.view)
+            chunks = table_of(buffer.view, self._settings.chunk_bytes, self._settings.hash, _num_threads())
+        except BaseException:
+            self._free.append(buffer)
+            raise
+        parent = self._kept[-1].manifest.digest if self._kept else ""
+        manifest = Manifest(version, layout, chunks, parent, lossy)
+        blob = Blob(manifest.digest, "full", version, encode(manifest), chunks, buffer, complete=True)
+        bases = [one for one in reversed(self._kept) if one.manifest.layout.fingerprint == layout.fingerprint]
+        self._kept.append(_Kept(manifest, buffer))
+        if self._settings.num_deltas:
+            self._sender.coming = tuple((base.manifest.digest, manifest.digest) for base in bases)
+            self._encoder = threading.Thread(
+                target=self._encode, args=(bases, self._kept[-1]), name="weights-encode", daemon=True
+            )
+        self._store.add(blob)
+        if self._encoder is not None:
+            self._encoder.start()
+        return Offer(version, manifest.digest, layout.num_bytes, self.addresses)
+
+    def wait_for_deltas(self, timeout_s: float) -> bool:
+        """Whether the deltas of the newest version are on offer."""
+        if self._encoder is not None:
+            self._encoder.join(timeout_s)
+        return not self._sender.coming
+
+    def close(self) -> None:
+        self._end_encoding()
+        self._sender.close()
+        for name in self._store.names():
+            self._store.give_up(name, 0.0)
+        for buffer in [*self._free, *(one.buffer for one in self._kept)]:
+            buffer.close()
+        self._free.clear()
+        self._kept.clear()
+
+    def _free_buffer(self, num_bytes: int) -> Buffer:
+        """One of the right size that nobody reads."""
+        while len(self._kept) >= self._settings.num_full:
+            oldest = self._kept.pop(0)
+            self._store.give_up(oldest.manifest.digest, self._settings.grace_s)
+            self._free.append(oldest.buffer)
+        while self._free:
+            buffer = self._free.pop()
+            if buffer.num_bytes == num_bytes:
+                return buffer
+            buffer.close()
+        return Buffer(num_bytes)
+
+    def _encode(self, bases: list[_Kept], target: _Kept) -> None:
+        """In a thread of its own. The nearest version first: most workers hold that one."""
+        for base in bases:
+            blob = self._encode_one(base, target)
+            if blob is None:
+                break
+            self._store.add(blob)
+            self._sender.coming = self._sender.coming[1:]
+            self._deltas.append(blob.name)
+            while len(self._deltas) > self._settings.num_deltas:
+                old = self._store.give_up(self._deltas.pop(0), 0.0)
+                if old is not None:
+                    old.buffer.close()
+        self._sender.coming = ()
+
+    def _encode_one(self, base: _Kept, target: _Kept) -> Blob | None:
+        """None when a publish came in between."""
+        pieces = list(codec.pieces_of(target.manifest.layout))
+
+        def write(piece: codec.Piece) -> tuple[Encoding, bytes] | None:
+            if self._encode_no_more.is_set():
+                return None
+            return codec.encode_piece(_bits(base.buffer, piece), _bits(target.buffer, piece))
+
+        with ThreadPoolExecutor(_num_threads(), "weights-encode") as pool:
+            written = list(pool.map(write, pieces))
+        if self._encode_no_more.is_set():
+            return None
+        encoded = codec.assemble(pieces, written)
+        found, data = codec.seal(encoded, base.manifest, target.manifest, chunk_bytes=self._settings.chunk_bytes)
+        buffer = Buffer(len(data))
+        buffer.view[:] = data
+        names = {"base": found.base, "target": found.target}
+        version = target.manifest.version
+        return Blob(found.digest, "delta", version, encode(found), found.chunks, buffer, complete=True, **names)
+
+    def _end_encoding(self) -> None:
+        if self._encoder is None:
+            return
+        self._encode_no_more.set()
+        self._encoder.join()
+        self._encoder = None
+        self._encode_no_more.clear()
+        self._sender.coming = ()
+
+
+def _bits(buffer: Buffer, piece: codec.Piece) -> np.ndarray:
+    return np.frombuffer(buffer.view, f"<u{piece.item_bytes}", piece.num_elements, piece.start)
+
+
+def _num_threads() -> int:
+    return min(_MAX_THREADS, os.cpu_count() or 1)

@@ -1,0 +1,146 @@
+"""What a worker keeps of weights: the version it holds, the one before, the one that is being built, a few deltas.
+
+Two buffers of a version's size. The version before the held one stays on offer until its buffer is needed for the next.
+A buffer that somebody outside still reads (`HostCopy`) is left to him, and another one is made.
+"""
+
+from polyrl.weights.buffers import Buffer
+from polyrl.weights.manifest import DeltaManifest, Manifest, encode
+from polyrl.weights.store import Blob, Store
+
+
+class HostCopy:
+    """A verified version in memory. Its bytes stay as they are; close it once it is installed, to have them reused."""
+
+    def __init__(
+        self, blob: Blob, manifest: Manifest, *, base: str = "", changed: frozenset[str] | None = None
+    ) -> None:
+        self.manifest = manifest
+        self.base = base
+        """The version it was built from by deltas; empty when it came in full."""
+        self.changed = changed
+        """The tensors that differ from `base`; None when that is not known."""
+        self.view = blob.view.toreadonly()
+        self._buffer: Buffer | None = blob.buffer
+        blob.buffer.num_users += 1
+
+    @property
+    def fd(self) -> int:
+        """The file that `view` is of, to be mapped by another process."""
+        if self._buffer is None:
+            raise ValueError("this copy is closed")
+        return self._buffer.fd
+
+    def tensor(self, name: str) -> memoryview:
+        """Its bytes, also under a name that is tied."""
+        entry = self.manifest.layout.by_name[name]
+        return self.view[entry.start : entry.end]
+
+    def close(self) -> None:
+        """Its memory may be written to again."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self.view = memoryview(b"")
+            buffer.num_users -= 1
+
+    def __enter__(self) -> "HostCopy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Shelf:
+    """Used by one pull at a time. Neighbours read through the store, whenever they like."""
+
+    def __init__(self, store: Store, num_deltas: int, grace_s: float) -> None:
+        self.store = store
+        self._num_deltas, self._grace_s = num_deltas, grace_s
+        self.held: tuple[Blob, Manifest] | None = None
+        self._before: Blob | None = None
+        self._building: Blob | None = None
+        self._spare: Buffer | None = None
+        self._deltas: list[Blob] = []
+
+    def build(self, manifest: Manifest, canonical: bytes) -> Blob:
+        """A full version that is to be filled. One that was broken off goes on where it was."""
+        if self._building is not None and self._building.name == manifest.digest:
+            return self._building
+        buffer = self.take_buffer(manifest.layout.num_bytes)
+        blob = Blob(manifest.digest, "full", manifest.version, canonical, manifest.chunks, buffer, complete=False)
+        self._building = blob
+        self.store.add(blob)
+        return blob
+
+    def take_built(self) -> Buffer:
+        """The buffer of a full version that is not the one that is wanted, only on the way to it."""
+        assert self._building is not None
+        blob, self._building = self._building, None
+        self.store.give_up(blob.name, self._grace_s)
+        return blob.buffer
+
+    def take_buffer(self, num_bytes: int) -> Buffer:
+        """Memory to build a version in, which nobody reads."""
+        candidates: list[Buffer] = []
+        for blob in (self._building, self._before):
+            if blob is not None:
+                self.store.give_up(blob.name, self._grace_s)
+                candidates.append(blob.buffer)
+        self._building = self._before = None
+        if self._spare is not None:
+            candidates.append(self._spare)
+            self._spare = None
+        fitting = [one for one in candidates if one.num_bytes == num_bytes and not one.num_users]
+        for one in candidates:
+            if one not in fitting[:1]:
+                one.close()
+        return fitting[0] if fitting else Buffer(num_bytes)
+
+    def return_buffer(self, buffer: Buffer) -> None:
+        """What was built in it came to nothing."""
+        self._spare = buffer
+
+    def add_delta(self, delta: DeltaManifest, canonical: bytes, version: int) -> Blob:
+        """One that is to be filled, or is here already."""
+        known = self.store.find(delta.digest)
+        if known is not None:
+            return known
+        while len(self._deltas) >= max(1, self._num_deltas):
+            self.drop_delta(self._deltas[0])
+        buffer = Buffer(delta.chunks.num_bytes)
+        names = {"base": delta.base, "target": delta.target}
+        blob = Blob(delta.digest, "delta", version, canonical, delta.chunks, buffer, complete=False, **names)
+        self._deltas.append(blob)
+        self.store.add(blob)
+        return blob
+
+    def drop_delta(self, blob: Blob) -> None:
+        if blob in self._deltas:
+            self._deltas.remove(blob)
+            self.store.give_up(blob.name, self._grace_s)
+            blob.buffer.close()
+
+    def swap(self, manifest: Manifest, buffer: Buffer | None = None) -> Blob:
+        """This version is complete and verified: what was built here, or what lies in `buffer`. Now it is held."""
+        if buffer is None:
+            assert self._building is not None and self._building.complete
+            blob, self._building = self._building, None
+        else:
+            digest, version, chunks = manifest.digest, manifest.version, manifest.chunks
+            blob = Blob(digest, "full", version, encode(manifest), chunks, buffer, complete=True)
+            self.store.add(blob)
+        self._before = None if self.held is None else self.held[0]
+        self.held = (blob, manifest)
+        return blob
+
+    def close(self) -> None:
+        blobs = [self._before, self._building, None if self.held is None else self.held[0], *self._deltas]
+        for name in self.store.names():
+            self.store.give_up(name, 0.0)
+        for blob in blobs:
+            if blob is not None:
+                blob.buffer.close()
+        if self._spare is not None:
+            self._spare.close()
+        self.held = self._before = self._building = self._spare = None
+        self._deltas.clear()

@@ -1,0 +1,173 @@
+"""What a process holds of weights: blobs, which of their chunks are right, and who is reading them.
+
+A blob is here from the moment its manifest is known; chunks are marked as they are verified, and only marked ones are
+ever read, so that a relay passes on what it has while the rest is coming. Readers hold a lease for one answer. Giving a
+blob up is in the owner's hands: no new leases, a short grace for those who read, then they are cut.
+
+After that its memory may be written to. Bytes that `sendfile` has queued but the reader has not taken can then change
+under way: a reader finds a wrong chunk, asks whether the blob is still held, and learns that it is gone.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from polyrl.weights.buffers import Buffer
+from polyrl.weights.chunks import ChunkTable
+from polyrl.weights.protocol import BlobEntry, Code, Refused
+
+
+class Blob:
+    """A full version's bytes or a delta's, in a buffer, with the chunks of them that are right."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: Literal["full", "delta"],
+        version: int,
+        manifest: bytes,
+        table: ChunkTable,
+        buffer: Buffer,
+        *,
+        complete: bool,
+        base: str = "",
+        target: str = "",
+    ) -> None:
+        self.name, self.version = name, version
+        self.kind: Literal["full", "delta"] = kind
+        self.manifest, self.table, self.buffer = manifest, table, buffer
+        self.base, self.target = base, target
+        self.right = np.full(table.num_chunks, complete, dtype=np.bool_)
+        self.num_right = table.num_chunks if complete else 0
+
+    @property
+    def view(self) -> memoryview:
+        return self.buffer.view[: self.table.num_bytes]
+
+    @property
+    def complete(self) -> bool:
+        return self.num_right == self.table.num_chunks
+
+    def chunk(self, index: int) -> memoryview:
+        start, stop = self.table.range_of(index)
+        return self.view[start:stop]
+
+    def entry(self) -> BlobEntry:
+        return BlobEntry(
+            self.name, self.kind, self.version, self.table.num_bytes, self.complete, self.base, self.target
+        )
+
+
+class Span(NamedTuple):
+    """Bytes of a file that may be read while the lease lasts."""
+
+    fd: int
+    start: int
+    num_bytes: int
+
+
+class Store:
+    """All blobs of one process. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, Blob] = {}
+        self._manifests: dict[str, bytes] = {}
+        self._leases: dict[int, tuple[str, Callable[[str], None]]] = {}
+        self._next_lease = 0
+        self._changed = threading.Condition()
+
+    def add(self, blob: Blob) -> None:
+        with self._changed:
+            self._blobs[blob.name] = blob
+            self._changed.notify_all()
+
+    def find(self, name: str) -> Blob | None:
+        with self._changed:
+            return self._blobs.get(name)
+
+    def entries(self) -> tuple[BlobEntry, ...]:
+        with self._changed:
+            return tuple(blob.entry() for blob in self._blobs.values())
+
+    def announce(self, name: str, manifest: bytes) -> None:
+        """The one version that will be here, by whichever way: who waits for it may know what it is."""
+        with self._changed:
+            self._manifests = {name: manifest}
+
+    def manifest_of(self, name: str) -> bytes:
+        with self._changed:
+            announced = self._manifests.get(name)
+            return self._held(name).manifest if announced is None else announced
+
+    def mark(self, blob: Blob, index: int) -> None:
+        """This chunk's bytes are right, and stay as they are."""
+        with self._changed:
+            if not blob.right[index]:
+                blob.right[index] = True
+                blob.num_right += 1
+                self._changed.notify_all()
+
+    def have(self, name: str, known: int, wait_s: float) -> bytes:
+        """A bit for each chunk, the first one lowest: at once if there are more than `known`, or after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while True:
+                blob = self._held(name)
+                left = deadline - time.monotonic()
+                if blob.num_right > known or blob.complete or left <= 0:
+                    return np.packbits(blob.right, bitorder="little").tobytes()
+                self._changed.wait(left)
+
+    @contextmanager
+    def lease(self, name: str, first: int, count: int, cut: Callable[[str], None]) -> Iterator[Span]:
+        """Read these chunks. `cut` is called when the blob is given up and the reader is not through in time."""
+        with self._changed:
+            blob = self._held(name)
+            if count < 1 or first + count > blob.table.num_chunks:
+                raise Refused(Code.NONSENSE, f"chunks {first} to {first + count} of {blob.table.num_chunks}")
+            if not blob.right[first : first + count].all():
+                raise Refused(Code.NOT_YET, "not all of these chunks have arrived here")
+            number = self._next_lease
+            self._next_lease += 1
+            self._leases[number] = (name, cut)
+        start, stop = blob.table.range_of(first)[0], blob.table.range_of(first + count - 1)[1]
+        try:
+            yield Span(blob.buffer.fd, start, stop - start)
+        finally:
+            with self._changed:
+                del self._leases[number]
+                self._changed.notify_all()
+
+    def give_up(self, name: str, grace_s: float) -> Blob | None:
+        """Nobody reads the blob when this returns. Readers get `grace_s` to end, and are cut then."""
+        with self._changed:
+            blob = self._blobs.pop(name, None)
+            if blob is None:
+                return None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._readers(name), grace_s)
+            late = self._readers(name)
+        for cut in late:
+            cut("the version was given up")
+        with self._changed:
+            while not self._changed.wait_for(lambda: not self._readers(name), 1.0):
+                for cut in self._readers(name):
+                    cut("the version was given up")
+        return blob
+
+    def names(self) -> list[str]:
+        with self._changed:
+            return list(self._blobs)
+
+    def _readers(self, name: str) -> list[Callable[[str], None]]:
+        return [cut for leased, cut in self._leases.values() if leased == name]
+
+    def _held(self, name: str) -> Blob:
+        blob = self._blobs.get(name)
+        if blob is None:
+            raise Refused(Code.GONE, "this version or delta is not held here")
+        return blob
