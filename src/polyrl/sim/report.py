@@ -13,7 +13,18 @@ from rich.text import Text
 from polyrl.ids import Seconds
 from polyrl.sim.result import Measured, Result, is_local, measure_steps, num_warmup_steps
 from polyrl.sim.simulation import Simulation
-from polyrl.telemetry.looks import ACTIVITIES, GONE, KINDS, LEFT, nice_ticks, unit_for
+from polyrl.telemetry.looks import (
+    ACTIVITIES,
+    CAUSES,
+    GONE,
+    KINDS,
+    LEFT,
+    MOVES,
+    nice_ticks,
+    show_seconds,
+    show_tokens,
+    unit_for,
+)
 from polyrl.telemetry.timeline import Span, moments_of_going, seconds_by_activity
 
 _MAX_ROWS = 40
@@ -21,24 +32,6 @@ _BAR_ROWS = 6
 _MAX_BAR_WIDTH = 4
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _MIN_WIDTH = 40
-
-CAUSES = {
-    "speculation": "extra samples not needed",
-    "deferral": "prompts put off to a long round",
-    "preemption": "lost with a worker",
-    "filtered": "groups that teach nothing",
-    "reward_failed": "rewards that failed",
-    "failed": "samples that failed",
-    "not_taken": "not taken by the trainer",
-}
-MOVES = {
-    "handed_over": "handed over",
-    "lost": "worker lost",
-    "stalled": "worker stalled",
-    "hand_over_timeout": "hand-over not answered",
-    "engine_failed": "engine failed",
-    "refused": "refused by the worker",
-}
 
 
 # Plain functions of numbers
@@ -111,20 +104,6 @@ def bar_rows(values: Sequence[float], highest: float, num_rows: int) -> list[lis
         eighths = [round(value / highest * num_rows * 8) - row * 8 if highest > 0 else 0 for value in values]
         rows.append([_EIGHTHS[max(0, min(8, number))] for number in eighths])
     return rows
-
-
-def show_seconds(seconds: float) -> str:
-    """A duration in the unit that fits it."""
-    if seconds < 600:
-        return f"{seconds:,.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 4 * 3600 else f"{seconds / 3600:,.1f} h"
-
-
-def show_tokens(num_tokens: float) -> str:
-    """A number of tokens in millions or thousands, or as it is."""
-    if num_tokens >= 1e6:
-        return f"{num_tokens / 1e6:,.1f} M"
-    return f"{num_tokens / 1e3:,.1f} k" if num_tokens >= 10_000 else f"{num_tokens:,.0f}"
 
 
 # Rich

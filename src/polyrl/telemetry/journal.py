@@ -85,7 +85,7 @@ def open_journals(path: Path | str) -> Iterator[Journal]:
 
     Raises JournalError if there is none or one is damaged; the records raise it when the damage is reached.
     """
-    for file in _find(Path(path)):
+    for file in find_journals(Path(path)):
         yield open_journal(file)
 
 
@@ -109,7 +109,8 @@ def segments(folder: Path, stem: str) -> list[Path]:
     return sorted(folder.glob(f"{stem}-*.bin"))
 
 
-def _find(path: Path) -> list[Path]:
+def find_journals(path: Path) -> list[Path]:
+    """The files of a run, oldest first; for a directory that holds no run, one that is not there."""
     if not path.is_dir():
         return [path]
     return segments(path / LIVE_FOLDER, EVENTS) or segments(path, EVENTS) or [path / FILE_NAME]

@@ -1,4 +1,5 @@
-"""How things look, the same in the terminal and in pictures: activities of a worker, kinds of rounds, units of time.
+"""How things look, the same in the terminal and in pictures: activities of a worker, kinds of rounds, units of time,
+and the words for causes.
 
 Rules kept here: every activity has a character of its own, so that a timeline reads without colour; colours are told
 apart by colour-blind people (after Okabe and Ito) on a dark and on a white ground.
@@ -32,6 +33,24 @@ GONE = " "
 KINDS: dict[str, str] = {"short": "#3a86c8", "long": "#d55e00"}
 TRAINER = "#e69f00"
 
+CAUSES = {
+    "speculation": "extra samples not needed",
+    "deferral": "prompts put off to a long round",
+    "preemption": "lost with a worker",
+    "filtered": "groups that teach nothing",
+    "reward_failed": "rewards that failed",
+    "failed": "samples that failed",
+    "not_taken": "not taken by the trainer",
+}
+MOVES = {
+    "handed_over": "handed over",
+    "lost": "worker lost",
+    "stalled": "worker stalled",
+    "hand_over_timeout": "hand-over not answered",
+    "engine_failed": "engine failed",
+    "refused": "refused by the worker",
+}
+
 
 class TimeUnit(NamedTuple):
     name: str
@@ -56,3 +75,17 @@ def nice_ticks(total: float, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     return [number * step for number in range(int(total / step + 1e-9) + 1)]
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration in the unit that fits it."""
+    if seconds < 600:
+        return f"{seconds:,.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 4 * 3600 else f"{seconds / 3600:,.1f} h"
+
+
+def show_tokens(num_tokens: float) -> str:
+    """A number of tokens in millions or thousands, or as it is."""
+    if num_tokens >= 1e6:
+        return f"{num_tokens / 1e6:,.1f} M"
+    return f"{num_tokens / 1e3:,.1f} k" if num_tokens >= 10_000 else f"{num_tokens:,.0f}"

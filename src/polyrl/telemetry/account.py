@@ -1,0 +1,272 @@
+"""What became of a run, from its journal alone: the ledger, a line a step, the life of every worker.
+
+The journal holds what was heard; telling it to a scheduler again gives the rest. After each event we look who is there
+and does what, without asking the ledger: so the two can be held against each other (reconcile.py).
+
+Rules kept here: a run that still goes on, or whose driver was killed, is told up to its last whole record. Commands are
+compared with the journal's all along: where this version decides otherwise, the account ends and says so. With
+`verify`, the laws (scheduling/invariants.py) are checked as often as they can be without costing more than the rest.
+
+Left out: rewards and texts, which no journal holds.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from polyrl.errors import JournalError, LawViolation, UserError
+from polyrl.ids import Seconds, WorkerName
+from polyrl.scheduling import invariants
+from polyrl.scheduling.commands import Command, ForgetWorker, ReportStep
+from polyrl.scheduling.events import Event, RewardFinished, TokensArrived, WorkerJoined, WorkerLeft, WorkerReported
+from polyrl.scheduling.fleet import Worker, settle
+from polyrl.scheduling.framing import CutShort
+from polyrl.scheduling.ledger import Ledger, StepLine
+from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.records import JournalHeader, Record, digest_commands, resume_scheduler
+from polyrl.scheduling.scheduler import Scheduler
+from polyrl.telemetry.journal import EVENTS, FILE_NAME, LIVE_FOLDER, PAYLOAD, find_journals, open_journal, segments
+from polyrl.telemetry.timeline import Span, Timeline
+
+_SAMPLES_A_CHECK = 4
+"""Events between two checks of the laws, one for so many open samples: a check looks at each of them."""
+_QUIET = (TokensArrived, WorkerReported, RewardFinished)
+"""Frequent, and when nothing is asked for in answer nobody does anything else than before."""
+
+
+class Life(Struct):
+    """A worker's time in one seat."""
+
+    worker: WorkerName
+    local: bool
+    spot: bool
+    price_usd_per_hour: float
+    began_at: Seconds
+    starting_s: Seconds
+    """Paid for before it joined."""
+    ended_at: Seconds | None = None
+    ending: Literal["", "left", "lost"] = ""
+    """`lost`: it went without handing over."""
+    why: str = ""
+
+
+class Open(Struct, frozen=True):
+    """What is not decided yet."""
+
+    prompts: int
+    deferred_prompts: int
+    samples: int
+    tokens: int
+
+
+class Account(Struct):
+    about: dict[str, str]
+    config: SchedulerConfig
+    ledger: Ledger
+    """Settled at `now`."""
+    started_at: Seconds
+    now: Seconds
+    """When the last event was heard."""
+    num_records: int
+    lines: list[StepLine]
+    lives: list[Life]
+    timeline: Timeline
+    open: Open
+    paid_before: dict[WorkerName, tuple[float, float]]
+    """Seconds and dollars by worker in the state that the first journal starts from; empty for a whole run."""
+    is_whole: bool
+    """It starts where the run does."""
+    cut_short: str = ""
+    """Where and how the journal ends inside a record; empty if it does not."""
+    broken_laws: list[str] = []
+    num_checks: int = 0
+    """How often the laws were checked."""
+
+
+def read_account(path: Path | str, *, verify: bool = False) -> Account:
+    """Tell a run again. Raises JournalError if there is no run, or its journal is damaged before its end."""
+    files = _find(Path(path))
+    teller = _Teller(verify=verify)
+    for file in files:
+        is_last = file == files[-1]
+        try:
+            header, records = open_journal(file)
+            teller.open(header)
+            for record in records:
+                if not teller.hear(record, file):
+                    return teller.account()
+        except CutShort as cut:
+            if not is_last or teller.scheduler is None:
+                raise
+            teller.cut_short = str(cut)
+    return teller.account()
+
+
+def _find(path: Path) -> list[Path]:
+    """A run's journals, those that were not even begun left out."""
+    files = find_journals(path)
+    if path.is_dir():
+        files = [file for file in files if file.exists() and (file != files[-1] or file.stat().st_size > 0)]
+        if not files and (segments(path / LIVE_FOLDER, PAYLOAD) or segments(path / LIVE_FOLDER, EVENTS)):
+            raise JournalError(f"{path}: a manager was started there, but no trainer has opened a run")
+        if not files:
+            expected = f"{FILE_NAME} of a simulation, or {LIVE_FOLDER}/{EVENTS}-*.bin of a live run"
+            raise JournalError(f"{path}: there is no run; expected {expected}")
+    return files
+
+
+class _Teller:
+    """A scheduler that hears it all again, and somebody who watches its fleet."""
+
+    def __init__(self, *, verify: bool) -> None:
+        self.scheduler: Scheduler | None = None
+        self.cut_short = ""
+        self._verify = verify
+        self._header: JournalHeader | None = None
+        self._broken: list[str] = []
+        self._lines: list[StepLine] = []
+        self._num_records = 0
+        self._unchecked = 0
+        self._num_checks = 0
+        self._watcher = _Watcher()
+        self._paid_before: dict[WorkerName, tuple[float, float]] = {}
+
+    def open(self, header: JournalHeader) -> None:
+        self.scheduler = resume_scheduler(header, self.scheduler)
+        if self._header is not None:
+            return
+        self._header = header
+        self._paid_before = {name: (line.paid_s, line.usd) for name, line in self.scheduler.ledger.workers.items()}
+        self._watcher.take_over(self.scheduler.desk.seats.values(), self.scheduler.ledger)
+
+    def hear(self, record: Record, file: Path) -> bool:
+        """Take a record in. False: nothing behind it can be believed."""
+        assert self.scheduler is not None
+        commands = self.scheduler.handle(record.event, record.now)
+        self._num_records += 1
+        if digest_commands(commands) != record.commands_digest:
+            self._broken.append(
+                f"{file}: record {record.number}: this version of PolyRL decides otherwise than the one that wrote it"
+            )
+            return False
+        if commands or not isinstance(record.event, _QUIET):
+            self._watcher.look(self.scheduler.desk.seats, record.event, commands, record.now, self.scheduler.ledger)
+        trained = [command.line for command in commands if isinstance(command, ReportStep)]
+        self._lines += trained
+        return not self._verify or self._check(file, record, at_once=bool(trained))
+
+    def _check(self, file: Path, record: Record, *, at_once: bool) -> bool:
+        assert self.scheduler is not None
+        self._unchecked += 1
+        if not at_once and self._unchecked * _SAMPLES_A_CHECK < len(self.scheduler.desk.samples):
+            return True
+        return self._check_now(f"{file}: record {record.number}", record.now)
+
+    def _check_now(self, where: str, now: Seconds) -> bool:
+        assert self.scheduler is not None
+        self._unchecked = 0
+        self._num_checks += 1
+        try:
+            invariants.check(self.scheduler, now)
+        except LawViolation as violation:
+            self._broken.append(f"{where}: {violation}")
+            return False
+        return True
+
+    def account(self) -> Account:
+        scheduler, header = self.scheduler, self._header
+        if scheduler is None or header is None:
+            raise UserError("there is no journal")
+        ledger = scheduler.ledger
+        started_at = 0.0 if ledger.started_at is None else ledger.started_at
+        now = max(started_at, scheduler.now)
+        if self._verify and self._unchecked and not self._broken:
+            self._check_now("at the end", now)
+        for worker in scheduler.desk.seats.values():
+            settle(worker, ledger, now)
+        self._watcher.timeline.end(now)
+        return Account(
+            about=header.about,
+            config=header.config,
+            ledger=ledger,
+            started_at=started_at,
+            now=now,
+            num_records=self._num_records,
+            lines=self._lines,
+            lives=self._watcher.lives,
+            timeline=self._watcher.timeline,
+            open=_still_open(scheduler),
+            paid_before=self._paid_before,
+            is_whole=not header.saved,
+            cut_short=self.cut_short,
+            broken_laws=self._broken,
+            num_checks=self._num_checks,
+        )
+
+
+class _Watcher:
+    """Who is there, since when, and what each one does."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.lives: list[Life] = []
+        self._by_seat: dict[int, Life] = {}
+        self._owes: dict[int, bool] = {}
+        """By seat: whether its going now would be a loss."""
+
+    def take_over(self, workers: Iterable[Worker], ledger: Ledger) -> None:
+        """Who was there when the first journal starts."""
+        for worker in workers:
+            self._begin(worker, worker.since, 0.0, ledger)
+
+    def look(
+        self, seats: dict[int, Worker], event: Event, commands: Sequence[Command], now: Seconds, ledger: Ledger
+    ) -> None:
+        if len(seats) != len(self._by_seat) or isinstance(event, WorkerJoined | WorkerLeft):
+            for seat in [seat for seat in self._by_seat if seat not in seats]:
+                self._end(seat, _why_gone(self._by_seat[seat], event, commands), now)
+            for worker in [worker for seat, worker in seats.items() if seat not in self._by_seat]:
+                starting_s = event.starting_s if isinstance(event, WorkerJoined) else 0.0
+                self._begin(worker, now, starting_s, ledger)
+        for seat, worker in seats.items():
+            self.timeline.mark(worker.name, worker.activity, now)
+            self._owes[seat] = worker.state != "draining" or bool(worker.leases)
+
+    def _begin(self, worker: Worker, now: Seconds, starting_s: Seconds, ledger: Ledger) -> None:
+        paid_s = starting_s if 0.0 <= starting_s < float("inf") else 0.0
+        price = ledger.workers[worker.name].price_usd_per_hour
+        life = Life(worker.name, worker.local, worker.spot, price, now, paid_s)
+        self.lives.append(life)
+        self._by_seat[worker.seat] = life
+        row = self.timeline.rows.setdefault(worker.name, [])
+        since = max(now - paid_s, row[-1].end_s if row else now - paid_s)
+        if since < now:
+            row.append(Span(since, now, "starting"))
+
+    def _end(self, seat: int, why: str, now: Seconds) -> None:
+        life = self._by_seat.pop(seat)
+        life.ended_at, life.why = now, why
+        life.ending = "lost" if self._owes.pop(seat, True) else "left"
+        self.timeline.mark(life.worker, None, now)
+
+
+def _why_gone(life: Life, event: Event, commands: Sequence[Command]) -> str:
+    if isinstance(event, WorkerLeft) and event.worker == life.worker:
+        return event.reason
+    if isinstance(event, WorkerJoined) and event.worker == life.worker:
+        return "a newer process joined under its name"
+    said = [command.why for command in commands if isinstance(command, ForgetWorker) and command.worker == life.worker]
+    return said[0] if said else ""
+
+
+def _still_open(scheduler: Scheduler) -> Open:
+    state = scheduler.desk.state
+    samples = [one for one in state.samples.values() if one.state != "discarded"]
+    return Open(
+        prompts=len(state.groups),
+        deferred_prompts=sum(map(len, state.tail.deferred)),
+        samples=len(samples),
+        tokens=sum(one.num_tokens for one in samples),
+    )

@@ -1,0 +1,78 @@
+"""Whether an account adds up: each sum of the ledger against a second way to the same number.
+
+    a worker's seconds    by activity; its lives, from when it was seen to join to when it was seen to go
+    dollars               of workers, and those lives times their prices; of the trainer, and wall clock times its price
+    tokens, samples       arrived and started, and what became of them; kept and trained, and the sum of all steps
+    prompts               started; trained, dropped, deferred and open
+
+Rules kept here: every law that does not hold is named with both numbers. Seconds and dollars are sums of many floats:
+they agree to a millionth.
+"""
+
+from collections.abc import Iterator
+
+from polyrl.telemetry.account import Account
+
+_HOUR_S = 3600.0
+_RELATIVE = 1e-6
+_ABSOLUTE = 1e-6
+
+
+def broken_sums(account: Account) -> list[str]:
+    """One line for each sum that does not hold."""
+    return [*_counts(account), *_seconds_and_dollars(account), *_steps(account)]
+
+
+def _counts(account: Account) -> Iterator[str]:
+    ledger, still = account.ledger, account.open
+    tokens = {"kept": ledger.tokens_kept, "discarded": sum(ledger.tokens_discarded.values()), "open": still.tokens}
+    yield from _equal("tokens arrived", ledger.tokens_arrived, tokens)
+    discarded = sum(ledger.samples_discarded.values())
+    samples = {"trained": ledger.samples_trained, "discarded": discarded, "open": still.samples}
+    yield from _equal("samples started", ledger.samples_started, samples)
+    dropped = sum(ledger.prompts_dropped.values())
+    waiting = {"deferred": still.deferred_prompts, "open": still.prompts}
+    prompts = {"trained": ledger.prompts_trained, "dropped": dropped, **waiting}
+    yield from _equal("prompts started", ledger.prompts_started, prompts)
+
+
+def _equal(what: str, number: int, parts: dict[str, int]) -> Iterator[str]:
+    if number != sum(parts.values()):
+        yield f"{what} {number:,}, but " + " + ".join(f"{name} {part:,}" for name, part in parts.items())
+
+
+def _seconds_and_dollars(account: Account) -> Iterator[str]:
+    for name, line in account.ledger.workers.items():
+        seconds, usd = account.paid_before.get(name, (0.0, 0.0))
+        for life in account.lives:
+            if life.worker == name:
+                end = account.now if life.ended_at is None else life.ended_at
+                life_s = end - life.began_at + life.starting_s
+                seconds += life_s
+                usd += life_s * life.price_usd_per_hour / _HOUR_S
+        yield from _close(f"seconds of worker {name}", line.paid_s, "its time in the fleet", seconds)
+        yield from _close(f"dollars of worker {name}", line.usd, "its time in the fleet times its price", usd)
+    wall_usd = (account.now - account.started_at) * account.config.trainer_usd_per_hour / _HOUR_S
+    yield from _close(
+        "dollars of the trainer", account.ledger.trainer_usd(account.now), "wall clock times its price", wall_usd
+    )
+
+
+def _steps(account: Account) -> Iterator[str]:
+    """What all lines of steps say together; a journal that starts in mid-run does not hold all of them."""
+    if not account.is_whole:
+        return
+    ledger, lines = account.ledger, account.lines
+    discarded = sum(sum(line.tokens_discarded.values()) for line in lines)
+    for what, number, of_steps in (
+        ("tokens kept", ledger.tokens_kept, sum(line.tokens_trained for line in lines)),
+        ("samples trained", ledger.samples_trained, sum(line.num_samples for line in lines)),
+        ("prompts trained", ledger.prompts_trained, sum(line.num_groups for line in lines)),
+        ("tokens discarded until the last step", sum(ledger.discarded_told.values()), discarded),
+    ):
+        yield from _equal(what, number, {"of all steps": of_steps})
+
+
+def _close(what: str, number: float, other: str, expected: float) -> Iterator[str]:
+    if not abs(number - expected) <= max(_ABSOLUTE, _RELATIVE * abs(expected)):
+        yield f"{what} are {number:.6f}, but {other} is {expected:.6f}"
