@@ -37,10 +37,10 @@ from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.control import RunReply, RunRequest, Status
 from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
-from polyrl.wire.frames import Sampling, Segment
+from polyrl.wire.frames import Origin, Sampling, Segment
 from polyrl.wire.pieces import PIECE_BYTES
 
-__all__ = ["Fleet", "Group", "Prompt", "Reward", "RoundOver", "Sample", "Sampling", "connect"]
+__all__ = ["Fleet", "Group", "Origin", "Prompt", "Reward", "RoundOver", "Sample", "Sampling", "connect"]
 
 log = logging.getLogger("polyrl.client")
 
@@ -64,6 +64,8 @@ class Sample(NamedTuple):
     finish: str
     """stop, or length."""
     reward: float
+    origin: Origin
+    """Which prompt of the data it answers."""
 
     @property
     def name(self) -> str:
@@ -74,6 +76,7 @@ class Group(NamedTuple):
     step: int
     id: int
     samples: tuple[Sample, ...]
+    origin: Origin
 
 
 class Reward(NamedTuple):
@@ -211,6 +214,13 @@ class Fleet:
 
     async def status(self) -> Status:
         return await self._again(lambda: self._dialer.get("/v1/status", Status))
+
+    async def line(self, step: int) -> StepLine:
+        """The scheduler's own account of a step, when it is there."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: any(one.step == step for one in self.lines) or self._has_failed)
+            self._raise_failure()
+            return next(one for one in self.lines if one.step == step)
 
     async def settled(self) -> None:
         """Wait until all that was said is on file at the manager."""
@@ -366,12 +376,12 @@ class Fleet:
         round_ = self._rounds.setdefault(frame.step, _Round())
         if frame.group in round_.seen:
             return
-        samples = self._in_parts.pop(frame.group, ()) + tuple(map(_sample, frame.samples))
+        samples = self._in_parts.pop(frame.group, ()) + tuple(_sample(one, frame.origin) for one in frame.samples)
         if frame.more:
             self._in_parts[frame.group] = samples
             return
         round_.seen.add(frame.group)
-        round_.ready.append(Group(frame.step, frame.group, samples))
+        round_.ready.append(Group(frame.step, frame.group, samples, frame.origin))
 
     def _stranger(self, group: Group) -> str | None:
         """A version among a group's that is not one of ours."""
@@ -390,7 +400,7 @@ class Fleet:
             task.add_done_callback(lambda _: self._scoring.pop(key, None))
 
     async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
-        sample = _sample(one.text)
+        sample = _sample(one.text, one.origin)
         outcome: frames.Outcome = "scored"
         result = Reward(0.0)
         try:
@@ -452,6 +462,7 @@ def _ask_for_some(prompt_of: PromptOf, plans: list[frames.GroupPlan]) -> tuple[f
     return tuple(prompts)
 
 
-def _sample(text: frames.SampleText) -> Sample:
+def _sample(text: frames.SampleText, origin: Origin) -> Sample:
     cells = columns.view_cells(text.cells)
-    return Sample(text.sample, cells["token"].copy(), cells["logprob"].copy(), text.segments, text.finish, text.reward)
+    tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
+    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin)

@@ -81,7 +81,7 @@ async def connected(max_queued_bytes: int = 1 << 30) -> AsyncIterator[Ends]:
 
 
 def big_frame(num_bytes: int) -> frames.Delivered:
-    return frames.Delivered(0, 1, (frames.SampleText(1, bytes(num_bytes), (), "stop", 0.0),))
+    return frames.Delivered(0, 1, frames.Origin(0, 0, 0), (frames.SampleText(1, bytes(num_bytes), (), "stop", 0.0),))
 
 
 def test_a_peer_that_reads_slowly_is_waited_for_however_much_there_is():

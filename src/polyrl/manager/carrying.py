@@ -136,16 +136,22 @@ def score(executor: Executor, sample: SampleId, attempt: int, timeout_s: Seconds
     if executor.trainer is not None and not executor.trainer.has_reward:
         executor.tell(e.RewardFinished(sample, attempt, "scored"))
     else:
-        executor.say_to_trainer(
-            frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, executor.payload.sample_text(sample)),))
-        )
+        text, origin = executor.payload.sample_text(sample), _origin(executor, group_of(sample))
+        executor.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, text, origin),)))
+
+
+def _origin(executor: Executor, group: GroupId) -> frames.Origin:
+    assert executor.scheduler is not None
+    known = executor.scheduler.desk.groups[group]
+    return frames.Origin(known.domain, known.prompt, known.epoch)
 
 
 def deliver(executor: Executor, step: Step, group: GroupId, samples: tuple[SampleId, ...]) -> None:
     """In as many frames as it takes: a group may have a thousand long answers."""
     parts = list(in_pieces(map(executor.payload.sample_text, samples), lambda text: len(text.cells))) or [()]
+    origin = _origin(executor, group)
     for part in parts:
-        executor.say_to_trainer(frames.Delivered(step, group, part, more=part is not parts[-1]))
+        executor.say_to_trainer(frames.Delivered(step, group, origin, part, more=part is not parts[-1]))
 
 
 def closed(executor: Executor, step: Step) -> frames.Closed:

@@ -319,10 +319,19 @@ class SampleText(Struct, frozen=True, array_like=True, gc=False):
     reward: float
 
 
+class Origin(Struct, frozen=True, array_like=True, gc=False):
+    """Which prompt of the data a group answers."""
+
+    domain: int
+    prompt: int
+    epoch: int
+
+
 class ScoreThis(Struct, frozen=True, array_like=True, gc=False):
     attempt: int
     timeout_s: float
     text: SampleText
+    origin: Origin
 
 
 class ScoreThese(Frame, frozen=True, tag="score"):
@@ -339,6 +348,7 @@ class Delivered(Frame, frozen=True, tag="delivered"):
 
     step: int
     group: int
+    origin: Origin
     samples: tuple[SampleText, ...]
     more: bool = False
     """The next frame about this group has the rest, or more of it."""
