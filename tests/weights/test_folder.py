@@ -66,6 +66,8 @@ def test_a_plain_model_directory_says_its_architecture(tmp_path):
     (tmp_path / "v" / "manifest.json").unlink()
     assert folders.read_manifest(tmp_path / "v") is None
     assert folders.layout_in(tmp_path / "v").architecture == "TinyForCausalLM"
+    with pytest.raises(BadFolder, match=r"no manifest.json there; expected that of ababab"):
+        folders.read(tmp_path / "v", "ab" * 32)
 
 
 def test_a_directory_that_is_there_is_not_written_over(tmp_path):

@@ -85,14 +85,14 @@ def seal(
     return DeltaManifest(base.digest, target.digest, target.layout.fingerprint, encoded.parts, chunks), blob
 
 
-def encode(old: View, new: View, layout: Layout, *, threads: int = 1) -> Encoded:
+def encode(old: View, new: View, layout: Layout, *, threads: int = 1, part_elements: int = PART_ELEMENTS) -> Encoded:
     """What turns `old` into `new`, both versions of this layout."""
     old_bytes, new_bytes = _version_bytes(old, layout), _version_bytes(new, layout)
 
     def write(piece: Piece) -> tuple[Encoding, bytes] | None:
         return encode_piece(_bits(old_bytes, piece), _bits(new_bytes, piece))
 
-    pieces = list(pieces_of(layout))
+    pieces = list(pieces_of(layout, part_elements))
     return assemble(pieces, _map(write, pieces, threads))
 
 
@@ -108,12 +108,12 @@ def assemble(pieces: Sequence[Piece], written: Iterable[tuple[Encoding, bytes] |
     return Encoded(tuple(parts), segments)
 
 
-def pieces_of(layout: Layout) -> Iterator[Piece]:
+def pieces_of(layout: Layout, part_elements: int = PART_ELEMENTS) -> Iterator[Piece]:
     """How a layout is cut, in the order of its bytes."""
     for index, tensor in enumerate(layout.tensors):
         size = tensor.item_bytes
-        for first in range(0, tensor.num_elements, PART_ELEMENTS):
-            num = min(PART_ELEMENTS, tensor.num_elements - first)
+        for first in range(0, tensor.num_elements, part_elements):
+            num = min(part_elements, tensor.num_elements - first)
             yield Piece(index, first, num, size, tensor.start + first * size)
 
 
@@ -150,15 +150,20 @@ def encode_piece(old: Bits, new: Bits) -> tuple[Encoding, bytes] | None:
         return None
     codes, wide = split_wide(differences)
     best: tuple[Encoding, bytes] | None = None
-    if num_changes <= len(new) // 2 or len(new) == 1:
+    if num_changes <= len(new) // 2:
         best = "sparse", pack_sparse(gap_bytes(positions), codes, wide)
-    if num_changes > len(new) // 8 or len(wide) > num_changes // 8:
+    if not is_surely_sparse(len(new), num_changes, len(wide)):
         planes = _pack_planes(zigzag(new - old))
         if best is None or len(planes) < len(best[1]):
             best = "planes", planes
     if best is None or len(best[1]) >= new.nbytes:
         best = "raw", new.tobytes()
     return best
+
+
+def is_surely_sparse(num_elements: int, num_changes: int, num_wide: int) -> bool:
+    """Few changes, and most of them small: planes need not be tried."""
+    return num_changes <= num_elements // 8 and num_wide <= num_changes // 8
 
 
 def find_changes(old: Bits, new: Bits) -> tuple[Bits, Bits]:

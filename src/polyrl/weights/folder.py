@@ -180,6 +180,8 @@ def read(folder: Path, digest: str | None = None, *, threads: int = 1) -> tuple[
     """
     found = scan(folder)
     manifest = read_manifest(folder, digest)
+    if manifest is None and digest is not None:
+        raise BadFolder(f"{folder}: no {MANIFEST} there; expected that of {digest[:16]}...")
     layout = layout_in(folder, found) if manifest is None else manifest.layout
     view = bytearray(layout.num_bytes)
     copy_into(layout, found, folder, view)

@@ -116,6 +116,15 @@ def _values(entry: TensorEntry, tensor: Tensor, layout: Layout) -> list[tuple[Te
     return [(entry, elements), (scale, scales)]
 
 
+def serving_value(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """What a state gives for one tensor of a layout; not yet cast, where only its dtype differs."""
+    if _is_scale(entry, layout):
+        owner = layout.by_name[entry.name.removesuffix(SCALE)]
+        return quantise(_source(owner, state), owner.dtype)[1]
+    tensor = _source(entry, state)
+    return tensor if _scale_of(entry, layout) is None else quantise(tensor, entry.dtype)[0]
+
+
 def load_into(
     state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None = None
 ) -> tuple[str, ...]:
@@ -123,23 +132,37 @@ def load_into(
 
     Raises BadTensors before anything is written: when a tensor is missing, or has another shape or dtype.
     """
+    plan = _plan(state, layout, view, changed)
+    with torch.no_grad():
+        for entry, destinations in plan:
+            for destination in destinations:
+                destination.copy_(_value(entry, layout, view, destination), non_blocking=True)
+    _wait({one.device for _, destinations in plan for one in destinations})
+    return tuple(entry.name for entry, _ in plan)
+
+
+def pair_up(
+    state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """A model's tensors, each with what a version has for it: `load_into` without the copying."""
+    plan = _plan(state, layout, view, changed)
+    return [(one, _value(entry, layout, view, one)) for entry, destinations in plan for one in destinations]
+
+
+def _plan(
+    state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None
+) -> list[tuple[TensorEntry, list[Tensor]]]:
     if memoryview(view).nbytes != layout.num_bytes:
         raise BadTensors(f"{memoryview(view).nbytes} bytes of weights; expected {layout.num_bytes}")
     plan = [(entry, _destinations(entry, state, layout)) for entry in _owners(layout)]
-    loaded: list[str] = []
-    with torch.no_grad():
-        for entry, destinations in plan:
-            scale = _scale_of(entry, layout)
-            names = (entry.name,) if scale is None else (entry.name, scale.name)
-            if changed is not None and not any(name in changed for name in names):
-                continue
-            source = entry_tensor(entry, view)
-            for destination in destinations:
-                value = source if scale is None else dequantise(source, entry_tensor(scale, view), destination.dtype)
-                destination.copy_(value, non_blocking=True)
-            loaded.append(entry.name)
-    _wait({one.device for _, destinations in plan for one in destinations})
-    return tuple(loaded)
+    if changed is None:
+        return plan
+    return [one for one in plan if one[0].name in changed or one[0].name + SCALE in changed]
+
+
+def _value(entry: TensorEntry, layout: Layout, view: View, like: Tensor) -> Tensor:
+    source, scale = entry_tensor(entry, view), _scale_of(entry, layout)
+    return source if scale is None else dequantise(source, entry_tensor(scale, view), like.dtype)
 
 
 def _destinations(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layout) -> list[Tensor]:
