@@ -11,6 +11,7 @@ from polyrl.cli import dialing
 
 if TYPE_CHECKING:
     from polyrl.engines.engine import Engine
+    from polyrl.worker.agent import PeerOf
 
 EXAMPLE = """\
 examples:
@@ -43,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drain-deadline", type=float, default=25.0, metavar="S", help="after a signal (default: %(default)s)"
     )
+    parser.add_argument(
+        "--relay-on",
+        action="append",
+        metavar="CIDR",
+        help="pass weights on to other workers, on local addresses in this network "
+        "(default: on all of them, or on loopback alone if the manager is there)",
+    )
+    parser.add_argument("--no-relay", action="store_true", help="pass no weights on")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     dialing.add_credentials(parser)
 
@@ -99,6 +108,20 @@ def _engine(args: argparse.Namespace) -> "Engine":
     return EmulatedEngine(build(tree, EmulatedConfig, source=source))
 
 
+def _peer_of(args: argparse.Namespace) -> "PeerOf":
+    """What fetches weights; it listens for others where `--relay-on` says."""
+    from polyrl.weights.peer import WeightPeer
+    from polyrl.weights.settings import Tls, WeightSettings
+    from polyrl.wire.credentials import client_tls
+    from polyrl.wire.dial import is_loopback
+
+    loopback = ("127.0.0.0/8",) if args.no_relay or is_loopback(args.join) else ()
+    networks = loopback if args.relay_on is None else tuple(args.relay_on)
+    settings = WeightSettings(interfaces=networks)
+    tls = client_tls(args.join, args.ca)
+    return lambda key: WeightPeer(settings, key, None if tls is None else Tls(None, tls))
+
+
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
     from polyrl.wire.credentials import client_tls, find_token
     from polyrl.wire.dial import Dialer
@@ -111,8 +134,9 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
         price_usd_per_hour=args.price,
         num_devices=args.devices,
         drain_deadline_s=args.drain_deadline,
+        relays=not args.no_relay,
     )
-    agent = WorkerAgent(engine, dialer, options)
+    agent = WorkerAgent(engine, dialer, options, peer_of=_peer_of(args))
     loop = asyncio.get_running_loop()
     for number, reason in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl+C")):
         loop.add_signal_handler(number, agent.drain, reason)

@@ -24,7 +24,7 @@ from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
 if TYPE_CHECKING:
-    from polyrl.weights.peer import HostCopy
+    from polyrl.weights.shelf import HostCopy
 
 EngineEnd = Literal["stop", "length", "engine_failed", "refused"]
 

@@ -8,7 +8,9 @@ import asyncio
 import random
 import ssl
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -117,6 +119,15 @@ class Dialer:
             raise UserError(f"{self.url}: it does not speak TLS; is it http://?") from error
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return Unreachable(f"{self.url}: {said}")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a manager's URL is of this machine alone."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def pauses() -> Iterator[float]:

@@ -360,7 +360,12 @@ class WorkerAgent:
 
     async def _install(self, version: Version, pull: frames.Pull) -> None:
         try:
-            await self._engine.install(await self._fetch(version, pull))
+            weights = await self._fetch(version, pull)
+            try:
+                await self._engine.install(weights)
+            finally:
+                if weights.copy is not None:
+                    weights.copy.close()
         except (EngineError, TransferError) as error:
             log.warning("version %d could not be installed: %s", version, error)
             await self._send(frames.InstallFailed(version, str(error)[:2000]))

@@ -102,6 +102,9 @@ class CudaRunner:
         self._paged = None
         torch.cuda.empty_cache()
 
+    def weights_changed(self) -> None:
+        """Nothing is derived from them: graphs read them where they are."""
+
     # Prefill
 
     @torch.inference_mode()

@@ -11,6 +11,7 @@ devices can train; what it was given waits.
 
 import asyncio
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from polyrl.ids import LeaseId, Version
 
 if TYPE_CHECKING:
     from polyrl.engines.builtin.cuda_runner import CudaRunner
+    from polyrl.engines.builtin.installing import Staged
     from polyrl.engines.builtin.models import Loaded
     from polyrl.engines.builtin.runner import Drawn, Runner
 
@@ -104,6 +106,10 @@ class BuiltinEngine:
         self._between_steps = asyncio.Lock()
         self._tokenizer: Any = None
         self._trouble: str | None = None
+        self._digest = ""
+        """Of the version that was installed from a copy."""
+        self.last_install_s = 0.0
+        """How long samples stood still for the last install, and for the step before it to end."""
         self._is_closed = False
 
     @property
@@ -260,38 +266,44 @@ class BuiltinEngine:
 
     async def install(self, weights: Weights) -> None:
         """Who stops waiting stops nothing: weights that are copied already have their version written down."""
-        self._interrupt()
         await asyncio.shield(asyncio.ensure_future(self._install(weights)))
 
     async def _install(self, weights: Weights) -> None:
+        if self._runner is None or self._is_closed:
+            raise EngineError("the engine does not run")
+        staged = await asyncio.to_thread(self._stage, weights)
+        if staged is None and weights.version != self._version and not weights.in_place:
+            raise EngineError(f"nobody says where version {weights.version} can be had")
+        began = time.perf_counter()
+        self._interrupt()
         async with self._between_steps:
-            if self._runner is None or self._is_closed:
+            if self._is_closed:
                 raise EngineError("the engine does not run")
-            if weights.folder is not None:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._thread, self._copy_from, weights.folder)
-            elif weights.version != self._version and not weights.in_place:
-                raise EngineError(f"nobody says where version {weights.version} can be had")
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._put, staged)
             self._version = weights.version
+            self._digest = "" if weights.copy is None else weights.copy.manifest.digest
             if self._config.after_install == "recompute":
                 self._batch.recompute_all()
             else:
                 self._cache.forget()
+        self.last_install_s = time.perf_counter() - began
 
-    def _copy_from(self, folder: str) -> None:
-        """Copy a directory's weights into the model, in place: all of them, or none."""
-        import torch
+    def _put(self, staged: "Staged | None") -> None:
+        assert self._runner is not None
+        if staged is not None:
+            staged.put()
+        self._runner.weights_changed()
 
-        from polyrl.engines.builtin import models
+    def _stage(self, weights: Weights) -> "Staged | None":
+        """Bring a version near, while samples go on."""
+        from polyrl.engines.builtin import installing
 
         assert self._loaded is not None
-        fresh = models.load(folder, self._config.dtype, "cpu").model.state_dict()
-        ours = self._loaded.model.state_dict()
-        if {name: one.shape for name, one in fresh.items()} != {name: one.shape for name, one in ours.items()}:
-            raise EngineError(f"{folder}: its weights are not of this model")
-        with torch.no_grad():
-            for name, one in ours.items():
-                one.copy_(fresh[name])
+        if weights.copy is not None:
+            return installing.stage_copy(self._loaded, weights.copy, held=self._digest)
+        if weights.folder is not None:
+            return installing.stage_folder(self._loaded, weights.folder, self._config.dtype)
+        return None
 
     # Steps
 

@@ -1,0 +1,60 @@
+"""Putting a version's weights into a model that runs: brought near while it goes on, copied in place while it stands.
+
+On a GPU everything is sent to the device first, so that the pause is a copy within its memory. On the CPU the version
+is in memory already. All of a version is put in place, or nothing.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from polyrl.engines.builtin import models
+from polyrl.engines.builtin.models import Loaded
+from polyrl.engines.engine import EngineError
+from polyrl.weights import tensors
+from polyrl.weights.shelf import HostCopy
+
+Tensor = torch.Tensor
+
+
+class Staged(NamedTuple):
+    """Tensors of the model, and what each will be."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+
+    def put(self) -> None:
+        with torch.no_grad():
+            for ours, theirs in self.pairs:
+                ours.copy_(theirs, non_blocking=True)
+        if self.pairs and self.pairs[0][0].is_cuda:
+            torch.cuda.synchronize()
+
+
+def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> Staged:
+    """A version in this machine's memory. `held` is the digest of what the model is now. Raises EngineError."""
+    changed = copy.changed if held and copy.base == held else None
+    try:
+        pairs = tensors.pair_up(loaded.model.state_dict(), copy.manifest.layout, copy.view, changed)
+    except tensors.BadTensors as error:
+        raise EngineError(f"version {copy.manifest.version} is not of this model: {error}") from error
+    return _near(pairs)
+
+
+def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:
+    """A version in a Hugging Face directory. Raises EngineError."""
+    fresh: Mapping[str, Tensor] = models.load(folder, dtype, "cpu").model.state_dict()
+    ours: Mapping[str, Tensor] = loaded.model.state_dict()
+    if {name: one.shape for name, one in fresh.items()} != {name: one.shape for name, one in ours.items()}:
+        raise EngineError(f"{folder}: its weights are not of this model")
+    return _near([(one, fresh[name]) for name, one in ours.items()])
+
+
+def _near(pairs: list[tuple[Tensor, Tensor]]) -> Staged:
+    if not pairs or not pairs[0][0].is_cuda:
+        return Staged(pairs)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # beside the steps that go on
+        near = [(ours, theirs.to(ours.device, non_blocking=True)) for ours, theirs in pairs]
+    stream.synchronize()
+    return Staged(near)
