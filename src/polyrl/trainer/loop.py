@@ -1,0 +1,203 @@
+"""The loop: publish, open the round, train on complete groups as they arrive, update, say so; again.
+
+    for each step:  round -> (filter) -> micro-batches while the round still generates -> one update -> publish
+
+Rules kept here: on-policy, so the weights that a round is written with do not move before its last group is trained. A
+group is taken (acknowledged) before it is trained, and then it is trained with this step, or the process is gone. A
+group that cannot teach anything is rejected, and the scheduler starts another in its place.
+
+Left out: where processes come from (cli/train), what rewards are, what the numbers look like (telemetry).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from polyrl.client import Fleet, Group, RoundOver
+from polyrl.config.recipe import Recipe
+from polyrl.scheduling.ledger import StepLine
+from polyrl.trainer.batch import TrainSample, is_zero_variance
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.step import StepAccumulator, StepStats
+
+log = logging.getLogger("polyrl.trainer")
+
+ZERO_VARIANCE = "all rewards are equal"
+_LINE_TIMEOUT_S = 30.0
+
+Prompts = Callable[[int, int], "np.ndarray[tuple[int], np.dtype[np.int32]]"]
+"""(domain, prompt) -> its tokens."""
+
+
+class Offer(NamedTuple):
+    """A version that workers can fetch."""
+
+    version: int
+    digest: str
+    addresses: tuple[str, ...]
+
+
+class Publisher(Protocol):
+    """Puts the model's present weights where workers can fetch them, and tells the local engine that they moved."""
+
+    async def publish(self, version: int) -> Offer: ...
+
+
+class StepReport(NamedTuple):
+    """All that is known of a step when it is over."""
+
+    step: int
+    stats: StepStats
+    line: StepLine
+    rewards: list[float]
+    lengths: list[int]
+    prompt_lengths: list[int]
+    num_filtered: int
+    """Groups that were rejected because they teach nothing."""
+    seconds: dict[str, float]
+    """total, generate, train, publish, wait."""
+
+
+class Events(Protocol):
+    """Who is told how it goes."""
+
+    async def step_begins(self, step: int) -> None: ...
+
+    async def groups_trained(self, step: int, num: int) -> None: ...
+
+    async def step_ended(self, report: StepReport) -> None: ...
+
+
+class Loop:
+    def __init__(
+        self,
+        recipe: Recipe,
+        fleet: Fleet,
+        steps: StepAccumulator,
+        devices: Devices,
+        publisher: Publisher,
+        prompts: Prompts,
+        events: Events,
+        validate: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
+        self._publisher, self._prompts, self._events = publisher, prompts, events
+        self._validate = validate
+        self.is_stopping = False
+        """Set by whoever wants it to end after the step that runs."""
+
+    async def run(self, first_step: int = 0) -> str:
+        """Train to the end. Returns why it ended, in a line."""
+        recipe = self._recipe
+        await self._publish(first_step)
+        if self._validate is not None and recipe.validation.at_start and first_step == 0:
+            await self._validate(0)
+        for step in range(first_step, recipe.train.steps):
+            try:
+                report = await self._step(step)
+            except RoundOver:
+                return f"the data has ended, after {step} steps"
+            await self._events.step_ended(report)
+            every = recipe.validation.every_steps
+            if self._validate is not None and every and (step + 1) % every == 0:
+                await self._validate(step + 1)
+            enough = recipe.train.stop_at_reward
+            if enough is not None and report.rewards and float(np.mean(report.rewards)) >= enough:
+                return f"step {step}: the mean reward has reached {enough:g}"
+            if self.is_stopping:
+                return f"stopped after step {step}"
+        return f"all {recipe.train.steps} steps are trained"
+
+    async def _step(self, step: int) -> StepReport:
+        began = time.monotonic()
+        waited_before, trained_before = self._devices.waited_s, self._devices.trained_s
+        await self._events.step_begins(step)
+        self._steps.begin(step)
+        trained, num_filtered = await self._train_round(step)
+        generated = time.monotonic()
+        stats = await self._devices.train(self._steps.finish)
+        await self._fleet.step_done(step)
+        publish_s = await self._publish(step + 1)
+        async with asyncio.timeout(_LINE_TIMEOUT_S):
+            line = await self._fleet.line(step)
+        samples = [sample for group in trained for sample in group]
+        seconds = {
+            "total": time.monotonic() - began,
+            "generate": generated - began,
+            "train": self._devices.trained_s - trained_before,
+            "wait": self._devices.waited_s - waited_before,
+            "publish": publish_s,
+        }
+        return StepReport(
+            step,
+            stats,
+            line,
+            [one.reward for one in samples],
+            [len(one.answer) for one in samples],
+            [len(one.prompt) for one in samples],
+            num_filtered,
+            seconds,
+        )
+
+    async def _train_round(self, step: int) -> tuple[list[list[TrainSample]], int]:
+        """Train on the round's groups as they come."""
+        waiting: list[Group] = []
+        trained: list[list[TrainSample]] = []
+        num_filtered = 0
+        async for group in self._fleet.round(step):
+            if self._teaches_nothing(group):
+                num_filtered += 1
+                await self._fleet.reject(group, ZERO_VARIANCE)
+                continue
+            waiting.append(group)
+            if self._is_enough(waiting):
+                trained += await self._micro_batch(step, waiting)
+                waiting = []
+        if waiting:
+            trained += await self._micro_batch(step, waiting)
+        return trained, num_filtered
+
+    def _teaches_nothing(self, group: Group) -> bool:
+        filters = self._recipe.algorithm.zero_variance == "filter"
+        return filters and is_zero_variance([sample.reward for sample in group.samples])
+
+    def _is_enough(self, groups: list[Group]) -> bool:
+        train = self._recipe.train
+        num_samples = sum(len(group.samples) for group in groups)
+        num_tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
+        return num_samples >= train.min_micro_batch_samples or num_tokens >= train.micro_batch_tokens
+
+    async def _micro_batch(self, step: int, groups: list[Group]) -> list[list[TrainSample]]:
+        batch = [self._train_samples(group) for group in groups]
+        await self._devices.until_my_turn()  # who takes before that would be seen to train, and only waits
+        await self._fleet.take(*groups)
+        await self._devices.train(lambda: self._steps.add(batch))
+        await self._fleet.micro_batch_done(step)
+        await self._events.groups_trained(step, len(groups))
+        return batch
+
+    def _train_samples(self, group: Group) -> list[TrainSample]:
+        prompt = self._prompts(group.origin.domain, group.origin.prompt)
+        return [
+            TrainSample(
+                prompt=prompt,
+                answer=sample.tokens.astype(np.int32),
+                logprobs=sample.logprobs.astype(np.float32),
+                reward=sample.reward,
+                group=group.id,
+                finish=sample.finish,
+                versions=tuple(segment.version for segment in sample.segments),
+            )
+            for sample in group.samples
+        ]
+
+    async def _publish(self, version: int) -> float:
+        """How long it took."""
+        began = time.monotonic()
+        offer = await self._publisher.publish(version)
+        await self._fleet.publish(offer.version, offer.digest, offer.addresses)
+        return time.monotonic() - began
