@@ -12,29 +12,39 @@ examples:
   polyrl bench relay                about ten minutes: the manager beside nginx, sglang-router and vllm-router, which
                                     are installed into a cache of their own; what cannot be is said
   polyrl bench engine --arch qwen3-1.7b --batch 256 --prompt 256 --new 512 --peer transformers
-                                    the builtin engine against what memory allows, and a peer"""
+                                    the builtin engine against what memory allows, and a peer
+  polyrl bench train                about two minutes: the trainer against the matrix limit and plain loops"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("part", choices=["scheduler", "relay", "engine"], help="what to measure")
+    parser.add_argument("part", choices=["scheduler", "relay", "engine", "train"], help="what to measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, for trying the command out")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--arch", metavar="NAME", help="random weights of this shape: qwen3-1.7b, tiny-qwen3 (default)")
-    engine.add_argument("--model", metavar="DIR", help="or a Hugging Face directory")
+    models = parser.add_argument_group("engine and train")
+    models.add_argument("--arch", metavar="NAME", help="random weights of this shape: qwen3-1.7b, tiny-qwen3 (default)")
+    models.add_argument("--model", metavar="DIR", help="or a Hugging Face directory")
+    models.add_argument("--eager", action="store_true", help="on a GPU: do not compile")
+    train = parser.add_argument_group("train")
+    train.add_argument("--pack-tokens", type=int, default=2048, help="through the model at once (default: %(default)s)")
+    train.add_argument(
+        "--shorter", type=int, default=16, help="divide published lengths by this (default: %(default)s)"
+    )
+    train.add_argument("--checkpointing", action="store_true", help="keep less memory, compute more")
     engine.add_argument("--batch", type=int, default=8, help="samples at once (default: %(default)s)")
     engine.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
     engine.add_argument("--new", type=int, default=64, help="tokens of an answer (default: %(default)s)")
     engine.add_argument("--peer", choices=["transformers"], help="measure it on the same work, in the same run")
-    engine.add_argument("--eager", action="store_true", help="on a GPU: do not compile")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.part == "engine":
         result = _measure_engine(args)
         lines = [f"{key:<20}{value}" for key, value in result.items()]
+    elif args.part == "train":
+        result, lines = _measure_train(args)
     elif args.part == "relay":
         from polyrl.cli.bench_relay import compare
 
@@ -50,22 +60,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_engine(args: argparse.Namespace) -> dict[str, Any]:
-    from polyrl.errors import UserError
+    from polyrl.cli.bench_engine import Work, measure
 
-    try:
-        from polyrl.cli.bench_engine import Work, measure
-    except ImportError as error:
-        raise UserError(
-            f"the builtin engine needs more than the base install: pip install polyrl[train] ({error})"
-        ) from error
-    if args.arch is not None and args.model is not None:
-        raise UserError("--arch and --model exclude each other")
-    for name in ("batch", "prompt", "new"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name}: {getattr(args, name)}; expected at least 1")
-    arch = args.arch if args.arch is not None or args.model is not None else "tiny-qwen3"
+    arch = _arch(args, "batch", "prompt", "new")
     work = Work(arch, args.model, args.batch, args.prompt, args.new, not args.eager)
     return measure(work, peer=args.peer)
+
+
+def _measure_train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from polyrl.cli import bench_train
+
+    work = bench_train.TrainWork(
+        arch=_arch(args, "pack_tokens", "shorter"),
+        model=args.model,
+        pack_tokens=args.pack_tokens,
+        shorter=args.shorter,
+        compile=not args.eager,
+        checkpointing=args.checkpointing,
+    )
+    if args.quick:
+        work = work._replace(num_groups=2, repetitions=1, shorter=64)
+    result = bench_train.measure(work)
+    return result, bench_train.table(result)
+
+
+def _arch(args: argparse.Namespace, *counts: str) -> str | None:
+    """The shape to measure; None: a directory. Raises UserError for what cannot be measured at all."""
+    from importlib.util import find_spec
+
+    from polyrl.errors import UserError
+
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise UserError("this part needs more than the base install: pip install polyrl[train]")
+    if args.arch is not None and args.model is not None:
+        raise UserError("--arch and --model exclude each other")
+    for name in counts:
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}: {getattr(args, name)}; expected at least 1")
+    return args.arch if args.arch is not None or args.model is not None else "tiny-qwen3"
 
 
 def _table(result: dict[str, Any]) -> list[str]:

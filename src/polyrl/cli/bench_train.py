@@ -1,0 +1,349 @@
+"""How fast the trainer is on this machine, against the device's matrix limit and plain transformers loops.
+
+A step is forward, backward and update. Its model FLOPs are what the work needs: 6 for each weight of a layer and row,
+6 for each weight of the output layer and answer token, and causal attention; nothing that is computed twice or for
+padding.
+The limit is the rate of a large matrix product in the same precision, measured before and after: the better of both.
+
+Two peers, each with chunked losses and torch's fused AdamW on the model's own weights:
+    padded      the samples of a group as one micro-batch, padded to the longest
+    unpadded    samples of equal length, so that there is nothing to pad
+
+Ratios are medians over repetitions in which all variants take turns: other load on the machine hits them alike.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyrl.cli.bench_engine import Work, make_model
+from polyrl.cli.bench_scheduler import commit
+
+QUANTILES: dict[str, tuple[tuple[float, float], ...]] = {
+    "math": ((0.05, 151), (0.25, 415), (0.5, 661), (0.75, 1129), (0.9, 2566), (0.95, 4101), (0.99, 16384)),
+    "code": ((0.05, 286), (0.25, 481), (0.5, 663), (0.75, 945), (0.9, 1667), (0.95, 2815), (0.99, 16384)),
+    "judge": ((0.05, 12), (0.25, 295), (0.5, 520), (0.75, 755), (0.9, 1064), (0.95, 1422), (0.998, 16384)),
+}
+"""Answer lengths, published by RollPacker for a 14B model with a cap of 16k."""
+
+_GROUP = 8
+
+
+class TrainWork(NamedTuple):
+    arch: str | None = "tiny-qwen3"
+    model: str | None = None
+    pack_tokens: int = 2048
+    num_groups: int = 8
+    shorter: int = 16
+    """Published lengths are divided by this."""
+    repetitions: int = 5
+    compile: bool = True
+    checkpointing: bool = False
+    keep_logits_bytes: int = 0
+
+
+class Bench:
+    """One model for ours and one for the peers, so that neither sees what the other switched on."""
+
+    def __init__(self, work: TrainWork) -> None:
+        import torch
+
+        from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
+        from polyrl.engines.builtin.models import describe
+        from polyrl.trainer.model import Policy
+        from polyrl.trainer.optimizer import Optimizer
+        from polyrl.trainer.step import StepAccumulator
+
+        self.work = work
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cpu":
+            torch.set_num_threads(1)
+        torch.manual_seed(0)
+        of_model = Work(work.arch, work.model, 1, 1, 1)
+        self.policy = Policy(
+            describe(make_model(of_model, self.device), "bench"),
+            gradient_checkpointing=work.checkpointing,
+            compile_layers=work.compile,
+            keep_logits_bytes=work.keep_logits_bytes,
+        )
+        self.peer = make_model(of_model, self.device)
+        self.peer.set_attn_implementation("sdpa")
+        self.peer_optimizer = torch.optim.AdamW(self.peer.parameters(), lr=1e-6, fused=True)
+        self.optimizer = Optimizer(self.policy.parameters(), OptimizerConfig(), 1_000_000)
+        self.steps = StepAccumulator(
+            self.policy, self.optimizer, AlgorithmConfig(), max_tokens=work.pack_tokens, max_new_tokens=1 << 20
+        )
+        self.num_steps = 0
+        self.vocab = self.policy.loaded.vocab
+
+    # Work
+
+    def draw(self, name: str, seed: int = 0) -> list[list[Any]]:
+        """Groups whose answers are as long as the distribution says, cut to the pack."""
+        levels, tokens = zip(*QUANTILES[name], strict=True)
+        rng = np.random.default_rng(seed)
+        shares = rng.uniform(size=(self.work.num_groups, _GROUP))
+        lengths = np.exp(np.interp(shares, levels, np.log(tokens))) / self.work.shorter
+        cap = self.work.pack_tokens - 8
+        return [[self.sample(rng, 8, int(min(cap, max(2, one)))) for one in group] for group in lengths]
+
+    def equal(self, length: int) -> list[list[Any]]:
+        rng = np.random.default_rng(0)
+        num = max(1, self.work.pack_tokens // length)
+        return [[self.sample(rng, 2, length - 1) for _ in range(num)]]
+
+    def sample(self, rng: np.random.Generator, num_prompt: int, num_answer: int) -> Any:
+        from polyrl.trainer.batch import TrainSample
+
+        tokens = rng.integers(3, self.vocab, num_prompt + num_answer).astype(np.int32)
+        logprobs = np.full(num_answer, -np.log(self.vocab), np.float32)
+        return TrainSample(tokens[:num_prompt], tokens[num_prompt:], logprobs, float(rng.normal()))
+
+    # One step each
+
+    def ours(self, calls: Sequence[Sequence[Sequence[Any]]]) -> None:
+        self.num_steps += 1
+        self.steps.begin(self.num_steps)
+        for groups in calls:
+            self.steps.add(groups)
+        self.steps.finish()
+
+    def plain(self, groups: Sequence[Sequence[Any]]) -> None:
+        """A micro-batch a group, padded to its longest; then torch's own clipping and AdamW."""
+        import torch
+
+        for group in groups:
+            longest = max(one.num_tokens for one in group) - 1
+            ids = np.zeros((len(group), longest), np.int64)
+            mask = np.zeros((len(group), longest), np.int64)
+            wanted = np.full((len(group), longest), -1, np.int64)
+            for row, one in enumerate(group):
+                num = one.num_tokens - 1
+                ids[row, :num] = np.concatenate([one.prompt, one.answer])[:num]
+                mask[row, :num] = 1
+                wanted[row, len(one.prompt) - 1 : num] = one.answer
+            its_mask = None if mask.all() else torch.from_numpy(mask).to(self.device)
+            self._plain_micro_batch(torch.from_numpy(ids), its_mask, torch.from_numpy(wanted))
+        torch.nn.utils.clip_grad_norm_(self.peer.parameters(), 1.0)
+        self.peer_optimizer.step()
+        self.peer_optimizer.zero_grad()
+
+    def _plain_micro_batch(self, ids: Any, mask: Any, wanted: Any) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        hidden = self.peer.model(input_ids=ids.to(self.device), attention_mask=mask, use_cache=False).last_hidden_state
+        targets = wanted.flatten()
+        rows = hidden.flatten(0, 1).index_select(0, (targets >= 0).nonzero()[:, 0].to(self.device))
+        targets = targets[targets >= 0].to(self.device)
+        total: Any = 0.0
+        for start in range(0, len(targets), 2048):
+            part = slice(start, start + 2048)
+            total = total + checkpoint(self._plain_loss, rows[part], targets[part], use_reentrant=False)
+        total.backward()
+
+    def _plain_loss(self, rows: Any, targets: Any) -> Any:
+        import torch
+
+        logits = torch.nn.functional.linear(rows, self.peer.get_output_embeddings().weight).float()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+    # Limits
+
+    def flops(self, groups: Sequence[Sequence[Any]]) -> float:
+        config = self.policy.model.config
+        head = config.vocab_size * config.hidden_size
+        body = sum(
+            one.numel() for name, one in self.policy.parameters().items() if one.dim() == 2 and ".layers." in name
+        )
+        total = 0.0
+        for one in (one for group in groups for one in group):
+            rows = one.num_tokens - 1
+            attention = rows * rows * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+            total += 6 * (body * rows + head * len(one.answer) + attention)
+        return total
+
+    def matrix_rate(self) -> float:
+        """FLOP/s of a large product: the best of several."""
+        import torch
+
+        size = 8192 if self.device == "cuda" else 1024
+        a, b = (torch.randn(size, size, device=self.device, dtype=self.policy.dtype) for _ in range(2))
+        best = 0.0
+        for _ in range(10):
+            seconds = self.time(lambda: a @ b)
+            best = max(best, 2 * size**3 / seconds)
+        return best
+
+    def time(self, call: Callable[[], object]) -> float:
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def take_turns(self, calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        """Seconds of each, every repetition in turn, after one that warms up."""
+        for call in calls.values():
+            call()
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(self.work.repetitions):
+            for name, call in calls.items():
+                seconds[name].append(self.time(call))
+        return seconds
+
+    def saved_bytes(self, groups: Sequence[Sequence[Any]]) -> tuple[int, int]:
+        """Bytes that the first pack keeps for its backward pass, weights left out; and its tokens."""
+        import torch
+
+        from polyrl.trainer.packing import make_packs
+
+        pack = make_packs([one for group in groups for one in group], self.work.pack_tokens)[0]
+        weights = {one.untyped_storage().data_ptr() for one in self.policy.model.parameters()}
+        seen: dict[int, int] = {}
+
+        def keep(one: torch.Tensor) -> torch.Tensor:
+            storage = one.untyped_storage()
+            if storage.data_ptr() not in weights:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            scores = self.policy.score(pack)
+        scores.logprobs.sum().backward()
+        self.optimizer.discard()
+        return sum(seen.values()), len(pack.tokens)
+
+    def peak_bytes(self, call: Callable[[], object]) -> int | None:
+        """Above what was there before; None where nobody counts."""
+        import torch
+
+        if self.device != "cuda":
+            return None
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def measure(work: TrainWork) -> dict[str, Any]:
+    import torch
+
+    bench = Bench(work)
+    limit = bench.matrix_rate()
+    packing = {name: _packing(bench, name) for name in QUANTILES}
+    unpadded = _unpadded(bench)
+    streaming = _streaming(bench)
+    limit = max(limit, bench.matrix_rate())
+    for one in (*packing.values(), unpadded):
+        one["model_tflops"] = round(one.pop("flops_per_s") / 1e12, 4)
+        one["fraction_of_limit"] = round(one["model_tflops"] * 1e12 / limit, 3)
+    kept, num_tokens = bench.saved_bytes(bench.draw("math"))
+    return {
+        "arch": work.arch or work.model,
+        "tok_s": packing["math"]["tok_s"],
+        "fraction_of_limit": packing["math"]["fraction_of_limit"],
+        "limit_tflops": round(limit / 1e12, 4),
+        "packing": packing,
+        "unpadded": unpadded,
+        "streaming": streaming,
+        "kept_bytes_per_token": round(kept / num_tokens),
+        "pack_tokens": work.pack_tokens,
+        "lengths_divided_by": work.shorter,
+        "compile": work.compile and bench.device == "cuda",
+        "checkpointing": work.checkpointing,
+        "dtype": str(bench.policy.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if bench.device == "cuda" else "cpu, 1 thread",
+        "torch": torch.__version__,
+        "goals": {"streaming_overhead": 0.05, "fraction_of_limit": 0.55, "ratio_to_unpadded": 1.25},
+        "commit": commit(),
+    }
+
+
+def _packing(bench: Bench, name: str) -> dict[str, Any]:
+    groups = bench.draw(name)
+    lengths = [[one.num_tokens for one in group] for group in groups]
+    num_tokens = sum(map(sum, lengths))
+    padded = sum(len(one) * max(one) for one in lengths)
+    seconds = bench.take_turns({"ours": lambda: bench.ours([groups]), "padded": lambda: bench.plain(groups)})
+    ours = statistics.median(seconds["ours"])
+    return {
+        "tokens": num_tokens,
+        "padding_share": round(1 - num_tokens / padded, 3),
+        "tok_s": round(num_tokens / ours),
+        "ratio_to_padded": _ratio(seconds["padded"], seconds["ours"]),
+        "flops_per_s": bench.flops(groups) / ours,
+    }
+
+
+def _unpadded(bench: Bench) -> dict[str, Any]:
+    length = max(16, min(2048, bench.work.pack_tokens // 8))
+    groups = bench.equal(length)
+    num_tokens = sum(one.num_tokens for group in groups for one in group)
+    seconds = bench.take_turns({"ours": lambda: bench.ours([groups]), "plain": lambda: bench.plain(groups)})
+    ours, plain = statistics.median(seconds["ours"]), statistics.median(seconds["plain"])
+    peaks = {
+        "ours": bench.peak_bytes(lambda: bench.ours([groups])),
+        "plain": bench.peak_bytes(lambda: bench.plain(groups)),
+    }
+    return {
+        "length": length,
+        "tokens": num_tokens,
+        "tok_s": round(num_tokens / ours),
+        "ratio_to_unpadded": _ratio(seconds["plain"], seconds["ours"]),
+        "plain_tflops": round(bench.flops(groups) / plain / 1e12, 4),
+        "peak_bytes_per_token": None if peaks["ours"] is None else round(peaks["ours"] / num_tokens),
+        "plain_peak_bytes_per_token": None if peaks["plain"] is None else round(peaks["plain"] / num_tokens),
+        "flops_per_s": bench.flops(groups) / ours,
+    }
+
+
+def _streaming(bench: Bench) -> dict[str, Any]:
+    """Groups two at a time, as they would arrive, against all of them at once."""
+    groups = bench.draw("math", seed=1)
+    parts = [groups[at : at + 2] for at in range(0, len(groups), 2)]
+    seconds = bench.take_turns({"at once": lambda: bench.ours([groups]), "streamed": lambda: bench.ours(parts)})
+    return {"calls": len(parts), "overhead": round(_ratio(seconds["streamed"], seconds["at once"]) - 1, 3)}
+
+
+def _ratio(a: list[float], b: list[float]) -> float:
+    return round(statistics.median(one / other for one, other in zip(a, b, strict=True)), 3)
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    goals, unpadded = result["goals"], result["unpadded"]
+    lines = [
+        f"{result['arch']}, {result['dtype']}, packs of {result['pack_tokens']:,} tokens, {result['device']}",
+        f"matrix products of this device: {result['limit_tflops']} TFLOP/s",
+        "",
+        f"{'lengths':<10}{'tok/s':>9}{'of the limit':>14}{'padding':>9}{'to a padded loop':>18}",
+    ]
+    for name, one in result["packing"].items():
+        lines.append(
+            f"{name:<10}{one['tok_s']:>9,}{one['fraction_of_limit']:>14.1%}{one['padding_share']:>9.0%}"
+            f"{one['ratio_to_padded']:>17.2f}x"
+        )
+    lines += [
+        f"{'equal':<10}{unpadded['tok_s']:>9,}{unpadded['fraction_of_limit']:>14.1%}{0:>9.0%}"
+        f"{unpadded['ratio_to_unpadded']:>17.2f}x  to an unpadded loop",
+        "",
+        f"streaming costs {result['streaming']['overhead']:.1%} over one big batch; goal: below "
+        f"{goals['streaming_overhead']:.0%}",
+        f"kept for the backward pass: {result['kept_bytes_per_token']:,} bytes a token",
+    ]
+    if unpadded["peak_bytes_per_token"] is not None:
+        lines.append(
+            f"peak memory above the model's: {unpadded['peak_bytes_per_token']:,} bytes a token; the unpadded loop's: "
+            f"{unpadded['plain_peak_bytes_per_token']:,}"
+        )
+    return [*lines, "", f"torch {result['torch']}, commit {result['commit']}"]
