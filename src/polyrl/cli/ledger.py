@@ -29,6 +29,7 @@ Exit code 0: all is well. 1: a law is broken, and which. 2: there is no run, or 
 ACTIVITIES = ("starting", "pulling", "generating", "idle", "draining", "training")
 _MAX_ROWS = 40
 _LONG_RUN_S = 1000.0
+_SHOWN_S = 0.05
 _MILLION = 1e6
 
 Row = tuple[str, ...]
@@ -200,7 +201,7 @@ def _causes(counts: Mapping[str, int], before: str, words: Mapping[str, str]) ->
 def _seconds(account: "Account") -> Iterator[Row]:
     lines = account.ledger.workers
     sums = {one: sum(line.seconds.get(one, 0.0) for line in lines.values()) for one in ACTIVITIES}
-    shown = [activity for activity in ACTIVITIES if sums[activity] > 0]
+    shown = [activity for activity in ACTIVITIES if sums[activity] >= _SHOWN_S]
     num_digits = 1 if account.now - account.started_at < _LONG_RUN_S else 0
 
     def row(name: str, seconds: Mapping[str, float], price: str, usd: float, joins: int, losses: int) -> Row:
@@ -240,7 +241,7 @@ def _usd(amount: float) -> str:
 
 
 def _columns(rows: Sequence[Row], sides: str) -> str:
-    """Rows under each other, `<` to the left and `>` to the right. Never cut: half a number is worse than a wide table."""
+    """Rows under each other, `<` to the left and `>` to the right. Never cut: a wide table beats half a number."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False)).rstrip()

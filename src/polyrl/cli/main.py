@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
     "bench": Command("measure the scheduler, the relay or the engine on this machine", "polyrl.cli.bench"),
     "ledger": Command("say what became of every prompt, sample, token and dollar of a run", "polyrl.cli.ledger"),
+    "plot": Command("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),
     "replay": Command("run a journal again and compare every command", "polyrl.cli.replay"),
     "story": Command("say why a sample took as long as it did", "polyrl.cli.story"),
 }

@@ -20,7 +20,15 @@ from polyrl.errors import JournalError, LawViolation, UserError
 from polyrl.ids import Seconds, WorkerName
 from polyrl.scheduling import invariants
 from polyrl.scheduling.commands import Command, ForgetWorker, ReportStep
-from polyrl.scheduling.events import Event, RewardFinished, TokensArrived, WorkerJoined, WorkerLeft, WorkerReported
+from polyrl.scheduling.events import (
+    DriverResumed,
+    Event,
+    RewardFinished,
+    TokensArrived,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerReported,
+)
 from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.framing import CutShort
 from polyrl.scheduling.ledger import Ledger, StepLine
@@ -73,6 +81,8 @@ class Account(Struct):
     lines: list[StepLine]
     lives: list[Life]
     timeline: Timeline
+    away: list[tuple[Seconds, Seconds]]
+    """From when to when there was no driver, or it stood still."""
     open: Open
     paid_before: dict[WorkerName, tuple[float, float]]
     """Seconds and dollars by worker in the state that the first journal starts from; empty for a whole run."""
@@ -132,6 +142,7 @@ class _Teller:
         self._num_checks = 0
         self._watcher = _Watcher()
         self._paid_before: dict[WorkerName, tuple[float, float]] = {}
+        self._away: list[tuple[Seconds, Seconds]] = []
 
     def open(self, header: JournalHeader) -> None:
         self.scheduler = resume_scheduler(header, self.scheduler)
@@ -153,6 +164,8 @@ class _Teller:
             return False
         if commands or not isinstance(record.event, _QUIET):
             self._watcher.look(self.scheduler.desk.seats, record.event, commands, record.now, self.scheduler.ledger)
+        if isinstance(record.event, DriverResumed) and record.event.away_s > 0:
+            self._away.append((record.now - record.event.away_s, record.now))
         trained = [command.line for command in commands if isinstance(command, ReportStep)]
         self._lines += trained
         return not self._verify or self._check(file, record, at_once=bool(trained))
@@ -197,6 +210,7 @@ class _Teller:
             lines=self._lines,
             lives=self._watcher.lives,
             timeline=self._watcher.timeline,
+            away=self._away,
             open=_still_open(scheduler),
             paid_before=self._paid_before,
             is_whole=not header.saved,

@@ -4,7 +4,7 @@ matplotlib is an extra (`pip install 'polyrl[plot]'`); it is imported when the f
 without pyplot: no window, no state that is shared. Left out: what is drawn (sim/pictures.py, telemetry/pictures.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,19 +30,26 @@ class NoPlottingError(PolyrlError):
 
 def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
     """An empty figure in our looks, without pyplot and its global state. Raises NoPlottingError."""
+    figure, (axes,) = new_panels(width, height, 1)
+    return figure, axes
+
+
+def new_panels(width: float, height: float, num_panels: int) -> "tuple[Figure, list[Axes]]":
+    """The same with several panels beside each other, which share their vertical axis."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise NoPlottingError("no pictures without matplotlib: pip install 'polyrl[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes: Axes = figure.subplots()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#9aa0a8")
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.set_axisbelow(True)
-    return figure, axes
+    panels: list[Axes] = [*figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]]
+    for axes in panels:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        for side in ("left", "bottom"):
+            axes.spines[side].set_color("#9aa0a8")
+        axes.tick_params(colors=INK, labelsize=9)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def save(figure: "Figure", path: Path) -> None:
@@ -67,8 +74,8 @@ def legend_below(axes: "Axes", num_columns: int = 4) -> None:
     axes.figure.legend(loc="outside lower center", ncols=num_columns, frameon=False, fontsize=9)
 
 
-def activity_legend(figure: "Figure", seen: Iterable[str]) -> None:
-    """What the colours of a timeline mean that are there to be seen."""
+def activity_legend(figure: "Figure", seen: Iterable[str], marks: Sequence[Any] = ()) -> None:
+    """What the colours of a timeline mean that are there to be seen, and handles for `marks` beside them."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -79,5 +86,5 @@ def activity_legend(figure: "Figure", seen: Iterable[str]) -> None:
         else Patch(color=look.colour, label=look.words)
         for activity, look in ACTIVITIES.items()
         if activity in present
-    ]
+    ] + [*marks]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
