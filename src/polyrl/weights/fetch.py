@@ -1,9 +1,9 @@
 """Fetching one blob from several sources at once: who gives which chunk, and what happens when one dies or lies.
 
-The rule. Each stream takes the chunk that its source has and the fewest neighbours have, from a place that differs from
-one puller to the next; from the trainer only what no neighbour has, unless the neighbours have given nothing for a
-while. With one source that is a chain: chunks come as the source gets them. With the trainer and all neighbours it is a
-swarm: each chunk leaves the trainer about once.
+The rule. Each stream takes a chunk that its source has and the fewest neighbours have, any one of those; from the
+trainer only what no neighbour has or is getting, unless the neighbours have given nothing for a while. With one source
+that is a chain: chunks come as the source gets them. With the trainer and all neighbours it is a swarm: each chunk
+leaves the trainer about once.
 
 A chunk is verified in the thread that received it, while it is hot, and only then marked: from there on it is relayed
 and never written again. A stream that breaks gives its chunks back and is dialled again; a source that keeps breaking
@@ -32,6 +32,7 @@ PATIENCE_S = 1.0
 APPEAR_S = 20.0
 """How long sources may have nothing for us before we give up."""
 _MAX_FAILURES = 4
+_NUM_BITES = 32
 _HAVE_WAIT_S = 2.0
 _HAVE_PAUSE_S = 0.01
 _PROGRESS_EVERY_S = 0.1
@@ -50,6 +51,8 @@ class Source:
     def __init__(self, address: str, node: bytes, *, origin: bool, complete: bool) -> None:
         self.address, self.node, self.origin, self.is_complete = address, node, origin, complete
         self.have = np.zeros(0, np.bool_)
+        self.claimed = np.zeros(0, np.bool_)
+        """What it is getting from the trainer."""
         self.is_followed = not complete
         """Whether it still gets chunks, and is asked which."""
         self.failure = ""
@@ -62,19 +65,18 @@ class Source:
 class Fetch:
     """One blob, once. The caller's thread coordinates; every stream has a thread of its own."""
 
-    def __init__(
-        self, blob: Blob, store: Store, sources: list[Source], dialer: Dialer, place: float, stop: threading.Event
-    ) -> None:
-        """`place`, from 0 to 1, is where in the blob this puller begins."""
+    def __init__(self, blob: Blob, store: Store, sources: list[Source], dialer: Dialer, stop: threading.Event) -> None:
         self._blob, self._store, self._dialer, self._stop = blob, store, dialer, stop
         num_chunks = blob.table.num_chunks
         self._sources = sources
         for source in sources:
             source.have = np.full(num_chunks, source.is_complete, np.bool_)
+            source.claimed = np.zeros(num_chunks, np.bool_)
         self._open = ~blob.right
         self._holders = np.zeros(num_chunks, np.int16)
-        self._first = int(place * num_chunks)
         self._run_chunks = max(1, REQUEST_BYTES // blob.table.chunk_bytes)
+        if len(sources) > 1:  # small bites, so that there is something left to share
+            self._run_chunks = max(1, min(self._run_chunks, num_chunks // (_NUM_BITES * len(sources))))
         self._changed = threading.Condition()
         self._over = False
         self._helped_at = self._moved_at = time.monotonic()
@@ -104,7 +106,16 @@ class Fetch:
                 thread.join()
 
     def _start(self, target: Callable[[Source], None], source: Source, name: str) -> None:
-        thread = threading.Thread(target=target, args=(source,), name=name, daemon=True)
+        def run() -> None:
+            is_over = False
+            try:
+                target(source)
+                is_over = True
+            finally:
+                if not is_over:  # a bug of ours: its traceback is printed, and the fetch does not wait for it
+                    self._bury(source, "this side failed", is_bad=False)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -140,22 +151,22 @@ class Fetch:
 
     def _follow(self, source: Source) -> None:
         """Learn which chunks a source has, until it has all."""
-        known = -1
+        revision = 0
         while self._goes_on(source):
             link: Link | None = None
             try:
                 link = self._reach(source)
                 while self._goes_on(source):
-                    found = link.have(self._blob.name, len(self._open), known, _HAVE_WAIT_S)
-                    known = int(found.sum())
-                    self._learn(source, found)
-                    if known == len(self._open):
+                    found = link.have(self._blob.name, len(self._open), revision, _HAVE_WAIT_S)
+                    revision = found.revision
+                    self._learn(source, self._bits(found.right), self._bits(found.claimed))
+                    if source.is_complete:
                         source.is_followed = False
                         return
                     self._pause(_HAVE_PAUSE_S)
             except Refused as no:
-                self._learn(source, np.zeros(len(self._open), np.bool_))
-                known = -1
+                self._forget(source)
+                revision = 0
                 self._pause(0.05 if no.code is Code.GONE else 0.5)
             except (OSError, ProtocolError) as error:
                 self._stumble(source, error)
@@ -163,18 +174,28 @@ class Fetch:
                 if link is not None:
                     self._leave(link)
 
-    def _learn(self, source: Source, have: np.ndarray) -> None:
+    def _bits(self, packed: bytes) -> np.ndarray:
+        unpacked = np.unpackbits(np.frombuffer(packed, np.uint8), count=len(self._open), bitorder="little")
+        return unpacked.astype(np.bool_)
+
+    def _learn(self, source: Source, have: np.ndarray, claimed: np.ndarray) -> None:
         with self._changed:
-            source.have = have
+            source.have, source.claimed = have, claimed
             source.is_complete = bool(have.all())
             self._count_holders()
             self._changed.notify_all()
 
+    def _forget(self, source: Source) -> None:
+        nothing = np.zeros(len(self._open), np.bool_)
+        self._learn(source, nothing, nothing)
+
     def _count_holders(self) -> None:
-        neighbours = [source.have for source in self._sources if not source.origin and not source.failure]
         self._holders = np.zeros(len(self._open), np.int16)
-        for have in neighbours:
-            self._holders += have
+        self._claimed = np.zeros(len(self._open), np.bool_)
+        for source in self._sources:
+            if not source.origin and not source.failure:
+                self._holders += source.have
+                self._claimed |= source.claimed
 
     # Streams.
 
@@ -275,6 +296,8 @@ class Fetch:
                 while len(chosen) < most and (run := self._pick(source)):
                     self._open[run.start : run.stop] = False
                     chosen.append(run)
+                    if source.origin:
+                        self._store.claim(self._blob, run, claimed=True)
                 if chosen or not can_wait or not self._goes_on(source):
                     return chosen
                 self._changed.wait(_PROGRESS_EVERY_S)
@@ -283,11 +306,14 @@ class Fetch:
         wanted = np.flatnonzero(self._open & source.have)
         if not len(wanted):
             return None
+        if source.origin:
+            alone = wanted[(self._holders[wanted] == 0) & ~self._claimed[wanted]]
+            if not len(alone) and time.monotonic() - self._helped_at < PATIENCE_S:
+                return None
+            wanted = alone if len(alone) else wanted
         holders = self._holders[wanted]
-        if source.origin and holders.min() > 0 and time.monotonic() - self._helped_at < PATIENCE_S:
-            return None
         rarest = wanted[holders == holders.min()]
-        first = int(rarest[np.searchsorted(rarest, self._first) % len(rarest)])
+        first = int(rarest[0] if len(self._sources) == 1 else random.choice(rarest))
         stop = first + 1
         while stop - first < self._run_chunks and stop < len(self._open) and self._open[stop] and source.have[stop]:
             stop += 1
@@ -297,6 +323,7 @@ class Fetch:
         with self._changed:
             for run in runs:
                 self._open[run.start : run.stop] = ~self._blob.right[run.start : run.stop]
+                self._store.claim(self._blob, run, claimed=False)
             if runs:
                 self._changed.notify_all()
 
@@ -307,7 +334,7 @@ class Fetch:
         link: Link | None = None
         try:
             link = self._reach(source)
-            link.have(self._blob.name, len(self._open), -1, 0.0)
+            link.have(self._blob.name, len(self._open), 0, 0.0)
         except Refused:
             self._bury(source, "it gave the version up", is_bad=False)
         except (OSError, ProtocolError):
@@ -321,7 +348,7 @@ class Fetch:
     def _was_refused(self, source: Source, no: Refused) -> None:
         """One that still gets chunks may have lost some; one that had all has given the blob up."""
         if source.is_followed:
-            self._learn(source, np.zeros(len(self._open), np.bool_))
+            self._forget(source)
             self._stumble(source, no)
         else:
             self._bury(source, str(no), is_bad=False)

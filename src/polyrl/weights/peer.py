@@ -26,7 +26,7 @@ class WeightPeer:
     def __init__(
         self, settings: WeightSettings, key: bytes, tls: Tls | None = None, *, number: int | None = None
     ) -> None:
-        """`number` tells workers apart: it decides which of a source's addresses is used, and where a pull begins."""
+        """`number` tells workers apart: it decides which of a source's addresses is used."""
         self._number = random.randrange(1 << 20) if number is None else number
         self._store = Store()
         self._shelf = Shelf(self._store, settings.num_deltas, settings.grace_s)

@@ -6,7 +6,7 @@
     PROOF(proof), then requests      ->
     CATALOG                          ->         CATALOG_IS(blobs)
     MANIFEST(blob)                   ->         MANIFEST_IS(its canonical bytes)
-    HAVE(blob, known, wait)          ->         HAVE_IS(a bit a chunk), once there are more than known
+    HAVE(blob, revision, wait)       ->         HAVE_IS(revision, bits of chunks), once there is news, or after `wait`
     GET(blob, first, count)          ->         DATA(the chunks' bytes)
     PASS(blob)                       ->         PASSED, with the file's descriptor     (on a UNIX socket alone)
                                                 or REFUSED(code, reason) to any of them
@@ -41,6 +41,7 @@ _HELLO = struct.Struct(f"<4sH{NONCE_BYTES}s")
 _WELCOME = struct.Struct(f"<4sH{NONCE_BYTES}s{NODE_BYTES}s32s")
 _HAVE = struct.Struct("<32sII")
 _GET = struct.Struct("<32sII")
+_REVISION = struct.Struct("<I")
 _NAME_BYTES = 32
 
 MAX_CATALOG_BYTES = 1 << 20
@@ -98,7 +99,7 @@ ANSWERS: Limits = {
     Kind.WELCOME: (_WELCOME.size, _WELCOME.size),
     Kind.CATALOG_IS: (1, MAX_CATALOG_BYTES),
     Kind.MANIFEST_IS: (1, MAX_MANIFEST_BYTES),
-    Kind.HAVE_IS: (0, MAX_BITMAP_BYTES),
+    Kind.HAVE_IS: (4, 4 + 2 * MAX_BITMAP_BYTES),
     Kind.DATA: (1, MAX_DATA_BYTES),
     Kind.PASSED: (0, 0),
     Kind.REFUSED: (1, 1 + _MAX_REASON_BYTES),
@@ -250,8 +251,19 @@ class Get(NamedTuple):
 
 class Have(NamedTuple):
     name: str
-    known: int
+    revision: int
+    """What the client knows already."""
     wait_s: float
+
+
+class Holdings(NamedTuple):
+    """Which chunks of a blob are somewhere, a bit each, the first one lowest."""
+
+    revision: int
+    right: bytes
+    """They are there, and verified."""
+    claimed: bytes
+    """They are on their way there from the trainer: no use in asking the trainer for them again."""
 
 
 def catalog_is(catalog: Catalog) -> bytes:
@@ -273,13 +285,25 @@ def read_name(body: bytes) -> str:
     return body.hex()
 
 
-def have(name: str, known: int, wait_s: float) -> bytes:
-    return frame(Kind.HAVE, _HAVE.pack(bytes.fromhex(name), known, int(wait_s * 1000)))
+def have(name: str, revision: int, wait_s: float) -> bytes:
+    return frame(Kind.HAVE, _HAVE.pack(bytes.fromhex(name), revision, int(wait_s * 1000)))
 
 
 def read_have(body: bytes) -> Have:
-    name, known, wait_ms = _HAVE.unpack(body)
-    return Have(name.hex(), known, min(wait_ms / 1000, MAX_WAIT_S))
+    name, revision, wait_ms = _HAVE.unpack(body)
+    return Have(name.hex(), revision, min(wait_ms / 1000, MAX_WAIT_S))
+
+
+def have_is(holdings: Holdings) -> bytes:
+    return frame(Kind.HAVE_IS, _REVISION.pack(holdings.revision) + holdings.right + holdings.claimed)
+
+
+def read_holdings(body: bytes, num_chunks: int) -> Holdings:
+    size = -(-num_chunks // 8)
+    if len(body) != _REVISION.size + 2 * size:
+        raise ProtocolError(f"HAVE_IS of {len(body)} bytes for {num_chunks} chunks")
+    bits = body[_REVISION.size :]
+    return Holdings(_REVISION.unpack_from(body)[0], bits[:size], bits[size:])
 
 
 def get(name: str, first: int, count: int) -> bytes:

@@ -43,7 +43,6 @@ _ENCODE_BYTES_PER_S = 1e9
 _ASK_AGAIN_S = 0.05
 _COPY_BYTES = 64 << 20
 _MAX_THREADS = 8
-_GOLDEN = 0.6180339887
 
 
 class Scouted(NamedTuple):
@@ -320,8 +319,7 @@ class Pull:
             sources.append(Source(one.address, one.link.node, origin=one.catalog.origin, complete=complete))
         if not sources:
             raise self._error("no source is left")
-        place = self._number * _GOLDEN % 1.0 if len(sources) > 1 else 0.0
-        fetch = Fetch(blob, self._shelf.store, sources, self._dialer, place, self._stop)
+        fetch = Fetch(blob, self._shelf.store, sources, self._dialer, self._stop)
         try:
             fetch.run(deadline, on_progress)
         except TransferError as error:

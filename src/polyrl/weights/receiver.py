@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
-
 from polyrl.weights import protocol
 from polyrl.weights.channel import Channel, Watch
 from polyrl.weights.chunks import ChunkTable
@@ -98,13 +96,10 @@ class Link:
     def manifest(self, name: str) -> bytes:
         return bytes(self._ask(protocol.ask(Kind.MANIFEST, name), Kind.MANIFEST_IS))
 
-    def have(self, name: str, num_chunks: int, known: int, wait_s: float) -> np.ndarray:
-        """Which chunks are there, as soon as there are more than `known` of them."""
-        self._channel.extend(wait_s + self._channel.stall_s)
-        bits = self._ask(protocol.have(name, known, wait_s), Kind.HAVE_IS, wait_s)
-        if len(bits) != -(-num_chunks // 8):
-            raise ProtocolError(f"{len(bits)} bytes for the bits of {num_chunks} chunks")
-        return np.unpackbits(np.frombuffer(bits, np.uint8), count=num_chunks, bitorder="little").astype(np.bool_)
+    def have(self, name: str, num_chunks: int, revision: int, wait_s: float) -> protocol.Holdings:
+        """Which chunks are there, as soon as that is newer than `revision`."""
+        body = self._ask(protocol.have(name, revision, wait_s), Kind.HAVE_IS, wait_s)
+        return protocol.read_holdings(bytes(body), num_chunks)
 
     def request(self, name: str, first: int, count: int) -> None:
         """Ask for chunks. The answers come in the order of the requests."""

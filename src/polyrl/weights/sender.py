@@ -197,9 +197,9 @@ class Sender:
             case Kind.GET:
                 self._send_chunks(channel, protocol.read_get(request.body))
             case Kind.HAVE:
-                name, known, wait_s = protocol.read_have(request.body)
+                name, revision, wait_s = protocol.read_have(request.body)
                 channel.extend(wait_s + channel.stall_s)
-                channel.send(protocol.frame(Kind.HAVE_IS, self._store.have(name, known, wait_s)))
+                channel.send(protocol.have_is(self._store.have(name, revision, wait_s)))
             case Kind.CATALOG:
                 catalog = protocol.Catalog(self._origin, self._store.entries(), self.coming)
                 channel.send(protocol.catalog_is(catalog))

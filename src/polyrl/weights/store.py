@@ -18,7 +18,7 @@ import numpy as np
 
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import ChunkTable
-from polyrl.weights.protocol import BlobEntry, Code, Refused
+from polyrl.weights.protocol import BlobEntry, Code, Holdings, Refused
 
 
 class Blob:
@@ -43,6 +43,9 @@ class Blob:
         self.base, self.target = base, target
         self.right = np.full(table.num_chunks, complete, dtype=np.bool_)
         self.num_right = table.num_chunks if complete else 0
+        self.claimed = np.zeros(table.num_chunks, dtype=np.bool_)
+        """Chunks that this process is just getting from the trainer."""
+        self.revision = 1
 
     @property
     def view(self) -> memoryview:
@@ -108,18 +111,31 @@ class Store:
         with self._changed:
             if not blob.right[index]:
                 blob.right[index] = True
+                blob.claimed[index] = False
                 blob.num_right += 1
-                self._changed.notify_all()
+                self._note(blob)
 
-    def have(self, name: str, known: int, wait_s: float) -> bytes:
-        """A bit for each chunk, the first one lowest: at once if there are more than `known`, or after `wait_s`."""
+    def claim(self, blob: Blob, run: range, *, claimed: bool) -> None:
+        """These chunks are on their way here from the trainer, or are not any more."""
+        with self._changed:
+            place = slice(run.start, run.stop)
+            blob.claimed[place] = ~blob.right[place] if claimed else False
+            self._note(blob)
+
+    def _note(self, blob: Blob) -> None:
+        blob.revision = min(blob.revision + 1, (1 << 32) - 1)
+        self._changed.notify_all()
+
+    def have(self, name: str, revision: int, wait_s: float) -> Holdings:
+        """What is here of a blob: as soon as it is newer than `revision`, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:
                 blob = self._held(name)
                 left = deadline - time.monotonic()
-                if blob.num_right > known or blob.complete or left <= 0:
-                    return np.packbits(blob.right, bitorder="little").tobytes()
+                if blob.revision > revision or blob.complete or left <= 0:
+                    right, claimed = (np.packbits(one, bitorder="little") for one in (blob.right, blob.claimed))
+                    return Holdings(blob.revision, right.tobytes(), claimed.tobytes())
                 self._changed.wait(left)
 
     @contextmanager

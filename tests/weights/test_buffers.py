@@ -1,0 +1,58 @@
+"""Buffers: written through their owner's mapping alone, and gone without a trace."""
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from polyrl.weights.buffers import Buffer
+
+
+def test_a_buffer_is_writable_by_its_owner_and_by_nobody_who_has_the_descriptor():
+    buffer = Buffer(5000)
+    buffer.view[:4] = b"abcd"
+    with pytest.raises(PermissionError):
+        os.pwrite(buffer.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(buffer.fd, 5000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(buffer.fd, 0)
+    again = os.open(f"/proc/self/fd/{buffer.fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"x", 0)
+    os.close(again)
+    assert os.pread(buffer.fd, 4, 0) == b"abcd"
+    buffer.close()
+
+
+def test_a_buffer_has_no_name_in_the_file_system():
+    before = sorted(os.listdir("/dev/shm"))
+    buffer = Buffer(5000)
+    assert sorted(os.listdir("/dev/shm")) == before
+    buffer.close()
+
+
+def num_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:polyrl-weights")
+
+
+def test_closing_gives_memory_and_descriptor_back_also_while_a_view_is_held():
+    before = num_mappings()
+    buffer = Buffer(5000)
+    fd, held = buffer.fd, buffer.view[10:20]
+    buffer.close()
+    buffer.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    assert bytes(held) == bytes(10)
+    del buffer, held
+    assert num_mappings() == before
+
+
+def test_a_buffer_with_users_outlives_its_closing():
+    buffer = Buffer(0)
+    buffer.num_users = 1
+    buffer.close()
+    assert os.fstat(buffer.fd)
+    assert len(buffer.view) == 0
