@@ -1,6 +1,6 @@
 """How small deltas of real optimizer steps are, and how fast a core makes and applies them.
 
-A decoder of 31 million parameters (random, scale 0.02) is trained by AdamW in float32 and served in bfloat16. Its loss is
+A decoder of 31 million parameters (random, scale 0.02) is trained by AdamW in float32, served in bfloat16. Its loss is
 a policy gradient, back-propagated for real: log-probabilities of sampled tokens times advantages that are normalised in
 a group and carry no signal, which is what most of an RL gradient is. After 40 steps Adam's moments are steady; the next
 20 are measured. Sizes include the delta's manifest. Speeds are model bytes over seconds of one thread's CPU

@@ -25,7 +25,7 @@ import numpy as np
 import zstandard
 
 from polyrl.weights.chunks import CHUNK_BYTES, HashName, View, table_of
-from polyrl.weights.manifest import DeltaManifest, Encoding, Layout, Manifest, Part, check_delta
+from polyrl.weights.manifest import DeltaManifest, Encoding, Layout, Manifest, Part, TensorEntry, check_delta
 
 Bits: TypeAlias = np.ndarray[Any, Any]
 """Elements as unsigned integers of their size."""
@@ -159,6 +159,13 @@ def encode_piece(old: Bits, new: Bits) -> tuple[Encoding, bytes] | None:
     if best is None or len(best[1]) >= new.nbytes:
         best = "raw", new.tobytes()
     return best
+
+
+def count_changes(old: View, new: View, tensor: TensorEntry) -> int:
+    """How many elements of a tensor differ between two versions."""
+    kind = f"<u{tensor.item_bytes}"
+    before, after = (np.frombuffer(view, kind, tensor.num_elements, tensor.start) for view in (old, new))
+    return int(np.count_nonzero(before != after))
 
 
 def is_surely_sparse(num_elements: int, num_changes: int, num_wide: int) -> bool:
