@@ -36,7 +36,9 @@ class Scores(NamedTuple):
 
 
 class Policy:
-    """`keep_logits_bytes` of logits are kept from the forward to the backward pass instead of being made again."""
+    """`compile_layers` is for half precision on a GPU, and ignored elsewhere. `keep_logits_bytes` of logits are kept
+    from the forward to the backward pass instead of being made again.
+    """
 
     def __init__(
         self,
@@ -60,12 +62,12 @@ class Policy:
             and getattr(config, "attn_logit_softcapping", None) is None
             and packed.find_flash()
         )
-        self._compiled = compile_layers and self.device.type == "cuda"
+        self.compiled = compile_layers and self._flash  # buckets are of too many shapes to compile
         self._keep_logits_bytes = keep_logits_bytes
         self._layers: list[Any] = list(self.model.model.layers)
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
         """A mask of four dimensions is passed on as it is; ours is never looked at."""
-        if self._compiled:
+        if self.compiled:
             self._compile_layers()
 
     @classmethod
@@ -111,7 +113,7 @@ class Policy:
                 use_cache=False,
                 pack=layout,
             ).last_hidden_state[0]
-        settings = HeadSettings(temperature, self._softcap, keep_bytes=self._keep_logits_bytes, compiled=self._compiled)
+        settings = HeadSettings(temperature, self._softcap, keep_bytes=self._keep_logits_bytes, compiled=self.compiled)
         rows = hidden.index_select(0, self._send(pack.predicting))
         head = self.model.get_output_embeddings().weight
         return Scores(*logprobs.of_tokens(rows, head, self._send(pack.targets), settings, entropy_grad=entropy_grad))

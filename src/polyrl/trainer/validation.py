@@ -19,7 +19,7 @@ def pass_at(k: int, num_attempts: int, num_right: int) -> float:
 
 
 def pass_rates(rewards: Sequence[Sequence[float | None]], ks: Sequence[int]) -> dict[int, float]:
-    """The mean over prompts, by k. An attempt without a reward (it failed) is no attempt; too few of them: no prompt."""
+    """The mean over prompts, by k. An attempt whose reward failed is none; a prompt with too few of them is none."""
     rates: dict[int, float] = {}
     for k in ks:
         known = [[one for one in attempts if one is not None] for attempts in rewards]

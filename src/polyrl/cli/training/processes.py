@@ -1,0 +1,144 @@
+"""Processes that a training run starts and ends: its manager, and workers on the same machine.
+
+Rules kept here: each has its log in the run's directory. They are not reached by a Ctrl+C that is meant for the
+trainer, and they end when it dies, however it dies. A manager that dies is started again, at the same port: its journal
+is there, and everyone dials in by themselves. A worker that dies is not; who started it may say so.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from polyrl.errors import UserError
+
+log = logging.getLogger("polyrl.train")
+
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 30.0
+_RESTART_PAUSE_S = 0.5
+_MAX_QUICK_DEATHS = 5
+"""A manager that dies so often within a minute is not started again."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Address(NamedTuple):
+    url: str
+    port: int
+
+
+async def start(arguments: Sequence[str], log_file: Path) -> Process:
+    """`polyrl` with these arguments; what it prints goes to the end of the file."""
+    with log_file.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "polyrl", *arguments,
+            stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True, preexec_fn=_end_with_parent,
+        )  # fmt: skip
+
+
+def _end_with_parent() -> None:
+    """Linux tells the child when the thread that started it is gone. Elsewhere it is told by nobody."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+async def stop(process: Process, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+    """SIGTERM; SIGKILL if it has not ended in time."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), timeout_s)
+    except TimeoutError:
+        log.warning("process %d did not end within %.0f s of SIGTERM; it is killed", process.pid, timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+class ManagerProcess:
+    """The run's manager, for as long as the run lasts."""
+
+    def __init__(self, run_dir: Path, host: str, port: int) -> None:
+        self._run_dir, self._host, self._port = run_dir, host, port
+        self._log_file = run_dir / "logs" / "manager.log"
+        self._process: Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.num_restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> Address:
+        """Raises UserError if it does not come up: the port is taken, for example."""
+        address = await self._start()
+        self._port = address.port
+        self._watch = asyncio.create_task(self._keep_alive())
+        return address
+
+    async def _start(self) -> Address:
+        address_file = self._run_dir / "manager.json"
+        address_file.unlink(missing_ok=True)
+        arguments = ("manager", "--run-dir", str(self._run_dir), "--host", self._host, "--port", str(self._port))
+        self._process = await start((*arguments, "--verbose"), self._log_file)
+        deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
+        while self._process.returncode is None and asyncio.get_running_loop().time() < deadline:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                url = json.loads(address_file.read_text())["url"]
+                return Address(url, int(url.rpartition(":")[2]))
+            await asyncio.sleep(0.05)
+        raise UserError(f"the manager did not start: {last_line(self._log_file)}")
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        deaths: list[float] = []
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            deaths = [*(one for one in deaths if loop.time() - one < 60.0), loop.time()]
+            if len(deaths) > _MAX_QUICK_DEATHS:
+                raise UserError(f"the manager died {len(deaths)} times in a minute: {last_line(self._log_file)}")
+            log.warning("the manager ended (%s); it is started again", show_code(code))
+            await asyncio.sleep(_RESTART_PAUSE_S)
+            await self._start()
+            self.num_restarts += 1
+
+    async def failed(self) -> None:
+        """Waits for as long as all is well; raises UserError when the manager cannot be kept alive."""
+        assert self._watch is not None
+        await asyncio.shield(self._watch)
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._process is not None:
+            await stop(self._process)
+
+
+def show_code(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+def last_line(log_file: Path) -> str:
+    """The last line of a log, and where it is."""
+    try:
+        lines = log_file.read_text(errors="replace").split("\n")
+    except OSError:
+        lines = []
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return f"{said} ({log_file})"

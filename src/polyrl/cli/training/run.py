@@ -1,0 +1,300 @@
+"""A training run, put together and taken apart: manager, weights, the trainer's own worker, workers, the loop.
+
+    manager (a process) <- client <- loop -> steps -> policy
+       ^                                              ^ shared
+       +---- local worker (in this process) -> engine-+
+       +---- workers of [fleet] (processes), and whoever joins from elsewhere; weights come from here
+
+Rules kept here: whatever was started is ended, in the opposite order, however the run ends. Ctrl+C ends it in good
+order; a second one at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from polyrl.cli.training import processes
+from polyrl.cli.training.processes import Address, ManagerProcess
+from polyrl.cli.training.tasks import Tasks
+from polyrl.cli.training.telling import Telling
+from polyrl.client import Fleet, Prompt, Sample, connect
+from polyrl.config.recipe import Recipe, scheduler_config
+from polyrl.engines.builtin.engine import BuiltinConfig
+from polyrl.errors import UserError
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.local_engine import LocalEngine, Question
+from polyrl.trainer.loop import Loop
+from polyrl.trainer.model import Policy
+from polyrl.trainer.optimizer import Optimizer
+from polyrl.trainer.publishing import Publishing
+from polyrl.trainer.step import StepAccumulator
+from polyrl.trainer.validation import pass_rates
+from polyrl.weights.server import WeightServer
+from polyrl.weights.settings import WeightSettings
+from polyrl.wire.dial import Dialer, is_loopback
+from polyrl.wire.frames import Sampling
+from polyrl.wire.imposed import ImposedLengths
+from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
+
+log = logging.getLogger("polyrl.train")
+
+LOCAL_WORKER = "trainer"
+_LOCAL_DRAIN_S = 2.0
+_CPU_SLOTS, _GPU_SLOTS = 32, 256
+_PROMPT_ROOM = 512
+"""Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
+_LOOPBACK = ("127.0.0.0/8",)
+
+
+class Interrupted(Exception):
+    """Somebody pressed Ctrl+C, or sent SIGTERM."""
+
+
+async def train(recipe: Recipe, run_dir: Path, policy: Policy, reference: Policy | None, tasks: Tasks) -> str:
+    """Train to the end, or until interrupted. Returns why it ended."""
+    async with AsyncExitStack() as stack:
+        interrupted = _listen_for_signals()
+        manager = ManagerProcess(run_dir, recipe.manager.host, recipe.manager.port)
+        stack.push_async_callback(manager.stop)
+        address = await manager.start()
+        telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address)))
+        engine = local_engine(recipe, policy)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks))
+        assert fleet.opened is not None
+        server = WeightServer(weight_settings(recipe, address), bytes.fromhex(fleet.opened.weights_key))
+        server.start()
+        stack.callback(server.close)
+        devices = Devices(engine if recipe.train.local_generation else None)
+        stack.callback(devices.close)
+        worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, engine, devices))
+        await stack.enter_async_context(_workers(recipe, run_dir, address))
+        loop = Loop(
+            recipe,
+            fleet,
+            step_accumulator(recipe, policy, reference),
+            devices,
+            Publishing(policy, server, engine),
+            tasks.tokens,
+            telling,
+            _validator(recipe, engine, tasks, telling),
+        )
+        await telling.begin(fleet)
+        return await _first_of(loop.run(), manager.failed(), worker, interrupted.wait())
+
+
+async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | None", stop: object) -> str:
+    """The run's own end, or whatever ends it before."""
+    running = asyncio.ensure_future(run)  # type: ignore[call-overload]
+    failing = asyncio.ensure_future(failed)  # type: ignore[call-overload]
+    stopping = asyncio.ensure_future(stop)  # type: ignore[call-overload]
+    waited = {running, failing, stopping, *([] if worker is None else [worker])}
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        if failing.done():
+            failing.result()
+        if worker is not None and worker.done():
+            raise UserError(f"the trainer's own worker has left: {worker.result()}")
+        raise Interrupted
+    finally:
+        for task in (running, failing, stopping):
+            task.cancel()
+        await asyncio.gather(running, failing, stopping, return_exceptions=True)
+
+
+def _listen_for_signals() -> asyncio.Event:
+    """Set by the first signal; the second one ends the process."""
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hear(number: signal.Signals) -> None:
+        if not interrupted.is_set():
+            log.warning("%s: stopping; once more to leave at once", number.name)
+        interrupted.set()
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, hear, number)
+    return interrupted
+
+
+@asynccontextmanager
+async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks) -> AsyncIterator[Fleet]:
+    sampling = sampling_of(recipe)
+    typical = int(np.mean([len(tasks.tokens(domain, 0)) for domain in range(len(tasks.names))]))
+    config = scheduler_config(recipe, tasks.num_prompts, typical)
+
+    def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
+        return Prompt(tasks.tokens(domain, prompt).tolist(), sampling)
+
+    async def reward_of(sample: Sample) -> float:
+        origin = sample.origin
+        return await tasks.score(origin.domain, origin.prompt, sample.tokens.tolist(), sample.finish, validation=False)
+
+    token = (run_dir / "admin.token").read_text().strip()
+    async with connect(address.url, token, config, prompts=prompt_of, reward=reward_of, has_weights=True) as fleet:
+        yield fleet
+
+
+def sampling_of(recipe: Recipe) -> Sampling:
+    rollout = recipe.rollout
+    wanted = rollout.impose_lengths
+    imposed = None
+    if wanted.kind != "off":
+        quantiles = wanted.quantiles if wanted.kind == "quantiles" else ()
+        imposed = ImposedLengths(wanted.median, wanted.sigma, quantiles, wanted.correlation)
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=rollout.stop,
+        imposed=imposed,
+    )
+
+
+def step_accumulator(recipe: Recipe, policy: Policy, reference: Policy | None) -> StepAccumulator:
+    return StepAccumulator(
+        policy,
+        Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps),
+        recipe.algorithm,
+        max_tokens=recipe.train.micro_batch_tokens,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        temperature=recipe.rollout.temperature,
+        reference=reference,
+    )
+
+
+def local_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
+    """Slots for a round's samples, as far as it makes sense, and a cache that holds them at their longest."""
+    on_gpu = policy.device.type == "cuda"
+    num = sum(domain.prompts_per_step for domain in recipe.data.all_domains) * recipe.rounds.samples_per_prompt
+    slots = min(_GPU_SLOTS if on_gpu else _CPU_SLOTS, num)
+    config = BuiltinConfig(
+        model=recipe.model.path,
+        dtype=recipe.model.dtype,
+        device=str(policy.device),
+        version=None,
+        slots=slots,
+        kv_tokens=slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM),
+        block_tokens=32 if on_gpu else 16,
+    )
+    return LocalEngine(config, policy.loaded)
+
+
+def weight_settings(recipe: Recipe, address: Address) -> WeightSettings:
+    wanted = recipe.weights
+    own = _LOOPBACK if is_loopback(address.url) else ()
+    return WeightSettings(
+        interfaces=wanted.interfaces or own,
+        streams=wanted.streams,
+        groups=wanted.groups,
+        egress_mb_s=0.0 if wanted.egress_mb_s is None else wanted.egress_mb_s,
+    )
+
+
+@asynccontextmanager
+async def _local_worker(
+    recipe: Recipe, run_dir: Path, address: Address, engine: LocalEngine, devices: Devices
+) -> "AsyncIterator[asyncio.Task[Left] | None]":
+    """The trainer's devices as a member of the fleet. None, and only validation has the engine, if it is to be none."""
+    if not recipe.train.local_generation:
+        yield None
+        return
+    dialer = Dialer(address.url, (run_dir / "admin.token").read_text().strip())
+    options = WorkerOptions(LOCAL_WORKER, is_local=True, relays=False, drain_deadline_s=_LOCAL_DRAIN_S)
+    agent = WorkerAgent(engine, dialer, options, turn_to=devices.turn_to)
+    task = asyncio.create_task(agent.run(), name="the trainer's own worker")
+    try:
+        yield task
+    finally:
+        if not task.done():
+            agent.drain("the run is over")
+            await asyncio.wait((task,), timeout=2 * _LOCAL_DRAIN_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _workers(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIterator[None]:
+    """The workers that `[fleet]` asks for."""
+    wanted = recipe.fleet
+    started = []
+    try:
+        for number in range(wanted.workers):
+            name = f"worker-{number}"
+            arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
+            started.append(await processes.start(arguments, run_dir / "logs" / f"{name}.log"))
+        yield
+    finally:
+        await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started))
+
+
+def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
+    """How a worker joins this run, from this machine: what `polyrl` is called with."""
+    wanted = recipe.fleet
+    arguments = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), "--engine", wanted.engine]
+    settings = dict(wanted.settings)
+    if wanted.engine == "builtin":
+        arguments += ["--model", recipe.model.path]
+        settings = {"dtype": recipe.model.dtype, **settings}
+    if wanted.spot:
+        arguments.append("--spot")
+    if wanted.price_usd_per_hour:
+        arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
+    return [*arguments, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def _validator(recipe: Recipe, engine: LocalEngine, tasks: Tasks, telling: Telling):  # noqa: ANN202
+    wanted = recipe.validation
+    if not wanted.every_steps and not wanted.at_start:
+        return None
+
+    async def validate(version: int) -> None:
+        rates: dict[str, float] = {}
+        for domain, name in enumerate(tasks.names):
+            prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
+            if not prompts:
+                continue
+            rewards = await _attempt(recipe, engine, tasks, domain, prompts)
+            rates |= {f"validation/{name}/pass@{k}": rate for k, rate in pass_rates(rewards, wanted.pass_at).items()}
+        await telling.validated(version, rates)
+
+    return validate
+
+
+async def _attempt(
+    recipe: Recipe, engine: LocalEngine, tasks: Tasks, domain: int, prompts: "list[np.ndarray]"
+) -> list[list[float | None]]:
+    """The rewards of every prompt's attempts."""
+    wanted, rollout = recipe.validation, recipe.rollout
+    temperature = rollout.temperature if wanted.temperature is None else wanted.temperature
+    sampling = Sampling(temperature=temperature, top_p=rollout.top_p, stop=rollout.stop)
+    num = wanted.samples_per_prompt
+    questions = [
+        Question(prompt.tolist(), rollout.max_new_tokens, number * num + attempt, sampling)
+        for number, prompt in enumerate(prompts)
+        for attempt in range(num)
+    ]
+    answers = await engine.answer(questions)
+
+    async def score(place: int) -> float | None:
+        answer = answers[place]
+        try:
+            return await tasks.score(domain, place // num, answer.tokens, answer.finish, validation=True)
+        except Exception as error:  # noqa: BLE001  a reward may raise anything; it is then no attempt
+            log.warning("validation: no reward for an answer to prompt %d: %s", place // num, error)
+            return None
+
+    rewards = await asyncio.gather(*(score(place) for place in range(len(answers))))
+    return [list(rewards[at : at + num]) for at in range(0, len(rewards), num)]

@@ -1,0 +1,106 @@
+"""What a training run says: how to join it, a line a step, metrics for whoever tracks them."""
+
+import shlex
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from polyrl.cli.training.processes import Address
+from polyrl.client import Fleet
+from polyrl.config.recipe import Recipe
+from polyrl.scheduling.ledger import StepLine
+from polyrl.telemetry.metrics import MetricValue, from_step_line, step_line, with_aliases
+from polyrl.telemetry.trackers import open_trackers
+from polyrl.trainer.loop import StepReport
+
+IMPOSED = "lengths are imposed"
+
+
+class Telling:
+    """Keeps the contract of the loop's `Events`."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path, address: Address) -> None:
+        track = recipe.track
+        self._recipe, self._run_dir, self._address = recipe, run_dir, address
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._trackers = open_trackers(
+            run_dir, first_step=0, tensorboard=track.tensorboard, wandb=track.wandb, project=track.project
+        )
+        self._fleet: Fleet | None = None
+        self._before: StepLine | None = None
+        self._validated: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    async def begin(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._console.print(f"run: {self._run_dir}  manager: {self._address.url}")
+        self._console.print("  join from another machine:", style="bold")
+        self._console.print(f"    {join_command(self._recipe, self._run_dir, self._address.url)}", style="bold green")
+        if self._recipe.rollout.impose_lengths.kind != "off":
+            self._console.print(f"  {IMPOSED} ({self._recipe.rollout.impose_lengths.kind})", style="yellow")
+
+    async def step_begins(self, step: int) -> None:
+        pass
+
+    async def groups_trained(self, step: int, num: int) -> None:
+        pass
+
+    async def step_ended(self, report: StepReport) -> None:
+        metrics = with_aliases(self._metrics(report))
+        self._before = report.line
+        self._validated = {}
+        self._trackers.log(report.step, metrics)
+        self._console.print(step_line(report.step, metrics))
+
+    async def validated(self, version: int, rates: dict[str, float]) -> None:
+        self._validated = dict(rates)
+        shown = " - ".join(f"{name}:{rate:.3f}" for name, rate in rates.items())
+        self._console.print(f"version:{version} - {shown}")
+
+    def _metrics(self, report: StepReport) -> dict[str, MetricValue]:
+        rewards = np.array(report.rewards or [0.0])
+        lengths = np.array(report.lengths or [0])
+        seconds = report.seconds
+        metrics: dict[str, MetricValue] = {
+            **from_step_line(report.line, self._before),
+            **report.stats.metrics,
+            **self._validated,
+            "reward/mean": float(rewards.mean()) if report.rewards else None,
+            "reward/std": float(rewards.std()) if report.rewards else None,
+            "reward/max": float(rewards.max()) if report.rewards else None,
+            "reward/min": float(rewards.min()) if report.rewards else None,
+            "token/response_length/mean": float(lengths.mean()),
+            "token/response_length/max": int(lengths.max()),
+            "token/response_length/min": int(lengths.min()),
+            "token/response_length/p95": float(np.percentile(lengths, 95)),
+            "token/prompt_length/mean": float(np.mean(report.prompt_lengths or [0])),
+            "time/step_total": seconds["total"],
+            "time/step_train": seconds["train"],
+            "time/step_publish": seconds["publish"],
+            "rounds/filtered_groups": report.num_filtered,
+        }
+        num_tokens = report.stats.added.num_tokens
+        metrics["perf/throughput_all_gpus"] = num_tokens / seconds["total"]
+        metrics["perf/throughput"] = num_tokens / seconds["total"] / max(1.0, 1.0 + report.line.mean_workers)
+        if self._fleet is not None and self._fleet.advice is not None:
+            metrics["fleet/useful"] = self._fleet.advice[0]
+        if self._recipe.rollout.impose_lengths.kind != "off":
+            metrics["rollout/imposed_lengths"] = 1
+        return metrics
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def close(self) -> None:
+        self._trackers.close()
+
+
+def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    """What somebody types on another machine. The token is a file, so that it is in nobody's process list."""
+    words = ["polyrl", "worker", "--join", url, "--token-file", str(run_dir / "worker.token")]
+    words += ["--engine", "builtin", "--model", recipe.model.path]
+    if recipe.model.dtype != "float32":
+        words.append(f"dtype={recipe.model.dtype}")
+    return shlex.join(words)

@@ -1,0 +1,37 @@
+"""Offering the trainer's present weights as a version: to the local engine, which shares them, and to the fleet.
+
+Rules kept here: the snapshot is taken in a thread, while nobody changes the weights. The layout is the model's, and
+never changes; tied tensors are sent once, in the dtype that they are served in.
+"""
+
+import asyncio
+
+from polyrl.engines.engine import Weights
+from polyrl.ids import Version
+from polyrl.trainer.local_engine import LocalEngine
+from polyrl.trainer.loop import Offer
+from polyrl.trainer.model import Policy
+from polyrl.weights import tensors
+from polyrl.weights.server import WeightServer
+
+
+class Publishing:
+    """`engine` is the local one, if there is one."""
+
+    def __init__(self, policy: Policy, server: WeightServer, engine: LocalEngine | None) -> None:
+        self._policy, self._server, self._engine = policy, server, engine
+        self._layout = tensors.layout_of(policy.parameters(), str(policy.dtype).removeprefix("torch."))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._layout.num_bytes
+
+    async def publish(self, version: int) -> Offer:
+        offer = await asyncio.to_thread(self._server.publish, version, self._layout, self._fill)
+        if self._engine is not None:
+            await self._engine.install(Weights(Version(version), in_place=True))
+        return Offer(offer.version, offer.digest, offer.addresses)
+
+    def _fill(self, out: memoryview) -> None:
+        # Asked for anew: an engine may have moved the parameters into one matrix since.
+        tensors.snapshot(self._policy.parameters(), self._layout, out)
