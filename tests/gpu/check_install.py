@@ -1,0 +1,111 @@
+"""Installing versions while samples run, on a GPU: how long the transfer takes, and how long samples stand still.
+
+python tests/gpu/check_install.py        Qwen3-1.7B's shape, bfloat16; full version first, then deltas of 1% of elements
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
+
+import torch  # noqa: E402
+
+from polyrl.cli.bench_engine import Work, make_model, prompts_of  # noqa: E402
+from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine  # noqa: E402
+from polyrl.engines.builtin.models import describe  # noqa: E402
+from polyrl.engines.engine import Job, Weights  # noqa: E402
+from polyrl.weights import tensors  # noqa: E402
+from polyrl.weights.peer import WeightPeer  # noqa: E402
+from polyrl.weights.server import WeightServer  # noqa: E402
+from polyrl.weights.settings import WeightSettings  # noqa: E402
+from polyrl.wire.frames import Sampling  # noqa: E402
+
+SETTINGS = WeightSettings(interfaces=("127.0.0.0/8",))
+KEY = bytes(32)
+
+
+class Clock:
+    """A sink that notes when the first sample's tokens came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.versions: list[int] = []
+
+    def tokens(self, lease, tokens, logprobs, version) -> None:
+        if lease == 1:
+            self.at.append(time.perf_counter())
+            self.versions.append(version)
+
+    def ended(self, lease, reason, detail="") -> None:
+        pass
+
+
+def move_a_little(state: dict[str, torch.Tensor]) -> None:
+    """One element in a hundred, by one unit in its last place."""
+    for tensor in state.values():
+        bits = tensor.view(torch.int16)
+        bits += (torch.rand(bits.shape, device=bits.device) < 0.01).to(torch.int16)
+
+
+async def main() -> None:
+    torch.manual_seed(0)
+    trained = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
+    served = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
+    config = BuiltinConfig(
+        model="bench", dtype="bfloat16", device="cuda", slots=64, kv_tokens=64 * 8192, block_tokens=32,
+        chunk_tokens=8192, max_context=8192, version=0, after_install="keep",
+    )  # fmt: skip
+    engine, clock = BuiltinEngine(config, describe(served, "bench")), Clock()
+    await engine.start(clock)
+    prompts = prompts_of(Work("x", None, 64, 256, 64), served.config.vocab_size)
+    for number in range(64):
+        engine.generate(Job(number + 1, number, prompts[number], [], 7000, number, Sampling(ignore_eos=True)))
+    while len(clock.at) < 20:
+        await asyncio.sleep(0.01)
+    server, peer = WeightServer(SETTINGS, KEY), WeightPeer(SETTINGS, KEY)
+    server.start()
+    state = dict(trained.named_parameters())
+    state = {name: one.detach() for name, one in state.items()}
+    layout = tensors.layout_of(state, "bfloat16")
+    for version in range(1, 6):
+        if version > 1:
+            move_a_little(state)
+        began = time.perf_counter()
+        offer = await asyncio.to_thread(
+            server.publish, version, layout, lambda out: tensors.snapshot(state, layout, out)
+        )
+        published = time.perf_counter()
+        await asyncio.to_thread(server.wait_for_deltas, 60.0)
+        encoded = time.perf_counter()
+        sent = server.num_bytes_sent
+        copy = await asyncio.to_thread(peer.pull, version, offer.digest, offer.addresses, 120.0)
+        pulled = time.perf_counter()
+        await engine.install(Weights(version, copy=copy))
+        installed = time.perf_counter()
+        from_delta = bool(copy.base)
+        copy.close()
+        num = len(clock.at)
+        while len(clock.at) < num + 3:
+            await asyncio.sleep(0.005)
+        gaps = [b - a for a, b in zip(clock.at, clock.at[1:], strict=False)]
+        around = max(gaps[num - 3 : num + 2])
+        usual = sorted(gaps[-60:-10])[25] if len(gaps) > 70 else sorted(gaps)[len(gaps) // 2]
+        print(json.dumps({
+            "version": version, "delta": from_delta, "publish_s": published - began, "encode_s": encoded - published,
+            "pull_s": pulled - encoded, "mb_sent": (server.num_bytes_sent - sent) / 1e6,
+            "install_s": installed - pulled, "pause_s": engine.last_install_s, "longest_gap_s": around,
+            "usual_gap_s": usual,
+        }), flush=True)  # fmt: skip
+    same = all(torch.equal(one, dict(served.named_parameters())[name]) for name, one in state.items())
+    print(json.dumps({"equal": same, "versions_seen": sorted(set(clock.versions))}), flush=True)
+    await engine.close()
+    peer.close()
+    server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
