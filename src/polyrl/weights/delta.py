@@ -314,7 +314,10 @@ def _decompress(data: memoryview, num_bytes: int) -> Bits:
     found = zstandard.get_frame_parameters(data).content_size
     if found != num_bytes:
         raise BadDelta(f"a frame of {found} bytes; expected {num_bytes}")
-    return np.frombuffer(_zstd.decompressor.decompress(data, allow_extra_data=False), np.uint8)
+    whole = np.frombuffer(_zstd.decompressor.decompress(data, allow_extra_data=False), np.uint8)
+    if len(whole) != num_bytes:
+        raise BadDelta(f"a frame of {len(whole)} bytes that claimed {num_bytes}")
+    return whole
 
 
 def _version_bytes(view: View, layout: Layout) -> Bits:
