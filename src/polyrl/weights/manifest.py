@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -236,6 +236,10 @@ def changed_tensors(deltas: Iterable[DeltaManifest], layout: Layout) -> frozense
 
 
 _Kind = TypeVar("_Kind", Manifest, DeltaManifest)
+_DECODERS: Mapping[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (Manifest, DeltaManifest)
+}
+"""Made once, here: msgspec 0.22 crashes when two threads are the first to decode a type."""
 
 
 def _decode(data: bytes | memoryview, kind: type[_Kind], digest: str | None) -> _Kind:
@@ -244,7 +248,7 @@ def _decode(data: bytes | memoryview, kind: type[_Kind], digest: str | None) -> 
     if digest is not None and _digest(data) != digest:
         raise BadManifest(f"its digest is {_digest(data)[:16]}..., expected {digest[:16]}...")
     try:
-        value = msgspec.json.decode(data, type=kind)
+        value = _DECODERS[kind].decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadManifest(f"not a {kind.__name__}: {error}") from error
     if encode(value) != data:

@@ -243,6 +243,10 @@ class Catalog(Struct, frozen=True, array_like=True):
     """Deltas that are being made: from which version to which."""
 
 
+_CATALOGS = msgspec.msgpack.Decoder(Catalog)
+"""Made once, here: msgspec 0.22 crashes when two threads are the first to decode a type."""
+
+
 class Get(NamedTuple):
     name: str
     first: int
@@ -272,7 +276,7 @@ def catalog_is(catalog: Catalog) -> bytes:
 
 def read_catalog(body: bytes) -> Catalog:
     try:
-        return msgspec.msgpack.decode(body, type=Catalog)
+        return _CATALOGS.decode(body)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"not a catalog: {error}") from error
 
