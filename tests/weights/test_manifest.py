@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyrl.weights import manifest as manifests
@@ -76,6 +76,7 @@ def test_a_delta_comes_back_as_it_was():
 
 
 @given(st.integers(0, 10**9), st.integers(0, 7))
+@settings(deadline=None)
 def test_a_flipped_bit_anywhere_is_found_by_the_digest(position, bit):
     value = manifest()
     data = bytearray(encode(value))
@@ -215,3 +216,37 @@ def test_an_empty_layout_is_one():
     assert empty == Layout("", (), {}, 0)
     value = Manifest(0, empty, table_of(b""), "")
     assert decode_manifest(encode(value)) == value
+
+
+def any_json():
+    numbers = st.one_of(st.integers(-3, 300), st.sampled_from([1 << 31, 1 << 44, 1 << 60, 1 << 63, -(1 << 63)]))
+    leaves = st.one_of(st.none(), st.booleans(), numbers, st.floats(allow_nan=False), st.text(max_size=5))
+    return st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    )
+
+
+def places(tree, path=()):
+    """Every place in a tree."""
+    yield path
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, child in children:
+        yield from places(child, (*path, key))
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_whatever_stands_at_any_place_a_manifest_is_refused_or_holds_together(data):
+    value, is_delta = data.draw(st.sampled_from([(manifest(), False), (delta(Part(0, 0, 4, "raw", 16)), True)]))
+    path = data.draw(st.sampled_from([path for path in places(json.loads(encode(value))) if path]))
+    changed = edited(value, *path, data.draw(any_json()))
+    try:
+        found = decode_delta(changed, LAYOUT) if is_delta else decode_manifest(changed)
+    except BadManifest as error:
+        assert "\n" not in str(error)
+        return
+    assert encode(found) == changed
+    if isinstance(found, Manifest):
+        ends = [0, *(one.end for one in found.layout.tensors)]
+        assert all(one.start >= end for one, end in zip(found.layout.tensors, ends, strict=False))
+        assert ends[-1] <= found.layout.num_bytes == found.chunks.num_bytes
