@@ -174,3 +174,18 @@ def test_a_run_that_goes_on_keeps_its_wandb_id(tmp_path):
     WandbTracker(tmp_path, "offline", "sums").close()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert folder.name.endswith("-abcd1234")
+
+
+@pytest.mark.timeout(60)
+def test_wandb_that_cannot_be_reached_is_kept_offline_and_the_run_begins(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    trackers = open_trackers(tmp_path, wandb="online")
+    trackers.log(0, METRICS)
+    trackers.close()
+    assert "wandb cannot be reached, the run is kept offline" in caplog.text
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1

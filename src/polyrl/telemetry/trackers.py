@@ -28,7 +28,8 @@ log = logging.getLogger("polyrl.track")
 
 WandbMode = Literal["off", "offline", "online"]
 
-_INIT_TIMEOUT_S = 60.0
+_LOGIN_TIMEOUT_S = 30.0
+_INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
 _WANDB_ID_FILE = "wandb-run-id"
 _TENSORBOARD_FOLDER = "tensorboard"
@@ -97,6 +98,8 @@ def open_trackers(
     except UserError:
         Trackers(trackers).close()
         raise
+    except Exception as error:  # noqa: BLE001  whatever a library fails with when it begins, the file is there
+        log.warning("a tracker failed to begin, the run goes on without it: %s: %s", type(error).__name__, error)
     return Trackers(trackers)
 
 
@@ -156,24 +159,29 @@ class WandbTracker:
             raise UserError("track.wandb: needs wandb: pip install 'polyrl[track]'") from error
         self._last_step = -1
         settings = wandb.Settings(
-            console="off", silent=True, init_timeout=_INIT_TIMEOUT_S, finish_timeout=_FINISH_TIMEOUT_S
+            console="off",
+            silent=True,
+            login_timeout=_LOGIN_TIMEOUT_S,
+            init_timeout=_INIT_TIMEOUT_S,
+            finish_timeout=_FINISH_TIMEOUT_S,
         )
         about: dict[str, Any] = {
             "dir": str(run_dir),
             "project": project,
             "name": run_dir.resolve().name,
-            "id": _run_id(run_dir),
             "config": None if recipe is None else dict(recipe),
             "settings": settings,
         }
         if mode == "offline":
-            self._run = wandb.init(mode="offline", **about)
+            self._run = wandb.init(mode="offline", id=_run_id(run_dir), **about)
             return
         try:
-            self._run = wandb.init(mode="online", resume="allow", **about)
+            self._run = wandb.init(mode="online", id=_run_id(run_dir), resume="allow", **about)
         except (wandb.Error, TimeoutError) as error:
-            log.warning("wandb cannot be reached, going on offline: %s", error)
-            self._run = wandb.init(mode="offline", **about)
+            reason = str(error).partition("\n")[0]
+            log.warning("wandb cannot be reached, the run is kept offline: %s", reason)
+            # Its helper process still holds the id of the run that could not begin.
+            self._run = wandb.init(mode="offline", id=_new_run_id(run_dir), **about)
 
     def log(self, step: int, metrics: Metrics) -> None:
         if step <= self._last_step:  # it would take them for the step before
@@ -189,11 +197,10 @@ class WandbTracker:
 def _run_id(run_dir: Path) -> str:
     """Made once a run, and kept beside it."""
     path = run_dir / _WANDB_ID_FILE
-    try:
-        if path.exists():
-            return path.read_text(encoding="utf-8").strip()
-        new = os.urandom(4).hex()
-        path.write_text(new + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+    return path.read_text(encoding="utf-8").strip() if path.exists() else _new_run_id(run_dir)
+
+
+def _new_run_id(run_dir: Path) -> str:
+    new = os.urandom(4).hex()
+    (run_dir / _WANDB_ID_FILE).write_text(new + "\n", encoding="utf-8")
     return new
