@@ -32,7 +32,8 @@ Bits: TypeAlias = np.ndarray[Any, Any]
 
 PART_ELEMENTS = 1 << 21
 """Large enough that a part's place costs nothing beside it, small enough that threads share the work evenly."""
-_BLOCK_BYTES = 1 << 18
+_WORD_BYTES = 8
+_BLOCK_WORDS = 1 << 15
 """Compared at once: old, new and the mask stay in a core's cache."""
 ESCAPE = 255
 ZSTD_LEVEL = 1
@@ -144,21 +145,26 @@ def apply(delta: DeltaManifest, layout: Layout, blob: View, target: View, *, thr
 
 def encode_piece(old: Bits, new: Bits) -> tuple[Encoding, bytes] | None:
     """The smallest way to write one piece; None when nothing changed."""
-    positions, differences = find_changes(old, new)
+    words = _unequal_words(old, new)
+    num_words = new.nbytes // _WORD_BYTES
+    if len(words) > num_words * 7 // 8 and np.count_nonzero(old != new) > len(new) // 2:
+        return _smallest([("planes", _pack_planes(zigzag(new - old)))], new)
+    positions, differences = _changes_in(words, old, new)
     num_changes = len(positions)
     if num_changes == 0:
         return None
     codes, wide = split_wide(differences)
-    best: tuple[Encoding, bytes] | None = None
+    ways: list[tuple[Encoding, bytes]] = []
     if num_changes <= len(new) // 2:
-        best = "sparse", pack_sparse(gap_bytes(positions), codes, wide)
+        ways.append(("sparse", pack_sparse(gap_bytes(positions), codes, wide)))
     if not is_surely_sparse(len(new), num_changes, len(wide)):
-        planes = _pack_planes(zigzag(new - old))
-        if best is None or len(planes) < len(best[1]):
-            best = "planes", planes
-    if best is None or len(best[1]) >= new.nbytes:
-        best = "raw", new.tobytes()
-    return best
+        ways.append(("planes", _pack_planes(zigzag(new - old))))
+    return _smallest(ways, new)
+
+
+def _smallest(ways: list[tuple[Encoding, bytes]], new: Bits) -> tuple[Encoding, bytes]:
+    best = min(ways, key=lambda way: len(way[1]))
+    return best if len(best[1]) < new.nbytes else ("raw", new.tobytes())
 
 
 def count_changes(old: View, new: View, tensor: TensorEntry) -> int:
@@ -170,17 +176,26 @@ def count_changes(old: View, new: View, tensor: TensorEntry) -> int:
 
 def is_surely_sparse(num_elements: int, num_changes: int, num_wide: int) -> bool:
     """Few changes, and most of them small: planes need not be tried."""
-    return num_changes <= num_elements // 8 and num_wide <= num_changes // 8
+    return num_changes <= num_elements // 3 and num_wide <= num_changes // 8
 
 
-def find_changes(old: Bits, new: Bits) -> tuple[Bits, Bits]:
-    """Positions, and zigzag differences. Compares eight bytes at a time; most of them are equal."""
-    per_word = 8 // old.itemsize
-    num_words = len(old) // per_word
-    head = num_words * per_word
-    old_words, new_words = old[:head].view(np.uint64), new[:head].view(np.uint64)
-    words = _unequal(old_words, new_words)
-    old_near, new_near = old_words.take(words).view(old.dtype), new_words.take(words).view(old.dtype)
+def _unequal_words(old: Bits, new: Bits) -> Bits:
+    """Which runs of eight bytes differ: most are equal, and this looks at several elements at once."""
+    num_words = new.nbytes // _WORD_BYTES
+    old, new = (one.view(np.uint8)[: num_words * _WORD_BYTES].view(np.uint64) for one in (old, new))
+    found = [np.empty(0, np.int64)]
+    for start in range(0, num_words, _BLOCK_WORDS):
+        stop = start + _BLOCK_WORDS
+        found.append(np.flatnonzero(old[start:stop] != new[start:stop]) + start)
+    return np.concatenate(found)
+
+
+def _changes_in(words: Bits, old: Bits, new: Bits) -> tuple[Bits, Bits]:
+    """Positions and zigzag differences of the elements that differ, in these words and behind the last whole one."""
+    per_word = _WORD_BYTES // old.itemsize
+    head = len(new) // per_word * per_word
+    old_near = old[:head].view(np.uint64).take(words).view(old.dtype)
+    new_near = new[:head].view(np.uint64).take(words).view(old.dtype)
     near = np.flatnonzero(old_near != new_near)
     shift = per_word.bit_length() - 1
     positions = (words.take(near >> shift) << shift) + (near & (per_word - 1))
@@ -190,15 +205,6 @@ def find_changes(old: Bits, new: Bits) -> tuple[Bits, Bits]:
         positions = np.concatenate([positions, tail + head])
         differences = np.concatenate([differences, new[head:][tail] - old[head:][tail]])
     return positions, zigzag(differences)
-
-
-def _unequal(old: Bits, new: Bits) -> Bits:
-    found = []
-    block = _BLOCK_BYTES // old.itemsize
-    for start in range(0, len(old), block):
-        stop = start + block
-        found.append(np.flatnonzero(old[start:stop] != new[start:stop]) + start)
-    return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 def zigzag(differences: Bits) -> Bits:
