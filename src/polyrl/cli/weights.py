@@ -21,6 +21,8 @@ ACTIONS: Mapping[str, Action] = {
     "inspect": Action("DIR", "what a version, or a model directory, consists of", "polyrl.cli.weights_look"),
     "verify": Action("DIR", "compare every byte with the manifest", "polyrl.cli.weights_look"),
     "diff": Action("DIR DIR", "which tensors changed, and what their delta would cost", "polyrl.cli.weights_look"),
+    "serve": Action("DIR", "let others pull the version in a directory", "polyrl.cli.weights_transfer"),
+    "pull": Action("HOST:PORT...", "get a version, verified, from any of these", "polyrl.cli.weights_transfer"),
 }
 
 

@@ -26,6 +26,8 @@ from polyrl.weights.store import Blob, Store
 
 NUM_AHEAD = 4
 """Requests of a stream that are under way at once."""
+NUM_AHEAD_SHARED = 2
+"""The same, with several sources: what is under way cannot be taken from another one."""
 REQUEST_BYTES = 4 << 20
 PATIENCE_S = 1.0
 """The trainer is asked for what neighbours have after they have given nothing for so long."""
@@ -34,7 +36,8 @@ APPEAR_S = 20.0
 _MAX_FAILURES = 4
 _NUM_BITES = 32
 _HAVE_WAIT_S = 2.0
-_HAVE_PAUSE_S = 0.01
+_HAVE_PAUSE_S = 0.005
+_MAX_HAVE_PAUSE_S = 0.05
 _PROGRESS_EVERY_S = 0.1
 
 OnProgress = Callable[[int, int], None]
@@ -77,6 +80,7 @@ class Fetch:
         self._run_chunks = max(1, REQUEST_BYTES // blob.table.chunk_bytes)
         if len(sources) > 1:  # small bites, so that there is something left to share
             self._run_chunks = max(1, min(self._run_chunks, num_chunks // (_NUM_BITES * len(sources))))
+        self._num_ahead = NUM_AHEAD if len(sources) == 1 else NUM_AHEAD_SHARED
         self._changed = threading.Condition()
         self._over = False
         self._helped_at = self._moved_at = time.monotonic()
@@ -163,7 +167,7 @@ class Fetch:
                     if source.is_complete:
                         source.is_followed = False
                         return
-                    self._pause(_HAVE_PAUSE_S)
+                    self._pause(min(_MAX_HAVE_PAUSE_S, _HAVE_PAUSE_S * len(self._sources)))
             except Refused as no:
                 self._forget(source)
                 revision = 0
@@ -258,7 +262,7 @@ class Fetch:
         stream = (HostStream if link.is_on_host else RemoteStream)(link, self._blob.name, self._blob.table)
         try:
             while True:
-                chosen = self._choose(source, NUM_AHEAD - len(asked), can_wait=not asked)
+                chosen = self._choose(source, self._num_ahead - len(asked), can_wait=not asked)
                 for run in chosen:
                     asked.append(run)
                 for run in chosen:

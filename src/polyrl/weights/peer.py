@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from polyrl.weights.channel import Watch
 from polyrl.weights.fetch import OnProgress
+from polyrl.weights.protocol import BlobEntry
 from polyrl.weights.pull import Pull
 from polyrl.weights.receiver import Dialer
 from polyrl.weights.sender import Sender
@@ -75,6 +76,12 @@ class WeightPeer:
                 return HostCopy(*self._shelf.held)
             pull = Pull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
             return pull.run(version, digest, addresses, deadline, on_progress)
+
+    def offered(self, addresses: Sequence[str], deadline_s: float) -> list[BlobEntry]:
+        """What these sources have, or are getting. Raises TransferError when none of them answers."""
+        with self._one_pull:
+            pull = Pull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
+            return pull.offered(addresses, time.monotonic() + deadline_s)
 
     def close(self) -> None:
         """Ends a pull that is under way."""

@@ -28,7 +28,7 @@ from polyrl.weights.manifest import (
     decode_delta,
     decode_manifest,
 )
-from polyrl.weights.protocol import Catalog, ProtocolError, Refused
+from polyrl.weights.protocol import BlobEntry, Catalog, ProtocolError, Refused
 from polyrl.weights.receiver import Dialer, Link
 from polyrl.weights.settings import TransferError
 from polyrl.weights.shelf import HostCopy, Shelf
@@ -87,6 +87,12 @@ class Pull:
         finally:
             for source in self._sources:
                 source.link.close()
+
+    def offered(self, addresses: Sequence[str], deadline: float) -> list[BlobEntry]:
+        sources = self._scout(addresses, deadline)
+        for source in sources:
+            source.link.close()
+        return list(dict.fromkeys(entry for source in sources for entry in source.catalog.blobs))
 
     def _error(self, reason: str) -> TransferError:
         return TransferError(reason, source_is_bad=bool(self._lied), bad_addresses=tuple(self._lied))

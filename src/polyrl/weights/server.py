@@ -68,17 +68,30 @@ class WeightServer:
         """Why connections were ended from here, and how often."""
         return dict(self._sender.cuts)
 
-    def publish(self, version: int, layout: Layout, fill: Callable[[memoryview], None], *, lossy: str = "") -> Offer:
-        """Offer a version. `fill` writes all of its bytes; what it raises is raised here, and nothing is offered."""
+    def publish(
+        self,
+        version: int,
+        layout: Layout,
+        fill: Callable[[memoryview], None],
+        *,
+        lossy: str = "",
+        parent: str | None = None,
+    ) -> Offer:
+        """Offer a version. `fill` writes all of its tensors; what it raises is raised here, and nothing is offered.
+
+        The parent is the version that was published before, unless it is given.
+        """
         self._end_encoding()
         buffer = self._free_buffer(layout.num_bytes)
         try:
             fill(buffer.view)
+            _clear_padding(layout, buffer.view)
             chunks = table_of(buffer.view, self._settings.chunk_bytes, self._settings.hash, _num_threads())
         except BaseException:
             self._free.append(buffer)
             raise
-        parent = self._kept[-1].manifest.digest if self._kept else ""
+        if parent is None:
+            parent = self._kept[-1].manifest.digest if self._kept else ""
         manifest = Manifest(version, layout, chunks, parent, lossy)
         blob = Blob(manifest.digest, "full", version, encode(manifest), chunks, buffer, complete=True)
         bases = [one for one in reversed(self._kept) if one.manifest.layout.fingerprint == layout.fingerprint]
@@ -166,6 +179,13 @@ class WeightServer:
         self._encoder = None
         self._encode_no_more.clear()
         self._sender.coming = ()
+
+
+def _clear_padding(layout: Layout, view: memoryview) -> None:
+    """What lies between tensors is zero, also where another layout was before."""
+    starts = [*(one.start for one in layout.tensors[1:]), layout.num_bytes]
+    for one, start in zip(layout.tensors, starts, strict=True):
+        view[one.end : start] = bytes(start - one.end)
 
 
 def _bits(buffer: Buffer, piece: codec.Piece) -> np.ndarray:
