@@ -16,6 +16,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,22 +64,30 @@ class Bench:
         if self.device == "cpu":
             torch.set_num_threads(1)
         torch.manual_seed(0)
-        of_model = Work(work.arch, work.model, 1, 1, 1)
         self.policy = Policy(
-            describe(make_model(of_model, self.device), "bench"),
+            describe(make_model(Work(work.arch, work.model, 1, 1, 1), self.device), "bench"),
             gradient_checkpointing=work.checkpointing,
             compile_layers=work.compile,
             keep_logits_bytes=work.keep_logits_bytes,
         )
-        self.peer = make_model(of_model, self.device)
-        self.peer.set_attn_implementation("sdpa")
-        self.peer_optimizer = torch.optim.AdamW(self.peer.parameters(), lr=1e-6, fused=True)
         self.optimizer = Optimizer(self.policy.parameters(), OptimizerConfig(), 1_000_000)
         self.steps = StepAccumulator(
             self.policy, self.optimizer, AlgorithmConfig(), max_tokens=work.pack_tokens, max_new_tokens=1 << 20
         )
         self.num_steps = 0
         self.vocab = self.policy.loaded.vocab
+
+    @cached_property
+    def peer(self) -> Any:
+        model = make_model(Work(self.work.arch, self.work.model, 1, 1, 1), self.device)
+        model.set_attn_implementation("sdpa")
+        return model
+
+    @cached_property
+    def peer_optimizer(self) -> Any:
+        import torch
+
+        return torch.optim.AdamW(self.peer.parameters(), lr=1e-6, fused=True)
 
     # Work
 
@@ -260,7 +269,7 @@ def measure(work: TrainWork) -> dict[str, Any]:
         "kept_bytes_per_token": round(kept / num_tokens),
         "pack_tokens": work.pack_tokens,
         "lengths_divided_by": work.shorter,
-        "compile": work.compile and bench.device == "cuda",
+        "compile": bench.policy.compiled,
         "checkpointing": work.checkpointing,
         "dtype": str(bench.policy.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if bench.device == "cuda" else "cpu, 1 thread",

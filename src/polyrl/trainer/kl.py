@@ -24,4 +24,4 @@ def estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2",
         return apart
     if estimator == "k2":
         return 0.5 * apart.square()
-    return torch.exp((-apart).clamp(max=_MAX_LOG_RATIO)) + apart - 1
+    return torch.expm1((-apart).clamp(max=_MAX_LOG_RATIO)) + apart  # exact near zero, where both are

@@ -1,0 +1,199 @@
+"""The trainer on a GPU: is it right, and how fast? Run by hand on a machine that has one; CI has none.
+
+python tests/gpu/check_train.py right              packs, flash attention, compiled layers: against float32
+python tests/gpu/check_train.py speed [eager]      qwen3-1.7b, packs of 16,384 tokens, beside plain loops; JSON lines
+python tests/gpu/check_train.py variants           ways to run one pack, each for itself
+python tests/gpu/check_train.py profile [eager]    where a step's time goes
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [  # it is run as a file
+    str(Path(__file__).parents[2] / "src"),
+    str(Path(__file__).parents[2]),
+]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tests.builtin.tiny_models import save_tiny  # noqa: E402
+
+from polyrl.cli.bench_train import Bench, TrainWork, measure  # noqa: E402
+from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig  # noqa: E402
+from polyrl.errors import UserError  # noqa: E402
+from polyrl.trainer.batch import TrainSample  # noqa: E402
+from polyrl.trainer.model import Policy  # noqa: E402
+from polyrl.trainer.optimizer import Optimizer  # noqa: E402
+from polyrl.trainer.packing import make_packs  # noqa: E402
+from polyrl.trainer.step import StepAccumulator  # noqa: E402
+
+FAMILIES = (("llama", {"head_dim": 64}), ("qwen3", {"head_dim": 64}), ("mistral", {"head_dim": 64}), ("gemma2", {}))
+LENGTHS = ((3, 9), (12, 140), (5, 1), (1, 77), (130, 200), (7, 31))
+
+
+def check_right() -> None:
+    """Relative distance of the whole gradient from that of the CPU in float32: about 1e-6, and 1e-2 for bfloat16."""
+    for family, changes in FAMILIES:
+        folder = str(save_tiny(family, Path(tempfile.mkdtemp()), **changes))
+        samples = samples_of(512)
+        expected = gradient(Policy.load(folder), samples)
+        for dtype, compiled, checkpointing, keep in (
+            ("float32", False, False, 0),
+            ("bfloat16", False, False, 0),
+            ("bfloat16", True, False, 0),
+            ("bfloat16", True, True, 0),
+            ("bfloat16", True, False, 1 << 30),
+        ):
+            policy = Policy.load(
+                folder,
+                dtype,
+                "cuda",
+                gradient_checkpointing=checkpointing,
+                compile_layers=compiled,
+                keep_logits_bytes=keep,
+            )
+            found = gradient(policy, samples)
+            values = float((found[0] - expected[0]).abs().max())
+            print(
+                json.dumps(
+                    {
+                        "family": family,
+                        "dtype": dtype,
+                        "compiled": compiled,
+                        "checkpointing": checkpointing,
+                        "kept_logits": bool(keep),
+                        "flash": policy._flash,
+                        "logprobs_within": round(values, 6),
+                        "gradient_distance": round(distance(found[1], expected[1]), 7),
+                    }
+                ),
+                flush=True,
+            )
+    check_streaming()
+
+
+def check_streaming() -> None:
+    """In bfloat16: the same gradient however groups arrive, to the rounding of one backward pass."""
+    folder = str(save_tiny("qwen3", Path(tempfile.mkdtemp()), head_dim=64))
+    policy = Policy.load(folder, "bfloat16", "cuda")
+    optimizer = Optimizer(policy.parameters(), OptimizerConfig(), 1)
+    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(), max_tokens=1024, max_new_tokens=256)
+    groups = [[one._replace(reward=float(k)) for k, one in enumerate(samples_of(512, seed))] for seed in range(6)]
+    found: list[dict[str, torch.Tensor]] = []
+    for number, calls in enumerate(([groups], [[one] for one in reversed(groups)])):
+        steps.begin(number)
+        for part in calls:
+            steps.add(part)
+        found.append({name: one.clone() for name, one in optimizer.gradients().items()})
+        steps.abort()
+    print(json.dumps({"streamed_gradient_distance": round(distance(found[1], found[0]), 7)}), flush=True)
+
+
+def samples_of(vocab: int, seed: int = 0) -> list[TrainSample]:
+    rng = np.random.default_rng(seed)
+    pairs = [(rng.integers(3, vocab, a), rng.integers(3, vocab, b)) for a, b in LENGTHS]
+    return [TrainSample(a.astype(np.int32), b.astype(np.int32), np.zeros(len(b), np.float32), 0.0) for a, b in pairs]
+
+
+def gradient(policy: Policy, samples: list[TrainSample]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    (pack,) = make_packs(samples, 4096)
+    scores = policy.score(pack)
+    weights = torch.linspace(-1, 1, len(scores.logprobs), device=policy.device)
+    (scores.logprobs * weights).sum().backward()
+    grads = {name: one.grad.float().cpu() for name, one in policy.parameters().items() if one.grad is not None}
+    return scores.logprobs.detach().cpu(), grads
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    whole = torch.cat([one.double().flatten() for one in theirs.values()])
+    return float((torch.cat([ours[name].double().flatten() for name in theirs]) - whole).norm() / whole.norm())
+
+
+def check_speed(*, compiled: bool) -> None:
+    """Lengths are an eighth of the published ones: more, and a padded loop no longer fits into memory."""
+    work = TrainWork("qwen3-1.7b", None, 16_384, 24, 8, 3, compiled, False, 6 << 30)
+    print(json.dumps(measure(work)), flush=True)
+
+
+def variants() -> None:
+    """One pack of samples of 2,048 tokens: forward and backward alone, then the update."""
+    for compiled, checkpointing, keep, tokens in (
+        (False, False, 0, 16_384),
+        (True, False, 0, 16_384),
+        (True, False, 6 << 30, 16_384),
+        (True, True, 0, 16_384),
+        (True, False, 3 << 30, 8_192),
+        (True, False, 12 << 30, 32_768),
+    ):
+        what = {"compiled": compiled, "checkpointing": checkpointing, "kept_logits_gb": keep >> 30, "tokens": tokens}
+        try:
+            found = one_variant(TrainWork("qwen3-1.7b", None, tokens, 4, 4, 3, compiled, checkpointing, keep))
+        except UserError as error:
+            found = {"error": str(error)}
+        print(json.dumps({**what, **found}), flush=True)
+        free()
+
+
+def one_variant(work: TrainWork) -> dict[str, float]:
+    bench = Bench(work)
+    groups = bench.equal(2048)
+    first_s = bench.time(lambda: bench.ours([groups]))
+    limit = bench.matrix_rate()
+    adds, updates = [], []
+    for _ in range(4):
+        bench.num_steps += 1
+        bench.steps.begin(bench.num_steps)
+        adds.append(bench.time(lambda: bench.steps.add(groups)))
+        updates.append(bench.time(bench.steps.finish))
+    peak = bench.peak_bytes(lambda: bench.ours([groups]))
+    rate = bench.flops(groups) / min(adds)
+    found = {
+        "forward_backward_ms": round(min(adds) * 1e3, 1),
+        "update_ms": round(min(updates) * 1e3, 1),
+        "model_tflops": round(rate / 1e12, 1),
+        "limit_tflops": round(limit / 1e12, 1),
+        "fraction_of_limit": round(rate / limit, 3),
+        "peak_gb_above_model": None if peak is None else round(peak / 1e9, 1),
+        "first_s": round(first_s, 1),
+    }
+    if not work.compile:
+        bench.plain(groups)
+        found["plain_step_ms"] = round(min(bench.time(lambda: bench.plain(groups)) for _ in range(3)) * 1e3, 1)
+    return found
+
+
+def profile(*, compiled: bool) -> None:
+    bench = Bench(TrainWork("qwen3-1.7b", None, 16_384, 4, 4, 3, compiled, False, 6 << 30))
+    groups = bench.equal(2048)
+    for _ in range(2):
+        bench.ours([groups])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        bench.ours([groups])
+        torch.cuda.synchronize()
+    total = sum(one.self_device_time_total for one in seen.key_averages())
+    print(f"{total / 1e3:.1f} ms on the GPU")
+    for one in sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)[:28]:
+        share = one.self_device_time_total / total
+        print(f"{share:6.1%} {one.self_device_time_total / 1e3:8.2f} ms {one.count:6d}x {one.key[:100]}")
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "right":
+        check_right()
+    elif sys.argv[1] == "variants":
+        variants()
+    elif sys.argv[1] == "profile":
+        profile(compiled=sys.argv[2:] != ["eager"])
+    else:
+        check_speed(compiled=sys.argv[2:] != ["eager"])
