@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
-from polyrl.telemetry.metric_names import HEADLINES, METRICS
+from polyrl.telemetry.metric_names import HEADLINES, METRICS, describe
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+FAMILIES = sorted({metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name})
 
 
 def test_the_page_has_exactly_the_metrics_of_the_code_in_their_order():
@@ -16,3 +18,10 @@ def test_the_page_has_exactly_the_metrics_of_the_code_in_their_order():
 def test_the_page_has_the_headlines_in_their_order():
     (block,) = re.findall(r"^```\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert block.split() == list(HEADLINES)
+
+
+def test_names_that_the_trainer_writes_in_full_are_described():
+    name = re.compile(rf'"((?:{"|".join(FAMILIES)})/[a-z0-9_/@]+)"')
+    sources = sorted((ROOT / "src" / "polyrl" / "trainer").glob("*.py"))
+    used = {found: source.name for source in sources for found in name.findall(source.read_text(encoding="utf-8"))}
+    assert {one: where for one, where in used.items() if describe(one) is None} == {}

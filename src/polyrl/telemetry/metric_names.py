@@ -33,9 +33,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("actor/entropy", "nats", "mean entropy of the policy over answer tokens"),
     Metric("actor/clip_frac_low", "share", "answer tokens whose ratio was clipped from below"),
     Metric("actor/clip_frac_high", "share", "answer tokens whose ratio was clipped from above"),
+    Metric("actor/clip_frac_dual", "share", "answer tokens that the dual clip held back"),
+    Metric("actor/ppo_kl", "nats", "how far the policy has moved from the log-probabilities that ratios are made with"),
+    Metric("actor/reward_kl", "nats", 'KL a token that was taken off rewards, with `kl = "reward"`'),
     Metric("actor/grad_norm", "", "norm of the gradient before it was clipped"),
     Metric("actor/lr", "", "learning rate of the step's last update"),
-    Metric("mismatch_kl", "nats", "KL between the engine's log-probabilities and the trainer's, same weights"),
+    Metric("actor/skipped_updates", "", "1 if the gradient was no number and the weights stayed as they were"),
+    Metric("actor/mismatch_kl", "nats", "KL between the engine's log-probabilities and the trainer's, same weights"),
+    Metric("actor/mismatch_abs", "nats", "mean difference of the two, without its sign"),
+    Metric("mismatch_kl", "nats", "alias of `actor/mismatch_kl`"),
     # How long answers are
     Metric("token/response_length/mean", "tokens", "mean length of the answers trained"),
     Metric("token/response_length/max", "tokens", "the longest of them"),
@@ -60,6 +66,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/throughput", "tokens/s", "tokens trained a second and device, prompts included"),
     Metric("perf/throughput_all_gpus", "tokens/s", "tokens trained a second, prompts included"),
     Metric("perf/mfu", "share", "model FLOPs of training through what the device could have done while training"),
+    Metric("perf/micro_batches", "", "packs that went through the model"),
+    Metric("token/trained", "tokens", "answer tokens that entered the loss"),
+    Metric("token/through_model", "tokens", "tokens that went through the model, prompts included"),
+    Metric("sample/trained", "", "samples that entered the loss"),
+    Metric("sample/masked", "", "samples left out of the loss, for example because they were cut at the cap"),
+    Metric("group/trained", "", "groups that they belong to"),
     # Rounds
     Metric("rounds/kind", "", "`short` or `long`"),
     Metric("rounds/long", "", "1 for a long round, otherwise 0: for trackers that take numbers only"),
@@ -95,6 +107,7 @@ ALIASES: Mapping[str, str] = {
     "timing_s/update_actor": "time/step_train",
     "timing_s/reward": "time/step_reward",
     "timing_s/update_weights": "time/step_publish",
+    "mismatch_kl": "actor/mismatch_kl",
 }
 """What users know it by, and what we call it."""
 
