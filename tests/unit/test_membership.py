@@ -58,3 +58,18 @@ def test_a_peer_that_failed_may_be_asked_again_for_the_next_version():
     run.scheduler.desk.seats[1].bad_source = True
     publish(run, 1)
     assert not run.scheduler.desk.seats[1].bad_source
+
+
+def test_no_lease_number_is_given_again_that_a_driver_may_have_given_and_lost_with_its_machine():
+    """It wrote down what it did up to here, gave leases, and lost power before they were on the disk."""
+    run = Driver()
+    run.begin()
+    before = run.scheduler.save()
+    run.join("a")
+    lost = set(run.leases.values())
+    assert len(lost) == 4
+    run.scheduler = run.scheduler.load(before)
+    run.tell(e.DriverResumed(1.0, 10.0))
+    run.join("b")
+    assert len(run.leases) == 4
+    assert lost.isdisjoint(run.leases.values())

@@ -103,6 +103,7 @@ class RunJournal:
     def __init__(self, run_dir: Path, settings: JournalSettings) -> None:
         self._folder = run_dir / LIVE_FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
+        _sync_folder(run_dir)
         self._settings = settings
         self._segment_bytes = int(settings.segment_mb * _MB)
         self._events: _Segment | None = None
@@ -232,6 +233,7 @@ class _Segment:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+        _sync_folder(path.parent)
         self.num_grown_bytes = os.fstat(self._file).st_size
         """What was added to its beginning. A saved state that is larger than a file should be still has one file."""
         if self.num_grown_bytes == 0:
@@ -261,6 +263,15 @@ class _Segment:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A file that is on the disk is lost all the same if its name is not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # Reading

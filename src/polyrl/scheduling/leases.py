@@ -7,13 +7,16 @@ of it is late news.
 
 import heapq
 
-from polyrl.ids import SampleId, Seconds
+from polyrl.ids import LeaseId, SampleId, Seconds
 from polyrl.scheduling.commands import Abort, Generate, HandOver, ReleaseWorker
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.ledger import DiscardCause
 from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
 from polyrl.scheduling.staleness import oldest_version
+
+_MORE_THAN_WERE_LOST = 1_000_000
+"""Leases that no driver gives between two writes that reach the disk."""
 
 
 def place_waiting(desk: Desk, now: Seconds) -> None:
@@ -88,6 +91,11 @@ def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Work
     if num_tokens:
         desk.ledger.tokens_reprefilled += num_tokens
     desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, desk.max_new_tokens, why))
+
+
+def skip_numbers(desk: Desk) -> None:
+    """Give no number again that may have been given before: what a driver wrote last may be lost with its machine."""
+    desk.state.next_lease = LeaseId(desk.state.next_lease + _MORE_THAN_WERE_LOST)
 
 
 def look_later(desk: Desk, now: Seconds) -> None:

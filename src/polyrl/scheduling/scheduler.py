@@ -178,6 +178,7 @@ class Scheduler:
             case DriverResumed():
                 scoring.postpone(desk, max(0.0, event.away_s))
                 membership.nobody_was_late(desk, event.away_s, event.grace_s, now)
+                leases.skip_numbers(desk)
             case _:
                 assert_never(event)
 
