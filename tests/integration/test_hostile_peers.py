@@ -35,11 +35,10 @@ from tests.integration.live import (
 
 from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
-from polyrl.errors import UserError
 from polyrl.manager.service import Service
 from polyrl.wire import columns, frames
 from polyrl.wire.control import RunReply, RunRequest
-from polyrl.wire.dial import Dialer
+from polyrl.wire.dial import Dialer, NameTaken
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
 SAMPLING = frames.Sampling()
@@ -357,40 +356,88 @@ def test_a_peer_that_connects_and_never_says_hello_is_cut_off(tmp_path: Path):
     run(scenario())
 
 
-def test_a_worker_whose_name_is_taken_over_is_told_and_does_not_come_back(tmp_path: Path):
+# Names
+
+
+def test_a_name_whose_worker_is_connected_cannot_be_taken(tmp_path: Path):
+    """All workers have the same token; it takes more than that to end one and get its samples."""
+
+    async def act(peer: Peer, _: frames.Order) -> None:
+        peer.facts = msgspec.structs.replace(peer.facts, name="honest")
+        with pytest.raises(NameTaken, match="a worker 'honest' is connected already"):
+            await peer.join()
+
+    scene = run(beside_an_honest_worker(tmp_path, act, stays=True))
+    assert scene.refused == {"name": 1}
+
+
+def test_a_name_whose_worker_is_gone_is_taken_over_at_once_and_the_round_goes_on(tmp_path: Path):
     async def scenario() -> None:
-        async with manager(tmp_path) as live:
-            dialer = Dialer(live.url, live.token("worker"))
-            old = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer, WorkerOptions("honest")).run())
-            await until(lambda: is_connected(live, "honest"), "the first is there")
-            async with honest_worker(live) as _, trainer(live) as fleet:
-                left = await old
-                assert not left.ok
-                assert str(left) == "another process joined under its name"
-                await fleet.publish(0)
-                prompts: dict[int, Prompt] = {}
-                playing = asyncio.create_task(play_round(fleet, 0))
-                await until(lambda: len(live.service.executor.payload.prompts) == 2, "the round is open")
-                note_prompts(live, prompts)
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, "honest") as old:
+            await fleet.publish(0)
+            await old.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            await old.until_ordered()
+            prompts: dict[int, Prompt] = {}
+            note_prompts(live, prompts)
+            await old.socket.close()
+            async with honest_worker(live):
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                    await old.dial()
+                assert refused.value.status == 410
                 check_right(await playing, prompts)
                 assert live.service.executor.lives == {"honest": 2}
+                assert live.refused == {"session": 1}
 
     run(scenario())
 
 
-def test_a_worker_that_was_away_when_its_name_was_taken_over_does_not_take_it_back(tmp_path: Path):
+def test_a_name_whose_worker_is_silent_is_taken_over_and_the_silent_one_is_told(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, Peer(live) as old, Peer(live) as new:
-            await old.join()
+            await old.enter()
+            with pytest.raises(NameTaken):
+                await new.join()
+            await asyncio.sleep(3.5 * live.service.settings.stream.heartbeat_interval_s)
             await new.enter()
-            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                await old.dial()
-            assert refused.value.status == 409
-            async with Dialer(live.url, live.token("worker")) as dialer:
-                with pytest.raises(UserError, match="another process joined under this name"):
-                    await dialer.stream("/v1/worker", old.session, 1 << 20)
+            assert (await old.fate()).why == "another process joined under its name"
             assert is_connected(live, "mallory")
-            assert live.refused == {"taken_over": 2}
+
+    run(scenario())
+
+
+def test_a_second_worker_of_a_name_waits_and_has_it_when_the_first_is_gone(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            async with honest_worker(live):
+                second = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer(live), HONEST).run())
+                await until(lambda: live.refused.get("name", 0) > 2, "the second one tries")
+                assert live.service.executor.lives == {"honest": 1}
+            await until(lambda: live.service.executor.lives == {"honest": 2}, "the second one has it")
+            second.cancel()
+
+    run(scenario())
+
+
+HONEST = WorkerOptions("honest")
+
+
+def dialer(live: Live) -> Dialer:
+    return Dialer(live.url, live.token("worker"))
+
+
+def test_workers_that_came_and_went_before_there_was_a_run_are_forgotten(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live, "stays") as staying, Peer(live, "goes") as going:
+            executor = live.service.executor
+            await staying.enter()
+            for name in ("one", "two", "three"):
+                going.facts = msgspec.structs.replace(going.facts, name=name)
+                await going.join()
+            assert set(executor.lives) == set(executor.workers) == {"stays", "one", "two", "three"}
+            executor.set_clock(executor.now() + 61.0)
+            await going.join()
+            assert set(executor.lives) == set(executor.workers) == {"stays", "three"}
 
     run(scenario())
 

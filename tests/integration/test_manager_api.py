@@ -19,7 +19,7 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
-from tests.integration.live import CONFIG, QUICK, Live, Peer, manager, manager_in_thread, run, until
+from tests.integration.live import CONFIG, QUICK, Live, Peer, is_connected, manager, manager_in_thread, run, until
 
 from polyrl.manager import joining, openapi
 from polyrl.manager.http import Front, JoinLimit, openapi_text
@@ -201,6 +201,8 @@ def test_a_worker_can_join_again_after_its_first_session_has_left_the_journal(tm
             async with Peer(live, "w2") as other:
                 for _ in range(3):
                     await other.enter()
+                    await other.socket.close()
+                    await until(lambda: not is_connected(live, "w2"), "its connection is over")
         async with manager(tmp_path, small) as live, Peer(live, "w1") as peer:
             await peer.enter()
             session = joining.find_worker(live.service.executor, peer.session)

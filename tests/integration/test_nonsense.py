@@ -214,6 +214,9 @@ class Talk(RuleBasedStateMachine):
     @rule(name=names, slots=st.integers(1, 5), version=st.none() | st.integers(0, 3))
     def join(self, name: WorkerName, slots: int, version: int | None) -> None:
         request = JoinRequest(name=name, protocol=1, engine="script", slots=slots, version=version)
+        former = self.executor.workers.get(name)
+        if former is not None and former.link is not None:
+            from_workers.gone(self.executor, former, former.link)
         key = joining.join(self.executor, request).session
         session = joining.find_worker(self.executor, key)
         assert session is not None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrl.ids import GroupId, SampleId, Step, group_of, parse_sample, sample_id
+from polyrl.ids import GroupId, SampleId, Step, WorkerName, group_of, parse_sample, sample_id
 from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
 from polyrl.manager.link import Link
@@ -241,6 +241,9 @@ class Worker:
 
     def __init__(self, service: Service, name: str) -> None:
         self._executor = service.executor
+        former = self._executor.workers.get(WorkerName(name))
+        if former is not None and former.link is not None:
+            from_workers.gone(self._executor, former, former.link)
         reply = joining.join(
             self._executor, JoinRequest(name=name, protocol=PROTOCOL, engine="none", slots=3, version=self.published())
         )

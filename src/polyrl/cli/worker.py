@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory, for the builtin engine")
     parser.add_argument("--engine-config", metavar="FILE", help="a TOML file of settings of the engine")
     parser.add_argument(
-        "--name", help="unique in the fleet; who joins under a name takes it over (default: host and pid)"
+        "--name", help="unique in the fleet; taken over from a worker that is gone (default: host and pid)"
     )
     parser.add_argument("--slots", type=int, help="samples at once (default: what the engine says)")
     parser.add_argument("--spot", action="store_true", help="the machine may be taken away")

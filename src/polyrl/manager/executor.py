@@ -47,8 +47,6 @@ class Executor:
         self.payload = Payload()
         self.workers: dict[WorkerName, WorkerSession] = {}
         self.lives: dict[WorkerName, Incarnation] = {}
-        self.taken_over: set[str] = set()
-        """Sessions whose name another process has now: were they to join again, the two would take turns."""
         self.trainer: TrainerSession | None = None
         self.refused: Counter[str] = Counter()
         self.num_tokens = 0

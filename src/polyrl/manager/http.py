@@ -10,6 +10,7 @@ import importlib.resources
 import json
 import logging
 import os
+import secrets
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -222,7 +223,10 @@ class Front:
         _check_protocol(wanted.protocol)
         if wanted.local and self._scope(request) != "admin":
             raise _BadRequest(403, "scope", "only who has the admin token may join as the trainer's own worker")
-        return reply(await self._service.ask(lambda executor: joining.join(executor, wanted)))
+        try:
+            return reply(await self._service.ask(lambda executor: joining.join(executor, wanted)))
+        except Refused as refused:
+            raise _BadRequest(423, refused.kind, str(refused)) from refused
 
     async def _open_run(self, request: web.Request) -> web.Response:
         wanted = await self._read(request, RunRequest)
@@ -266,8 +270,6 @@ class Front:
     async def _worker(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
         session = await self._service.ask(lambda executor: joining.find_worker(executor, key))
-        if session is None and key in self._service.executor.taken_over:
-            raise _BadRequest(409, "taken_over", "another process joined under its name")
         if session is None:
             raise _BadRequest(410, "session", "that session is over: join again")
         return await self._stream(request, session, frames.MAX_WORKER_FRAME_BYTES)
@@ -275,7 +277,7 @@ class Front:
     async def _trainer(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
         session = self._service.executor.trainer
-        if session is None or session.key != key:
+        if session is None or not secrets.compare_digest(session.key.encode(), key.encode(errors="replace")):
             raise _BadRequest(410, "session", "that session is over: open the run again")
         return await self._stream(request, session, frames.MAX_TRAINER_FRAME_BYTES)
 

@@ -1,5 +1,9 @@
 """Who takes part: workers join under a name and are drained, a trainer opens the run or comes back to it.
 
+Rules kept here: a name is one worker's as long as it is connected and heard of. Once its connection is broken, or it
+was silent for three heartbeats, who joins under the name takes it over, and the former session is over. Before there is
+a run, nobody misses a heartbeat: who joined and is gone is forgotten after a minute.
+
 What a session is for is in sessions.py; what is said on its connections in from_workers.py and from_trainer.py.
 """
 
@@ -21,12 +25,18 @@ log = logging.getLogger("polyrl.manager")
 _COMPANY = 32
 """So many workers send at the same moments."""
 _PHASES = 8
+_SILENT_HEARTBEATS = 3
+_GONE_S = 60.0
 
 
 def join(executor: Executor, request: JoinRequest) -> JoinReply:
+    """Raises Refused for a name that somebody else is connected under."""
     name = WorkerName(request.name)
-    if name in executor.workers:
-        executor.taken_over.add(executor.workers[name].key)
+    former = executor.workers.get(name)
+    if former is not None and _is_here(executor, former):
+        raise Refused("name", f"a worker {name!r} is connected already: stop it, or take another name")
+    if executor.scheduler is None:
+        _forget_who_is_gone(executor)
     executor.forget(name, "another process joined under its name", in_anger=True)
     incarnation = Incarnation(executor.lives.get(name, 0) + 1)
     executor.lives[name] = incarnation
@@ -46,6 +56,20 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
         flush_phase_s=_next_phase(executor) * stream.flush_interval_s,
         weights_key=executor.weights_key,
     )
+
+
+def _is_here(executor: Executor, session: WorkerSession) -> bool:
+    silent_s = executor.now() - session.heard_at
+    return session.link is not None and silent_s < _SILENT_HEARTBEATS * executor.settings.stream.heartbeat_interval_s
+
+
+def _forget_who_is_gone(executor: Executor) -> None:
+    """No scheduler has heard of them yet, so that their names may begin anew."""
+    now = executor.now()
+    for name, session in list(executor.workers.items()):
+        if session.link is None and now - session.heard_at > _GONE_S:
+            executor.forget(name, "it joined and went away before there was a run")
+            del executor.lives[name]
 
 
 def _next_phase(executor: Executor) -> float:

@@ -23,9 +23,10 @@ _ERRORS = {
     403: "It is a worker's token; the admin token may do this.",
     404: "There is no worker of that name.",
     408: "The body did not come within `limits.request_timeout_s`.",
-    409: "It does not fit the state: another protocol, another configuration, no run, a name that is another's now.",
+    409: "It does not fit the state: another protocol, another configuration, no run.",
     410: "The session is over: join, or open the run, again.",
     413: "The body is larger than `limits.max_body_mb`.",
+    423: "A worker of that name is connected; when it is gone, or silent, its name is free.",
     429: "Too many joins from this address; try again in a second.",
 }
 _BODY_ERRORS = (400, 408, 413)
@@ -80,10 +81,10 @@ def _paths() -> Schema:
         "/v1/join": {
             "post": _operation(
                 "join",
-                "Join the fleet. Who joins under a name takes it over.",
+                "Join the fleet. Who joins under a name that nobody is connected under takes it over.",
                 _ref(control.JoinReply),
                 body=control.JoinRequest,
-                errors=(401, 409, 429),
+                errors=(401, 403, 409, 423, 429),
             )
         },
         "/v1/run": {
@@ -107,7 +108,7 @@ def _paths() -> Schema:
         "/v1/workers/{name}/drain": {"post": _drain()},
         "/v1/pause": {"post": _pausing("pause", "Give no more leases; running ones go on.", paused=True)},
         "/v1/resume": {"post": _pausing("resume", "Give leases again.", paused=False)},
-        "/v1/worker": {"get": _stream("worker_stream", "A worker's stream of frames.", errors=(400, 401, 409, 410))},
+        "/v1/worker": {"get": _stream("worker_stream", "A worker's stream of frames.", errors=(400, 401, 410))},
         "/v1/trainer": {
             "get": _stream("trainer_stream", "The trainer's stream of frames.", errors=(400, 401, 403, 410))
         },

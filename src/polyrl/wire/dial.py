@@ -33,6 +33,10 @@ class Unreachable(Exception):
     """The manager could not be reached, or the connection broke."""
 
 
+class NameTaken(Unreachable):
+    """A worker of that name is connected. It may be one that has died, and is not missed yet."""
+
+
 class SessionOver(Exception):
     """The manager does not know the session any more: join, or open the run, again."""
 
@@ -93,8 +97,6 @@ class Dialer:
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 410:
                 raise SessionOver("the manager has given this session up") from error
-            if error.status == 409:
-                raise UserError(f"{self.url}: another process joined under this name") from error
             self._check(error.status, b"")
             raise self._unreachable(error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -107,6 +109,8 @@ class Dialer:
             said = msgspec.json.decode(content, type=ErrorReply).error
         except msgspec.DecodeError:
             said = f"HTTP {status}"
+        if status == 423:
+            raise NameTaken(f"{self.url}: {said}")
         if status in (408, 429) or status >= 500:
             raise Unreachable(f"{self.url}: {said}")
         raise UserError(f"{self.url}: {said}")

@@ -28,7 +28,7 @@ from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.weights.settings import TransferError
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest
-from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
+from polyrl.wire.dial import Dialer, NameTaken, SessionOver, Unreachable, pauses
 from polyrl.wire.imposed import length_of
 from polyrl.worker.streams import LeaseBook
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("polyrl.worker")
 
+_NAME_PATIENCE_S = 10.0
+"""So long may somebody else be connected under our name: one that died without a word is missed sooner."""
 _WELCOME_S = 10.0
 """A manager that has taken a connection answers within this time."""
 
@@ -195,6 +197,8 @@ class WorkerAgent:
                 await self._start_over()
             except Unreachable as error:
                 away_s = time.monotonic() - self._lost_at
+                if isinstance(error, NameTaken) and away_s > _NAME_PATIENCE_S:
+                    return Left(str(error), ok=False)
                 if away_s > self._options.give_up_after_s:
                     return Left(f"{error}; given up after {away_s:.0f} s", ok=False)
                 log.info("%s; trying again", error)
