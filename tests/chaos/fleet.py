@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +108,7 @@ class Process:
 
 
 class Fleet:
-    def __init__(self, folder: Path, num_workers: int, engine: list[str]) -> None:
+    def __init__(self, folder: Path, num_workers: int, engine: list[str], settings: Sequence[str] = ()) -> None:
         self.folder = folder
         self.run_dir = folder / "run"
         self.port = free_port()
@@ -117,7 +118,7 @@ class Fleet:
         """Held while the manager is away, and while the whole fleet is killed: not both at once."""
         self.gates: dict[str, Gate] = {}
         self.workers: dict[str, Process] = {}
-        argv = [*POLYRL, "manager", "--run-dir", str(self.run_dir), "--port", str(self.port), "--verbose"]
+        argv = [*POLYRL, "manager", "--run-dir", str(self.run_dir), "--port", str(self.port), "--verbose", *settings]
         self.manager = Process(argv, folder / "manager.log")
 
     async def __aenter__(self) -> "Fleet":
