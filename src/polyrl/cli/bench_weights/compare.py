@@ -1,0 +1,128 @@
+"""One run of everything, so that the figures have the same neighbours: rounds of iperf3 and pulls, taken in turn.
+
+A pull is a full version over loopback TCP, from one process to another, every chunk verified, into memory that a worker
+keeps. The sender's CPU time is that of its process while it serves, all threads, as the kernel counts it.
+"""
+
+import os
+import platform
+from statistics import median
+from typing import Any
+
+from polyrl.cli.bench_weights import late_joiners, peers
+from polyrl.cli.bench_weights.processes import Node
+from polyrl.weights.settings import WeightSettings
+
+GOALS = {
+    "ratio_to_iperf3": 0.7,
+    "times_mooncake": 2.0,
+    "sender_cpu_s_per_gb": 0.3,
+    "late_joiners.copies_sent": late_joiners.GOALS["copies_sent"],
+    "late_joiners.times_one_copy": late_joiners.GOALS["times_one_copy"],
+}
+STREAMS = (1, 2, 4)
+
+
+def measure(*, quick: bool = False) -> dict[str, Any]:
+    num_bytes, num_rounds, iperf_s = (64 << 20, 1, 0.5) if quick else (1 << 30, 4, 2.0)
+    notes: dict[str, str] = {}
+    iperf: dict[str, list[float]] = {}
+    pulls: dict[str, list[float]] = {}
+    shared: list[float] = []
+    sender: list[float] = []
+    receiver: list[float] = []
+    for _ in range(num_rounds):
+        for num_streams in STREAMS:
+            try:
+                iperf.setdefault(str(num_streams), []).append(peers.iperf3_gb_s(num_streams, iperf_s))
+            except peers.CannotMeasure as why:
+                notes["iperf3"] = str(why)
+            found = _pulls(num_streams, num_bytes, shared_memory=False)
+            pulls.setdefault(str(num_streams), []).extend(found["gb_s"])
+            sender += found["sender_cpu_s_per_gb"]
+            receiver += found["receiver_cpu_s_per_gb"]
+        shared += _pulls(2, num_bytes, shared_memory=True)["gb_s"]
+    result = _summary(iperf, pulls, sender, receiver)
+    result["shared_memory_gb_s"] = round(max(shared), 2)
+    result["memcpy_gb_s"] = round(peers.memcpy_gb_s(num_bytes), 2)
+    result["peers"] = _mooncake(num_bytes, notes)
+    if "mooncake" in result["peers"]:
+        result["times_mooncake"] = round(result["pull_gb_s"] / result["peers"]["mooncake"]["best_gb_s"], 2)
+    result.update(_deltas(notes, quick=quick))
+    size, workers = (32 << 20, 2) if quick else (512 << 20, 8)
+    result["late_joiners"] = late_joiners.measure(workers, size, 1000)
+    machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "python": platform.python_version()}
+    return {**result, "num_bytes": num_bytes, "goals": GOALS, "notes": notes, "machine": machine}
+
+
+def _pulls(num_streams: int, num_bytes: int, *, shared_memory: bool) -> dict[str, list[float]]:
+    """A worker's pulls after its two buffers are there."""
+    settings = WeightSettings(
+        interfaces=("127.0.0.0/8",), streams=num_streams, num_deltas=0, shared_memory=shared_memory
+    )
+    found: dict[str, list[float]] = {"gb_s": [], "sender_cpu_s_per_gb": [], "receiver_cpu_s_per_gb": []}
+    with Node("serve", settings, num_bytes) as trainer, Node("pull", settings, 0) as worker:
+        for turn in range(5):
+            offer = trainer.ask(do="publish")
+            wish = {"version": offer["version"], "digest": offer["digest"], "addresses": trainer.addresses}
+            said = worker.ask(**wish, deadline_s=120)
+            if said["error"]:
+                raise RuntimeError(f"a worker of the bench has no weights: {said['error']}")
+            if turn >= 2:
+                cpu_s = trainer.ask(do="tell")["cpu_s"] - offer["cpu_s"]
+                found["gb_s"].append(num_bytes / 1e9 / said["took_s"])
+                found["sender_cpu_s_per_gb"].append(cpu_s / (num_bytes / 1e9))
+                found["receiver_cpu_s_per_gb"].append(said["cpu_s"] / (num_bytes / 1e9))
+    return found
+
+
+def _summary(
+    iperf: dict[str, list[float]], pulls: dict[str, list[float]], sender: list[float], receiver: list[float]
+) -> dict[str, Any]:
+    best = max(max(values) for values in pulls.values())
+    result: dict[str, Any] = {
+        "pull_gb_s": round(best, 2),
+        "pull_gb_s_by_streams": {name: _spread(values) for name, values in pulls.items()},
+        "sender_cpu_s_per_gb": round(median(sender), 3),
+        "receiver_cpu_s_per_gb": round(median(receiver), 3),
+    }
+    if iperf:
+        ceiling = max(max(values) for values in iperf.values())
+        result["iperf3_gb_s"] = round(ceiling, 2)
+        result["iperf3_gb_s_by_streams"] = {name: _spread(values) for name, values in iperf.items()}
+        result["ratio_to_iperf3"] = round(best / ceiling, 2)
+    return result
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"best": round(max(values), 2), "median": round(median(values), 2)}
+
+
+def _mooncake(num_bytes: int, notes: dict[str, str]) -> dict[str, Any]:
+    try:
+        by_request = peers.mooncake_gb_s(num_bytes)
+    except peers.CannotMeasure as why:
+        notes["mooncake"] = str(why)
+        return {}
+    return {"mooncake": {"best_gb_s": max(by_request.values()), "gb_s_by_request": by_request, "verified": False}}
+
+
+def _deltas(notes: dict[str, str], *, quick: bool) -> dict[str, Any]:
+    try:
+        from polyrl.cli import bench_delta
+    except ImportError as error:
+        notes["delta"] = f"needs more than the base install: pip install polyrl[train] ({error})"
+        return {}
+    return bench_delta.measure(quick=quick)
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """The keys and their values; nested ones indented."""
+    lines: list[str] = []
+    for key, value in result.items():
+        if isinstance(value, dict):
+            lines.append(key)
+            lines += [f"  {name:<30}{one}" for name, one in value.items()]
+        else:
+            lines.append(f"{key:<32}{value}")
+    return lines
