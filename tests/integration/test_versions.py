@@ -1,0 +1,261 @@
+"""Versions with weights, through a real manager: workers fetch and verify them; every token is bound to a digest."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.integration.live import CONFIG, ENGINE, Live, Peer, manager, run, tokens, until
+
+from polyrl.client import Fleet, Prompt, connect
+from polyrl.engines.emulated import EmulatedEngine
+from polyrl.engines.engine import Weights
+from polyrl.errors import UserError
+from polyrl.ids import Version, WorkerName
+from polyrl.weights.manifest import Spec, lay_out
+from polyrl.weights.peer import WeightPeer
+from polyrl.weights.server import WeightServer
+from polyrl.weights.settings import WeightSettings
+from polyrl.wire import frames
+from polyrl.wire.control import JoinReply, JoinRequest
+from polyrl.wire.dial import Dialer
+from polyrl.worker.agent import WorkerAgent, WorkerOptions
+
+SETTINGS = WeightSettings(interfaces=("127.0.0.0/8",), chunk_bytes=4096)
+LAYOUT = lay_out([Spec("embed", "float32", (64, 32)), Spec("head", "float32", (32, 64))], architecture="test")
+
+
+def fill(version: int):
+    def write(out: memoryview) -> None:
+        out[:] = np.random.default_rng(version).integers(0, 256, LAYOUT.num_bytes, np.uint8).tobytes()
+
+    return write
+
+
+class Trainer:
+    """A client and its weights."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        assert fleet.opened is not None
+        self.fleet = fleet
+        self.server = WeightServer(SETTINGS, bytes.fromhex(fleet.opened.weights_key))
+        self.server.start()
+
+    async def publish(self, version: int) -> str:
+        offer = await asyncio.to_thread(self.server.publish, version, LAYOUT, fill(version))
+        await self.fleet.publish(version, offer.digest, offer.addresses)
+        return offer.digest
+
+
+@asynccontextmanager
+async def trainer(live: Live) -> AsyncIterator[Trainer]:
+    def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
+        return Prompt([1, 2, 3])
+
+    async with connect(live.url, live.token("admin"), CONFIG, prompts=prompt_of, has_weights=True) as fleet:
+        one = Trainer(fleet)
+        try:
+            yield one
+        finally:
+            one.server.close()
+
+
+@asynccontextmanager
+async def worker(live: Live, name: str, peers: list[WeightPeer]) -> AsyncIterator[None]:
+    def peer_of(key: bytes) -> WeightPeer:
+        peers.append(WeightPeer(SETTINGS, key))
+        return peers[-1]
+
+    dialer = Dialer(live.url, live.token("worker"))
+    agent = WorkerAgent(EmulatedEngine(ENGINE), dialer, WorkerOptions(name), peer_of=peer_of)
+    life = asyncio.create_task(agent.run())
+    try:
+        yield
+    finally:
+        agent.drain("the test is over")
+        assert (await life).ok
+
+
+def test_workers_fetch_every_version_and_each_segment_carries_its_digest(tmp_path: Path):
+    async def scenario() -> None:
+        peers: list[WeightPeer] = []
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            digests: dict[int, str] = {}
+            async with worker(live, "a", peers), worker(live, "b", peers):
+                for step in range(3):
+                    digests[step] = await ours.publish(step)
+                    async for group in ours.fleet.round(step):
+                        for sample in group.samples:
+                            assert [one.digest for one in sample.segments] == [digests[step]] * len(sample.segments)
+                        await ours.fleet.take(group)
+                    await ours.fleet.step_done(step)
+                assert all(peer.held == (2, digests[2]) for peer in peers)
+
+    run(scenario())
+
+
+def test_a_worker_that_started_with_weights_of_its_own_does_not_write_before_it_has_fetched_ours(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours, Peer(live, version=0) as peer:
+            await peer.enter()
+            digest = await ours.publish(0)
+            await ours.fleet._state(lambda seq: frames.RequestRound(seq, 0))
+            pull = await peer.hear(frames.Pull)
+            assert (pull.version, pull.digest) == (0, digest)
+            assert pull.addresses == ours.server.addresses
+            assert peer.orders == []
+            await peer.say(frames.Installed(0, digest))
+            await peer.until_ordered()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("digest", ["", "ab" * 32])
+def test_a_worker_that_installed_something_else_is_cut_off(tmp_path: Path, digest: str):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours, Peer(live, version=None) as peer:
+            await peer.enter()
+            await ours.publish(0)
+            await peer.hear(frames.Pull)
+            await peer.say(frames.Installed(0, digest))
+            assert "version 0 is" in (await peer.fate()).why
+            assert live.refused["digest"] == 1
+
+    run(scenario())
+
+
+def test_a_version_without_a_digest_is_refused_in_a_run_with_weights(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            await ours.fleet.publish(0)
+            with pytest.raises(UserError, match="a digest is expected"):
+                await ours.fleet.settled()
+
+    run(scenario())
+
+
+def test_a_group_of_a_version_that_the_trainer_did_not_publish_is_rejected(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours, worker(live, "a", []):
+            await ours.publish(0)
+            known = ours.fleet.digests.pop(0)
+            groups = []
+            async for group in ours.fleet.round(0):
+                groups.append(group)
+                await ours.fleet.take(group)
+            assert groups == []
+            executor = live.service.executor
+            assert executor.scheduler is not None
+            dropped = executor.scheduler.desk.state.ledger.prompts_dropped
+            assert sum(dropped.values()) >= CONFIG.domains[0].prompts_per_step
+            ours.fleet.digests[0] = known
+
+    run(scenario())
+
+
+def test_offers_survive_a_restart_of_the_manager(tmp_path: Path):
+    async def scenario() -> None:
+        peers: list[WeightPeer] = []
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            digest = await ours.publish(0)
+            await ours.fleet.settled()
+        async with manager(tmp_path) as live:
+            assert live.service.executor.payload.digest_of(0) == digest
+            async with trainer(live) as ours:  # another process: it serves from elsewhere, and says so
+                await ours.publish(0)
+                async with worker(live, "late", peers):
+                    await until(lambda: bool(peers) and peers[0].held == (0, digest), "the late one has it")
+
+    run(scenario())
+
+
+# The trainer's own worker
+
+
+def test_only_who_has_the_admin_token_may_join_as_the_trainers_own_worker(tmp_path: Path):
+    async def scenario() -> None:
+        facts = JoinRequest(name="local", protocol=frames.PROTOCOL, engine="script", slots=4, local=True)
+        async with manager(tmp_path) as live:
+            async with Dialer(live.url, live.token("worker")) as dialer:
+                with pytest.raises(UserError, match="admin token"):
+                    await dialer.post("/v1/join", facts, JoinReply)
+            async with Dialer(live.url, live.token("admin")) as dialer:
+                assert (await dialer.post("/v1/join", facts, JoinReply)).worker == "local"
+
+    run(scenario())
+
+
+def test_a_local_worker_generates_then_turns_to_training_when_nothing_is_left(tmp_path: Path):
+    async def scenario() -> None:
+        turns: list[str] = []
+
+        async def turn_to(duty: frames.Duty) -> None:
+            turns.append(duty)
+
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            dialer = Dialer(live.url, live.token("admin"))
+            options = WorkerOptions("local", is_local=True, relays=False)
+            engine = EmulatedEngine(ENGINE)
+            agent = WorkerAgent(engine, dialer, options, turn_to=turn_to)
+            life = asyncio.create_task(agent.run())
+            await until(lambda: bool(turns), "it has joined")
+            for step in range(2):
+                await engine.install(Weights(Version(step), in_place=True))
+                await ours.publish(step)
+                groups = [group async for group in ours.fleet.round(step)]
+                await until(lambda step=step: turns[-2:] == ["generating", "training"], "it trains")
+                await ours.fleet.take(*groups)
+                await ours.fleet.micro_batch_done(step)
+                await ours.fleet.step_done(step)
+            await until(lambda: turns[-1] == "generating", "it generates again when the step is trained")
+            agent.drain("the test is over")
+            assert (await life).ok
+
+    run(scenario())
+
+
+def test_a_local_worker_whose_connection_broke_is_told_its_turn_again(tmp_path: Path):
+    async def scenario() -> None:
+        turns: list[str] = []
+
+        async def turn_to(duty: frames.Duty) -> None:
+            turns.append(duty)
+            if len(turns) == 1:
+                session = live.service.executor.workers[WorkerName("local")]
+                before = session.link
+                assert before is not None
+                before.close("a break")
+                await until(lambda: session.greeted and session.link is not before, "it is back")
+
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            dialer = Dialer(live.url, live.token("admin"))
+            engine = EmulatedEngine(ENGINE)
+            options = WorkerOptions("local", is_local=True, relays=False)
+            agent = WorkerAgent(engine, dialer, options, turn_to=turn_to)
+            life = asyncio.create_task(agent.run())
+            await until(lambda: len(turns) > 1, "it was told twice")
+            await engine.install(Weights(Version(0), in_place=True))
+            await ours.publish(0)
+            async for group in ours.fleet.round(0):
+                await ours.fleet.take(group)
+            assert turns[:2] == ["generating", "generating"]
+            agent.drain("the test is over")
+            assert (await life).ok
+
+    run(scenario())
+
+
+def test_a_worker_that_is_not_local_and_says_that_it_turned_changes_nothing(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours, Peer(live, version=None) as peer:
+            await peer.enter()
+            digest = await ours.publish(0)
+            await peer.hear(frames.Pull)
+            await peer.say(frames.Turned("training"), frames.Installed(0, digest))
+            await ours.fleet._state(lambda seq: frames.RequestRound(seq, 0))
+            order = await peer.until_ordered()
+            await peer.say(tokens(order.lease))
+
+    run(scenario())

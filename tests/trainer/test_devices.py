@@ -1,0 +1,92 @@
+"""Whose turn it is on the trainer's devices."""
+
+import asyncio
+
+from polyrl.trainer.devices import Devices
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    async def sleep(self) -> None:
+        self.said.append("sleeps")
+
+    async def wake(self) -> None:
+        self.said.append("wakes")
+
+
+def test_without_an_engine_it_is_always_trainings_turn():
+    async def scenario() -> None:
+        devices = Devices()
+        assert await devices.train(lambda: 7) == 7
+        await devices.turn_to("generating")
+        assert await devices.train(lambda: 8) == 8
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_training_waits_until_the_engine_sleeps():
+    async def scenario() -> None:
+        engine = Engine()
+        devices = Devices(engine)
+        work = asyncio.create_task(devices.train(lambda: engine.said.append("trains")))
+        await asyncio.sleep(0.01)
+        assert engine.said == []
+        await devices.turn_to("training")
+        await work
+        assert engine.said == ["sleeps", "trains"]
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_wakes_only_when_the_work_that_runs_has_ended():
+    async def scenario() -> None:
+        import threading
+
+        engine, goes_on, started = Engine(), threading.Event(), threading.Event()
+        devices = Devices(engine)
+        await devices.turn_to("training")
+
+        def work() -> None:
+            started.set()
+            goes_on.wait(5.0)
+            engine.said.append("trained")
+
+        working = asyncio.create_task(devices.train(work))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        turning = asyncio.create_task(devices.turn_to("generating"))
+        waiting = asyncio.create_task(devices.train(lambda: engine.said.append("trains again")))
+        await asyncio.sleep(0.01)
+        assert not turning.done()
+        goes_on.set()
+        await working
+        await turning
+        await asyncio.sleep(0.01)
+        assert engine.said == ["sleeps", "trained", "wakes"]
+        await devices.turn_to("training")
+        await waiting
+        assert engine.said[-2:] == ["sleeps", "trains again"]
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_work_that_fails_gives_the_devices_back():
+    async def scenario() -> None:
+        devices = Devices(Engine())
+        await devices.turn_to("training")
+        try:
+            await devices.train(lambda: 1 / 0)
+        except ZeroDivisionError:
+            pass
+        else:
+            raise AssertionError
+        await devices.turn_to("generating")
+        assert devices.duty == "generating"
+        devices.close()
+
+    asyncio.run(scenario())
