@@ -179,3 +179,14 @@ def test_what_stands_in_square_brackets_is_not_taken_for_a_style():
     with Progress(Console(file=text, width=80)) as progress:
         progress.say("reads [red]fish[/red] and [brackets]")
     assert text.getvalue() == "reads [red]fish[/red] and [brackets]\n"
+
+
+def test_what_happens_again_and_again_is_shown_once():
+    text = io.StringIO()
+    with Progress(
+        Console(file=text, width=80, force_terminal=True, color_system=None), clock=lambda: 104.0
+    ) as progress:
+        for _ in range(3):
+            progress.note("the manager does not answer")
+        progress.show(replace(VIEW, events=()))
+    assert text.getvalue().rpartition("arithmetic")[2].count("the manager does not answer") == 1

@@ -85,6 +85,7 @@ def _round(round_: Round, now: float) -> RoundStatus:
         samples_waiting=round_.num_waiting,
         samples_running=round_.num_leased,
         samples_generated=round_.num_generated,
+        groups_generated=sum(round_.claims),
         groups_delivered=round_.num_delivered,
         closed=round_.closed_at is not None,
     )

@@ -119,8 +119,9 @@ class Progress:
         self._view = view
 
     def note(self, text: str) -> None:
-        """Something happened that a person should know of."""
-        self._events = (*self._events, text)[-_MAX_EVENTS:]
+        """Something happened that a person should know of. Said again and again, it is shown once."""
+        if not self._events or self._events[-1] != text:
+            self._events = (*self._events, text)[-_MAX_EVENTS:]
 
     def step_done(self, step: int, metrics: Metrics) -> None:
         """The one line that is there with and without a terminal."""

@@ -108,6 +108,8 @@ class RoundStatus(Struct, frozen=True, kw_only=True):
     samples_waiting: int
     samples_running: int
     samples_generated: int
+    groups_generated: int
+    """Groups that have enough answers."""
     groups_delivered: int
     closed: bool
 

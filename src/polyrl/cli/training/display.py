@@ -1,0 +1,184 @@
+"""What a terminal shows of a training run while it goes on: the manager's status and what the loop says, as one view.
+
+    display = Display("arithmetic", num_steps=40, dialer=Dialer(url, admin_token))
+    async with display:                       # asks the manager twice a second; does nothing without a terminal
+        display.step_begins(3); display.groups_trained(2); display.step_ended(3, metrics)
+
+Rules kept here: a manager that does not answer is a line of the display, never an end of the run. The lines of steps
+and whatever else is said go through `say`, so that they stay above the display.
+"""
+
+import asyncio
+import contextlib
+import time
+from types import TracebackType
+from typing import Self
+
+from msgspec import Struct
+
+from polyrl.errors import UserError
+from polyrl.ids import Seconds
+from polyrl.telemetry.metrics import Metrics
+from polyrl.telemetry.progress import Progress, RunView, WorkerView
+from polyrl.wire.control import Status, WaitStatus, WorkerStatus
+from polyrl.wire.dial import Dialer, Unreachable
+
+_ASK_EVERY_S = 0.5
+_NAMED_WAITS = (
+    "trainer",
+    "weights",
+    "prompts",
+    "workers",
+    "a resume",
+    "hand_over",
+    "retry_pull",
+    "pull",
+    "switch",
+    "drain",
+)
+"""Deadlines that are always there (heartbeats) are no news."""
+
+
+class Told(Struct):
+    """What the loop says, beside the manager."""
+
+    name: str
+    num_steps: int
+    step: int = 0
+    step_began_at: Seconds = 0.0
+    step_times_s: list[float] = []
+    rewards: list[float] = []
+    num_trained: int = 0
+    phase: str = ""
+    usd: float = 0.0
+
+
+class Display:
+    def __init__(
+        self, name: str, num_steps: int, dialer: Dialer, local_worker: str = "", progress: Progress | None = None
+    ) -> None:
+        self.progress = Progress() if progress is None else progress
+        self._told = Told(name, num_steps)
+        self._dialer = dialer
+        self._local_worker = local_worker
+        self._status: Status | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self.progress.__enter__()
+        if self.progress.is_live:
+            self._asking = asyncio.create_task(self._ask_again_and_again())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._asking
+        self.progress.__exit__(kind, error, traceback)
+
+    # What the loop says
+
+    def step_begins(self, step: int) -> None:
+        self._told.step, self._told.step_began_at = step, time.monotonic()
+        self._told.num_trained, self._told.phase = 0, "waits for groups"
+        self._show()
+
+    def groups_trained(self, num: int) -> None:
+        self._told.num_trained += num
+        self._show()
+
+    def doing(self, phase: str) -> None:
+        """What the trainer does from now on, in a word or two."""
+        self._told.phase = phase
+        self._show()
+
+    def step_ended(self, step: int, metrics: Metrics) -> None:
+        """Print the step's line, and keep its reward, its time and its price."""
+        told = self._told
+        told.step_times_s.append(time.monotonic() - told.step_began_at)
+        reward, usd = metrics.get("reward/mean"), metrics.get("cost/usd_total")
+        if isinstance(reward, float):
+            told.rewards.append(reward)
+        told.usd = usd if isinstance(usd, float) else told.usd
+        self.progress.step_done(step, metrics)
+
+    def say(self, text: str) -> None:
+        self.progress.say(text)
+
+    # What the manager says
+
+    async def _ask_again_and_again(self) -> None:
+        async with self._dialer as dialer:
+            while True:
+                try:
+                    self._status = await dialer.get("/v1/status", Status)
+                    self._show()
+                except (Unreachable, UserError) as error:
+                    self.progress.note(f"the manager does not answer: {error}")
+                await asyncio.sleep(_ASK_EVERY_S)
+
+    def _show(self) -> None:
+        if self.progress.is_live:
+            self.progress.show(view_of(self._status, self._told, self._local_worker))
+
+
+def view_of(status: Status | None, told: Told, local_worker: str = "") -> RunView:
+    """All that is known, as the display takes it."""
+    rounds = [] if status is None else [one for one in status.rounds if one.step == told.step]
+    round_ = rounds[0] if rounds else None
+    workers = () if status is None else tuple(_worker(one, one.name == local_worker) for one in status.workers)
+    waits = [] if status is None else [_wait(one) for one in status.waits if one.what in _NAMED_WAITS]
+    return RunView(
+        name=told.name,
+        step=told.step,
+        num_steps=told.num_steps,
+        kind="short" if round_ is None else round_.kind,
+        phase=told.phase,
+        step_began_at=told.step_began_at,
+        step_times_s=tuple(told.step_times_s[-10:]),
+        rewards=tuple(told.rewards),
+        num_groups=0 if round_ is None else round_.groups,
+        num_generated=0 if round_ is None else max(round_.groups_generated, told.num_trained),
+        num_scored=0 if round_ is None else max(round_.groups_delivered, told.num_trained),
+        num_trained=told.num_trained,
+        workers=workers,
+        waits=waits,
+        usd=told.usd,
+    )
+
+
+def _worker(worker: WorkerStatus, local: bool) -> WorkerView:
+    return WorkerView(
+        name=worker.name,
+        state=_activity(worker, local),
+        num_samples=worker.running,
+        tok_s=worker.tokens_per_s if worker.running else 0.0,
+        version=None if worker.version < 0 else worker.version,
+        spot=worker.spot,
+        local=local,
+    )
+
+
+def _activity(worker: WorkerStatus, local: bool) -> str:
+    if not worker.connected:
+        return f"silent {worker.last_heard_s:.0f} s"
+    match worker.state:
+        case "active" if worker.running:
+            return "generating"
+        case "active":
+            return "training" if local else "idle"
+        case "waiting" | "pulling":
+            return "pulling"
+        case "joined":
+            return "starting"
+        case other:
+            return other
+
+
+def _wait(wait: WaitStatus) -> str:
+    age = "" if wait.age_s is None else f", {wait.age_s:.1f} s so far"
+    until = "" if wait.given_up_in_s is None else f", {max(0.0, wait.given_up_in_s):.0f} s more"
+    return f"for {wait.what.replace('_', ' ')}: {wait.of}{age}{until}"
