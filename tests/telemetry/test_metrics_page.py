@@ -22,6 +22,7 @@ def test_the_page_has_the_headlines_in_their_order():
 
 def test_names_that_the_trainer_writes_in_full_are_described():
     name = re.compile(rf'"((?:{"|".join(FAMILIES)})/[a-z0-9_/@]+)"')
-    sources = sorted((ROOT / "src" / "polyrl" / "trainer").glob("*.py"))
+    package = ROOT / "src" / "polyrl"
+    sources = sorted([*(package / "trainer").glob("*.py"), *(package / "cli" / "training").glob("*.py")])
     used = {found: source.name for source in sources for found in name.findall(source.read_text(encoding="utf-8"))}
     assert {one: where for one, where in used.items() if describe(one) is None} == {}

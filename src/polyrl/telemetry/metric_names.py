@@ -49,7 +49,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("token/response_length/p95", "tokens", "95% of them are not longer"),
     Metric("token/prompt_length/mean", "tokens", "mean length of their prompts"),
     # Where the time goes
-    Metric("time/step_total", "s", "from the end of the step before to the end of this one"),
+    Metric(
+        "time/step_total", "s", "from the end of the step before to the end of this one; validation is no part of it"
+    ),
     Metric("time/step_generate", "s", "from the opening of the round to its last group"),
     Metric("time/step_train", "s", "the trainer had a micro-batch in hand"),
     Metric("time/step_reward", "s", "from the round's last answer to its last reward: what scoring adds to it"),
@@ -77,6 +79,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rounds/long", "", "1 for a long round, otherwise 0: for trackers that take numbers only"),
     Metric("rounds/groups", "", "groups trained"),
     Metric("rounds/samples", "", "samples trained"),
+    Metric("rounds/filtered_groups", "", "groups rejected because all their rewards were equal, and replaced"),
     Metric("rounds/deferred_prompts", "", "prompts that wait for a long round, at the end of the step"),
     # The fleet
     Metric("fleet/workers", "", "remote workers, mean over the step"),
@@ -95,6 +98,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("bias/trained_mean_length", "tokens", "mean length of the answers trained"),
     Metric("bias/generated_mean_length", "tokens", "mean length of all answers of the round that ended by themselves"),
     Metric("bias/inclusion_by_bin/<bin>", "share", "of the run's answers of 2^(bin-1) to 2^bin - 1 tokens: trained"),
+    Metric(
+        "rollout/imposed_lengths",
+        "",
+        "1 if lengths of answers were drawn from a distribution, not written by the model",
+    ),
     # Weights
     Metric("weights/version", "", "the version that the step made"),
     Metric("weights/publish_s", "s", "until the new version could be had by workers"),
