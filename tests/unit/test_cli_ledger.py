@@ -12,7 +12,8 @@ from tests.unit.tiny import write_tiny
 
 from polyrl.cli.main import main
 from polyrl.manager.settings import JournalSettings
-from polyrl.scheduling.events import TimePassed
+from polyrl.scheduling.records import encode_header, encode_record
+from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.journal import EVENTS, FILE_NAME, LIVE_FOLDER, JournalWriter
 
 PROMPTS_A_STEP = CONFIG.domains[0].prompts_per_step
@@ -174,18 +175,33 @@ def test_a_manager_without_a_run_says_so(tmp_path, capsys):
     assert "no trainer has opened a run" in err
 
 
+def test_a_journal_of_a_version_that_decides_otherwise_is_told_up_to_there_with_exit_code_1(tmp_path, capsys):
+    world = play(4, num_events=60)
+    number = next(n for n, entry in enumerate(world.log) if entry[2])
+    now, event, commands = world.log[number]
+    with JournalWriter(tmp_path / FILE_NAME, world.config) as writer:
+        for entry in [*world.log[:number], (now, event, commands[:-1]), *world.log[number + 1 :]]:
+            writer.append(*entry)
+    code, told, err = as_json(capsys, tmp_path, "--verify")
+    assert code == 1
+    assert err.startswith(f"polyrl: difference: {tmp_path / FILE_NAME}: record {number + 1}: ")
+    assert err.count("\n") == 1
+    assert (told["records"], told["broken_laws"]) == (number + 1, [])
+    assert "decides otherwise" in told["difference"]
+
+
 def test_a_broken_law_is_named_and_exit_code_1(tmp_path, capsys):
     world = play(4, num_events=60)
-    with JournalWriter(tmp_path / FILE_NAME, world.config) as writer:
-        now, event, commands = next(entry for entry in world.log if entry[2])
-        for entry in world.log[: world.log.index((now, event, commands))]:
-            writer.append(*entry)
-        writer.append(now, event, commands[:-1])
-        writer.append(now, TimePassed(), [])
+    scheduler = Scheduler(world.config)
+    for now, event, _ in world.log[:40]:
+        scheduler.handle(event, now)
+    scheduler.ledger.tokens_arrived += 5
+    records = b"".join(encode_record(*entry) for entry in world.log[40:])
+    (tmp_path / FILE_NAME).write_bytes(encode_header(world.config, {}, scheduler.save()) + records)
     code, told, err = as_json(capsys, tmp_path, "--verify")
     assert code == 1
     assert err.startswith("polyrl: broken law: ")
-    assert "decides otherwise" in err
+    assert "tokens arrived" in err
     assert err.count("\n") == 1
     assert len(told["broken_laws"]) == 1
 

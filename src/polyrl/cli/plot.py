@@ -93,8 +93,8 @@ def _account(path: Path) -> "Account":
     from polyrl.telemetry.account import read_account
 
     account = read_account(path)
-    for said in account.broken_laws:
-        _say(f"{said}; it is drawn up to there")
+    if account.difference:
+        _say(f"{account.difference}; it is drawn up to there")
     return account
 
 

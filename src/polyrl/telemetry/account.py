@@ -90,6 +90,8 @@ class Account(Struct):
     """It starts where the run does."""
     cut_short: str = ""
     """Where and how the journal ends inside a record; empty if it does not."""
+    difference: str = ""
+    """Where this version decides otherwise than the one that wrote the journal: the account ends there."""
     broken_laws: list[str] = []
     num_checks: int = 0
     """How often the laws were checked."""
@@ -135,6 +137,7 @@ class _Teller:
         self.cut_short = ""
         self._verify = verify
         self._header: JournalHeader | None = None
+        self._difference = ""
         self._broken: list[str] = []
         self._lines: list[StepLine] = []
         self._num_records = 0
@@ -158,7 +161,7 @@ class _Teller:
         commands = self.scheduler.handle(record.event, record.now)
         self._num_records += 1
         if digest_commands(commands) != record.commands_digest:
-            self._broken.append(
+            self._difference = (
                 f"{file}: record {record.number}: this version of PolyRL decides otherwise than the one that wrote it"
             )
             return False
@@ -195,7 +198,7 @@ class _Teller:
         ledger = scheduler.ledger
         started_at = 0.0 if ledger.started_at is None else ledger.started_at
         now = max(started_at, scheduler.now)
-        if self._verify and self._unchecked and not self._broken:
+        if self._verify and self._unchecked and not self._broken and not self._difference:
             self._check_now("at the end", now)
         for worker in scheduler.desk.seats.values():
             settle(worker, ledger, now)
@@ -215,6 +218,7 @@ class _Teller:
             paid_before=self._paid_before,
             is_whole=not header.saved,
             cut_short=self.cut_short,
+            difference=self._difference,
             broken_laws=self._broken,
             num_checks=self._num_checks,
         )

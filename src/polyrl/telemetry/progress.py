@@ -127,9 +127,9 @@ class Progress:
         """The one line that is there with and without a terminal."""
         self.say(step_line(step, metrics))
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text) -> None:
         """A line that stays, above the display."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
 
     def _draw(self) -> Group:
         view = self._view
