@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from msgspec import Struct
+from rich.text import Text
 
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
@@ -105,7 +106,7 @@ class Display:
         told.usd = usd if isinstance(usd, float) else told.usd
         self.progress.step_done(step, metrics)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text) -> None:
         self.progress.say(text)
 
     # What the manager says

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from polyrl.cli.training import processes
+from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
@@ -37,6 +38,7 @@ from polyrl.trainer.step import StepAccumulator
 from polyrl.trainer.validation import pass_rates
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
+from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer, is_loopback
 from polyrl.wire.frames import Sampling
 from polyrl.wire.imposed import ImposedLengths
@@ -63,7 +65,6 @@ async def train(recipe: Recipe, run_dir: Path, policy: Policy, reference: Policy
         manager = ManagerProcess(run_dir, recipe.manager.host, recipe.manager.port)
         stack.push_async_callback(manager.stop)
         address = await manager.start()
-        telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address)))
         engine = local_engine(recipe, policy)
         stack.push_async_callback(engine.close)
         await engine.start()
@@ -76,6 +77,9 @@ async def train(recipe: Recipe, run_dir: Path, policy: Policy, reference: Policy
         stack.callback(devices.close)
         worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, engine, devices))
         await stack.enter_async_context(_workers(recipe, run_dir, address))
+        display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
+        telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display)))
+        await stack.enter_async_context(display)
         loop = Loop(
             recipe,
             fleet,
@@ -86,7 +90,7 @@ async def train(recipe: Recipe, run_dir: Path, policy: Policy, reference: Policy
             telling,
             _validator(recipe, engine, tasks, telling),
         )
-        await telling.begin(fleet)
+        telling.begin(fleet)
         return await _first_of(loop.run(), manager.failed(), worker, interrupted.wait())
 
 
@@ -109,6 +113,10 @@ async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | N
         for task in (running, failing, stopping):
             task.cancel()
         await asyncio.gather(running, failing, stopping, return_exceptions=True)
+
+
+def _dialer(run_dir: Path, address: Address) -> Dialer:
+    return Dialer(address.url, read_token_file(run_dir / "admin.token"))
 
 
 def _listen_for_signals() -> asyncio.Event:
@@ -141,7 +149,7 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
         origin = sample.origin
         return await tasks.score(origin.domain, origin.prompt, sample.tokens.tolist(), sample.finish, validation=False)
 
-    token = (run_dir / "admin.token").read_text().strip()
+    token = read_token_file(run_dir / "admin.token")
     async with connect(address.url, token, config, prompts=prompt_of, reward=reward_of, has_weights=True) as fleet:
         yield fleet
 
@@ -211,9 +219,8 @@ async def _local_worker(
     if not recipe.train.local_generation:
         yield None
         return
-    dialer = Dialer(address.url, (run_dir / "admin.token").read_text().strip())
     options = WorkerOptions(LOCAL_WORKER, is_local=True, relays=False, drain_deadline_s=_LOCAL_DRAIN_S)
-    agent = WorkerAgent(engine, dialer, options, turn_to=devices.turn_to)
+    agent = WorkerAgent(engine, _dialer(run_dir, address), options, turn_to=devices.turn_to)
     task = asyncio.create_task(agent.run(), name="the trainer's own worker")
     try:
         yield task
@@ -261,6 +268,7 @@ def _validator(recipe: Recipe, engine: LocalEngine, tasks: Tasks, telling: Telli
         return None
 
     async def validate(version: int) -> None:
+        await telling.validates()
         rates: dict[str, float] = {}
         for domain, name in enumerate(tasks.names):
             prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]

@@ -1,17 +1,17 @@
-"""What a training run says: how to join it, a line a step, metrics for whoever tracks them."""
+"""What a training run says: how to join it, a line a step, a display in a terminal, metrics for whoever tracks them."""
 
 import shlex
-import time
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from rich.text import Text
 
+from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.scheduling.ledger import StepLine
-from polyrl.telemetry.metrics import MetricValue, from_step_line, step_line, with_aliases
+from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer.loop import StepReport
 
@@ -21,43 +21,45 @@ IMPOSED = "lengths are imposed"
 class Telling:
     """Keeps the contract of the loop's `Events`."""
 
-    def __init__(self, recipe: Recipe, run_dir: Path, address: Address) -> None:
+    def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display) -> None:
         track = recipe.track
-        self._recipe, self._run_dir, self._address = recipe, run_dir, address
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
         self._trackers = open_trackers(
             run_dir, first_step=0, tensorboard=track.tensorboard, wandb=track.wandb, project=track.project
         )
         self._fleet: Fleet | None = None
         self._before: StepLine | None = None
         self._validated: dict[str, float] = {}
-        self._began = time.monotonic()
 
-    async def begin(self, fleet: Fleet) -> None:
+    def begin(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._console.print(f"run: {self._run_dir}  manager: {self._address.url}")
-        self._console.print("  join from another machine:", style="bold")
-        self._console.print(f"    {join_command(self._recipe, self._run_dir, self._address.url)}", style="bold green")
+        say = self._display.say
+        say(f"run: {self._run_dir}   manager: {self._address.url}   status: polyrl status --run-dir {self._run_dir}")
+        command = join_command(self._recipe, self._run_dir, self._address.url)
+        say(Text.assemble("a worker joins with:  ", (command, "bold green")))
         if self._recipe.rollout.impose_lengths.kind != "off":
-            self._console.print(f"  {IMPOSED} ({self._recipe.rollout.impose_lengths.kind})", style="yellow")
+            say(Text(f"{IMPOSED} ({self._recipe.rollout.impose_lengths.kind})", style="yellow"))
 
     async def step_begins(self, step: int) -> None:
-        pass
+        self._display.step_begins(step)
 
     async def groups_trained(self, step: int, num: int) -> None:
-        pass
+        self._display.groups_trained(num)
 
     async def step_ended(self, report: StepReport) -> None:
         metrics = with_aliases(self._metrics(report))
         self._before = report.line
         self._validated = {}
         self._trackers.log(report.step, metrics)
-        self._console.print(step_line(report.step, metrics))
+        self._display.step_ended(report.step, metrics)
+
+    async def validates(self) -> None:
+        self._display.doing("validates")
 
     async def validated(self, version: int, rates: dict[str, float]) -> None:
         self._validated = dict(rates)
         shown = " - ".join(f"{name}:{rate:.3f}" for name, rate in rates.items())
-        self._console.print(f"version:{version} - {shown}")
+        self._display.say(f"version:{version} - {shown}")
 
     def _metrics(self, report: StepReport) -> dict[str, MetricValue]:
         rewards = np.array(report.rewards or [0.0])
@@ -89,9 +91,6 @@ class Telling:
         if self._recipe.rollout.impose_lengths.kind != "off":
             metrics["rollout/imposed_lengths"] = 1
         return metrics
-
-    def say(self, text: str) -> None:
-        self._console.print(text)
 
     def close(self) -> None:
         self._trackers.close()
