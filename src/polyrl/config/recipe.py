@@ -164,9 +164,9 @@ class RolloutSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ArithmeticTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the generated problems are like; docs/concepts/data.md."""
 
-    min_terms: Annotated[int, Meta(ge=2, le=16)] = 2
-    max_terms: Annotated[int, Meta(ge=2, le=16)] = 6
-    max_term: Annotated[int, Meta(ge=1, le=999)] = 9
+    min_terms: Annotated[int, Meta(ge=2, le=26)] = 3
+    max_terms: Annotated[int, Meta(ge=2, le=26)] = 8
+    max_term: Annotated[int, Meta(ge=1, le=999)] = 5
 
     def __post_init__(self) -> None:
         if self.max_terms < self.min_terms:

@@ -1,0 +1,74 @@
+"""The arithmetic task: sums that are worked out a term at a time, generated here, with answers that can be checked.
+
+    a3b5c4d2=           the prompt: terms, each behind its letter
+    b5=8c4=12d2=14      the answer: every further term is copied, and after its equals sign stands the sum so far
+
+The number after the last equals sign is what is checked. An answer has about five characters a term, and there are more
+problems of few terms than of many: most answers are short and some are long.
+
+Rules kept here: a problem is a function of (task, seed, split, index), on every machine. Whether a problem belongs to
+training or to validation is a function of its terms alone, so the splits never overlap, whatever seeds, sizes and
+numbers of terms they are drawn with.
+Left out: tokens (data/characters.py), and who learns from it (trainer/warm_start.py).
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from polyrl.config.recipe import ArithmeticTask
+from polyrl.errors import UserError
+from polyrl.scheduling.order import mix64, unit
+
+Split = Literal["train", "validation"]
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+NUM_TRAIN = 100_000
+"""Problems in an epoch, unless the recipe says otherwise."""
+NUM_VALIDATION = 1_000
+_VALIDATION_SHARE = 0.1
+_SPLIT_KEY = 0x5B117
+_MAX_DRAWS = 10_000
+
+
+class Problem(NamedTuple):
+    terms: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        return "".join(f"{letter}{term}" for letter, term in zip(LETTERS, self.terms, strict=False)) + "="
+
+    @property
+    def answer(self) -> str:
+        return str(sum(self.terms))
+
+    @property
+    def solution(self) -> str:
+        return "".join(self.working(len(self.terms) - 1))
+
+    def working(self, num_steps: int) -> Sequence[str]:
+        """The first steps of the solution: copy a term, write the sum so far."""
+        return [
+            f"{LETTERS[place]}{self.terms[place]}={sum(self.terms[: place + 1])}" for place in range(1, num_steps + 1)
+        ]
+
+
+def draw_problem(task: ArithmeticTask, seed: int, split: Split, index: int) -> Problem:
+    """The problem at this place of the split. Raises UserError when the task leaves the split without a problem."""
+    num_lengths = task.max_terms - task.min_terms + 1
+    key = mix64(seed, index, 1 if split == "validation" else 0)
+    for attempt in range(_MAX_DRAWS):
+        draw = mix64(key, attempt)
+        num_terms = task.min_terms + int(num_lengths * unit(draw, 0) ** 2)  # squared: few terms more often than many
+        terms = tuple(1 + mix64(draw, place + 1) % task.max_term for place in range(num_terms))
+        if split_of(terms) == split:
+            return Problem(terms)
+    raise UserError(f"data.arithmetic: no {split} problem was found; expected more terms, or a larger max_term")
+
+
+def split_of(terms: tuple[int, ...]) -> Split:
+    return "validation" if unit(_SPLIT_KEY, *terms) < _VALIDATION_SHARE else "train"
+
+
+def is_correct(answer_text: str, expected: str) -> bool:
+    """Whether the number after the last equals sign is the expected one, digit by digit."""
+    return answer_text.rpartition("=")[2] == expected

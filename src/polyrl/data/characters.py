@@ -1,0 +1,65 @@
+"""The arithmetic task's tokenizer: a token a character, saved as a Hugging Face directory has it.
+
+Rules kept here: ids never change, so that a model made today reads tomorrow's prompts. A character that is not in the
+alphabet is the unknown token.
+Left out: everybody else's tokenizers, which transformers reads (data/tokens.py).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
+PAD_ID, END_ID, UNKNOWN_ID = 0, 1, 2
+ALPHABET = "0123456789=abcdefghijklmnopqrstuvwxyz"
+VOCABULARY = (PAD, END, UNKNOWN, *ALPHABET)
+
+_ID_OF = {token: index for index, token in enumerate(VOCABULARY)}
+
+
+def encode(text: str) -> list[int]:
+    return [_ID_OF.get(character, UNKNOWN_ID) for character in text]
+
+
+def decode(tokens: list[int]) -> str:
+    """The text, without the marks that are no character of it."""
+    return "".join(VOCABULARY[token] for token in tokens if UNKNOWN_ID < token < len(VOCABULARY))
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json. transformers' AutoTokenizer reads them."""
+    _write(folder / "tokenizer.json", _tokenizer())
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+    _write(folder / "tokenizer_config.json", settings)
+
+
+def _tokenizer() -> dict[str, Any]:
+    """In the words of the tokenizers library: split between all characters, look each one up, and join."""
+    marks = [
+        {
+            "id": _ID_OF[mark],
+            "content": mark,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for mark in (PAD, END, UNKNOWN)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": marks,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": _ID_OF, "unk_token": UNKNOWN},
+    }
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
