@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, Step, WorkerName, group_of, parse_sample, sample_id
 from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
@@ -18,6 +19,7 @@ from polyrl.manager.service import Service
 from polyrl.manager.sessions import WorkerSession
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.telemetry.journal import LIVE_FOLDER, PAYLOAD, segments
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import pack_cells
 from polyrl.wire.control import JoinRequest, RunRequest
@@ -388,3 +390,18 @@ def test_the_next_manager_has_what_a_killed_one_had(tmp_path_factory, seed):
             next_one.close()
             shutil.rmtree(copy)
     manager.service.close()
+
+
+def test_a_run_whose_answers_are_not_all_on_the_disk_does_not_go_on(tmp_path):
+    """Events reached the disk before a loss of power, and the tokens that they speak of did not."""
+    manager = Manager(tmp_path / "run", 3)
+    assert manager.executor.scheduler is not None
+    desk = manager.executor.scheduler.desk
+    while not any(one.state == "scored" for one in desk.samples.values()):
+        manager.play()
+    manager.service.close()
+    for path in segments(tmp_path / "run" / LIVE_FOLDER, PAYLOAD):
+        data = path.read_bytes()
+        path.write_bytes(data[: data.index(b"\n") + 1])
+    with pytest.raises(JournalError, match=r"it ended at token \d+, and the payload has 0"):
+        Service(tmp_path / "run", SMALL_FILES)

@@ -4,12 +4,14 @@ Rules kept here: what peers did while nobody listened is nobody's fault, so wait
 holds is written down anew, whatever half of a batch was on file. Peers bring the rest when they dial.
 """
 
-from polyrl.ids import Incarnation
+from polyrl.errors import JournalError
+from polyrl.ids import Incarnation, show_sample
 from polyrl.manager.executor import Executor
 from polyrl.manager.journal import RunOpened, SessionOpened
-from polyrl.manager.payload import PayloadReader
+from polyrl.manager.payload import Payload, PayloadReader
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.scheduling import events as e
+from polyrl.scheduling.desk import Desk
 
 
 def recover(executor: Executor) -> str:
@@ -31,6 +33,8 @@ def recover(executor: Executor) -> str:
             case _:
                 reader.note(item)
     executor.payload = reader.finish(found.scheduler)
+    if found.scheduler is not None:
+        _check_answers(found.scheduler.desk, executor.payload)
     executor.scheduler = found.scheduler
     open_steps = () if found.scheduler is None else tuple(found.scheduler.desk.rounds)
     journal.go_on(open_steps)
@@ -54,6 +58,19 @@ def recover(executor: Executor) -> str:
         f"going on after {found.away_s:.1f} s away: {found.num_records} records, {len(executor.workers)} workers, "
         f"{len(found.scheduler.desk.leases)} samples running, {executor.payload.num_bytes // 8} tokens held"
     )
+
+
+def _check_answers(desk: Desk, payload: Payload) -> None:
+    """A kill never parts an answer from its end. A machine without power may: half an answer must not be trained on."""
+    for sample in desk.samples.values():
+        if sample.state in ("generated", "scoring", "scored"):
+            text = payload.texts.get(sample.id)
+            num_tokens = 0 if text is None else text.num_tokens
+            if text is None or num_tokens != sample.num_tokens or not text.finish:
+                raise JournalError(
+                    f"sample {show_sample(sample.id)}: it ended at token {sample.num_tokens}, and the payload has "
+                    f"{num_tokens}: lost with the machine's power, or with a file. This run cannot go on"
+                )
 
 
 def _reopen(executor: Executor, note: SessionOpened) -> None:
