@@ -28,6 +28,12 @@ from polyrl.trainer.packing import Pack
 Tensor = torch.Tensor
 
 
+_MAX_CPU_CACHE_TOKENS = 1 << 20
+_OPTIMIZER_BYTES = 16
+"""A parameter in float32, its gradient, and two moments."""
+_CACHE_SHARE = 0.6
+
+
 class Scores(NamedTuple):
     """Of a pack's answer tokens, float32."""
 
@@ -101,6 +107,16 @@ class Policy:
     def parameters(self) -> dict[str, Tensor]:
         """By name; tied ones once."""
         return dict(self.model.named_parameters())
+
+    def max_cache_tokens(self) -> int:
+        """Tokens that an engine on the same device may keep, beside the optimizer: it sleeps while we train."""
+        if self.device.type != "cuda":
+            return _MAX_CPU_CACHE_TOKENS
+        one = self.loaded
+        token_bytes = 2 * one.num_layers * one.num_kv_heads * one.head_dim * self.dtype.itemsize
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        free = torch.cuda.mem_get_info(self.device)[0] - _OPTIMIZER_BYTES * num_parameters
+        return max(1024, int(_CACHE_SHARE * free / token_bytes))
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
         """With gradients where torch has them enabled."""

@@ -194,7 +194,7 @@ def local_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
         device=str(policy.device),
         version=None,
         slots=slots,
-        kv_tokens=slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM),
+        kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
         block_tokens=32 if on_gpu else 16,
     )
     return LocalEngine(config, policy.loaded)

@@ -1,0 +1,101 @@
+"""Whole runs on one GPU: synchronous, streaming, and streaming with tail batching, with imposed lengths; step times.
+
+python tests/gpu/check_run.py [STEPS] [ARCH] [PROMPTS]     published lengths (RollPacker, math), cap 8,192
+
+The model has random weights and its rewards mean nothing: only time is looked at. Same prompts and lengths in each mode.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from polyrl.cli.bench_engine import Work, make_model  # noqa: E402
+from polyrl.cli.loop import run_loop  # noqa: E402
+from polyrl.cli.training.run import train  # noqa: E402
+from polyrl.config import build  # noqa: E402
+from polyrl.config.recipe import Recipe  # noqa: E402
+from polyrl.telemetry.metrics import read_metrics  # noqa: E402
+from polyrl.trainer.model import Policy  # noqa: E402
+
+QUANTILES = [[0.05, 151], [0.25, 415], [0.5, 661], [0.75, 1129], [0.9, 2566], [0.95, 4101], [0.99, 16384]]
+MODES = {
+    "synchronous": {"train": {"mode": "synchronous"}},
+    "streaming": {},
+    "tail batching": {"rounds": {"tail_batching": "race"}},
+}
+
+
+class Tasks:
+    num_prompts = [4096]  # noqa: RUF012
+    names = ["timing"]  # noqa: RUF012
+
+    def tokens(self, domain, prompt):
+        return (3 + (7919 * prompt + 31 * np.arange(128)) % 50_000).astype(np.int32)
+
+    async def score(self, domain, prompt, answer, finish, *, validation):
+        return float(len(answer) % 2)
+
+    def validation_tokens(self, domain):
+        return []
+
+
+def recipe_of(mode: str, folder: Path, steps: int, prompts: int) -> Recipe:
+    tree = {
+        "name": "timing",
+        "model": {"path": str(folder), "dtype": "bfloat16", "device": "cuda"},
+        "train": {"steps": steps, "micro_batch_tokens": 16_384, "min_micro_batch_samples": 64},
+        "algorithm": {"zero_variance": "keep"},
+        "rollout": {"max_new_tokens": 8192, "impose_lengths": {"kind": "quantiles", "quantiles": QUANTILES}},
+        "rounds": {"samples_per_prompt": 8},
+        "data": {"source": "arithmetic", "prompts_per_step": prompts},
+        "manager": {"port": 0},
+        "validation": {"at_start": False},
+    }
+    for section, keys in MODES[mode].items():
+        tree[section] = {**tree.get(section, {}), **keys}
+    return build(tree, Recipe, source="")
+
+
+def main(steps: int, arch: str, prompts: int) -> None:
+    root = Path(tempfile.mkdtemp())
+    torch.manual_seed(0)
+    make_model(Work(arch, None, 1, 1, 1), "cuda").save_pretrained(root / "model")
+    torch.cuda.empty_cache()
+    for mode in MODES:
+        run_dir = root / mode.replace(" ", "-")
+        (run_dir / "logs").mkdir(parents=True)
+        num = 2 * steps if mode == "tail batching" else steps
+        recipe = recipe_of(mode, root / "model", num + 1, prompts)
+        policy = Policy.load(str(root / "model"), "bfloat16", "cuda", compile_layers=True)
+        began = time.perf_counter()
+        run_loop(train(recipe, run_dir, policy, None, Tasks()))
+        lines = read_metrics(run_dir / "metrics.jsonl")[1:]  # the first one compiles
+        seconds = [line["time/step_total"] for line in lines]
+        tokens = sum(line["tokens/kept"] for line in lines)
+        print(json.dumps({
+            "mode": mode, "lengths": "imposed", "arch": arch, "prompts": prompts,
+            "mean_step_s": statistics.fmean(seconds),
+            "steps_s": [round(one, 1) for one in seconds], "kinds": [line["rounds/kind"][0] for line in lines],
+            "train_s": round(statistics.fmean(line["time/step_train"] for line in lines), 2),
+            "publish_s": round(statistics.fmean(line["time/step_publish"] for line in lines), 2),
+            "longest": [line["token/response_length/max"] for line in lines],
+            "trained_tok_s": tokens / sum(seconds), "run_s": time.perf_counter() - began,
+        }), flush=True)  # fmt: skip
+        del policy
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    steps, arch, prompts = [*sys.argv[1:], *("5", "qwen3-1.7b", "32")[len(sys.argv) - 1 :]]
+    main(int(steps), arch, int(prompts))
