@@ -551,7 +551,7 @@ def test_a_step_that_fails_is_said_by_health(folder):
     model, one = shared(folder)
 
     async def script(stage: Stage) -> None:
-        model.lm_head.weight = torch.nn.Parameter(torch.ones(512, 63))
+        model.model.embed_tokens.weight = torch.nn.Parameter(torch.ones(512, 63))
         stage.begin(prompt=PROMPT)
         while stage.engine.health() is None:
             await asyncio.sleep(0.01)

@@ -7,6 +7,7 @@ in thousands turns; attention.py says where the numbers PIECE and MIN_ROWS come 
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.builtin.tiny_models import save_tiny
 from tests.contracts.engine_contract import ON, Stage
 
 from polyrl.engines.builtin.attention import MIN_ROWS, PIECE
+from polyrl.engines.builtin.decoder import can_pack, pack
 
 NUM_ANSWERS = 256
 NEW_TOKENS = 48
@@ -24,19 +26,31 @@ LONGEST_PROMPT = 2 * PIECE + 60
 """So that contexts end in the first, the second and the third piece."""
 
 Answer = tuple[list[int], list[float]]
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def plainly(weight: torch.Tensor) -> Product:
+    return lambda rows: torch.nn.functional.linear(rows, weight)
+
+
+def packed(weight: torch.Tensor) -> Product:
+    if not can_pack():
+        pytest.skip("no oneDNN here: plain decoders run through their modules")
+    return pack(weight, None).times
 
 
 @pytest.mark.parametrize(
     ("num_in", "num_out"), [(64, 128), (128, 64), (256, 768), (768, 256), (576, 1536), (1536, 576), (896, 512)]
 )
-def test_a_row_times_a_matrix_is_the_same_whatever_the_number_of_rows(num_in, num_out):
+@pytest.mark.parametrize("times", [plainly, packed], ids=["plain", "packed"])
+def test_a_row_times_a_matrix_is_the_same_whatever_the_number_of_rows(times, num_in, num_out):
     torch.manual_seed(0)
     weight, rows = torch.randn(num_out, num_in), torch.randn(600, num_in)
-    whole = torch.nn.functional.linear(rows, weight)
+    product = times(weight)
+    whole = product(rows)
     for num in [*range(MIN_ROWS, 40), 63, 64, 65, 127, 128, 129, 255, 256, 300, 511, 512, 513]:
         first = random.Random(num).randrange(600 - num)
-        some = torch.nn.functional.linear(rows[first : first + num], weight)
-        assert torch.equal(some, whole[first : first + num]), f"{num} rows"
+        assert torch.equal(product(rows[first : first + num]), whole[first : first + num]), f"{num} rows"
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])

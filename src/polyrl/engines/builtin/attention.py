@@ -1,8 +1,8 @@
 """Attention over a paged cache, given to transformers through its own interface: the model itself runs unchanged.
 
 A step's tokens travel flat, as one row: first one token of each sample that decodes, then the chunks that are
-prefilled. Their keys and values go into the cache at `slots`; then each attends over the slots of its own context. What
-a step looks like is in `Step`, made once and shared by all layers.
+prefilled. Their keys and values go into the cache at `slots`; then each attends over the blocks of its own context.
+What a step looks like is in `Step`, made once and shared by all layers.
 
 On the CPU a row's result is the same to the last bit whatever else is in the step, and whether it decodes or is
 prefilled again after a move. For that, every matrix product has a fixed shape but for its number of rows, of which
@@ -35,15 +35,15 @@ MIN_ROWS = 4
 
 
 class Rows(NamedTuple):
-    """Rows of a step that attend together: all that decode, each with its context; or a chunk, all with the same."""
+    """Rows of a step that attend together: some that decode, each with its context; or a chunk, all with the same."""
 
     first: int
     num: int
     num_contexts: int
     padded: int
-    """Of every context."""
+    """Tokens of every context, in whole pieces."""
     gather: Tensor
-    """(contexts, kv heads, padded), flat: where keys and values lie in a layer's cache. What pads may be anywhere."""
+    """(kv heads, contexts, blocks), flat: which blocks of a layer's cache have them. What pads may be anywhere."""
     last: Tensor
     """(rows, 1): the position of the row's own token, the last that it sees."""
     masks: dict[int | None, Tensor]
@@ -64,16 +64,37 @@ class Step(NamedTuple):
 
 
 class PagedKeysAndValues:
-    """The cache's memory: a slot for each token, in every layer."""
+    """The cache's memory: in every layer, for each head, blocks of slots for a token each."""
 
-    def __init__(self, num_layers: int, num_slots: int, num_heads: int, head_dim: int, like: Tensor) -> None:
-        shape = (num_slots, num_heads, head_dim)
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_tokens: int, num_heads: int, head_dim: int, like: Tensor
+    ) -> None:
+        shape = (num_heads, num_blocks * block_tokens, head_dim)
+        self.block_tokens = block_tokens
+        self._gathered = [torch.empty((0, block_tokens * head_dim), dtype=like.dtype) for _ in range(2)]
         self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(one.numel() * one.element_size() for one in (*self.keys, *self.values))
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """(kv heads, rows, dim) each."""
+        self.keys[layer].index_copy_(1, slots, keys)
+        self.values[layer].index_copy_(1, slots, values)
+
+    def gather(self, layer: int, part: Rows) -> tuple[Tensor, Tensor]:
+        """Keys and values of a part's contexts, (kv heads x contexts, padded, dim) each, until the next are gathered.
+
+        They are written into the same memory again and again: new memory for every layer takes longer than the rest.
+        """
+        num = len(part.gather)
+        for number, one in enumerate(self._gathered):
+            if len(one) < num:
+                self._gathered[number] = one.new_empty((num + num // 4, one.shape[1]))
+        found: list[Tensor] = []
+        for one, into in zip((self.keys[layer], self.values[layer]), self._gathered, strict=True):
+            num_kv, _, dim = one.shape
+            torch.index_select(one.view(-1, self.block_tokens * dim), 0, part.gather, out=into[:num])
+            found.append(into[:num].view(num_kv * part.num_contexts, -1, dim)[:, : part.padded])
+        return found[0], found[1]
 
 
 def attend(
@@ -94,55 +115,66 @@ def attend(
     """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim)."""
     if pack is not None:
         return packed.attend(query, key, value, pack, scaling, sliding_window, softcap), None
+    if pack is not None:
+        return packed.attend(query, key, value, pack, scaling, sliding_window, softcap), None
     if step is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not isinstance(step, Step):
         from polyrl.engines.builtin import cuda
 
         if softcap is not None:
             raise RuntimeError("soft-capped attention runs on the CPU only")
         its = (one[0].transpose(0, 1) for one in (query, key, value))
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = cuda.attend(*its, module.paged_keys, module.paged_values, step, scale, sliding_window)  # type: ignore[arg-type]
         return out.unsqueeze(0), None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = paged.keys[layer], paged.values[layer]
-    keys.index_copy_(0, step.slots, key[0].transpose(0, 1))
-    values.index_copy_(0, step.slots, value[0].transpose(0, 1))
-    rows = query[0].transpose(0, 1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    results = [_attend(rows, keys, values, part, scale, sliding_window, softcap) for part in step.parts]
-    num_left = len(rows) - sum(part.num for part in step.parts)
+    paged.write(layer, step.slots, key[0], value[0])
+    out = attend_parts(query[0] * scale, layer, step, paged, sliding_window, softcap)
+    return out.unsqueeze(0), None
+
+
+def attend_parts(
+    heads: Tensor,
+    layer: int,
+    step: Step,
+    paged: PagedKeysAndValues,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """From scaled queries (heads, rows, dim) to (rows, heads, dim)."""
+    results = [_attend(heads, *paged.gather(layer, part), part, window, softcap) for part in step.parts]
+    num_heads, num_rows, dim = heads.shape
+    num_left = num_rows - sum(part.num for part in step.parts)
     if num_left:
-        results.append(rows.new_zeros((num_left, *rows.shape[1:])))
-    return torch.cat(results).unsqueeze(0), None
+        results.append(heads.new_zeros((num_left, num_heads, dim)))
+    return torch.cat(results) if len(results) > 1 else results[0]
 
 
 def _attend(
-    rows: Tensor, keys: Tensor, values: Tensor, part: Rows, scale: float, window: int | None, softcap: float | None
+    heads: Tensor, keys: Tensor, values: Tensor, part: Rows, window: int | None, softcap: float | None
 ) -> Tensor:
     """What looks at the same keys, rows of a chunk and heads of a group, are rows of one query."""
-    num_kv, dim = keys.shape[1:]
-    num, group = part.num_contexts, rows.shape[1] // num_kv
-    query = rows[part.first : part.first + part.num].view(num, part.per_context, num_kv, group, dim).transpose(1, 2)
-    query = query.reshape(num * num_kv, part.per_context * group, dim) * scale
-    num_rows = query.shape[1]
-    query = pad(query, (0, 0, 0, max(0, MIN_ROWS - num_rows)))
-    its_keys = keys.view(-1, dim).index_select(0, part.gather).view(num * num_kv, part.padded, dim)
-    its_values = values.view(-1, dim).index_select(0, part.gather).view(num * num_kv, part.padded, dim)
-    scores = torch.bmm(query, its_keys.transpose(1, 2))
+    dim = heads.shape[2]
+    num_kv = len(keys) // part.num_contexts
+    group = len(heads) // num_kv
+    num_rows = part.per_context * group
+    query = heads[:, part.first : part.first + part.num].unflatten(0, (num_kv, group)).transpose(1, 2)
+    query = query.reshape(len(keys), num_rows, dim)
+    if num_rows < MIN_ROWS:
+        query = pad(query, (0, 0, 0, MIN_ROWS - num_rows))
+    scores = torch.bmm(query, keys.transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores.view(num, num_kv, -1, part.padded).add_(_mask(part, window, group, scores.dtype))
-    scores -= scores.amax(-1, keepdim=True)
-    out = _weigh(scores.exp_(), its_values)[:, :num_rows]
-    return out.view(num, num_kv, part.per_context, group, dim).transpose(1, 2).reshape(part.num, num_kv * group, dim)
+    scores.view(num_kv, part.num_contexts, -1, part.padded).add_(_mask(part, window, group, scores.dtype))
+    out = _weigh(torch.softmax(scores, -1), values)[:, :num_rows]
+    return out.reshape(num_kv, part.num, group, dim).transpose(0, 1).reshape(part.num, num_kv * group, dim)
 
 
 def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
-    """(contexts, 1, rows of a query or 1, padded): minus infinity where a row does not look."""
+    """(contexts, rows of a query or 1, padded): minus infinity where a row does not look."""
     mask = part.masks.get(window)
     if mask is None:
         positions = torch.arange(part.padded)
@@ -150,23 +182,22 @@ def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Ten
         if window is not None:
             hidden |= positions <= part.last - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        mask = mask.view(part.num_contexts, 1, part.per_context, part.padded)
+        mask = mask.view(part.num_contexts, part.per_context, part.padded)
         if part.per_context > 1:
-            mask = mask.repeat_interleave(group, 2)
-            mask = pad(mask, (0, 0, 0, max(0, MIN_ROWS - mask.shape[2])))
+            mask = mask.repeat_interleave(group, 1)
+            mask = pad(mask, (0, 0, 0, max(0, MIN_ROWS - mask.shape[1])))
         part.masks[window] = mask
     return mask
 
 
 def _weigh(weights: Tensor, values: Tensor) -> Tensor:
-    """The mean of the values by weight: piece by piece from the first, since what follows a context weighs nothing."""
+    """The sum of the values by weight: piece by piece from the first, since what follows a context weighs nothing."""
+    if weights.shape[2] == PIECE:
+        return torch.bmm(weights, values)
     out = torch.bmm(weights[:, :, :PIECE], values[:, :PIECE])
-    total = weights[:, :, :PIECE].sum(-1, keepdim=True)
     for start in range(PIECE, weights.shape[2], PIECE):
-        piece = weights[:, :, start : start + PIECE]
-        out.baddbmm_(piece, values[:, start : start + PIECE])
-        total += piece.sum(-1, keepdim=True)
-    return out.div_(total)
+        out.baddbmm_(weights[:, :, start : start + PIECE], values[:, start : start + PIECE])
+    return out
 
 
 def register() -> None:

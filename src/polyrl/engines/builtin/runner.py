@@ -1,8 +1,11 @@
-"""Runs a step of the model: from chunks of samples (batching.py) to the tokens that were drawn.
+"""Runs steps of the model on the CPU: from chunks of samples (batching.py) to the tokens that were drawn.
 
-The tokens of all chunks travel as one flat row, without padding: one token of each decoding sample first, then the
-prefilled chunks. Only rows whose next token is wanted go through the output layer. Fewer rows than attention.MIN_ROWS
-are made up to that number, so that a sample alone is computed as it is in a crowd.
+The tokens of all chunks travel as one flat row, without padding: one token of each decoding sample first, those with
+the longest contexts before the others, then the prefilled chunks. Only rows whose next token is wanted go through the
+output layer. Fewer rows than attention.MIN_ROWS are made up to that number, so that a sample alone is computed as it is
+in a crowd. Plain decoders run as decoder.py writes them out, others through their own modules.
+
+While all that run only decode, several steps may follow each other without a look at what they brought: a *burst*.
 """
 
 from collections.abc import Sequence
@@ -14,8 +17,14 @@ import torch
 from polyrl.engines.builtin import sampling
 from polyrl.engines.builtin.attention import MIN_ROWS, PIECE, PagedKeysAndValues, Rows, Step
 from polyrl.engines.builtin.batching import Chunk
+from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
 from polyrl.wire.frames import Sampling
+
+_WASTE_TOKENS = 1024
+"""Contexts that attend together are padded to the longest. Beyond so much padding, they attend apart."""
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Wanted(NamedTuple):
@@ -36,121 +45,207 @@ class Runner:
     def __init__(self, loaded: Loaded, num_blocks: int, block_tokens: int) -> None:
         self._loaded = loaded
         self._block_tokens = block_tokens
-        self._scratch = num_blocks * block_tokens
-        """The slot of rows that make up the number."""
+        self._scratch = num_blocks
+        """The block of rows that make up the number, and of what pads a context."""
         self._parameter = next(loaded.model.parameters())
         self._device: torch.device = self._parameter.device
         self._paged: PagedKeysAndValues | None = None
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
         """A mask of four dimensions is passed on as it is; ours is never looked at."""
+        self._decoder = Decoder.find(loaded.model)
+        """None: the model runs through its own modules."""
         self.wake()
 
     def wake(self) -> None:
         if self._paged is None:
             one = self._loaded
-            num_slots = self._scratch + 1
-            self._paged = PagedKeysAndValues(one.num_layers, num_slots, one.num_kv_heads, one.head_dim, self._parameter)
+            self._paged = PagedKeysAndValues(
+                one.num_layers, self._scratch + 1, self._block_tokens, one.num_kv_heads, one.head_dim, self._parameter
+            )
+            self.weights_changed()
 
     def sleep(self) -> None:
-        """Free the cache's memory. What was in it must be computed again."""
+        """Free the memory of the cache and of packed weights. What was in the cache must be computed again."""
         self._paged = None
+        if self._decoder is not None:
+            self._decoder.drop()
+
+    def weights_changed(self) -> None:
+        if self._decoder is not None and self._paged is not None:
+            self._decoder.pack()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
         """Run a step. `wanted` has an entry for each chunk that samples, in order."""
-        flat = _lay_out(chunks, self._block_tokens, self._scratch)
-        logits = self._loaded.model(
-            input_ids=torch.from_numpy(flat.tokens).unsqueeze(0),
-            position_ids=torch.from_numpy(flat.positions).unsqueeze(0),
-            attention_mask=self._any_mask,
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(flat.sampled_rows),
-            step=Step(
-                torch.from_numpy(flat.slots), tuple(_rows(part, self._loaded.num_kv_heads) for part in flat.parts)
-            ),
-            paged=self._paged,
-        ).logits[0, : len(wanted)]
+        num_decoding = _num_decoding(chunks)
+        decoding = self._lay_out_decoding(chunks[:num_decoding], 1)
+        tokens = [decoding.tokens]
+        positions = [decoding.positions]
+        slots = [decoding.slots(0)]
+        parts = decoding.parts_at(0)
+        sampled = decoding.row_of_chunk.tolist()
+        num_rows = num_decoding
+        for sequence, start, count, samples in chunks[num_decoding:]:
+            stop = start + count
+            parts.append(self._prefilling(sequence.blocks, num_rows, start, stop))
+            tokens.append(np.array(sequence.tokens[start:stop], np.int64))
+            positions.append(np.arange(start, stop))
+            blocks = np.array(sequence.blocks, np.int64)
+            slots.append(blocks[positions[-1] // self._block_tokens] * self._block_tokens)
+            slots[-1] += positions[-1] % self._block_tokens
+            num_rows += count
+            if samples:
+                sampled.append(num_rows - 1)
+        logits = self._logits(
+            np.concatenate(tokens),
+            np.concatenate(positions),
+            np.concatenate(slots),
+            tuple(parts),
+            np.array(sampled, np.int64),
+        )
+        return self._draw(logits, wanted, 0)
+
+    @torch.inference_mode()
+    def run_burst(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int) -> list[Drawn]:
+        """`num_steps` tokens of each sample. All chunks decode, and have blocks for that many."""
+        decoding = self._lay_out_decoding(chunks, num_steps)
+        tokens, rows = decoding.tokens, decoding.row_of_chunk
+        drawn: list[Drawn] = []
+        for number in range(num_steps):
+            logits = self._logits(
+                tokens, decoding.positions + number, decoding.slots(number), tuple(decoding.parts_at(number)), rows
+            )
+            drawn.append(self._draw(logits, wanted, number))
+            tokens = np.array(drawn[-1].tokens, np.int64)[decoding.chunk_of_row]
+        return drawn
+
+    def _draw(self, logits: torch.Tensor, wanted: Sequence[Wanted], number: int) -> Drawn:
+        """Of the burst's step with that number."""
         if not wanted:
             return Drawn([], [])
         draws = sampling.plan_draws(
             [one.sampling for one in wanted],
             [one.seed for one in wanted],
-            [one.position for one in wanted],
+            [one.position + number for one in wanted],
             self._device,
         )
         tokens, logprobs = sampling.draw(logits, draws)
         return Drawn(tokens.tolist(), logprobs.tolist())
 
+    def _logits(
+        self, tokens: Numbers, positions: Numbers, slots: Numbers, parts: tuple[Rows, ...], rows: Numbers
+    ) -> torch.Tensor:
+        """Of the wanted rows."""
+        num_missing, num_sampled = max(0, MIN_ROWS - len(tokens)), len(rows)
+        if num_missing:
+            tokens, positions = np.pad(tokens, (0, num_missing)), np.pad(positions, (0, num_missing))
+            slots = np.pad(slots, (0, num_missing), constant_values=self._scratch * self._block_tokens)
+        if num_sampled < MIN_ROWS:
+            rows = np.pad(rows, (0, MIN_ROWS - num_sampled))
+        assert self._paged is not None, "it is asleep"
+        step = Step(torch.from_numpy(slots), parts)
+        its_tokens, its_positions, its_rows = (torch.from_numpy(one) for one in (tokens, positions, rows))
+        if self._decoder is not None:
+            return self._decoder.logits(its_tokens, its_positions, its_rows, step, self._paged)[:num_sampled]
+        return self._loaded.model(
+            input_ids=its_tokens.unsqueeze(0),
+            position_ids=its_positions.unsqueeze(0),
+            attention_mask=self._any_mask,
+            use_cache=False,
+            logits_to_keep=its_rows,
+            step=step,
+            paged=self._paged,
+        ).logits[0, :num_sampled]
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+    # Laying out
+
+    def _prefilling(self, blocks: list[int], first: int, start: int, stop: int) -> Rows:
+        padded = stop + -stop % PIECE
+        width = -(-padded // self._block_tokens)
+        table = np.full((1, max(width, len(blocks))), self._scratch, np.int64)
+        table[0, : len(blocks)] = blocks
+        last = torch.arange(start, stop).unsqueeze(1)
+        return Rows(first, stop - start, 1, padded, self._gather(table[:, :width]), last, {})
+
+    def _lay_out_decoding(self, chunks: Sequence[Chunk], num_steps: int) -> "_Decoding":
+        """The longest contexts first: they are told apart by how many pieces they have at the burst's end."""
+        num = len(chunks)
+        starts = np.array([start for _, start, _, _ in chunks], np.int64)
+        pieces = (starts + num_steps + PIECE - 1) // PIECE
+        chunk_of_row = np.argsort(-pieces, kind="stable")
+        blocks = [chunks[number].sequence.blocks for number in chunk_of_row]
+        most = int(pieces.max(initial=0)) * PIECE
+        width = max([-(-most // self._block_tokens), *map(len, blocks)])
+        table = np.full((num, width), self._scratch, np.int64)
+        for row, one in enumerate(blocks):
+            table[row, : len(one)] = one
+        tokens = np.array([sequence.tokens[start] for sequence, start, _, _ in chunks], np.int64)
+        parts: list[_Part] = []
+        for first, last in _together(pieces[chunk_of_row].tolist()):
+            padded = int(pieces[chunk_of_row[first]]) * PIECE
+            its_blocks = table[first:last, : -(-padded // self._block_tokens)]
+            parts.append(_Part(first, last - first, padded, self._gather(its_blocks)))
+        positions = starts[chunk_of_row]
+        row_of_chunk = np.argsort(chunk_of_row)
+        return _Decoding(tokens[chunk_of_row], positions, table, self._block_tokens, parts, chunk_of_row, row_of_chunk)
+
+    def _gather(self, table: Numbers) -> torch.Tensor:
+        num_blocks = self._scratch + 1
+        heads = np.arange(self._loaded.num_kv_heads)[:, None, None] * num_blocks
+        return torch.from_numpy((heads + table).reshape(-1))
 
 
 class _Part(NamedTuple):
-    """As attention.Rows, in slots."""
+    """As attention.Rows, of samples that decode, whatever their lengths are."""
 
     first: int
-    contexts: Numbers
-    """(contexts, padded length)"""
-    last: Numbers
-    """(rows,)"""
+    num: int
+    padded: int
+    gather: torch.Tensor
 
 
-class _Flat(NamedTuple):
+class _Decoding(NamedTuple):
+    """The rows of samples that decode, for one step or a burst."""
+
     tokens: Numbers
     positions: Numbers
-    slots: Numbers
+    table: Numbers
+    """(rows, blocks)"""
+    block_tokens: int
     parts: list[_Part]
-    sampled_rows: Numbers
+    chunk_of_row: Numbers
+    row_of_chunk: Numbers
+
+    def slots(self, number: int) -> Numbers:
+        """Where keys and values of the burst's step with that number go."""
+        at = self.positions + number
+        blocks = self.table[np.arange(len(at)), at // self.block_tokens]
+        return blocks * self.block_tokens + at % self.block_tokens
+
+    def parts_at(self, number: int) -> list[Rows]:
+        last = torch.from_numpy(self.positions + number).unsqueeze(1)
+        return [
+            Rows(first, num, num, padded, gather, last[first : first + num], {})
+            for first, num, padded, gather in self.parts
+        ]
 
 
-def _lay_out(chunks: Sequence[Chunk], block_tokens: int, scratch: int) -> _Flat:
-    """Rows in the order of the chunks. Chunks of one token that samples come first: they decode."""
-    num_decoding = 0
-    while num_decoding < len(chunks) and chunks[num_decoding].count == 1 and chunks[num_decoding].samples:
-        num_decoding += 1
-    tokens: list[int] = []
-    positions: list[int] = []
-    sampled: list[int] = []
-    slots: list[int] = []
-    contexts: list[Numbers] = []
-    parts: list[_Part] = []
-    within = np.arange(block_tokens)
-    for number, (sequence, start, count, samples) in enumerate(chunks):
-        stop = start + count
-        blocks = np.array(sequence.blocks, np.int64)
-        of_context = (blocks[:, None] * block_tokens + within).reshape(-1)[:stop]
-        first_row = len(tokens)
-        tokens += sequence.tokens[start:stop]
-        positions += range(start, stop)
-        slots += of_context[start:stop].tolist()
-        if samples:
-            sampled.append(len(tokens) - 1)
-        if number < num_decoding:
-            contexts.append(of_context)
-        else:
-            parts.append(_Part(first_row, _padded([of_context]), np.arange(start, stop)))
-    if contexts:
-        parts.insert(0, _Part(0, _padded(contexts), np.array([len(one) - 1 for one in contexts], np.int64)))
-    num_missing = max(0, MIN_ROWS - len(tokens))
-    return _Flat(
-        np.array(tokens + [0] * num_missing, np.int64),
-        np.array(positions + [0] * num_missing, np.int64),
-        np.array(slots + [scratch] * num_missing, np.int64),
-        parts,
-        np.array(sampled + [0] * max(0, MIN_ROWS - len(sampled)), np.int64),
-    )
+def _num_decoding(chunks: Sequence[Chunk]) -> int:
+    """Chunks of one token that samples come first: they decode."""
+    num = 0
+    while num < len(chunks) and chunks[num].count == 1 and chunks[num].samples:
+        num += 1
+    return num
 
 
-def _padded(contexts: list[Numbers]) -> Numbers:
-    longest = max(len(one) for one in contexts)
-    padded = np.zeros((len(contexts), longest + -longest % PIECE), np.int64)
-    for row, one in enumerate(contexts):
-        padded[row, : len(one)] = one
-    return padded
-
-
-def _rows(part: _Part, num_kv: int) -> Rows:
-    num, padded = part.contexts.shape
-    gather = part.contexts[:, None, :] * num_kv + np.arange(num_kv)[None, :, None]
-    last = torch.from_numpy(part.last).unsqueeze(1)
-    return Rows(part.first, len(part.last), num, padded, torch.from_numpy(gather.reshape(-1)), last, {})
+def _together(pieces: list[int]) -> list[tuple[int, int]]:
+    """Ranges of rows that attend together, of contexts with so many pieces, the longest first."""
+    ranges: list[tuple[int, int]] = []
+    first = 0
+    for row, num in enumerate(pieces):
+        if (pieces[first] - num) * PIECE * (len(pieces) - row) > _WASTE_TOKENS:
+            ranges.append((first, row))
+            first = row
+    if pieces:
+        ranges.append((first, len(pieces)))
+    return ranges

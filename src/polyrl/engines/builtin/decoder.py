@@ -1,0 +1,186 @@
+"""The forward pass of plain decoders on the CPU, written out: the parameters of the transformers model, in fewer and
+larger operations than its modules take. On a small model the modules cost more than the arithmetic.
+
+Products that share their input are one, and their matrices are copies that oneDNN has packed: two to three times faster
+for a few rows. Where a norm, a scale or a bias can be multiplied into a matrix, it is. Results for a row do not depend
+on the other rows, if there are at least attention.MIN_ROWS (tests/builtin/test_exactness.py).
+
+Rules it keeps:
+- The parameters stay what and where they are. The copies are made and dropped as a whole (`pack`, `drop`), and are
+  stale from a change of the parameters until they are packed again. They take as much memory as the matrices.
+- Whatever is not known to be a plain decoder (`find`) runs through its own modules, as everything does on a GPU.
+
+Left out: soft-capped and scaled layers (Gemma), layers without positions (SmolLM3), experts, other types than float32.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from polyrl.engines.builtin.attention import PagedKeysAndValues, Step, attend_parts
+
+_PLAIN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+"""Whose angles depend on the position alone."""
+
+Tensor = torch.Tensor
+_reorder: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+class Matrix(NamedTuple):
+    """Packed, with oneDNN."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def times(self, rows: Tensor) -> Tensor:
+        return _multiply(rows, self.packed, self.bias, "none", [], "")
+
+
+class _Layer(NamedTuple):
+    inputs: Matrix
+    """Of queries, keys and values, in this order."""
+    head_norm: Tensor | None
+    """(heads + kv heads, dim): of queries and keys."""
+    window: int | None
+    output: Matrix
+    gate_and_up: Matrix
+    down: Matrix
+
+
+class Decoder:
+    """Packed from `model` as it is; `find` says whether it can be."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        self._model = model
+        self._num_heads: int = config.num_attention_heads
+        self._num_kv: int = config.num_key_value_heads
+        self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._num_heads
+        self._eps: float = config.rms_norm_eps
+        self._layers: list[_Layer] = []
+        self._head: Matrix | None = None
+        self._cos = self._sin = torch.empty((0, self._dim))
+        self.pack()
+
+    @staticmethod
+    def find(model: Any) -> "Decoder | None":
+        return Decoder(model) if _is_plain(model) else None
+
+    # Weights
+
+    @torch.inference_mode()
+    def pack(self) -> None:
+        """From the parameters as they are now."""
+        model = self._model.model
+        self._layers = [self._pack_layer(layer) for layer in model.layers]
+        self._head = _merge([self._model.lm_head], norm=model.norm.weight)
+
+    def drop(self) -> None:
+        self._layers, self._head = [], None
+
+    def _pack_layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        scale, head_norm = float(attention.scaling), None
+        if hasattr(attention, "q_norm"):
+            norms = (
+                (attention.q_norm.weight * scale).expand(self._num_heads, -1),
+                attention.k_norm.weight.expand(self._num_kv, -1),
+            )
+            scale, head_norm = 1.0, torch.cat(norms)
+        return _Layer(
+            _merge(
+                [attention.q_proj, attention.k_proj, attention.v_proj],
+                norm=layer.input_layernorm.weight,
+                first_scale=scale,
+            ),
+            head_norm,
+            getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+            _merge([attention.o_proj]),
+            _merge([mlp.gate_proj, mlp.up_proj], norm=layer.post_attention_layernorm.weight),
+            _merge([mlp.down_proj]),
+        )
+
+    # Steps
+
+    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step, paged: PagedKeysAndValues) -> Tensor:
+        """Of the wanted rows."""
+        assert self._head is not None, "it is asleep"
+        cos, sin = self._angles(positions)
+        num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv
+        x = self._model.model.embed_tokens(tokens)
+        for number, layer in enumerate(self._layers):
+            heads = layer.inputs.times(self._normed(x)).view(len(tokens), -1, self._dim)
+            rotated = heads[:, :num_rotated]
+            if layer.head_norm is not None:
+                rotated = self._normed(rotated).mul_(layer.head_norm)
+            rotated = torch.addcmul(rotated * cos, rotated.roll(self._dim // 2, -1), sin).transpose(0, 1)
+            paged.write(number, step.slots, rotated[num_heads:], heads[:, num_rotated:].transpose(0, 1))
+            found = attend_parts(rotated[:num_heads], number, step, paged, layer.window)
+            x = x + layer.output.times(found.view(len(tokens), -1))
+            gate, up = layer.gate_and_up.times(self._normed(x)).chunk(2, -1)
+            x += layer.down.times(silu(gate).mul_(up))
+        return self._head.times(self._normed(x.index_select(0, rows)))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Root mean square 1, over the last dimension."""
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        return x * squares.div_(x.shape[-1]).add_(self._eps).rsqrt_()
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, 1, dim) each. The sine of the first half is negative: the halves of a head are swapped, not turned."""
+        num = int(positions.max()) + 1
+        if num > len(self._cos):
+            wanted = torch.arange(max(1024, 2 * num)).unsqueeze(0)
+            cos, sin = self._model.model.rotary_emb(self._cos, wanted)
+            self._cos, self._sin = cos[0], sin[0].clone()
+            self._sin[:, : self._dim // 2].neg_()
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def _merge(parts: list[nn.Linear], *, norm: Tensor | None = None, first_scale: float = 1.0) -> Matrix:
+    """One matrix. `norm` weighs its input, and `first_scale` the result of the first part."""
+    weight = torch.cat([one.weight for one in parts])
+    if norm is not None:
+        weight *= norm
+    bias = torch.cat([one.bias for one in parts]) if parts[0].bias is not None else None
+    for one in (weight, bias):
+        if one is not None and first_scale != 1.0:
+            one[: parts[0].out_features] *= first_scale
+    return pack(weight, bias)
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> Matrix:
+    return Matrix(_reorder(weight, None), bias)
+
+
+def can_pack() -> bool:
+    return torch.backends.mkldnn.is_available() and _reorder is not None and _multiply is not None
+
+
+def _is_plain(model: Any) -> bool:
+    parameter = next(model.parameters())
+    if type(model).__name__ not in _PLAIN or (parameter.dtype, parameter.device.type) != (torch.float32, "cpu"):
+        return False
+    config = model.config.get_text_config()
+    if not can_pack() or config.hidden_act != "silu" or model.model.rotary_emb.rope_type not in _FIXED_ROTATIONS:
+        return False
+    return all(_is_plain_layer(layer) for layer in model.model.layers) and type(model.lm_head) is nn.Linear
+
+
+def _is_plain_layer(layer: Any) -> bool:
+    """Nobody has put an adapter into it."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = (
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    )
+    return all(
+        all(type(one) is nn.Linear for one in group) and len({one.bias is None for one in group}) == 1
+        for group in groups
+    )
