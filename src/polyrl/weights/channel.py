@@ -1,19 +1,25 @@
 """One connection, plain or TLS, on which every wait has a deadline: whoever is late is cut.
 
 Sockets block, and a `Watch` shuts down those whose deadline has passed: that wakes a thread wherever it hangs, also in
-the middle of `sendfile`. A peer that gives or takes a megabyte now and then goes on; one that trickles does not.
+the middle of `sendfile`. The kernel counts what moved meanwhile, so that a thread may hand it a whole chunk: a peer that
+gave or took a megabyte since the last look goes on; one that trickles does not.
 """
 
 import contextlib
 import os
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable
 
-PIECE_BYTES = 1 << 20
-"""Progress by so much moves a deadline."""
+PROGRESS_BYTES = 1 << 20
+"""Who moves so much until the deadline gets another one."""
+_TCP_INFO_BYTES = 136
+_MOVED = struct.Struct("=QQ")
+_MOVED_AT = 120
+"""Where in the kernel's tcp_info the bytes are that were acknowledged and received."""
 _LOOPBACK_CONGESTION = "reno"
 
 
@@ -30,7 +36,20 @@ class Channel:
         self._why = ""
         self._ended = False
         self._guard = threading.Lock()
+        self._num_moved = 0
         self.deadline = time.monotonic() + stall_s
+
+    def has_moved(self) -> bool:
+        """Whether enough went over it since this was last asked for."""
+        if self.is_on_host:
+            return False
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return False
+        num_moved = sum(_MOVED.unpack_from(info, _MOVED_AT)) if len(info) == _TCP_INFO_BYTES else 0
+        before, self._num_moved = self._num_moved, num_moved
+        return num_moved - before >= PROGRESS_BYTES
 
     def extend(self, seconds: float | None = None) -> None:
         """The next thing is due in so long."""
@@ -85,8 +104,7 @@ class Channel:
         end, out = start + num_bytes, self._socket.fileno()
         with self._failures("sending"):
             while start < end:
-                start += self._sent(os.sendfile(out, fd, start, min(PIECE_BYTES, end - start)))
-                self.extend()
+                start += self._sent(os.sendfile(out, fd, start, end - start))
 
     def receive(self, most: int) -> bytes:
         """Some bytes, at least one."""
@@ -102,9 +120,7 @@ class Channel:
         done, num_bytes = 0, len(view)
         with self._failures("receiving"):
             while done < num_bytes:
-                piece = view[done : done + PIECE_BYTES]
-                done += self._sent(self._socket.recv_into(piece, len(piece), flags))
-                self.extend()
+                done += self._sent(self._socket.recv_into(view[done:], num_bytes - done, flags))
 
     def receive_exactly(self, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
@@ -178,6 +194,9 @@ class Watch:
             with self._guard:
                 late = [channel for channel in self._channels if channel.deadline < now]
             for channel in late:
+                if channel.has_moved():
+                    channel.extend()
+                    continue
                 channel.cut(f"nothing moved for {channel.stall_s:g} s")
 
 

@@ -114,6 +114,7 @@ class Link:
             raise ProtocolError(f"{found} bytes of chunks; expected {num_bytes}")
 
     def read(self, view: memoryview) -> None:
+        self._channel.extend()
         self._channel.receive_into(view)
 
     def take_file(self, name: str) -> int:

@@ -218,6 +218,7 @@ class Sender:
         with self._store.lease(name, first, count, channel.cut) as span:
             if span.num_bytes > protocol.MAX_DATA_BYTES:
                 raise Refused(Code.NONSENSE, f"{span.num_bytes} bytes at once; at most {protocol.MAX_DATA_BYTES}")
+            channel.extend()
             channel.send(protocol.data_header(span.num_bytes), more=True)
             if channel.is_plain and not self._pace.is_limited:
                 channel.send_file(span.fd, span.start, span.num_bytes)
