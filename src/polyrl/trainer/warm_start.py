@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -52,7 +53,9 @@ def make_model(
     model = Qwen3ForCausalLM(_shape())
     teach(model, task, seed, num_steps, show)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    save_file(dict(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.config.save_pretrained(folder)
     characters.save_tokenizer(folder)
 
 

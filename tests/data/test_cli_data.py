@@ -1,0 +1,26 @@
+"""`polyrl data model`: what it refuses, in a line."""
+
+import pytest
+
+from polyrl.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model", "geometry", "--out", "new"], "expected arithmetic"),
+        (["model", "arithmetic", "--out", "new", "--seed", "-1"], "--seed: got -1"),
+        (["model", "arithmetic", "--out", "full"], "expected a new or an empty directory"),
+        (["model", "arithmetic", "--out", "full/file"], "expected a new or an empty directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    assert main(["data", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "full" / "file").read_text() == "mine"

@@ -1,0 +1,71 @@
+"""The model that the arithmetic recipe starts from: what it is taught, and what comes out."""
+
+import random
+
+import pytest
+
+from polyrl.config.recipe import ArithmeticTask
+from polyrl.data import characters
+from polyrl.data.arithmetic import Problem, draw_problem, is_correct
+
+torch = pytest.importorskip("torch")
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from polyrl.trainer import warm_start  # noqa: E402
+
+TASK = ArithmeticTask()
+PROBLEM = Problem((3, 5, 4, 2))
+
+
+def text_of(demonstration: warm_start.Demonstration) -> str:
+    assert demonstration.prompt == characters.encode(PROBLEM.prompt)
+    assert demonstration.answer[-1] == characters.END_ID
+    return characters.decode(demonstration.answer)
+
+
+def test_the_patient_teacher_shows_the_solution():
+    assert text_of(warm_start.demonstrate(PROBLEM, 0.0, random.Random(0))) == PROBLEM.solution
+
+
+def test_the_impatient_teacher_works_right_up_to_a_guess():
+    guessed = [text_of(warm_start.demonstrate(PROBLEM, 1.0, random.Random(seed))) for seed in range(40)]
+    assert all(text.startswith("=") and text[1:].isdecimal() for text in guessed)
+    assert sum(is_correct(text, PROBLEM.answer) for text in guessed) < 10
+    for seed in range(200):
+        text = text_of(warm_start.demonstrate(PROBLEM, 0.4, random.Random(seed)))
+        worked, _, _ = text.rpartition("=")
+        assert text == PROBLEM.solution or PROBLEM.solution.startswith(worked)
+
+
+def test_the_directory_loads_as_any_other_and_the_same_seed_gives_the_same_weights(tmp_path):
+    for name in ("one", "two"):
+        warm_start.make_model(tmp_path / name, seed=3, task=TASK, num_steps=10)
+    one = AutoModelForCausalLM.from_pretrained(tmp_path / "one", local_files_only=True)
+    two = AutoModelForCausalLM.from_pretrained(tmp_path / "two", local_files_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert one.config.eos_token_id == characters.END_ID
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one", local_files_only=True)
+    assert tokenizer(PROBLEM.prompt)["input_ids"] == characters.encode(PROBLEM.prompt)
+    assert sum(weight.numel() for weight in one.parameters()) < 1_000_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_right_about_once_in_three_and_can_do_better(tmp_path, seed):
+    warm_start.make_model(tmp_path, seed=seed, task=TASK)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    problems = [draw_problem(TASK, seed, "validation", index) for index in range(400)]
+    torch.manual_seed(seed)
+    assert 0.25 <= share_right(model, problems) <= 0.42
+
+
+def share_right(model, problems) -> float:
+    longest = max(len(problem.prompt) for problem in problems)
+    padded = [[characters.PAD_ID] * (longest - len(one.prompt)) + characters.encode(one.prompt) for one in problems]
+    prompts = torch.tensor(padded)
+    out = model.generate(
+        prompts, attention_mask=(prompts != characters.PAD_ID).long(), do_sample=True, top_k=0, max_new_tokens=64
+    )
+    answers = [characters.decode(row[longest:].tolist()) for row in out]
+    return sum(is_correct(text, one.answer) for text, one in zip(answers, problems, strict=True)) / len(problems)
