@@ -32,9 +32,9 @@ def allowed(kind: inspect.Type) -> str:
             return "true, false"
         case inspect.StrType():
             return "text"
-        case inspect.ListType():
+        case inspect.ListType() | inspect.VarTupleType() | inspect.TupleType():
             return "list"
-        case inspect.StructType():
+        case inspect.StructType() | inspect.DictType():
             return "table"
         case _:
             raise AssertionError(f"no words for {kind}")
@@ -54,6 +54,10 @@ def default(field: inspect.Field) -> str:
             return "its defaults"
         case list():
             return f"`{[list(one) for one in value]}`"
+        case tuple():
+            return f"`{list(value)}`"
+        case dict():
+            return "empty"
         case float():
             return f"`{value:.6g}`"
         case _:

@@ -315,13 +315,13 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How weights travel to the fleet."""
 
     interfaces: tuple[str, ...] = ()
-    """Addresses that weights are served on; empty: the manager's host."""
-    streams: AtLeastOne = 4
-    """Connections that one worker pulls over."""
-    groups: AtLeastOne = 1
-    """Sets of workers that are served one after the other."""
+    """Networks, written as CIDR, on whose local addresses weights are served; empty: wherever the manager is."""
+    streams: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Connections of one pull."""
+    groups: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Ports an interface, that workers are spread over."""
     egress_mb_s: Positive | None = None
-    """At most so much leaves this machine; none: as much as the network takes."""
+    """At most so many megabytes a second leave this process; none: all it can."""
 
 
 class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
