@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 
 from polyrl.errors import UserError
 
@@ -23,6 +24,7 @@ class Buffer:
         self.num_bytes = num_bytes
         self.num_users = 0
         """Who reads it outside of any store. While there are any, it is neither closed nor written to."""
+        self.before_close: list[Callable[[], None]] = []
         size = max(num_bytes, mmap.PAGESIZE)
         self.fd = os.memfd_create("polyrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -41,6 +43,8 @@ class Buffer:
         """Give the memory back. One that still has users goes with the last of their views."""
         if self.num_users or self.fd < 0:
             return
+        for prepare in self.before_close:
+            prepare()
         self._close_file()
         with contextlib.suppress(BufferError):
             self.view.release()

@@ -1,8 +1,8 @@
 """One connection, plain or TLS, on which every wait has a deadline: whoever is late is cut.
 
 Sockets block, and a `Watch` shuts down those whose deadline has passed: that wakes a thread wherever it hangs, also in
-the middle of `sendfile`. The kernel counts what moved meanwhile, so that a thread may hand it a whole chunk: a peer that
-gave or took a megabyte since the last look goes on; one that trickles does not.
+the middle of `sendfile`. The kernel counts what moved meanwhile, so that a thread may hand it a whole chunk: a peer
+that gave or took a megabyte since the last look goes on; one that trickles does not.
 """
 
 import contextlib

@@ -16,11 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
 from polyrl.weights.protocol import Code, ProtocolError, Refused
-from polyrl.weights.receiver import Dialer, HostStream, Link, RemoteStream
+from polyrl.weights.receiver import Dialer, HostStream, Link, MooncakeStream, RemoteStream
 from polyrl.weights.settings import TransferError
 from polyrl.weights.store import Blob, Store
 
@@ -44,6 +45,9 @@ OnProgress = Callable[[int, int], None]
 """Is told the bytes that are verified, and all."""
 
 
+Stream: TypeAlias = RemoteStream | HostStream | MooncakeStream
+
+
 class WrongChunk(Exception):
     """A source gave bytes that are not those of their digest."""
 
@@ -61,6 +65,7 @@ class Source:
         self.failure = ""
         """Why it is not asked any more."""
         self.is_bad = False
+        self.lacks_mooncake = False
         self.num_failures = 0
         self.num_chunks_given = 0
 
@@ -259,7 +264,7 @@ class Fetch:
     def _drain(self, source: Source, link: Link) -> None:
         """Ask a few requests ahead, and read the answers, until there is nothing for this stream to do."""
         asked: deque[range] = deque()
-        stream = (HostStream if link.is_on_host else RemoteStream)(link, self._blob.name, self._blob.table)
+        stream = self._stream_over(link, source)
         try:
             while True:
                 chosen = self._choose(source, self._num_ahead - len(asked), can_wait=not asked)
@@ -277,7 +282,17 @@ class Fetch:
             stream.close()
             self._give_back(asked)
 
-    def _take(self, source: Source, stream: RemoteStream | HostStream, index: int) -> None:
+    def _stream_over(self, link: Link, source: Source) -> Stream:
+        if link.is_on_host:
+            return HostStream(link, self._blob.name, self._blob.table)
+        if self._dialer.mooncake is not None and source.is_complete and not source.lacks_mooncake:
+            try:
+                return MooncakeStream(link, self._blob.name, self._blob, self._dialer.mooncake)
+            except Refused:
+                source.lacks_mooncake = True
+        return RemoteStream(link, self._blob.name, self._blob.table)
+
+    def _take(self, source: Source, stream: Stream, index: int) -> None:
         place = self._blob.chunk(index)
         stream.read(index, place)
         if not self._blob.table.holds(index, place):

@@ -35,7 +35,7 @@ class WeightPeer:
         if tls is None or tls.server is not None:
             self._sender.start()
         self._watch = Watch("weights-pull-watch")
-        self._dialer = Dialer(settings, key, tls, self._watch)
+        self._dialer = Dialer(settings, key, tls, self._watch, self._sender.mooncake)
         self._one_pull = threading.Lock()
         self._closing = threading.Event()
         self.bad_sources: dict[str, str] = {}

@@ -9,6 +9,7 @@
     HAVE(blob, revision, wait)       ->         HAVE_IS(revision, bits of chunks), once there is news, or after `wait`
     GET(blob, first, count)          ->         DATA(the chunks' bytes)
     PASS(blob)                       ->         PASSED, with the file's descriptor     (on a UNIX socket alone)
+    LOCATE(blob)                     ->         LOCATED(where mooncake finds its memory)
                                                 or REFUSED(code, reason) to any of them
 
 A frame is a kind (one byte), a length (four, little endian) and that many bytes. Requests may be sent before earlier
@@ -69,6 +70,8 @@ class Kind(IntEnum):
     PASS = 12
     PASSED = 13
     REFUSED = 14
+    LOCATE = 15
+    LOCATED = 16
 
 
 class Code(IntEnum):
@@ -94,6 +97,7 @@ REQUESTS: Limits = {
     Kind.HAVE: (_HAVE.size, _HAVE.size),
     Kind.GET: (_GET.size, _GET.size),
     Kind.PASS: (_NAME_BYTES, _NAME_BYTES),
+    Kind.LOCATE: (_NAME_BYTES, _NAME_BYTES),
 }
 ANSWERS: Limits = {
     Kind.WELCOME: (_WELCOME.size, _WELCOME.size),
@@ -102,6 +106,7 @@ ANSWERS: Limits = {
     Kind.HAVE_IS: (4, 4 + 2 * MAX_BITMAP_BYTES),
     Kind.DATA: (1, MAX_DATA_BYTES),
     Kind.PASSED: (0, 0),
+    Kind.LOCATED: (1, 1 << 10),
     Kind.REFUSED: (1, 1 + _MAX_REASON_BYTES),
 }
 
@@ -281,8 +286,29 @@ def read_catalog(body: bytes) -> Catalog:
         raise ProtocolError(f"not a catalog: {error}") from error
 
 
-def ask(kind: Literal[Kind.MANIFEST, Kind.PASS], name: str) -> bytes:
+def ask(kind: Literal[Kind.MANIFEST, Kind.PASS, Kind.LOCATE], name: str) -> bytes:
     return frame(kind, bytes.fromhex(name))
+
+
+class Located(Struct, frozen=True, array_like=True):
+    """A blob's memory, as mooncake's transfer engine names it."""
+
+    address: Annotated[str, Meta(max_length=300)]
+    place: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+_LOCATED = msgspec.msgpack.Decoder(Located)
+
+
+def located(found: Located) -> bytes:
+    return frame(Kind.LOCATED, msgspec.msgpack.encode(found))
+
+
+def read_located(body: bytes) -> Located:
+    try:
+        return _LOCATED.decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a place in memory: {error}") from error
 
 
 def read_name(body: bytes) -> str:

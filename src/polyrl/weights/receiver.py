@@ -14,9 +14,11 @@ from typing import NamedTuple
 from polyrl.weights import protocol
 from polyrl.weights.channel import Channel, Watch
 from polyrl.weights.chunks import ChunkTable
+from polyrl.weights.mooncake import Mooncake
 from polyrl.weights.protocol import HEADER, Code, Kind, ProtocolError
 from polyrl.weights.sender import local_name
 from polyrl.weights.settings import Tls, WeightSettings
+from polyrl.weights.store import Blob
 
 CONNECT_S = 5.0
 
@@ -28,6 +30,7 @@ class Dialer(NamedTuple):
     key: bytes
     tls: Tls | None
     watch: Watch
+    mooncake: Mooncake | None = None
 
     def dial(self, address: str) -> "Link":
         """Raises OSError or ProtocolError."""
@@ -136,6 +139,10 @@ class Link:
             raise
         return fds[0]
 
+    def locate(self, name: str) -> protocol.Located:
+        """Where mooncake finds the blob's memory. It may be read while this link stands."""
+        return protocol.read_located(bytes(self._ask(protocol.ask(Kind.LOCATE, name), Kind.LOCATED)))
+
     def keep(self, seconds: float) -> None:
         """Nothing is expected for so long."""
         self._channel.extend(seconds)
@@ -186,6 +193,29 @@ class HostStream:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class MooncakeStream:
+    """Chunks of one blob out of a source's memory, by mooncake. They are verified like any others."""
+
+    def __init__(self, link: Link, name: str, blob: Blob, mooncake: Mooncake) -> None:
+        self._table, self._mooncake = blob.table, mooncake
+        self._remote = link.locate(name)
+        mooncake.place_of(blob.buffer)
+        link.keep(24 * 3600)
+
+    def ask(self, run: range) -> None:
+        pass
+
+    def expect(self, run: range) -> None:
+        pass
+
+    def read(self, index: int, into: memoryview) -> None:
+        start, _ = self._table.range_of(index)
+        self._mooncake.read(self._remote.address, self._remote.place + start, into)
+
+    def close(self) -> None:
+        """The link stays."""
 
 
 def parse_address(address: str) -> tuple[str, int]:

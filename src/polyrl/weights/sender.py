@@ -21,6 +21,7 @@ from polyrl.errors import UserError
 from polyrl.weights import protocol
 from polyrl.weights.channel import Channel, Cut, Watch
 from polyrl.weights.interfaces import listening_addresses
+from polyrl.weights.mooncake import Mooncake
 from polyrl.weights.pace import Pace
 from polyrl.weights.protocol import Code, Incoming, Kind, ProtocolError, Refused
 from polyrl.weights.settings import WeightSettings
@@ -54,6 +55,7 @@ class Sender:
         """Why connections ended, where it was not the other side's wish."""
         self.coming: tuple[tuple[str, str], ...] = ()
         """Deltas that are being made: from which version to which."""
+        self.mooncake: Mooncake | None = None
         self._store, self._settings, self._key, self._tls, self._origin = store, settings, key, tls, origin
         self._pace = Pace(settings.egress_mb_s * 1e6)
         self._guard = threading.Lock()
@@ -75,6 +77,8 @@ class Sender:
             raise
         if self._settings.shared_memory:
             self._listen_on_host()
+        if self._settings.mooncake:
+            self.mooncake = Mooncake(self._settings.mooncake, listening_addresses(self._settings.interfaces)[0])
         self.addresses = tuple(addresses)
 
     def close(self) -> None:
@@ -86,6 +90,8 @@ class Sender:
             self._watch.close()
         for thread in self._running():
             thread.join()
+        if self.mooncake is not None:
+            self.mooncake.close()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
@@ -210,6 +216,8 @@ class Sender:
                 if not channel.is_on_host:
                     raise ProtocolError("a descriptor cannot be passed on this connection")
                 self._pass_file(channel, protocol.read_name(request.body))
+            case Kind.LOCATE:
+                self._locate(channel, protocol.read_name(request.body))
             case _:
                 raise ProtocolError(f"{request.kind.name} is no request")
 
@@ -254,6 +262,18 @@ class Sender:
             channel.extend(PASSED_S)
             channel.receive(1)
         raise ProtocolError("a request where a file was passed")
+
+    def _locate(self, channel: Channel, name: str) -> None:
+        """Like passing a file: the lease lasts as long as the connection."""
+        blob = self._store.find(name)
+        if self.mooncake is None or blob is None or blob.kind != "full" or not blob.table.num_chunks:
+            raise Refused(Code.GONE, "mooncake does not find it here")
+        with self._store.lease(name, 0, blob.table.num_chunks, channel.cut):
+            place = self.mooncake.place_of(blob.buffer)
+            channel.send(protocol.located(protocol.Located(self.mooncake.address, place)))
+            channel.extend(PASSED_S)
+            channel.receive(1)
+        raise ProtocolError("a request where memory was located")
 
 
 def _next(channel: Channel, incoming: Incoming) -> bytes:

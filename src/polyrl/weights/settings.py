@@ -4,7 +4,7 @@ Everything has a default that works; what can be measured or derived is not here
 """
 
 import ssl
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -36,6 +36,8 @@ class WeightSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """TCP's congestion control by name. Empty: reno on loopback, where bbr would pace; elsewhere the system's."""
     shared_memory: bool = True
     """Whether a neighbour on the same host may read the buffers directly."""
+    mooncake: Literal["", "tcp", "rdma"] = ""
+    """Read full versions through mooncake's transfer engine in this mode, where both sides have it. Empty: do not."""
     stall_s: Positive = 10.0
     """A peer that takes or gives less than a megabyte in this long is cut."""
     grace_s: Annotated[float, Meta(ge=0)] = 2.0
