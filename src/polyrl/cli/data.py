@@ -17,6 +17,7 @@ class Action(NamedTuple):
 
 
 ACTIONS: Mapping[str, Action] = {
+    "prepare": Action("openr1|gsm8k|FILE", "write a data set as JSON lines", "polyrl.cli.data_prepare"),
     "model": Action("arithmetic", "train a small model for the arithmetic task to start from", "polyrl.cli.data_model"),
 }
 

@@ -1,0 +1,98 @@
+"""Public data sets, as they are published, to our JSON lines: {"prompt": ..., "answer": ...}, and what else is kept.
+
+| layout | what is read | prompt | answer |
+|---|---|---|---|
+| openr1 | OpenR1-Math: Parquet, or a directory of Parquet files | `problem` | `answer` |
+| gsm8k | GSM8K: JSON lines | `question` | what follows `####` in `answer` |
+| FILE | anything that the loaders read | the first column of `prompt`, `problem`, `question` | `answer` |
+
+Rules kept here: nothing is downloaded. Rows without what is needed are left out, and counted; a file without any row
+that can be used is an error. The file appears when it is complete.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from polyrl.data.rows import DataError, Fields, Row, read_rows
+from polyrl.errors import UserError
+
+PROMPT_COLUMNS = ("prompt", "problem", "question")
+_MARK = "####"
+_KEPT = ("problem_type", "source", "uuid")
+"""Columns of OpenR1-Math that are of use afterwards; its generated solutions are most of its bytes."""
+ANY_FILE = "FILE"
+
+
+class Prepared(NamedTuple):
+    num_rows: int
+    num_left_out: int
+
+
+def prepare(layout: str, source: Path, out: Path) -> Prepared:
+    """`layout` is one of LAYOUTS, or ANY_FILE. Raises UserError."""
+    if out.exists():
+        raise UserError(f"{out}: is there already, expected a new file")
+    if out.suffix != ".jsonl":
+        raise UserError(f"{out}: expected a name that ends in .jsonl")
+    convert = LAYOUTS.get(layout, _any)
+    part = out.with_name(f"{out.name}.part")
+    num_rows = num_left_out = 0
+    try:
+        with part.open("wb") as file:
+            for row in _rows(source):
+                fields = convert(row)
+                if fields is None:
+                    num_left_out += 1
+                    continue
+                num_rows += 1
+                file.write(msgspec.json.encode(fields) + b"\n")
+        if not num_rows:
+            raise DataError(f"{source}: none of its {num_left_out} rows can be used; expected the layout of {layout}")
+        os.replace(part, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return Prepared(num_rows, num_left_out)
+
+
+def _rows(source: Path) -> Iterator[Row]:
+    """Of one file; or of all Parquet files of a directory, in the order of their names."""
+    shards = sorted(source.rglob("*.parquet")) if source.is_dir() else []
+    for one in shards or [source]:
+        yield from read_rows(one)
+
+
+def _openr1(row: Row) -> Fields | None:
+    prompt, answer = _text(row, "problem"), _text(row, "answer")
+    if prompt is None or answer is None:
+        return None
+    return {"prompt": prompt, "answer": answer, **{key: row.fields[key] for key in _KEPT if row.fields.get(key)}}
+
+
+def _gsm8k(row: Row) -> Fields | None:
+    prompt, solution = _text(row, "question"), _text(row, "answer")
+    if prompt is None or solution is None or _MARK not in solution:
+        return None
+    answer = solution.rpartition(_MARK)[2].strip().replace(",", "")
+    return {"prompt": prompt, "answer": answer} if answer else None
+
+
+def _any(row: Row) -> Fields | None:
+    name = next((one for one in PROMPT_COLUMNS if row.fields.get(one)), None)
+    if name is None:
+        return None
+    rest = {key: value for key, value in row.fields.items() if key != name}
+    return {"prompt": row.fields[name], **rest}
+
+
+def _text(row: Row, name: str) -> str | None:
+    value = row.fields.get(name)
+    return value.strip() if isinstance(value, str) and value.strip() else None
+
+
+LAYOUTS: dict[str, Callable[[Row], Fields | None]] = {"openr1": _openr1, "gsm8k": _gsm8k}

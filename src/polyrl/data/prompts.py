@@ -1,0 +1,97 @@
+"""From a row to a prompt: which column, which template, which chat messages; and what its answer should be.
+
+    template = "Question: {prompt}\\nAnswer:"      text with {prompt}, and any other column, in braces
+    chat = true                                   wrapped as a user's message, after `system` if there is one
+    a list of messages in the column              taken as it is: roles and contents
+
+Rules kept here: a row without a prompt, or with something else in its place, is an error that names file and line.
+Left out: tokens (tokens.py).
+"""
+
+import string
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from polyrl.config.recipe import DomainFields
+from polyrl.data.rows import DataError, Fields, Row, kind_of, read_rows
+from polyrl.errors import ConfigError
+
+Messages = list[dict[str, str]]
+
+
+class Task(NamedTuple):
+    """One prompt, before it is tokens, and what its reward needs."""
+
+    prompt: str | Messages
+    """Text as the model is to see it, or messages for the tokenizer's chat template."""
+    expected: str
+    fields: Fields
+
+
+def read_tasks(source: str, domain: DomainFields, *, needs_answer: bool, key: str = "data") -> Iterator[Task]:
+    """The rows of a source as tasks. `needs_answer`: a row without one is an error. `key` names the settings."""
+    columns = template_columns(domain.template)
+    for row in read_rows(source, domain.num_prompts):
+        prompt = _prompt(row, domain, columns, key)
+        yield Task(prompt, _expected(row, domain.answer_key, needs_answer=needs_answer), row.fields)
+
+
+def template_columns(template: str) -> list[str]:
+    """Which columns a template names, beside the prompt. The recipe has checked it."""
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    return [name for name in dict.fromkeys(names) if name != "prompt"]
+
+
+def _prompt(row: Row, domain: DomainFields, columns: list[str], key: str) -> str | Messages:
+    name = domain.prompt_key
+    if name not in row.fields:
+        has = ", ".join(row.fields) or "nothing"
+        raise DataError(f"{row.place}: no column {name!r}, which {key}.prompt_key names; the row has {has}")
+    value = row.fields[name]
+    if isinstance(value, list) and value:
+        return _messages(row.place, name, value)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{row.place}: {name}: got {kind_of(value)}, expected a text or a list of messages")
+    missing = [column for column in columns if column not in row.fields]
+    if missing:
+        raise DataError(f"{row.place}: no column {missing[0]!r}, which {key}.template names")
+    text = _fill(domain.template, {**{column: row.fields[column] for column in columns}, "prompt": value}, key)
+    if not domain.chat:
+        return text
+    system = [{"role": "system", "content": domain.system}] if domain.system else []
+    return [*system, {"role": "user", "content": text}]
+
+
+def _fill(template: str, columns: Fields, key: str) -> str:
+    try:
+        return template.format(**columns)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key}.template: {error}") from error
+
+
+def _messages(place: str, name: str, value: list[Any]) -> Messages:
+    messages: Messages = []
+    for number, one in enumerate(value):
+        if not isinstance(one, dict) or not isinstance(one.get("role"), str) or not isinstance(one.get("content"), str):
+            raise DataError(f'{place}: {name}.{number}: expected a message, {{"role": "...", "content": "..."}}')
+        messages.append({"role": one["role"], "content": one["content"]})
+    return messages
+
+
+def _expected(row: Row, name: str, *, needs_answer: bool) -> str:
+    """A number is its text. What is neither is for the person's own reward, as JSON."""
+    value = row.fields.get(name)
+    match value:
+        case str() if value.strip() or not needs_answer:
+            return value
+        case int() | float() if not isinstance(value, bool):
+            return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
+        case _ if needs_answer:
+            found = kind_of(value) if name in row.fields else "nothing"
+            raise DataError(f"{row.place}: {name}: got {found}, expected the answer, which the reward compares with")
+        case None:
+            return ""
+        case _:
+            return msgspec.json.encode(value).decode()

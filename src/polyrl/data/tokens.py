@@ -1,0 +1,104 @@
+"""Texts to tokens and back, with the tokenizer that lies beside a model's weights.
+
+Rules kept here: nothing is downloaded. A chat is written by the tokenizer's own template, up to where the answer
+begins; plain text gets what the tokenizer puts around any text. An answer is read without the token that ends it.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyrl.data.prompts import Messages
+from polyrl.data.rows import DataError
+from polyrl.errors import ConfigError
+
+Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+_KEY = "model.path"
+
+
+class ModelTokenizer:
+    def __init__(self, folder: str) -> None:
+        """Raises ConfigError for a directory without a tokenizer that can be used."""
+        self._folder = folder
+        self._tokenizer = _load(folder)
+        self._end_ids = frozenset(_end_ids(Path(folder), self._tokenizer))
+        self.max_context: int | None = _max_context(Path(folder))
+        """What the model can, as its config.json says it."""
+
+    def written(self, prompt: str | Messages) -> str:
+        """The prompt as the model sees it."""
+        if isinstance(prompt, str):
+            return prompt
+        if not self._tokenizer.chat_template:
+            raise ConfigError(f"{_KEY}: {self._folder}: its tokenizer has no chat template; expected one, for messages")
+        try:
+            return self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program, and refuses roles in its own words
+            raise DataError(f"{self._folder}: its chat template refuses the messages: {_line(error)}") from error
+
+    def tokens(self, prompts: Sequence[str | Messages]) -> list[Tokens]:
+        """Of many prompts at once, which is faster than of one after the other."""
+        texts = [self.written(prompt) for prompt in prompts]
+        plain = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        chats = [place for place, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+        found: dict[int, Tokens] = {}
+        for places, special in ((plain, True), (chats, False)):
+            if places:
+                lists = self._tokenizer([texts[place] for place in places], add_special_tokens=special)["input_ids"]
+                found |= {place: np.array(ids, dtype=np.int32) for place, ids in zip(places, lists, strict=True)}
+        return [found[place] for place in range(len(prompts))]
+
+    def text(self, answer: Sequence[int]) -> str:
+        """What an answer says, without the tokens that end it."""
+        num = len(answer)
+        while num and answer[num - 1] in self._end_ids:
+            num -= 1
+        return self._tokenizer.decode(list(answer[:num]), clean_up_tokenization_spaces=False)
+
+
+def _load(folder: str) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"{_KEY}: {folder}: no config.json there; expected a Hugging Face model directory")
+    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ConfigError(f"{_KEY}: {folder}: no tokenizer there; expected tokenizer.json beside the weights")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever is wrong with it, in transformers' many words
+        raise ConfigError(f"{_KEY}: {folder}: its tokenizer cannot be used: {_line(error)}") from error
+
+
+def _end_ids(folder: Path, tokenizer: Any) -> list[int]:
+    """What ends an answer: what generation_config.json and config.json say, and the tokenizer's own end of text."""
+    ends: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        said = _read_config(folder / name).get("eos_token_id")
+        ends += [said] if isinstance(said, int) else said if isinstance(said, list) else []
+    return ends
+
+
+def _max_context(folder: Path) -> int | None:
+    config = _read_config(folder / "config.json")
+    said = config.get("text_config", config).get("max_position_embeddings")
+    return said if isinstance(said, int) else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
