@@ -1,0 +1,125 @@
+"""A recipe: what follows from it for the scheduler, and what is refused, with the dotted path."""
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from polyrl.config import apply_overrides, build, dump_toml
+from polyrl.config.recipe import Recipe, scheduler_config
+from polyrl.errors import ConfigError
+
+SMALLEST: dict[str, Any] = {"name": "small", "model": {"path": "model"}, "data": {"source": "arithmetic"}}
+TWO_DOMAINS: dict[str, Any] = {
+    **SMALLEST,
+    "data": {
+        "domains": [
+            {"name": "math", "source": "math.jsonl", "reward": "math", "prompts_per_step": 24},
+            {"name": "sums", "source": "arithmetic", "prompts_per_step": 8},
+        ]
+    },
+}
+
+
+def recipe(*overrides: str, tree: dict[str, Any] = SMALLEST) -> Recipe:
+    return build(apply_overrides(tree, overrides), Recipe)
+
+
+def test_the_smallest_recipe_is_a_model_and_data():
+    small = recipe()
+    assert small.run_dir == "runs/small"
+    (domain,) = small.data.all_domains
+    assert (domain.name, domain.reward_name) == ("arithmetic", "arithmetic")
+
+
+def test_a_single_domain_may_be_written_right_into_data():
+    (domain,) = recipe("data.source=folder/sums.jsonl", "data.reward=my:own", "data.chat=true").data.all_domains
+    assert (domain.name, domain.source, domain.reward_name, domain.chat) == (
+        "sums",
+        "folder/sums.jsonl",
+        "my:own",
+        True,
+    )
+
+
+def test_a_resolved_recipe_reads_back_as_itself():
+    for one in (recipe(), recipe(tree=TWO_DOMAINS), recipe("rollout.stop=['x']", "train.stop_at_reward=0.9")):
+        assert build(tomllib.loads(dump_toml(one)), Recipe) == one
+
+
+def test_domains_and_their_sizes_become_the_scheduler_s():
+    config = scheduler_config(recipe("train.seed=5", tree=TWO_DOMAINS), [100, 200], prompt_tokens=40)
+    assert [(one.name, one.prompts_per_step, one.num_prompts) for one in config.domains] == [
+        ("math", 24, 100),
+        ("sums", 8, 200),
+    ]
+    assert (config.seed, config.prompt_tokens, config.streaming) == (5, 40, True)
+
+
+def test_the_data_may_have_a_seed_of_its_own():
+    assert scheduler_config(recipe("train.seed=5", "data.shuffle_seed=0"), [1]).seed == 0
+
+
+def test_a_domain_without_a_prompt_is_named():
+    with pytest.raises(ValueError, match=r"math\.jsonl: domain 'math' has no prompt"):
+        scheduler_config(recipe(tree=TWO_DOMAINS), [0, 5])
+
+
+def test_a_synchronous_run_scores_and_trains_when_all_is_generated():
+    config = scheduler_config(recipe("train.mode=synchronous"), [10])
+    assert not config.streaming
+    assert not config.rewards.as_finished
+
+
+def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_run_and_queue():
+    config = scheduler_config(recipe("rewards.processes=2", "rewards.timeout_s=3"), [10])
+    assert config.rewards.slots == 16
+    assert config.rewards.t_max_s >= 3 * (16 / 2)
+    assert not config.rewards.adaptive
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["train.step=3"], "train.step: unknown key; did you mean train.steps?"),
+        (["train.mode=sync"], 'train.mode: got "sync", expected one of "streaming", "synchronous"'),
+        (["name=a/b"], "name: got 'a/b', expected a name that a directory can have"),
+        (["data.source=file.jsonl"], "data.reward: missing, expected arithmetic, math or module:function"),
+        (["data.source="], 'data.source: missing, expected a file, a directory or "arithmetic"'),
+        (["data.template=Solve it."], "data.template: has no {prompt}, expected the place where the prompt goes"),
+        (["data.template={prompt} {"], "data.template: Single '{' encountered in format string"),
+        (["data.template={prompt} {0}"], "data.template: got {0}, expected the name of a column"),
+        (["data.system=Be brief."], "data.system: is for chat = true alone"),
+        (["data.arithmetic.max_terms=2"], "data.arithmetic.max_terms: 2 is below min_terms = 3"),
+        (["algorithm.overlong=penalty"], "algorithm.overlong_buffer_tokens: missing"),
+        (["algorithm.fixed_tokens=5"], 'algorithm.fixed_tokens: is for aggregation = "fixed" alone'),
+        (["algorithm.reference=old"], 'algorithm.reference: nothing is measured against it while kl = "none"'),
+        (["rounds.samples_per_prompt=1"], "rounds.samples_per_prompt: expected at least 2, for grpo"),
+        (["train.micro_batch_tokens=64"], "train.micro_batch_tokens: expected at least rollout.max_new_tokens, 1024"),
+        (["model.max_context=1024"], "model.max_context: expected room for a prompt"),
+        (["train.mode=synchronous", "train.local_generation=false"], "train.local_generation: expected true"),
+        (["train.mode=synchronous", "rounds.tail_batching=race"], 'rounds.tail_batching: expected "off"'),
+        (["validation.pass_at=[1, 8]", "validation.num_samples=4"], "validation.num_samples: 4 is below 8"),
+        (["rollout.impose_lengths.kind=quantiles"], "rollout.impose_lengths.quantiles: expected at least two"),
+        (["rollout.temperature=0"], "rollout.temperature: got 0, expected a number > 0"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_dotted_path(overrides, line):
+    with pytest.raises(ConfigError) as caught:
+        recipe(*overrides)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["data.domains.1.name=math"], "data.domains.1.name: 'math' is there twice"),
+        (["data.chat=true"], "data.chat: say it in each of data.domains, or leave data.domains out"),
+        (["data.domains.0.name="], "data.domains.0.name: got an empty text"),
+    ],
+)
+def test_several_domains_have_names_of_their_own_and_nothing_beside_them(overrides, line):
+    with pytest.raises(ConfigError) as caught:
+        recipe(*overrides, tree=TWO_DOMAINS)
+    assert str(caught.value).startswith(line)
