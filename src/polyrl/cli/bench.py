@@ -13,13 +13,15 @@ examples:
                                     are installed into a cache of their own; what cannot be is said
   polyrl bench engine --arch qwen3-1.7b --batch 256 --prompt 256 --new 512 --peer transformers
                                     the builtin engine against what memory allows, and a peer
-  polyrl bench train                about two minutes: the trainer against the matrix limit and plain loops"""
+  polyrl bench train                about two minutes: the trainer against the matrix limit and plain loops
+  polyrl bench weights              about five minutes: versions over loopback beside iperf3, memcpy and mooncake; deltas;
+                                    with root, late joiners in network namespaces"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("part", choices=["scheduler", "relay", "engine", "train"], help="what to measure")
+    parser.add_argument("part", choices=["scheduler", "relay", "engine", "train", "weights"], help="what to measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, for trying the command out")
     engine = parser.add_argument_group("engine")
@@ -50,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
 
         result = compare.measure(quick=args.quick)
         lines = compare.table(result)
+    elif args.part == "weights":
+        from polyrl.cli.bench_weights import compare as weights
+
+        result = weights.measure(quick=args.quick)
+        lines = weights.table(result)
     else:
         from polyrl.cli import bench_scheduler
 
