@@ -98,6 +98,10 @@ Called in a thread, one prompt after the other, so it may be slow. Workers wait 
 waited for `fleet_rules.stall_timeout_s` and half as long again is given up.
 """
 RewardOf = Callable[[Sample], Awaitable[float | Reward]]
+"""One that raises, takes too long or returns no finite number has failed: tried again, then the sample is dropped.
+
+It never counts as a zero. A judge that finds an answer wanting, because it crashed its test for example, returns that.
+"""
 
 
 @asynccontextmanager
@@ -409,11 +413,12 @@ class Fleet:
             result = given if isinstance(given, Reward) else Reward(float(given))
             if not math.isfinite(result.value):
                 raise ValueError(f"a reward of {result.value}")
-        except TimeoutError:
-            outcome = "timed_out"
+        except (PolyrlError, TimeoutError) as error:
+            log.warning("no reward for sample %s: %s", sample.name, str(error) or f"none within {one.timeout_s:g} s")
+            outcome, result = "infrastructure_failed", Reward(0.0)
         except Exception:
             log.exception("the reward of sample %s failed", sample.name)
-            outcome, result = "crashed", Reward(0.0)
+            outcome, result = "infrastructure_failed", Reward(0.0)
         await self._state(
             lambda seq: frames.Scored(
                 seq, one.text.sample, one.attempt, outcome, result.value, result.correct, result.cpu_s

@@ -36,13 +36,14 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
+    "train": Command("make a model better, on whatever devices there are", "polyrl.cli.train"),
     "manager": Command("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
     "worker": Command("join a fleet with one engine", "polyrl.cli.worker"),
     "status": Command("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),
     "drain": Command("have a worker hand everything over and leave", "polyrl.cli.drain"),
     "generate": Command("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
     "weights": Command("look at weight versions, check, compare and move them", "polyrl.cli.weights"),
-    "data": Command("make what a run starts from: a model for the arithmetic task", "polyrl.cli.data"),
+    "data": Command("make what a run starts from: prompts, or a model for the arithmetic task", "polyrl.cli.data"),
     "simulate": Command("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
     "bench": Command("measure the scheduler, the relay or the engine on this machine", "polyrl.cli.bench"),

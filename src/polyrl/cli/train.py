@@ -59,11 +59,19 @@ def _train(recipe: "Recipe", run_dir: Path) -> int:
     from polyrl.cli.loop import run_loop
     from polyrl.cli.training import models
     from polyrl.cli.training.run import Interrupted, train
+    from polyrl.cli.training.tasks import load_tasks
 
+    tasks = load_tasks(recipe)
     policy, reference = models.load(recipe)
-    tasks = models.load_tasks(recipe)
+
+    async def train_and_close() -> str:
+        try:
+            return await train(recipe, run_dir, policy, reference, tasks)
+        finally:
+            await tasks.close()
+
     try:
-        why = run_loop(train(recipe, run_dir, policy, reference, tasks))
+        why = run_loop(train_and_close())
     except Interrupted:
         print(f"stopped; what was trained is in {run_dir}", flush=True)
         return 130

@@ -423,7 +423,12 @@ def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig
     slots = _SLOTS_PER_PROCESS * rewards.processes if rewards.slots is None else rewards.slots
     longest_s = rewards.timeout_s * (1 + math.ceil(slots / rewards.processes))
     return RewardConfig(
-        adaptive=False, t_min_s=min(2.0, longest_s), t_max_s=longest_s, slots=slots, as_finished=as_finished
+        adaptive=False,
+        t_min_s=min(2.0, longest_s),
+        t_max_s=longest_s,
+        max_attempts=1,
+        slots=slots,
+        as_finished=as_finished,
     )
 
 

@@ -10,6 +10,7 @@ Left out: tokens (tokens.py).
 
 import string
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,19 +33,23 @@ class Task(NamedTuple):
 
 def read_tasks(source: str, domain: DomainFields, *, needs_answer: bool, key: str = "data") -> Iterator[Task]:
     """The rows of a source as tasks. `needs_answer`: a row without one is an error. `key` names the settings."""
-    columns = template_columns(domain.template)
     for row in read_rows(source, domain.num_prompts):
-        prompt = _prompt(row, domain, columns, key)
-        yield Task(prompt, _expected(row, domain.answer_key, needs_answer=needs_answer), row.fields)
+        yield to_task(row, domain, needs_answer=needs_answer, key=key)
 
 
+def to_task(row: Row, domain: DomainFields, *, needs_answer: bool, key: str = "data") -> Task:
+    prompt = _prompt(row, domain, key)
+    return Task(prompt, _expected(row, domain.answer_key, needs_answer=needs_answer), row.fields)
+
+
+@lru_cache
 def template_columns(template: str) -> list[str]:
     """Which columns a template names, beside the prompt. The recipe has checked it."""
     names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     return [name for name in dict.fromkeys(names) if name != "prompt"]
 
 
-def _prompt(row: Row, domain: DomainFields, columns: list[str], key: str) -> str | Messages:
+def _prompt(row: Row, domain: DomainFields, key: str) -> str | Messages:
     name = domain.prompt_key
     if name not in row.fields:
         has = ", ".join(row.fields) or "nothing"
@@ -54,6 +59,7 @@ def _prompt(row: Row, domain: DomainFields, columns: list[str], key: str) -> str
         return _messages(row.place, name, value)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{row.place}: {name}: got {kind_of(value)}, expected a text or a list of messages")
+    columns = template_columns(domain.template)
     missing = [column for column in columns if column not in row.fields]
     if missing:
         raise DataError(f"{row.place}: no column {missing[0]!r}, which {key}.template names")

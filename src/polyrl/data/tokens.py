@@ -26,6 +26,7 @@ class ModelTokenizer:
         """Raises ConfigError for a directory without a tokenizer that can be used."""
         self._folder = folder
         self._tokenizer = _load(folder)
+        self._tokenizer("")  # sets truncation and padding aside, once: while it does, no other thread may use it
         self._end_ids = frozenset(_end_ids(Path(folder), self._tokenizer))
         self.max_context: int | None = _max_context(Path(folder))
         """What the model can, as its config.json says it."""

@@ -1,10 +1,13 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
-
-Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
+from polyrl.config.recipe import DomainSection, Recipe, scheduler_config
+from polyrl.data.sources import Source, open_training, open_validation
+from polyrl.data.tokens import ModelTokenizer, Tokens
+from polyrl.errors import ConfigError
+from polyrl.rewards.pool import RewardPool
+from polyrl.rewards.reward import OURS, RewardInput, find_reward
 
 
 class Tasks(Protocol):
@@ -23,3 +26,98 @@ class Tasks(Protocol):
         ...
 
     def validation_tokens(self, domain: int) -> list[Tokens]: ...
+
+
+class Domain(NamedTuple):
+    name: str
+    reward: str
+    training: Source
+    validation: Source | None
+
+
+class RecipeTasks:
+    """Made by `load_tasks`."""
+
+    def __init__(self, domains: list[Domain], tokenizer: ModelTokenizer, pool: RewardPool) -> None:
+        self._domains, self._tokenizer, self._pool = domains, tokenizer, pool
+
+    @property
+    def num_prompts(self) -> list[int]:
+        return [domain.training.num_prompts for domain in self._domains]
+
+    @property
+    def names(self) -> list[str]:
+        return [domain.name for domain in self._domains]
+
+    def tokens(self, domain: int, prompt: int) -> Tokens:
+        return self._domains[domain].training.tokens(prompt)
+
+    def validation_tokens(self, domain: int) -> list[Tokens]:
+        source = self._domains[domain].validation
+        return [] if source is None else [source.tokens(prompt) for prompt in range(source.num_prompts)]
+
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, *, validation: bool) -> float:
+        """Raises RewardFailed."""
+        asked = self._domains[domain]
+        source = asked.validation if validation else asked.training
+        assert source is not None
+        task = source.task(prompt)
+        text = self._tokenizer.text(answer)
+        written = self._tokenizer.written(task.prompt)
+        given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
+        return await self._pool.score(asked.reward, given)
+
+    async def close(self) -> None:
+        """Leaves no process of a reward behind."""
+        await self._pool.close()
+
+
+def load_tasks(recipe: Recipe) -> RecipeTasks:
+    """Find every reward, read all data. Raises UserError, with a dotted key or with file and line."""
+    sections = recipe.data.all_domains
+    keys = [f"data.domains.{number}" for number in range(len(sections))] if recipe.data.domains else ["data"]
+    for domain, key in zip(sections, keys, strict=True):
+        find_reward(domain.reward_name, f"{key}.reward")
+    tokenizer = ModelTokenizer(recipe.model.path)
+    room = prompt_room(recipe, tokenizer.max_context)
+    domains = [_open(recipe, domain, tokenizer, room, key) for domain, key in zip(sections, keys, strict=True)]
+    tasks = RecipeTasks(domains, tokenizer, RewardPool(recipe.rewards.processes, recipe.rewards.timeout_s))
+    try:
+        scheduler_config(recipe, tasks.num_prompts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return tasks
+
+
+def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
+    """Tokens that a context leaves for a prompt beside the longest answer; none: any number."""
+    limits = [one for one in (recipe.model.max_context, model_context) if one is not None]
+    if not limits:
+        return None
+    room = min(limits) - recipe.rollout.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_new_tokens: {recipe.rollout.max_new_tokens} leaves no room for a prompt, "
+            f"expected less than the context of {min(limits)} tokens ({recipe.model.path})"
+        )
+    return room
+
+
+def _open(recipe: Recipe, domain: DomainSection, tokenizer: ModelTokenizer, room: int | None, key: str) -> Domain:
+    limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
+    max_tokens = min(limits) if limits else None
+    needs_answer = domain.reward_name in OURS
+    seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
+    training = open_training(domain, tokenizer, seed=seed, max_tokens=max_tokens, needs_answer=needs_answer, key=key)
+    wanted = recipe.validation
+    validation = None
+    if wanted.every_steps or wanted.at_start:
+        validation = open_validation(
+            domain,
+            tokenizer,
+            num_prompts=wanted.num_prompts,
+            max_tokens=max_tokens,
+            needs_answer=needs_answer,
+            key=key,
+        )
+    return Domain(domain.name, domain.reward_name, training, validation)

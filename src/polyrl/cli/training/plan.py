@@ -1,0 +1,143 @@
+"""What `polyrl train --dry-run` shows: the recipe with every default in it, and what would run where, and how large.
+
+Rules kept here: nothing is started or written, and no data is read. Of the model, only config.json and the headers of
+its weights are looked at. Sizes of tensors are exact; what training keeps beside them is an estimate, and says so.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyrl.cli.training.models import choose_device
+from polyrl.cli.training.tasks import prompt_room
+from polyrl.config import dump_toml
+from polyrl.config.recipe import Recipe
+from polyrl.errors import ConfigError
+from polyrl.weights import folder as folders
+
+_FLOAT32_BYTES = 4
+_GIB = 1 << 30
+
+
+class ModelShape(NamedTuple):
+    """What the estimates take from a model directory."""
+
+    architecture: str
+    num_parameters: int
+    num_layers: int
+    hidden: int
+    intermediate: int
+    query: int
+    """Elements of a token's queries; `key` of its keys."""
+    key: int
+    context: int | None
+
+
+class Memory(NamedTuple):
+    """Bytes, on the trainer's device."""
+
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+    activations: int
+    reference: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def show_plan(recipe: Recipe, run_dir: Path) -> str:
+    """Raises UserError for a model directory that cannot be used."""
+    shape = read_shape(recipe.model.path)
+    room = prompt_room(recipe, shape.context)
+    rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room), *_memory(recipe, shape)]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"# {name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([dump_toml(recipe), "# The plan", *lines])
+
+
+def read_shape(path: str) -> ModelShape:
+    place = Path(path) / "config.json"
+    if not place.is_file():
+        raise ConfigError(f"model.path: {path}: no config.json there; expected a Hugging Face model directory")
+    try:
+        config: dict[str, Any] = json.loads(place.read_bytes())
+        config = config.get("text_config", config)
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        width = int(config.get("head_dim") or hidden // heads)
+        layers, inner = int(config["num_hidden_layers"]), int(config["intermediate_size"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.path: {place} cannot be used: {type(error).__name__}: {error}") from error
+    layout = folders.layout_in(Path(path))
+    num = sum(one.num_elements for one in layout.tensors)
+    context = config.get("max_position_embeddings")
+    return ModelShape(layout.architecture, num, layers, hidden, inner, heads * width, kv_heads * width, context)
+
+
+def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
+    """While a micro-batch trains; the engine's cache is let go meanwhile."""
+    width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
+    num = shape.num_parameters
+    tokens = recipe.train.micro_batch_tokens
+    layer = 6 * shape.hidden + 3 * shape.query + 4 * shape.key + 4 * shape.intermediate  # what its backward pass reads
+    if recipe.model.gradient_checkpointing:
+        elements = shape.hidden * shape.num_layers + layer
+    else:
+        elements = layer * shape.num_layers
+    return Memory(
+        weights=width * num,
+        masters=0 if width == _FLOAT32_BYTES else _FLOAT32_BYTES * num,
+        moments=2 * _FLOAT32_BYTES * num,
+        gradients=_FLOAT32_BYTES * num,
+        activations=width * tokens * elements,
+        reference=0 if recipe.algorithm.kl == "none" else width * num,
+    )
+
+
+def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
+    device = choose_device(recipe.model.device)
+    generates = "trains and generates" if recipe.train.local_generation else "trains"
+    port = recipe.manager.port or "any free port"
+    wanted = recipe.fleet
+    workers = f"{wanted.workers} on this machine, {wanted.engine} engine" if wanted.workers else "none to start with"
+    return [
+        ("run", str(run_dir)),
+        ("trainer", f"{device}: {generates}, {recipe.train.mode}, {recipe.train.steps} steps; serves weights"),
+        ("manager", f"a process, CPU, {recipe.manager.host}, {port}"),
+        ("workers", f"{workers}; others may join at any time"),
+        ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
+    ]
+
+
+def _sizes(recipe: Recipe, shape: ModelShape, room: int | None) -> list[tuple[str, str]]:
+    prompts = sum(domain.prompts_per_step for domain in recipe.data.all_domains)
+    samples = prompts * recipe.rounds.samples_per_prompt
+    longest = recipe.rollout.max_new_tokens
+    width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
+    token_bytes = 2 * shape.key * shape.num_layers * width
+    limit = "any length" if room is None else f"at most {room:,} tokens"
+    return [
+        ("model", f"{shape.architecture}, {shape.num_parameters:,} parameters, {recipe.model.dtype}"),
+        ("round", f"{prompts} prompts ({limit}) x {recipe.rounds.samples_per_prompt} = {samples} samples"),
+        ("tokens", f"at most {longest:,} a sample, {samples * longest:,} a round, without prompts"),
+        (
+            "cache",
+            f"{token_bytes:,} bytes a token; {_size(samples * longest * token_bytes)} if all were longest at once",
+        ),
+    ]
+
+
+def _memory(recipe: Recipe, shape: ModelShape) -> list[tuple[str, str]]:
+    memory = estimate_memory(recipe, shape)
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in memory._asdict().items() if size)
+    tokens = recipe.train.micro_batch_tokens
+    return [
+        ("memory", f"about {_size(memory.total)} while {tokens:,} tokens train (an estimate): {parts}"),
+    ]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,122 @@
+"""A domain's prompts by number, as tokens: from a file, or from the arithmetic task.
+
+Rules kept here: a file is read, checked and tokenised at the start, so that a mistake in it is found before anything
+runs; rows with a prompt that is too long are left out, and counted in one line. Arithmetic problems are drawn when they
+are asked for. A source may be asked from any thread.
+"""
+
+import logging
+from collections.abc import Iterable
+from itertools import islice
+from typing import Protocol
+
+from msgspec import structs
+
+from polyrl.config.recipe import ARITHMETIC, DomainSection
+from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Split, draw_problem
+from polyrl.data.prompts import Task, read_tasks, to_task
+from polyrl.data.rows import DataError, Row
+from polyrl.data.tokens import ModelTokenizer, Tokens
+
+log = logging.getLogger("polyrl.data")
+
+_BATCH_PROMPTS = 1000
+
+
+class Source(Protocol):
+    @property
+    def num_prompts(self) -> int: ...
+
+    def task(self, prompt: int) -> Task: ...
+
+    def tokens(self, prompt: int) -> Tokens: ...
+
+
+class FileSource:
+    def __init__(self, place: str, tasks: Iterable[Task], tokenizer: ModelTokenizer, max_tokens: int | None) -> None:
+        """Raises DataError; also if nothing is left."""
+        self._tasks: list[Task] = []
+        self._tokens: list[Tokens] = []
+        num_rows = 0
+        remaining = iter(tasks)
+        while batch := list(islice(remaining, _BATCH_PROMPTS)):
+            for task, tokens in zip(batch, tokenizer.tokens([task.prompt for task in batch]), strict=True):
+                num_rows += 1
+                if len(tokens) and (max_tokens is None or len(tokens) <= max_tokens):
+                    self._tasks.append(task)
+                    self._tokens.append(tokens)
+        too_long = "no token" if max_tokens is None else f"no token, or more than {max_tokens}"
+        if not self._tasks:
+            found = f"none of its {num_rows} prompts can be used: {too_long}" if num_rows else "there is no row"
+            raise DataError(f"{place}: {found}")
+        if len(self._tasks) < num_rows:
+            log.warning("%s: %d of %d rows are left out: %s", place, num_rows - len(self._tasks), num_rows, too_long)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._tasks)
+
+    def task(self, prompt: int) -> Task:
+        return self._tasks[prompt]
+
+    def tokens(self, prompt: int) -> Tokens:
+        return self._tokens[prompt]
+
+
+class ArithmeticSource:
+    def __init__(
+        self, domain: DomainSection, tokenizer: ModelTokenizer, *, seed: int, split: Split, num_prompts: int
+    ) -> None:
+        self._domain, self._tokenizer, self._seed, self._num_prompts = domain, tokenizer, seed, num_prompts
+        self._split: Split = split
+        self._tokens: dict[int, Tokens] = {}
+        self.task(0)  # a task without problems is found here
+
+    @property
+    def num_prompts(self) -> int:
+        return self._num_prompts
+
+    def task(self, prompt: int) -> Task:
+        problem = draw_problem(self._domain.arithmetic, self._seed, self._split, prompt)
+        fields = {"prompt": problem.prompt, "answer": problem.answer, "terms": list(problem.terms)}
+        domain = structs.replace(self._domain, prompt_key="prompt", answer_key="answer")
+        return to_task(Row(f"problem {prompt}", fields), domain, needs_answer=True)
+
+    def tokens(self, prompt: int) -> Tokens:
+        if prompt not in self._tokens:
+            (self._tokens[prompt],) = self._tokenizer.tokens([self.task(prompt).prompt])
+        return self._tokens[prompt]
+
+
+def open_training(
+    domain: DomainSection, tokenizer: ModelTokenizer, *, seed: int, max_tokens: int | None, needs_answer: bool, key: str
+) -> Source:
+    """What a domain trains on. `max_tokens` of a prompt, if there is a limit. `key` names the domain's settings."""
+    assert domain.source is not None
+    if domain.source == ARITHMETIC:
+        num_prompts = NUM_TRAIN if domain.num_prompts is None else domain.num_prompts
+        return ArithmeticSource(domain, tokenizer, seed=seed, split="train", num_prompts=num_prompts)
+    tasks = read_tasks(domain.source, domain, needs_answer=needs_answer, key=key)
+    return FileSource(domain.source, tasks, tokenizer, max_tokens)
+
+
+def open_validation(
+    domain: DomainSection,
+    tokenizer: ModelTokenizer,
+    *,
+    num_prompts: int,
+    max_tokens: int | None,
+    needs_answer: bool,
+    key: str,
+) -> Source | None:
+    """What a domain is validated on: the first `num_prompts`, the same in every run."""
+    place = domain.validation
+    if place is None and domain.source == ARITHMETIC:
+        place = ARITHMETIC
+    if place is None:
+        return None
+    if place == ARITHMETIC:
+        num_prompts = min(num_prompts, NUM_VALIDATION)
+        return ArithmeticSource(domain, tokenizer, seed=0, split="validation", num_prompts=num_prompts)
+    first = structs.replace(domain, num_prompts=num_prompts)
+    return FileSource(place, read_tasks(place, first, needs_answer=needs_answer, key=key), tokenizer, max_tokens)
