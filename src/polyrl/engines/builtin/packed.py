@@ -69,9 +69,7 @@ def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool) -> Lay
             there.append(rows)
             back[first : first + num] = np.arange(slot, slot + num)
             slot += longest
-    return Buckets(
-        tuple(sizes), torch.from_numpy(np.concatenate(there)).to(device), torch.from_numpy(back).to(device)
-    )
+    return Buckets(tuple(sizes), torch.from_numpy(np.concatenate(there)).to(device), torch.from_numpy(back).to(device))
 
 
 def _group(lengths: Sequence[int]) -> list[list[int]]:
