@@ -36,7 +36,10 @@ LENGTHS = ((3, 9), (12, 140), (5, 1), (1, 77), (130, 200), (7, 31))
 
 
 def check_right() -> None:
-    """Relative distance of the whole gradient from that of the CPU in float32: about 1e-6, and 1e-2 for bfloat16."""
+    """Relative distance of the whole gradient from that of the CPU in float32: about 1e-6 in float32.
+
+    In bfloat16 these wild little models are 0.02 to 0.08 away even on a CPU; all rows of a family should agree.
+    """
     for family, changes in FAMILIES:
         folder = str(save_tiny(family, Path(tempfile.mkdtemp()), **changes))
         samples = samples_of(512)
