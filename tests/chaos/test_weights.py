@@ -90,7 +90,7 @@ def test_workers_and_relays_killed_at_random_cost_the_others_a_retry(tmp_path):
     """200 kills. One of a pair, each a source of the other, dies somewhere in its pull; the other ends well."""
     rng = random.Random(5)
     shm, others = sorted(os.listdir("/dev/shm")), num_open()
-    longest_publish_s = 0.0
+    longest_publish_s, num_midway = 0.0, 0
     with nursery(tmp_path) as born, stage() as on:
         server = on.server(BIG)
         for turn in range(NUM_KILLS):
@@ -104,12 +104,14 @@ def test_workers_and_relays_killed_at_random_cost_the_others_a_retry(tmp_path):
             worker = born.bear(offer, [*its, *offer.addresses])
             victim, left = (relay, worker) if rng.random() < 0.5 else (worker, relay)
             time.sleep(rng.uniform(0.0, 0.2))
+            num_midway += not Path(f"{victim.out}.result").exists()
             victim.kill()
             result = left.read("result")
             assert isinstance(result, dict)
             assert result.get("right") and result["digest"] == offer.digest, result
             assert not any(is_bad for _, is_bad in result["failures"]), result
             left.kill()
+    assert num_midway > NUM_KILLS / 4, "too few died in the middle of a pull for this to say much"
     assert longest_publish_s < 10
     assert sorted(os.listdir("/dev/shm")) == shm
     deadline = time.monotonic() + 10

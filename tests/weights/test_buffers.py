@@ -52,7 +52,10 @@ def test_closing_gives_memory_and_descriptor_back_also_while_a_view_is_held():
 
 def test_a_buffer_with_users_outlives_its_closing():
     buffer = Buffer(0)
-    buffer.num_users = 1
+    buffer.use()
     buffer.close()
     assert os.fstat(buffer.fd)
     assert len(buffer.view) == 0
+    buffer.leave()
+    buffer.close()
+    assert buffer.fd < 0

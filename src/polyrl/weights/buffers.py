@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable
 
 from polyrl.errors import UserError
@@ -22,8 +23,8 @@ class Buffer:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.num_users = 0
-        """Who reads it outside of any store. While there are any, it is neither closed nor written to."""
+        self._num_users = 0
+        self._guard = threading.Lock()
         self.before_close: list[Callable[[], None]] = []
         size = max(num_bytes, mmap.PAGESIZE)
         self.fd = os.memfd_create("polyrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -39,9 +40,22 @@ class Buffer:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.view = memoryview(self._map)[:num_bytes]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether somebody reads it outside of any store: then it is neither closed nor written to."""
+        return self._num_users > 0
+
+    def use(self) -> None:
+        with self._guard:
+            self._num_users += 1
+
+    def leave(self) -> None:
+        with self._guard:
+            self._num_users -= 1
+
     def close(self) -> None:
         """Give the memory back. One that still has users goes with the last of their views."""
-        if self.num_users or self.fd < 0:
+        if self.is_used or self.fd < 0:
             return
         for prepare in self.before_close:
             prepare()

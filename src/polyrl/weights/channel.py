@@ -56,6 +56,10 @@ class Channel:
         self.deadline = time.monotonic() + (self.stall_s if seconds is None else seconds)
 
     @property
+    def is_cut(self) -> bool:
+        return bool(self._why)
+
+    @property
     def is_plain(self) -> bool:
         return not isinstance(self._socket, ssl.SSLSocket)
 

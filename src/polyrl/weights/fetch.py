@@ -34,6 +34,8 @@ PATIENCE_S = 1.0
 """The trainer is asked for what neighbours have after they have given nothing for so long."""
 APPEAR_S = 20.0
 """How long sources may have nothing for us before we give up."""
+IDLE_S = 3600.0
+"""A connection may wait so long for something to ask; the source may end it earlier, and it is dialled again."""
 _MAX_FAILURES = 4
 _NUM_BITES = 32
 _HAVE_WAIT_S = 2.0
@@ -267,6 +269,8 @@ class Fetch:
         stream = self._stream_over(link, source)
         try:
             while True:
+                if not asked:
+                    link.keep(IDLE_S)
                 chosen = self._choose(source, self._num_ahead - len(asked), can_wait=not asked)
                 for run in chosen:
                     asked.append(run)

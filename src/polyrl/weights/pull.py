@@ -8,17 +8,17 @@ the full version is fetched instead. How much memory is taken follows from manif
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 
 from polyrl.weights import delta as codec
 from polyrl.weights.chains import Chain, Delta, Full, Step, cheapest
 from polyrl.weights.chunks import bad_chunks
-from polyrl.weights.fetch import Fetch, OnProgress, Source
+from polyrl.weights.fetch import IDLE_S, Fetch, OnProgress, Source
 from polyrl.weights.manifest import (
     BadManifest,
     DeltaManifest,
@@ -44,13 +44,52 @@ _ASK_AGAIN_S = 0.05
 _COPY_BYTES = 64 << 20
 _MAX_THREADS = 8
 
+AnswerT = TypeVar("AnswerT")
 
-class Scouted(NamedTuple):
-    """A source that answered."""
 
-    address: str
-    link: Link
-    catalog: Catalog
+class Contact:
+    """A source that answered. Its connection may break between two questions: then it is dialled again."""
+
+    def __init__(self, address: str, dialer: Dialer) -> None:
+        """Raises OSError, ProtocolError or Refused."""
+        self.address, self._dialer = address, dialer
+        self._link = dialer.dial(address)
+        self.node = self._link.node
+        self.catalog = Catalog(False, ())
+        try:
+            self.refresh()
+        except (OSError, ProtocolError, Refused):
+            self.close()
+            raise
+
+    def refresh(self) -> None:
+        """Ask for the catalog."""
+        self.catalog = self._ask(Link.catalog)
+
+    def manifest(self, name: str) -> bytes:
+        return self._ask(lambda link: link.manifest(name))
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _ask(self, question: Callable[[Link], AnswerT]) -> AnswerT:
+        try:
+            return self._answer(question)
+        except OSError:
+            self._link.close()
+            self._link = self._dialer.dial(self.address)
+            if self._link.node != self.node:
+                raise ConnectionError("another process answers at this address now") from None
+            return self._answer(question)
+        except ProtocolError:
+            self._link.close()
+            raise
+
+    def _answer(self, question: Callable[[Link], AnswerT]) -> AnswerT:
+        try:
+            return question(self._link)
+        finally:
+            self._link.keep(IDLE_S)
 
 
 class _BadDelta(Exception):
@@ -62,7 +101,7 @@ class Pull:
         self, shelf: Shelf, dialer: Dialer, number: int, stop: threading.Event, bad_sources: dict[str, str]
     ) -> None:
         self._shelf, self._dialer, self._number, self._stop, self._bad = shelf, dialer, number, stop, bad_sources
-        self._sources: list[Scouted] = []
+        self._sources: list[Contact] = []
         self._lied: list[str] = []
         """Addresses that gave wrong bytes during this pull."""
 
@@ -86,12 +125,12 @@ class Pull:
             raise self._error(str(error)) from error
         finally:
             for source in self._sources:
-                source.link.close()
+                source.close()
 
     def offered(self, addresses: Sequence[str], deadline: float) -> list[BlobEntry]:
         sources = self._scout(addresses, deadline)
         for source in sources:
-            source.link.close()
+            source.close()
         return list(dict.fromkeys(entry for source in sources for entry in source.catalog.blobs))
 
     def _error(self, reason: str) -> TransferError:
@@ -103,20 +142,20 @@ class Pull:
             self._lied.append(address)
         for source in self._sources:
             if source.address == address:
-                source.link.close()
+                source.close()
         self._sources = [source for source in self._sources if source.address != address]
 
     # Who is there.
 
-    def _scout(self, addresses: Sequence[str], deadline: float) -> list[Scouted]:
+    def _scout(self, addresses: Sequence[str], deadline: float) -> list[Contact]:
         """Ask all at once. Of several addresses of one source, the one that our number points to is used."""
-        answers: SimpleQueue[tuple[int, Scouted | Exception]] = SimpleQueue()
+        answers: SimpleQueue[tuple[int, Contact | Exception]] = SimpleQueue()
         given_up = threading.Event()
         unique = list(dict.fromkeys(addresses))
         for place, address in enumerate(unique):
             args = (place, address, answers, given_up)
             threading.Thread(target=self._visit, args=args, name="weights-scout", daemon=True).start()
-        found: dict[int, Scouted] = {}
+        found: dict[int, Contact] = {}
         failures: dict[int, Exception] = {}
         until = deadline
         while len(found) + len(failures) < len(unique) and not self._stop.is_set():
@@ -142,46 +181,43 @@ class Pull:
         return self._one_a_node([found[place] for place in sorted(found)])
 
     def _visit(
-        self, place: int, address: str, answers: SimpleQueue[tuple[int, Scouted | Exception]], late: threading.Event
+        self, place: int, address: str, answers: SimpleQueue[tuple[int, Contact | Exception]], late: threading.Event
     ) -> None:
-        link: Link | None = None
         try:
-            link = self._dialer.dial(address)
-            scouted = Scouted(address, link, link.catalog())
+            contact = Contact(address, self._dialer)
         except (OSError, ProtocolError, Refused) as error:
-            if link is not None:
-                link.close()
             answers.put((place, error))
             return
         if late.is_set():
-            link.close()
+            contact.close()
         else:
-            answers.put((place, scouted))
+            answers.put((place, contact))
 
-    def _close_late(self, answers: SimpleQueue[tuple[int, Scouted | Exception]]) -> None:
+    def _close_late(self, answers: SimpleQueue[tuple[int, Contact | Exception]]) -> None:
         while not answers.empty():
             _, answer = answers.get()
-            if isinstance(answer, Scouted):
-                answer.link.close()
+            if isinstance(answer, Contact):
+                answer.close()
 
-    def _one_a_node(self, found: list[Scouted]) -> list[Scouted]:
-        by_node: dict[bytes, list[Scouted]] = {}
+    def _one_a_node(self, found: list[Contact]) -> list[Contact]:
+        by_node: dict[bytes, list[Contact]] = {}
         for one in found:
-            by_node.setdefault(one.link.node, []).append(one)
+            by_node.setdefault(one.node, []).append(one)
         chosen = [same[self._number % len(same)] for same in by_node.values()]
         for one in found:
             if one not in chosen:
-                one.link.close()
+                one.close()
         return chosen
 
     def _ask_again(self) -> None:
         """The catalogs as they are now; who does not answer is left out."""
-        alive: list[Scouted] = []
+        alive: list[Contact] = []
         for source in self._sources:
             try:
-                alive.append(source._replace(catalog=source.link.catalog()))
+                source.refresh()
+                alive.append(source)
             except (OSError, ProtocolError, Refused):
-                source.link.close()
+                source.close()
         self._sources = alive
         if not alive:
             raise self._error("no source answers any more")
@@ -206,13 +242,13 @@ class Pull:
             self._wait(until, f"no source holds version {version}, {digest[:16]}...")
             self._ask_again()
 
-    def _manifest_from(self, source: Scouted, name: str) -> bytes | None:
+    def _manifest_from(self, source: Contact, name: str) -> bytes | None:
         try:
-            return source.link.manifest(name)
+            return source.manifest(name)
         except Refused:
             return None
         except (OSError, ProtocolError):
-            source.link.close()
+            source.close()
             self._sources.remove(source)
             return None
 
@@ -322,7 +358,7 @@ class Pull:
         sources: list[Source] = []
         for one in self._sources:
             complete = any(entry.name == blob.name and entry.complete for entry in one.catalog.blobs)
-            sources.append(Source(one.address, one.link.node, origin=one.catalog.origin, complete=complete))
+            sources.append(Source(one.address, one.node, origin=one.catalog.origin, complete=complete))
         if not sources:
             raise self._error("no source is left")
         fetch = Fetch(blob, self._shelf.store, sources, self._dialer, self._stop)

@@ -34,6 +34,7 @@ PASSED_S = 900.0
 """A neighbour may read a buffer that it was handed for so long."""
 _PACED_PIECE_BYTES = 256 << 10
 _RECEIVE_BYTES = 16 << 10
+_LOOK_S = 0.1
 
 
 class Sender:
@@ -243,14 +244,20 @@ class Sender:
             with self._guard:
                 wait_s = self._pace.reserve(size, time.monotonic())
             channel.extend(wait_s + channel.stall_s)
-            if self._closing.wait(wait_s):
-                raise Cut("closing")
+            self._pause(channel, wait_s)
             if channel.is_plain:
                 channel.send_file(fd, at, size)
             elif blob is None:
                 raise Cut("the version was given up")
             else:
                 channel.send(blob.buffer.view[at : at + size])
+
+    def _pause(self, channel: Channel, seconds: float) -> None:
+        """A reader that is cut meanwhile does not keep its lease until its turn."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if channel.is_cut or self._closing.wait(min(left, _LOOK_S)):
+                raise Cut("closing")
 
     def _pass_file(self, channel: Channel, name: str) -> None:
         """The lease lasts until the other side hangs up, or is cut."""

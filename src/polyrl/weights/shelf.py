@@ -22,7 +22,7 @@ class HostCopy:
         """The tensors that differ from `base`; None when that is not known."""
         self.view = blob.view.toreadonly()
         self._buffer: Buffer | None = blob.buffer
-        blob.buffer.num_users += 1
+        blob.buffer.use()
 
     @property
     def fd(self) -> int:
@@ -41,7 +41,7 @@ class HostCopy:
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self.view = memoryview(b"")
-            buffer.num_users -= 1
+            buffer.leave()
 
     def __enter__(self) -> "HostCopy":
         return self
@@ -90,7 +90,7 @@ class Shelf:
         if self._spare is not None:
             candidates.append(self._spare)
             self._spare = None
-        fitting = [one for one in candidates if one.num_bytes == num_bytes and not one.num_users]
+        fitting = [one for one in candidates if one.num_bytes == num_bytes and not one.is_used]
         for one in candidates:
             if one not in fitting[:1]:
                 one.close()

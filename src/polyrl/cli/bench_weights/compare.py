@@ -25,7 +25,7 @@ STREAMS = (1, 2, 4)
 
 
 def measure(*, quick: bool = False) -> dict[str, Any]:
-    num_bytes, num_rounds, iperf_s = (64 << 20, 1, 1) if quick else (1 << 30, 4, 2)
+    num_bytes, num_rounds, iperf_s = (64 << 20, 1, 1) if quick else (1 << 30, 2, 2)
     notes: dict[str, str] = {}
     iperf: dict[str, list[peers.Iperf]] = {}
     pulls: dict[str, list[float]] = {}
