@@ -1,0 +1,80 @@
+"""A domain's prompts by number: from files, with what is too long left out, and from the arithmetic task."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyrl.config.recipe import DomainSection
+from polyrl.data.characters import save_tokenizer
+from polyrl.data.rows import DataError
+from polyrl.data.sources import Source, open_training, open_validation
+from polyrl.data.tokens import ModelTokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    save_tokenizer(folder)
+    return ModelTokenizer(str(folder))
+
+
+def write_rows(path: Path, prompts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def train_on(tokenizer: ModelTokenizer, max_tokens: int | None = None, **settings: Any) -> Source:
+    domain = DomainSection(name="d", reward="arithmetic", **settings)
+    return open_training(domain, tokenizer, seed=3, max_tokens=max_tokens, needs_answer=True, key="data")
+
+
+def test_rows_keep_their_order_and_long_prompts_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: ModelTokenizer, caplog: pytest.LogCaptureFixture
+):
+    place = write_rows(tmp_path / "a.jsonl", ["1", "2" * 9, "33", "4" * 10, "5"])
+    with caplog.at_level(logging.WARNING):
+        source = train_on(tokenizer, max_tokens=9, source=place)
+    assert [source.task(prompt).prompt for prompt in range(source.num_prompts)] == ["1", "2" * 9, "33", "5"]
+    assert [len(source.tokens(prompt)) for prompt in range(4)] == [1, 9, 2, 1]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{place}: 1 of 5 rows are left out: no token, or more than 9"
+    ]
+
+
+def test_only_the_first_prompts_are_taken_where_the_recipe_says_so(tmp_path: Path, tokenizer: ModelTokenizer):
+    source = train_on(tokenizer, source=write_rows(tmp_path / "a.jsonl", ["1", "2", "3"]), num_prompts=2)
+    assert source.num_prompts == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"), [(["1" * 9], "none of its 1 prompts can be used"), ([], "there is no row")]
+)
+def test_a_file_without_a_prompt_that_can_be_used_is_an_error(
+    tmp_path: Path, tokenizer: ModelTokenizer, prompts: list[str], message: str
+):
+    with pytest.raises(DataError, match=message):
+        train_on(tokenizer, max_tokens=5, source=write_rows(tmp_path / "a.jsonl", prompts))
+
+
+def test_arithmetic_has_its_own_validation_which_is_the_same_whatever_the_seed(tokenizer: ModelTokenizer):
+    domain = DomainSection(name="d", source="arithmetic")
+    training = open_training(domain, tokenizer, seed=3, max_tokens=None, needs_answer=True, key="data")
+    validation = open_validation(domain, tokenizer, num_prompts=5, max_tokens=None, needs_answer=True, key="data")
+    assert validation is not None and (training.num_prompts, validation.num_prompts) == (100_000, 5)
+    seen = {str(training.task(prompt).prompt) for prompt in range(500)}
+    assert not seen.intersection(str(validation.task(prompt).prompt) for prompt in range(5))
+    assert tokenizer.text(training.tokens(7).tolist()) == training.task(7).prompt
+
+
+def test_files_have_no_validation_unless_the_recipe_names_one(tmp_path: Path, tokenizer: ModelTokenizer):
+    place = write_rows(tmp_path / "a.jsonl", ["1", "2", "3"])
+    none = DomainSection(name="d", source=place, reward="math")
+    some = DomainSection(name="d", source=place, reward="math", validation=place, num_prompts=1)
+    wanted = {"num_prompts": 2, "max_tokens": None, "needs_answer": True, "key": "data"}
+    assert open_validation(none, tokenizer, **wanted) is None
+    found = open_validation(some, tokenizer, **wanted)
+    assert found is not None and found.num_prompts == 2

@@ -1,0 +1,79 @@
+"""Texts to tokens and back, with tokenizers as they lie beside models."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from polyrl.data.characters import save_tokenizer
+from polyrl.data.rows import DataError
+from polyrl.data.tokens import ModelTokenizer
+from polyrl.errors import ConfigError
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}={% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def make(folder: Path, *, config: dict[str, object] | None = None, template: str | None = None) -> ModelTokenizer:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} if config is None else config))
+    save_tokenizer(folder)
+    if template is not None:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return ModelTokenizer(str(folder))
+
+
+def test_tokens_read_back_as_the_text_they_came_from(tmp_path: Path):
+    tokenizer = make(tmp_path)
+    first, second = tokenizer.tokens(["1a2=", "b"])
+    assert len(first) == 4 and len(second) == 1 and first.dtype.name == "int32"
+    assert tokenizer.text(first.tolist()) == "1a2="
+
+
+def test_an_answer_is_read_without_the_tokens_that_end_it(tmp_path: Path):
+    tokenizer = make(tmp_path, config={"model_type": "llama", "eos_token_id": [1, 0]})
+    answer = tokenizer.tokens(["12"])[0].tolist()
+    assert tokenizer.text([*answer, 1]) == "12"
+    assert tokenizer.text([*answer, 0, 1]) == "12"
+    assert tokenizer.text([1]) == ""
+
+
+def test_a_chat_is_written_by_the_tokenizers_template_up_to_the_answer(tmp_path: Path):
+    tokenizer = make(tmp_path, template=TEMPLATE)
+    chat = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
+    assert tokenizer.written(chat) == "s1=u2=a"
+    chat_tokens, plain_tokens = tokenizer.tokens([chat, "s1=u2=a"])
+    assert chat_tokens.tolist() == plain_tokens.tolist()
+
+
+def test_a_chat_without_a_template_is_told_so(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model\.path: .* has no chat template"):
+        make(tmp_path).tokens([[{"role": "user", "content": "2"}]])
+
+
+def test_what_a_template_refuses_is_one_line(tmp_path: Path):
+    tokenizer = make(tmp_path, template="{{ raise_exception('roles must\nalternate') }}")
+    with pytest.raises(DataError, match="refuses the messages: roles must alternate"):
+        tokenizer.written([{"role": "user", "content": "2"}])
+
+
+def test_the_context_is_what_the_model_says(tmp_path: Path):
+    assert make(tmp_path, config={"model_type": "llama", "max_position_embeddings": 77}).max_context == 77
+    assert make(tmp_path).max_context is None
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no config.json there"),
+        ({"config.json": "{}"}, "no tokenizer there"),
+        ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "nonsense"}, "its tokenizer cannot be used"),
+    ],
+)
+def test_a_directory_without_a_tokenizer_is_one_line_with_its_key(tmp_path: Path, files: dict[str, str], message: str):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"model\.path: .*{message}") as wrong:
+        ModelTokenizer(str(tmp_path))
+    assert "\n" not in str(wrong.value)

@@ -1,0 +1,53 @@
+"""Recipes by name and by path, with overrides, and one line for what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from polyrl.config.recipe_files import list_recipes, load_recipe
+from polyrl.errors import ConfigError
+
+RECIPE = """\
+name = "mine"
+[model]
+path = "models/x"
+[data]
+source = "arithmetic"
+"""
+
+
+@pytest.mark.parametrize("name", [name for name, _ in list_recipes()])
+def test_every_recipe_that_ships_is_valid_and_says_what_it_is_about(name: str):
+    recipe = load_recipe(name)
+    assert recipe.name == name and recipe.about
+
+
+def test_a_file_is_read_and_overrides_come_last(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(RECIPE)
+    recipe = load_recipe(str(path), ["train.steps=3", "model.path=elsewhere"])
+    assert (recipe.train.steps, recipe.model.path) == (3, "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (RECIPE, ["train.step=3"], r"train\.step: unknown key; did you mean train\.steps\?"),
+        (RECIPE, ["train.steps=0"], r"train\.steps: got 0, expected an integer >= 1"),
+        (RECIPE, ["train"], "expected section.key=value"),
+        ("name = ", [], r"mine\.toml:1: "),
+        (None, [], r"mine\.toml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, text: str | None, overrides: list[str], message: str):
+    path = tmp_path / "mine.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as wrong:
+        load_recipe(str(path), overrides)
+    assert "\n" not in str(wrong.value)
+
+
+def test_an_unknown_name_is_answered_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"arithmetics: no such recipe; .* one of: .*arithmetic"):
+        load_recipe("arithmetics")
