@@ -1,8 +1,8 @@
 """Whole runs on one GPU: synchronous, streaming, and streaming with tail batching, with imposed lengths; step times.
 
-python tests/gpu/check_run.py [STEPS] [ARCH] [PROMPTS]     published lengths (RollPacker, math), cap 8,192
+python tests/gpu/check_run.py [STEPS] [ARCH] [PROMPTS] [MODE...]     published lengths (RollPacker, math), cap 8,192
 
-The model has random weights and its rewards mean nothing: only time is looked at. Same prompts and lengths in each mode.
+The model has random weights and its rewards mean nothing: only time is looked at. Prompts and lengths are the same.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -66,15 +66,15 @@ def recipe_of(mode: str, folder: Path, steps: int, prompts: int) -> Recipe:
     return build(tree, Recipe, source="")
 
 
-def main(steps: int, arch: str, prompts: int) -> None:
+def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
     root = Path(tempfile.mkdtemp())
     torch.manual_seed(0)
     make_model(Work(arch, None, 1, 1, 1), "cuda").save_pretrained(root / "model")
     torch.cuda.empty_cache()
-    for mode in MODES:
+    for mode in modes:
         run_dir = root / mode.replace(" ", "-")
         (run_dir / "logs").mkdir(parents=True)
-        num = 2 * steps if mode == "tail batching" else steps
+        num = 5 * max(1, steps // 3) if mode == "tail batching" else steps  # whole periods
         recipe = recipe_of(mode, root / "model", num + 1, prompts)
         policy = Policy.load(str(root / "model"), "bfloat16", "cuda", compile_layers=True)
         began = time.perf_counter()
@@ -97,5 +97,5 @@ def main(steps: int, arch: str, prompts: int) -> None:
 
 
 if __name__ == "__main__":
-    steps, arch, prompts = [*sys.argv[1:], *("5", "qwen3-1.7b", "32")[len(sys.argv) - 1 :]]
-    main(int(steps), arch, int(prompts))
+    steps, arch, prompts, *wanted = [*sys.argv[1:], *("5", "qwen3-1.7b", "32")[len(sys.argv) - 1 :]]
+    main(int(steps), arch, int(prompts), wanted or list(MODES))
