@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -182,6 +184,33 @@ def test_closing_while_functions_run_ends_them():
         return pids
 
     assert not [pid for pid in asyncio.run(run()) if is_running(pid)]
+
+
+def test_processes_end_with_the_trainer_even_if_it_is_killed():
+    program = """
+import asyncio
+from polyrl.rewards.pool import RewardPool
+from polyrl.rewards.reward import RewardInput
+async def main():
+    pool = RewardPool(1, 600.0)
+    asking = asyncio.create_task(pool.score("own_rewards:sleeps", RewardInput("", "", "", {}, "stop", 0)))
+    while not pool.pids:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    print(pool.pids[0], flush=True)
+    await asking
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parent
+    )
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    assert is_running(pid)
+    trainer.kill()
+    trainer.communicate()
+    assert ends_soon(pid)
 
 
 def test_a_row_that_is_no_plain_data_fails_by_itself():
