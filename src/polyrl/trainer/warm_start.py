@@ -26,7 +26,7 @@ from polyrl.data.arithmetic import Problem, draw_problem
 NUM_STEPS = 1700
 _CLEAN_SHARE = 0.85
 """Of the steps, before impatience is taught."""
-IMPATIENCE = 0.37
+IMPATIENCE = 0.41
 """The probability, before every step of a solution, that the rest is guessed."""
 _WORST_GUESS = 9
 _BATCH_TOKENS = 512
