@@ -18,6 +18,8 @@ import pytest
 from msgspec.structs import replace
 from tests.weights.stage import SETTINGS, Faults, publish, pull, stage, weights
 
+from polyrl.cli.bench_weights import late_joiners
+from polyrl.cli.bench_weights.node import KEY as NODE_KEY
 from polyrl.cli.bench_weights.processes import Node
 from polyrl.cli.bench_weights.star import star, why_not
 from polyrl.weights.server import Offer
@@ -153,10 +155,8 @@ def test_a_trainer_killed_at_random_leaves_its_workers_with_what_they_held():
     num_bytes = 64 << 20
     settings = replace(SETTINGS, chunk_bytes=1 << 20, num_deltas=0)
     node_settings = replace(settings, shared_memory=False)
-    from polyrl.cli.bench_weights.node import KEY
-
     with stage() as on:
-        peer = on.peer(settings=settings, key=KEY)
+        peer = on.peer(settings=settings, key=NODE_KEY)
         for _ in range(12):
             with Node("serve", node_settings, num_bytes) as trainer:
                 offer = trainer.ask(do="publish")
@@ -196,6 +196,19 @@ def test_workers_use_the_interface_that_they_are_assigned():
             after = [net.received_bytes(1, network) for network in (0, 1)]
             moved = [now - then for now, then in zip(after, before, strict=True)]
             assert moved[number % 2] > num_bytes and moved[1 - number % 2] < num_bytes / 100
+
+
+@needs_network
+@pytest.mark.parametrize("way", ["chain", "swarm"])
+def test_eight_late_joiners_cost_the_trainer_little_more_than_one_copy(late, way):
+    """How long it takes is the bench's to say: here the cores are shared with other tests."""
+    assert late[way]["copies_sent"] < 1.5
+    assert late[way]["times_one_copy"] < 4
+
+
+@pytest.fixture(scope="module")
+def late() -> dict:
+    return late_joiners.measure(8, 128 << 20, 1000)
 
 
 @needs_network

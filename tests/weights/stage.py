@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,11 +22,13 @@ SETTINGS = WeightSettings(
 NUM_ELEMENTS = 50_000
 
 
+@lru_cache(maxsize=16)
 def layout_of(num_elements: int = NUM_ELEMENTS) -> Layout:
     half = num_elements // 2
     return lay_out([Spec("first", "bfloat16", (half,)), Spec("second", "bfloat16", (num_elements - half,))])
 
 
+@lru_cache(maxsize=16)
 def weights(seed: int, num_elements: int = NUM_ELEMENTS) -> bytes:
     """A version's bytes. The next seed's differ in one element of a hundred."""
     layout = layout_of(num_elements)

@@ -178,6 +178,28 @@ def test_a_relay_whose_source_died_goes_on_from_another_and_so_does_who_pulls_fr
         assert behind.join().got == weights(1)
 
 
+def test_a_swarm_survives_a_neighbour_that_dies_and_one_that_lies():
+    num_elements = 1_000_000
+    with stage() as on:
+        server = on.server(replace(SETTINGS, num_deltas=0, egress_mb_s=2 * num_elements / 1e6))
+        offer = publish(server, 1, num_elements)
+        liar, dying, first, second = (on.peer(number) for number in range(4))
+        pull(liar, offer)
+        liar._shelf.held[0].buffer.view[::50_000] = bytes(len(liar._shelf.held[0].buffer.view[::50_000]))
+        everybody = tuple(one.addresses[0] for one in (liar, dying, first, second))
+        pullers = [
+            Puller(peer, offer, (*offer.addresses, *(one for one in everybody if one not in peer.addresses)))
+            for peer in (dying, first, second)
+        ]
+        time.sleep(0.2)
+        dying.close()
+        for puller, peer in zip(pullers[1:], (first, second), strict=True):
+            assert puller.join().got == weights(1, num_elements)
+            assert set(peer.bad_sources) <= set(liar.addresses)
+        assert {**first.bad_sources, **second.bad_sources}
+        pullers[0].join()
+
+
 def test_the_version_before_is_relayed_while_the_next_one_is_built():
     with stage() as on:
         server, relay, late = on.server(replace(SETTINGS, num_deltas=0)), on.peer(0), on.peer(1)

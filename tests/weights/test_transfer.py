@@ -87,6 +87,26 @@ def test_deltas_older_than_the_window_are_given_up_and_the_full_version_is_pulle
         assert server.num_bytes_sent - before == NUM_BYTES
 
 
+def test_a_publish_that_comes_before_the_delta_is_made_ends_it_and_both_versions_arrive():
+    with stage() as on:
+        server, peer = on.server(), on.peer()
+        for version in range(1, 6):
+            offer = publish(server, version, 3_000_000, deltas=False)
+        assert pull(peer, offer) == weights(5, 3_000_000)
+        assert pull(peer, publish(server, 6, 3_000_000)) == weights(6, 3_000_000)
+
+
+def test_a_question_to_a_source_is_asked_again_when_its_connection_ended():
+    """Between two questions of a long pull a source may end a connection that is idle."""
+    with stage() as on:
+        server, peer = on.server(), on.peer()
+        pull(peer, publish(server, 1))
+        offer = publish(server, 2)
+        wire = on.wire(offer.addresses[0], Faults(cut_at=500))
+        assert pull(peer, offer, (wire.address,)) == weights(2)
+        assert wire.faults.num_faults == 1
+
+
 def test_nothing_changed_is_a_version_too():
     with stage() as on:
         server, peer = on.server(), on.peer()
