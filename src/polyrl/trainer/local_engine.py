@@ -82,8 +82,10 @@ class LocalEngine:
         await self._engine.wake()
 
     async def close(self) -> None:
+        why = self.health() or "the engine is closed"
         for waiting in self._waited_for.values():
-            waiting.cancel()
+            if not waiting.done():
+                waiting.set_exception(EngineError(why))
         await self._engine.close()
 
     # What the engine says

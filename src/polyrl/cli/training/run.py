@@ -102,12 +102,12 @@ async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | N
     waited = {running, failing, stopping, *([] if worker is None else [worker])}
     try:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if worker is not None and worker.done():
+            raise UserError(f"the trainer's own worker has left: {worker.result()}")
         if running.done():
             return running.result()
         if failing.done():
             failing.result()
-        if worker is not None and worker.done():
-            raise UserError(f"the trainer's own worker has left: {worker.result()}")
         raise Interrupted
     finally:
         for task in (running, failing, stopping):
