@@ -201,6 +201,62 @@ def test_a_sequence_that_fills_the_cache_runs_alone():
     assert bench.batching.num_preemptions == 0
 
 
+# Room ahead, for several steps at once
+
+
+def test_room_is_reserved_for_every_one_that_runs_and_no_more():
+    bench = Bench(num_blocks=10)
+    bench.add(text(3))
+    bench.add(text(4, start=100))
+    bench.step()
+    held = [len(one.blocks) for one in bench.sequences]
+    assert held == [1, 1]
+    bench.batching.plan()
+    assert bench.batching.reserve(4), "3 + 1 tokens and 4 + 1, and 3 more of each after the next"
+    assert [len(one.blocks) for one in bench.sequences] == [2, 2]
+    assert bench.batching.reserve(4), "what is there already is not taken again"
+    assert [len(one.blocks) for one in bench.sequences] == [2, 2]
+    assert bench.cache.num_used == 4
+    bench.cache.check()
+
+
+def test_without_room_for_all_nothing_is_reserved_and_nobody_makes_way():
+    bench = Bench(num_blocks=5)
+    bench.add(text(6))
+    bench.add(text(6, start=100))
+    bench.step()
+    before = [list(one.blocks) for one in bench.sequences]
+    assert not bench.batching.reserve(4), "a block each, and one is free"
+    assert [one.blocks for one in bench.sequences] == before
+    assert bench.batching.num_preemptions == 0
+    assert bench.batching.reserve(2)
+    bench.cache.check()
+
+
+def test_those_that_wait_get_nothing_of_what_is_reserved():
+    bench = Bench(max_running=1)
+    bench.add(text(6))
+    waiting = bench.add(text(6, start=100))
+    bench.step()
+    assert bench.batching.reserve(40)
+    assert waiting.blocks == []
+
+
+def test_several_tokens_at_once_into_reserved_room_are_as_one_by_one():
+    bench = Bench(num_blocks=12)
+    one = bench.add(text(6))
+    bench.step()
+    (chunk,) = bench.batching.plan()
+    assert bench.batching.reserve(5)
+    bench.batching.computed([chunk])
+    one.tokens += [7] * 5
+    bench.batching.computed([Chunk(one, chunk.start + 1, 4, True)])
+    assert shape(bench.batching.plan()) == [(1, 11, 1, True)]
+    bench.cache.check()
+    bench.batching.remove(one.lease)
+    assert len(bench.cache.match([*text(6), *[7] * 6])) == 2, "its whole blocks can be shared"
+
+
 # Sharing
 
 

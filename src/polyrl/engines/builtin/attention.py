@@ -28,8 +28,10 @@ NAME = "polyrl_paged"
 Tensor = torch.Tensor
 
 
+GRAIN = 32
+"""Contexts are padded to a multiple of this many tokens."""
 PIECE = 128
-"""Contexts are padded to whole pieces of this many tokens. MKL adds about 190 products in order, and more in blocks."""
+"""Sums over a context are added piece by piece. MKL adds about 190 products in order, and more in blocks."""
 MIN_ROWS = 4
 """With fewer, MKL multiplies a row by itself, and adds in another order."""
 
@@ -41,9 +43,9 @@ class Rows(NamedTuple):
     num: int
     num_contexts: int
     padded: int
-    """Tokens of every context, in whole pieces."""
+    """Tokens of every context, a multiple of GRAIN."""
     gather: Tensor
-    """(kv heads, contexts, blocks), flat: which blocks of a layer's cache have them. What pads may be anywhere."""
+    """(keys and values, kv heads, contexts, blocks), flat: which blocks of a layer's cache. What pads may be any."""
     last: Tensor
     """(rows, 1): the position of the row's own token, the last that it sees."""
     masks: dict[int | None, Tensor]
@@ -69,32 +71,30 @@ class PagedKeysAndValues:
     def __init__(
         self, num_layers: int, num_blocks: int, block_tokens: int, num_heads: int, head_dim: int, like: Tensor
     ) -> None:
-        shape = (num_heads, num_blocks * block_tokens, head_dim)
-        self.block_tokens = block_tokens
-        self._gathered = [torch.empty((0, block_tokens * head_dim), dtype=like.dtype) for _ in range(2)]
-        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
+        shape = (2, num_heads, num_blocks * block_tokens, head_dim)
+        self._block = block_tokens * head_dim
+        self._layers = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
+        """Keys, then values."""
+        self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """(kv heads, rows, dim) each."""
-        self.keys[layer].index_copy_(1, slots, keys)
-        self.values[layer].index_copy_(1, slots, values)
+        both = self._layers[layer]
+        both[0].index_copy_(1, slots, keys)
+        both[1].index_copy_(1, slots, values)
 
     def gather(self, layer: int, part: Rows) -> tuple[Tensor, Tensor]:
         """Keys and values of a part's contexts, (kv heads x contexts, padded, dim) each, until the next are gathered.
 
-        They are written into the same memory again and again: new memory for every layer takes longer than the rest.
+        They are written into the same memory again and again, since new memory has to be cleared first.
         """
         num = len(part.gather)
-        for number, one in enumerate(self._gathered):
-            if len(one) < num:
-                self._gathered[number] = one.new_empty((num + num // 4, one.shape[1]))
-        found: list[Tensor] = []
-        for one, into in zip((self.keys[layer], self.values[layer]), self._gathered, strict=True):
-            num_kv, _, dim = one.shape
-            torch.index_select(one.view(-1, self.block_tokens * dim), 0, part.gather, out=into[:num])
-            found.append(into[:num].view(num_kv * part.num_contexts, -1, dim)[:, : part.padded])
-        return found[0], found[1]
+        if len(self._gathered) < num:
+            self._gathered = self._gathered.new_empty((num + num // 4, self._block))
+        both, found = self._layers[layer], self._gathered[:num]
+        torch.index_select(both.view(-1, self._block), 0, part.gather, out=found)
+        found = found.view(2, both.shape[1] * part.num_contexts, -1, both.shape[3])
+        return found[0, :, : part.padded], found[1, :, : part.padded]
 
 
 def attend(
@@ -192,7 +192,7 @@ def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Ten
 
 def _weigh(weights: Tensor, values: Tensor) -> Tensor:
     """The sum of the values by weight: piece by piece from the first, since what follows a context weighs nothing."""
-    if weights.shape[2] == PIECE:
+    if weights.shape[2] <= PIECE:
         return torch.bmm(weights, values)
     out = torch.bmm(weights[:, :, :PIECE], values[:, :PIECE])
     for start in range(PIECE, weights.shape[2], PIECE):

@@ -60,10 +60,11 @@ class Decoder:
         self._num_heads: int = config.num_attention_heads
         self._num_kv: int = config.num_key_value_heads
         self._dim: int = getattr(config, "head_dim", None) or config.hidden_size // self._num_heads
-        self._eps: float = config.rms_norm_eps
+        self._eps = torch.tensor(config.rms_norm_eps)
         self._layers: list[_Layer] = []
         self._head: Matrix | None = None
-        self._cos = self._sin = torch.empty((0, self._dim))
+        self._turns = torch.empty((0, 2, self._dim))
+        """Cosine and sine, by position."""
         self.pack()
 
     @staticmethod
@@ -120,25 +121,26 @@ class Decoder:
             rotated = torch.addcmul(rotated * cos, rotated.roll(self._dim // 2, -1), sin).transpose(0, 1)
             paged.write(number, step.slots, rotated[num_heads:], heads[:, num_rotated:].transpose(0, 1))
             found = attend_parts(rotated[:num_heads], number, step, paged, layer.window)
-            x = x + layer.output.times(found.view(len(tokens), -1))
+            x = x + layer.output.times(found.reshape(len(tokens), -1))
             gate, up = layer.gate_and_up.times(self._normed(x)).chunk(2, -1)
             x += layer.down.times(silu(gate).mul_(up))
         return self._head.times(self._normed(x.index_select(0, rows)))
 
     def _normed(self, x: Tensor) -> Tensor:
         """Root mean square 1, over the last dimension."""
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        return x * squares.div_(x.shape[-1]).add_(self._eps).rsqrt_()
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, 1, dim) each. The sine of the first half is negative: the halves of a head are swapped, not turned."""
         num = int(positions.max()) + 1
-        if num > len(self._cos):
+        if num > len(self._turns):
             wanted = torch.arange(max(1024, 2 * num)).unsqueeze(0)
-            cos, sin = self._model.model.rotary_emb(self._cos, wanted)
-            self._cos, self._sin = cos[0], sin[0].clone()
-            self._sin[:, : self._dim // 2].neg_()
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+            cos, sin = self._model.model.rotary_emb(self._turns, wanted)
+            self._turns = torch.stack([cos[0], sin[0]], 1)
+            self._turns[:, 1, : self._dim // 2].neg_()
+        cos, sin = self._turns.index_select(0, positions).split(1, 1)
+        return cos, sin
 
 
 def _merge(parts: list[nn.Linear], *, norm: Tensor | None = None, first_scale: float = 1.0) -> Matrix:

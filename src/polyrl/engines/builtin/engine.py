@@ -22,6 +22,7 @@ from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.engines.engine import Capabilities, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Version
+from polyrl.wire.frames import Sampling
 
 if TYPE_CHECKING:
     from polyrl.engines.builtin.cuda_runner import CudaRunner
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("polyrl.engines.builtin")
 
 MAX_BURST = 16
-"""Steps on a GPU without a look at what they brought."""
+"""Steps without a look at what they brought."""
 _INVARIANT_CHUNK = 512
 """Every chunk of a prompt is made up to this many rows, when results must not depend on the batch."""
 _SEED_BITS = (1 << 63) - 1
@@ -259,8 +260,8 @@ class BuiltinEngine:
 
     def _interrupt(self) -> None:
         """Somebody wants to come between two steps: a burst ends with the steps that are on their way."""
-        if self._cuda is not None:
-            self._cuda.interrupt()
+        if self._runner is not None:
+            self._runner.interrupt()
 
     # Weights
 
@@ -334,8 +335,8 @@ class BuiltinEngine:
                     if not chunks:
                         self._work.clear()
                         continue
-                    if self._cuda is not None:  # who interrupted the last burst has been here
-                        self._cuda.uninterrupt()
+                    if self._runner is not None:  # who interrupted the last burst has been here
+                        self._runner.uninterrupt()
                     num_steps = self._burst(chunks)
                     drawn = await loop.run_in_executor(self._thread, self._step, chunks, num_steps)
                     self._take_in(chunks, drawn, sink)
@@ -345,13 +346,11 @@ class BuiltinEngine:
             log.exception("a step failed")
 
     def _burst(self, chunks: list[Chunk]) -> int:
-        """How many steps run before we look again: several on a GPU, while all that run only decode. 0: no graph."""
-        if self._cuda is None or not all(samples and count == 1 for _, _, count, samples in chunks):
+        """How many steps run before we look again: several, while all that run only decode. 0: as they come."""
+        if not all(samples and count == 1 for _, _, count, samples in chunks):
             return 0
-        for sequence, _, _, _ in chunks:
-            sampling = sequence.data.job.sampling
-            if sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0:
-                return 0
+        if self._cuda is not None and any(_truncates(sequence.data.job.sampling) for sequence, _, _, _ in chunks):
+            return 0  # there is no graph for it
         left = min(sequence.max_total - len(sequence.tokens) for sequence, _, _, _ in chunks)
         wanted = max(1, min(MAX_BURST, left))
         return wanted if self._batch.reserve(wanted) else 1
@@ -365,8 +364,8 @@ class BuiltinEngine:
             if samples:
                 job: Job = sequence.data.job
                 wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(sequence.tokens) - len(job.prompt)))
-        if self._cuda is not None and num_steps:
-            return self._cuda.run_burst(chunks, wanted, num_steps)
+        if num_steps:
+            return self._runner.run_burst(chunks, wanted, num_steps)
         return [self._runner.run(chunks, wanted)]
 
     def _take_in(self, chunks: list[Chunk], drawn: "list[Drawn]", sink: Sink) -> None:
@@ -412,6 +411,10 @@ class BuiltinEngine:
         start = max(len(answer.job.prompt), len(sequence.tokens) - _STOP_TAIL_TOKENS)
         text = self._tokenizer.decode(sequence.tokens[start:])
         return any(stop in text for stop in stops)
+
+
+def _truncates(sampling: Sampling) -> bool:
+    return bool(sampling.top_k) or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def _by_row(steps: list[list[Any]]) -> "zip[tuple[Any, ...]]":

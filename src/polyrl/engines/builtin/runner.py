@@ -5,9 +5,12 @@ the longest contexts before the others, then the prefilled chunks. Only rows who
 output layer. Fewer rows than attention.MIN_ROWS are made up to that number, so that a sample alone is computed as it is
 in a crowd. Plain decoders run as decoder.py writes them out, others through their own modules.
 
-While all that run only decode, several steps may follow each other without a look at what they brought: a *burst*.
+While all that run only decode, several steps follow each other without a look at what they brought: a *burst*, over
+soon enough that nobody waits for it.
 """
 
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 
 from polyrl.engines.builtin import sampling
-from polyrl.engines.builtin.attention import MIN_ROWS, PIECE, PagedKeysAndValues, Rows, Step
+from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, PagedKeysAndValues, Rows, Step
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
@@ -23,6 +26,8 @@ from polyrl.wire.frames import Sampling
 
 _WASTE_TOKENS = 1024
 """Contexts that attend together are padded to the longest. Beyond so much padding, they attend apart."""
+
+_BURST_S = 0.02
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -50,6 +55,7 @@ class Runner:
         self._parameter = next(loaded.model.parameters())
         self._device: torch.device = self._parameter.device
         self._paged: PagedKeysAndValues | None = None
+        self._interrupted = threading.Event()
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
         """A mask of four dimensions is passed on as it is; ours is never looked at."""
         self._decoder = Decoder.find(loaded.model)
@@ -73,6 +79,13 @@ class Runner:
     def weights_changed(self) -> None:
         if self._decoder is not None and self._paged is not None:
             self._decoder.pack()
+
+    def interrupt(self) -> None:
+        """End the burst that runs, if one does, with its step. From any thread, like `uninterrupt`."""
+        self._interrupted.set()
+
+    def uninterrupt(self) -> None:
+        self._interrupted.clear()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
@@ -103,33 +116,36 @@ class Runner:
             tuple(parts),
             np.array(sampled, np.int64),
         )
-        return self._draw(logits, wanted, 0)
+        return self._draw(logits, self._plan(wanted, 1), 0)
 
     @torch.inference_mode()
     def run_burst(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int) -> list[Drawn]:
-        """`num_steps` tokens of each sample. All chunks decode, and have blocks for that many."""
+        """`num_steps` tokens of each sample, or as many as there is time for. All chunks decode, and have blocks."""
+        until = time.perf_counter() + _BURST_S
         decoding = self._lay_out_decoding(chunks, num_steps)
+        draws = self._plan(wanted, num_steps)
         tokens, rows = decoding.tokens, decoding.row_of_chunk
         drawn: list[Drawn] = []
         for number in range(num_steps):
             logits = self._logits(
                 tokens, decoding.positions + number, decoding.slots(number), tuple(decoding.parts_at(number)), rows
             )
-            drawn.append(self._draw(logits, wanted, number))
+            drawn.append(self._draw(logits, draws, number))
+            if time.perf_counter() > until or self._interrupted.is_set():
+                break
             tokens = np.array(drawn[-1].tokens, np.int64)[decoding.chunk_of_row]
         return drawn
 
-    def _draw(self, logits: torch.Tensor, wanted: Sequence[Wanted], number: int) -> Drawn:
+    def _plan(self, wanted: Sequence[Wanted], num_steps: int) -> sampling.Draws:
+        seeds = np.array([one.seed for one in wanted], np.int64)
+        positions = np.array([one.position for one in wanted], np.int64) + np.arange(num_steps)[:, None]
+        return sampling.plan_draws([one.sampling for one in wanted], seeds, positions, self._device)
+
+    def _draw(self, logits: torch.Tensor, draws: sampling.Draws, number: int) -> Drawn:
         """Of the burst's step with that number."""
-        if not wanted:
+        if not len(logits):
             return Drawn([], [])
-        draws = sampling.plan_draws(
-            [one.sampling for one in wanted],
-            [one.seed for one in wanted],
-            [one.position + number for one in wanted],
-            self._device,
-        )
-        tokens, logprobs = sampling.draw(logits, draws)
+        tokens, logprobs = sampling.draw(logits, draws._replace(uniforms=draws.uniforms[number]))
         return Drawn(tokens.tolist(), logprobs.tolist())
 
     def _logits(
@@ -160,7 +176,7 @@ class Runner:
     # Laying out
 
     def _prefilling(self, blocks: list[int], first: int, start: int, stop: int) -> Rows:
-        padded = stop + -stop % PIECE
+        padded = stop + -stop % GRAIN
         width = -(-padded // self._block_tokens)
         table = np.full((1, max(width, len(blocks))), self._scratch, np.int64)
         table[0, : len(blocks)] = blocks
@@ -168,21 +184,21 @@ class Runner:
         return Rows(first, stop - start, 1, padded, self._gather(table[:, :width]), last, {})
 
     def _lay_out_decoding(self, chunks: Sequence[Chunk], num_steps: int) -> "_Decoding":
-        """The longest contexts first: they are told apart by how many pieces they have at the burst's end."""
+        """The longest contexts first: they are told apart by their lengths at the burst's end."""
         num = len(chunks)
         starts = np.array([start for _, start, _, _ in chunks], np.int64)
-        pieces = (starts + num_steps + PIECE - 1) // PIECE
-        chunk_of_row = np.argsort(-pieces, kind="stable")
+        grains = -(-(starts + num_steps) // GRAIN)
+        chunk_of_row = np.argsort(-grains, kind="stable")
         blocks = [chunks[number].sequence.blocks for number in chunk_of_row]
-        most = int(pieces.max(initial=0)) * PIECE
+        most = int(grains.max(initial=0)) * GRAIN
         width = max([-(-most // self._block_tokens), *map(len, blocks)])
         table = np.full((num, width), self._scratch, np.int64)
         for row, one in enumerate(blocks):
             table[row, : len(one)] = one
         tokens = np.array([sequence.tokens[start] for sequence, start, _, _ in chunks], np.int64)
         parts: list[_Part] = []
-        for first, last in _together(pieces[chunk_of_row].tolist()):
-            padded = int(pieces[chunk_of_row[first]]) * PIECE
+        for first, last in _together(grains[chunk_of_row].tolist()):
+            padded = int(grains[chunk_of_row[first]]) * GRAIN
             its_blocks = table[first:last, : -(-padded // self._block_tokens)]
             parts.append(_Part(first, last - first, padded, self._gather(its_blocks)))
         positions = starts[chunk_of_row]
@@ -191,7 +207,7 @@ class Runner:
 
     def _gather(self, table: Numbers) -> torch.Tensor:
         num_blocks = self._scratch + 1
-        heads = np.arange(self._loaded.num_kv_heads)[:, None, None] * num_blocks
+        heads = np.arange(2 * self._loaded.num_kv_heads)[:, None, None] * num_blocks
         return torch.from_numpy((heads + table).reshape(-1))
 
 
@@ -238,14 +254,14 @@ def _num_decoding(chunks: Sequence[Chunk]) -> int:
     return num
 
 
-def _together(pieces: list[int]) -> list[tuple[int, int]]:
-    """Ranges of rows that attend together, of contexts with so many pieces, the longest first."""
+def _together(grains: list[int]) -> list[tuple[int, int]]:
+    """Ranges of rows that attend together, of contexts with so many grains, the longest first."""
     ranges: list[tuple[int, int]] = []
     first = 0
-    for row, num in enumerate(pieces):
-        if (pieces[first] - num) * PIECE * (len(pieces) - row) > _WASTE_TOKENS:
+    for row, num in enumerate(grains):
+        if (grains[first] - num) * GRAIN * (len(grains) - row) > _WASTE_TOKENS:
             ranges.append((first, row))
             first = row
-    if pieces:
-        ranges.append((first, len(pieces)))
+    if grains:
+        ranges.append((first, len(grains)))
     return ranges

@@ -9,7 +9,7 @@ log-probability is that at temperature 1.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch
 from polyrl.wire.frames import Sampling
 
 Tensor = torch.Tensor
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 _GREEDY = 1e-5
 
 
@@ -25,11 +26,16 @@ class Draws(NamedTuple):
 
     temperatures: Tensor
     uniforms: Tensor
+    """(rows,), or (steps, rows) where several are planned."""
     truncated: list[tuple[int, Sampling]]
     """Rows with top-k, top-p or min-p."""
+    is_plain: bool
+    """All at temperature 1."""
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+def uniforms(
+    seeds: Numbers | Sequence[int], positions: Numbers | Sequence[int]
+) -> "np.ndarray[Any, np.dtype[np.float64]]":
     """Numbers in [0, 1): splitmix64 of the seed and the position of the token in its answer."""
     with np.errstate(over="ignore"):
         bits = _mix(_mix(np.asarray(seeds, np.uint64)) + np.asarray(positions, np.uint64) * np.uint64(_GAMMA))
@@ -39,7 +45,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> "np.ndarray[tupl
 _GAMMA = 0x9E3779B97F4A7C15
 
 
-def _mix(bits: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+def _mix(bits: "np.ndarray[Any, np.dtype[np.uint64]]") -> "np.ndarray[Any, np.dtype[np.uint64]]":
     bits = bits + np.uint64(_GAMMA)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -47,18 +53,33 @@ def _mix(bits: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> "np.ndarray[tup
 
 
 def plan_draws(
-    samplings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int], device: torch.device
+    samplings: Sequence[Sampling],
+    seeds: Numbers | Sequence[int],
+    positions: Numbers | Sequence[int],
+    device: torch.device,
 ) -> Draws:
     truncated = [(row, one) for row, one in enumerate(samplings) if one.top_k or one.top_p < 1.0 or one.min_p > 0.0]
     temperatures = torch.tensor([one.temperature for one in samplings], dtype=torch.float32)
-    return Draws(temperatures.to(device), torch.from_numpy(uniforms(seeds, positions)).to(device), truncated)
+    is_plain = all(one.temperature == 1.0 for one in samplings)
+    numbers = torch.from_numpy(uniforms(seeds, positions))
+    return Draws(temperatures.to(device), numbers.to(device), truncated, is_plain)
 
 
 def draw(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probabilities: (rows,) each."""
-    greedy = draws.temperatures < _GREEDY
-    scaled = logits.float() / torch.where(greedy, 1.0, draws.temperatures).unsqueeze(1)
-    logprobs = torch.log_softmax(scaled, -1)
+    if draws.is_plain:
+        logprobs = torch.log_softmax(logits.float(), -1)
+        tokens = _cut(logprobs, draws)
+    else:
+        greedy = draws.temperatures < _GREEDY
+        scaled = logits.float() / torch.where(greedy, 1.0, draws.temperatures).unsqueeze(1)
+        logprobs = torch.log_softmax(scaled, -1)
+        tokens = torch.where(greedy, scaled.argmax(-1), _cut(logprobs, draws))
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _cut(logprobs: Tensor, draws: Draws) -> Tensor:
+    """Where each row's number falls in its cumulative distribution, after truncation."""
     kept = logprobs
     if draws.truncated:
         kept = logprobs.clone()
@@ -66,9 +87,7 @@ def draw(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
             kept[row] = _truncate(kept[row], sampling)
     cumulative = kept.exp().cumsum(-1, dtype=torch.float64)
     cut = (draws.uniforms * cumulative[:, -1]).unsqueeze(1)
-    tokens = torch.searchsorted(cumulative, cut, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy, scaled.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return torch.searchsorted(cumulative, cut, right=True).squeeze(1).clamp_(max=logprobs.shape[-1] - 1)
 
 
 def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:

@@ -1,0 +1,137 @@
+"""The decoder that is written out for the CPU: which models it takes, and that it says what their modules say."""
+
+import pytest
+import torch
+from tests.builtin.tiny_models import FAMILIES, save_tiny
+
+from polyrl.engines.builtin import models, sampling
+from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
+from polyrl.engines.builtin.decoder import Decoder, can_pack
+from polyrl.engines.builtin.kv_cache import KvCache
+from polyrl.engines.builtin.runner import Drawn, Runner, Wanted
+from polyrl.ids import LeaseId
+from polyrl.wire.frames import Sampling
+
+PLAIN = {"llama", "mistral", "qwen2", "qwen3"}
+ON = Sampling(ignore_eos=True)
+
+pytestmark = pytest.mark.skipif(not can_pack(), reason="no oneDNN here: plain decoders run through their modules")
+
+
+def load(family, folder, **changes) -> models.Loaded:
+    return models.load(str(save_tiny(family, folder, **changes)), "float32", "cpu")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_plain_decoders_are_written_out_and_others_run_through_their_modules(family, tmp_path):
+    assert (Decoder.find(load(family, tmp_path).model) is not None) == (family in PLAIN)
+
+
+def test_a_model_with_an_adapter_runs_through_its_modules(tmp_path):
+    class Adapter(torch.nn.Linear):
+        pass
+
+    model = load("llama", tmp_path).model
+    model.model.layers[1].mlp.up_proj.__class__ = Adapter
+    assert Decoder.find(model) is None
+
+
+def test_other_types_and_turns_that_depend_on_the_length_run_through_their_modules(tmp_path):
+    assert Decoder.find(load("llama", tmp_path / "half").model.to(torch.bfloat16)) is None
+    turns = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    assert Decoder.find(load("llama", tmp_path / "dynamic", rope_parameters=turns).model) is None
+
+
+class Desk:
+    """A runner and its batch, step by step."""
+
+    def __init__(self, loaded: models.Loaded) -> None:
+        self.batching = Batching(KvCache(200, 4), 64, 512)
+        self.runner = Runner(loaded, 200, 4)
+
+    def add(self, number: int, num_tokens: int) -> Sequence:
+        sequence = Sequence(LeaseId(number), [3 + (number * 31 + at) % 500 for at in range(num_tokens)], 500)
+        self.batching.add(sequence)
+        return sequence
+
+    def step(self) -> Drawn:
+        chunks = self.batching.plan()
+        drawn = self.runner.run(chunks, self.wanted(chunks))
+        self.take_in(chunks, [drawn])
+        return drawn
+
+    def wanted(self, chunks: list[Chunk]) -> list[Wanted]:
+        return [Wanted(ON, int(one.sequence.lease), len(one.sequence.tokens)) for one in chunks if one.samples]
+
+    def take_in(self, chunks: list[Chunk], drawn: list[Drawn]) -> None:
+        self.batching.computed(chunks)
+        for number, one in enumerate(chunks):
+            one.sequence.tokens += [step.tokens[number] for step in drawn]
+            if len(drawn) > 1:
+                self.batching.computed([Chunk(one.sequence, one.start + 1, len(drawn) - 1, True)])
+
+
+def test_a_burst_is_the_steps_it_is_made_of_to_the_last_bit(tmp_path):
+    loaded = load("qwen3", tmp_path)
+    lengths = (3, 31, 60, 130, 7)
+    one_by_one, at_once = Desk(loaded), Desk(loaded)
+    for desk in (one_by_one, at_once):
+        for number, length in enumerate(lengths, 1):
+            desk.add(number, length)
+        desk.step()
+    expected = [one_by_one.step() for _ in range(12)]
+    found: list[Drawn] = []
+    while len(found) < 12:
+        chunks = at_once.batching.plan()
+        assert at_once.batching.reserve(12 - len(found))
+        drawn = at_once.runner.run_burst(chunks, at_once.wanted(chunks), 12 - len(found))
+        at_once.take_in(chunks, drawn)
+        found += drawn
+    assert found == expected
+
+
+def test_an_interrupted_burst_ends_with_its_step(tmp_path):
+    desk = Desk(load("qwen3", tmp_path))
+    desk.add(1, 5)
+    desk.step()
+    chunks = desk.batching.plan()
+    assert desk.batching.reserve(8)
+    desk.runner.interrupt()
+    assert len(desk.runner.run_burst(chunks, desk.wanted(chunks), 8)) == 1
+
+
+def test_contexts_of_very_different_lengths_attend_apart_and_draw_the_same(tmp_path):
+    loaded = load("llama", tmp_path, max_position_embeddings=1024)
+    together, alone = Desk(loaded), Desk(loaded)
+    for number, length in ((1, 9), (2, 300), (3, 20), (4, 12), (5, 5), (6, 30)):
+        together.add(number, length)
+    alone.add(2, 300)
+    for _ in range(6):
+        both = together.step(), alone.step()
+        assert (both[0].tokens[1], both[0].logprobs[1]) == (both[1].tokens[0], both[1].logprobs[0])
+
+
+def test_changed_weights_are_used_once_they_are_packed(tmp_path):
+    loaded = load("qwen3", tmp_path)
+    desk = Desk(loaded)
+    desk.add(1, 9)
+    before = desk.step()
+    with torch.no_grad():
+        loaded.model.lm_head.weight.mul_(0.5)
+    desk.runner.weights_changed()
+    fresh = Desk(loaded)
+    fresh.add(1, 9)
+    after = fresh.step()
+    assert before.logprobs != after.logprobs
+    again = Desk(load("qwen3", tmp_path))
+    again.add(1, 9)
+    assert again.step() == before
+
+
+def test_planning_several_draws_at_once_gives_the_numbers_of_each():
+    device = torch.device("cpu")
+    seeds, positions = [3, 1 << 40], [5, 900]
+    several = sampling.plan_draws([ON, ON], seeds, torch.tensor([[5, 900], [6, 901]]).numpy(), device)
+    for number in range(2):
+        one = sampling.plan_draws([ON, ON], seeds, [at + number for at in positions], device)
+        assert torch.equal(several.uniforms[number], one.uniforms)
