@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--batch", type=int, default=8, help="samples at once (default: %(default)s)")
     engine.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
     engine.add_argument("--new", type=int, default=64, help="tokens of an answer (default: %(default)s)")
-    engine.add_argument("--peer", choices=["transformers"], help="measure it on the same work, in the same run")
+    engine.add_argument("--peer", choices=["transformers", "vllm"], help="measure it on the same work, in the same run")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,11 +3,15 @@
 The limit counts the bytes that a decoding step must read: every parameter once, and the cache of every sample at its
 mean length; over the bandwidth of a large copy (read and written bytes), measured in the same run. `tok_s` is that of
 decoding, with all samples running, and compares with the limit; `job_tok_s` counts the whole job, prompts included.
+
+Peers: transformers' own continuous batching in this process, once; and the vLLM server (bench_vllm.py), in turns with
+the engine, where figures are medians.
 """
 
 import asyncio
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -63,14 +67,26 @@ class Ran(NamedTuple):
     prefill_tok_s: float
 
 
+_TURNS = 5
+
+
 def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
+    if peer == "vllm":
+        from polyrl.cli import bench_vllm
+
+        bench_vllm.check_installed()
     import torch
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if peer == "vllm" and device != "cpu":
+        raise UserError("--peer vllm: it is measured on the CPU; this machine has a GPU")
     torch.set_num_threads(1)
     model = make_model(work, device)
-    ran = asyncio.run(run_engine(work, model, device))
+    if peer == "vllm":
+        ran, peer_tok_s = asyncio.run(run_in_turns(work, model, device))
+    else:
+        ran, peer_tok_s = asyncio.run(run_engine(work, model, device)), None
     limit = limit_tok_s(work, model, device)
     tok_s = work.batch / ran.step_ms * 1e3
     result = {
@@ -90,18 +106,42 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
         "torch": torch.__version__,
         "peer": peer,
-        "peer_tok_s": None,
+        "peer_tok_s": None if peer_tok_s is None else round(peer_tok_s),
         "commit": commit(),
     }
     if peer == "transformers":
         _free_memory()
         result["peer_tok_s"] = round(run_transformers(work, model, device))
+    if peer is not None:
         result["ratio_to_peer"] = round(result["job_tok_s"] / max(1, result["peer_tok_s"]), 2)
-    elif peer is not None:
-        raise UserError(f"--peer: {peer} is not measured here; expected transformers")
     del model
     _free_memory()
     return result
+
+
+def save_quietly(model: Any, folder: str) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+
+
+async def run_in_turns(work: Work, model: Any, device: str) -> tuple[Ran, float]:
+    """The engine's median run, and the vLLM server's median tokens a second."""
+    from polyrl.cli.bench_vllm import Asked, serve
+
+    with tempfile.TemporaryDirectory() as folder:
+        if work.model is None:
+            save_quietly(model, folder)
+        asked = Asked(prompts_of(work, model.config.vocab_size), work.new)
+        async with serve(work.model or folder, slots=work.batch, max_context=work.prompt + work.new) as server:
+            await server.tok_s(asked._replace(new=min(24, work.new)))
+            ours: list[Ran] = []
+            theirs: list[float] = []
+            for _ in range(_TURNS):
+                ours.append(await run_engine(work, model, device))
+                theirs.append(await server.tok_s(asked))
+    return sorted(ours, key=lambda one: one.seconds)[_TURNS // 2], statistics.median(theirs)
 
 
 def _free_memory() -> None:
