@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: setup ## simulate an elastic run with preemptions: its table and its picture
-	$(BIN)/polyrl simulate spot-trace $(ARGS)
+demo: setup ## watch a small model learn here, while a worker joins and another is killed (three to five minutes)
+	$(BIN)/polyrl demo $(ARGS)
 
 test: setup ## run the tests (ARGS="-k words" narrows them)
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from polyrl.cli.training.run import Beside
     from polyrl.config.recipe import Recipe
 
 EXAMPLE = """\
@@ -32,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from polyrl.cli import builtin
     from polyrl.config.recipe_files import load_recipe
-    from polyrl.errors import UserError
 
     overrides = list(args.settings)
     recipe = load_recipe(args.recipe, overrides)
@@ -43,37 +43,41 @@ def run(args: argparse.Namespace) -> int:
 
         print(show_plan(recipe, run_dir))
         return 0
+    why = start(recipe, run_dir, quiet=args.quiet)
+    if why is None:
+        print(f"stopped; what was trained is in {run_dir}", flush=True)
+        return 130
+    print(f"done: {why}; look at it with `polyrl plot {run_dir}` and `polyrl ledger {run_dir}`", flush=True)
+    return 0
+
+
+def start(recipe: "Recipe", run_dir: Path, *, quiet: bool = False, beside: "Beside | None" = None) -> str | None:
+    """Train to the end, and say why it ended; None if it was interrupted."""
+    from polyrl.cli.loop import run_loop
+    from polyrl.cli.training import models
+    from polyrl.cli.training.run import Interrupted, train
+    from polyrl.cli.training.tasks import load_tasks
+    from polyrl.errors import UserError
+
     if (run_dir / "journal").exists():
         raise UserError(f"{run_dir}: there is a run already; name another directory with --run-dir, or remove it")
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    level = logging.WARNING if args.quiet else logging.INFO
+    level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", filename=run_dir / "logs" / "train.log")
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
     console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logging.getLogger().addHandler(console)
-    return _train(recipe, run_dir)
-
-
-def _train(recipe: "Recipe", run_dir: Path) -> int:
-    from polyrl.cli.loop import run_loop
-    from polyrl.cli.training import models
-    from polyrl.cli.training.run import Interrupted, train
-    from polyrl.cli.training.tasks import load_tasks
-
     tasks = load_tasks(recipe)
     policy, reference = models.load(recipe)
 
     async def train_and_close() -> str:
         try:
-            return await train(recipe, run_dir, policy, reference, tasks)
+            return await train(recipe, run_dir, policy, reference, tasks, beside=beside)
         finally:
             await tasks.close()
 
     try:
-        why = run_loop(train_and_close())
+        return run_loop(train_and_close())
     except Interrupted:
-        print(f"stopped; what was trained is in {run_dir}", flush=True)
-        return 130
-    print(f"done: {why}; look at it with `polyrl plot {run_dir}` and `polyrl ledger {run_dir}`", flush=True)
-    return 0
+        return None

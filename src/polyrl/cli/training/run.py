@@ -13,11 +13,14 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from rich.text import Text
 
 from polyrl.cli.training import processes
 from polyrl.cli.training.display import Display
@@ -58,8 +61,31 @@ class Interrupted(Exception):
     """Somebody pressed Ctrl+C, or sent SIGTERM."""
 
 
-async def train(recipe: Recipe, run_dir: Path, policy: Policy, reference: Policy | None, tasks: Tasks) -> str:
-    """Train to the end, or until interrupted. Returns why it ended."""
+class Stage(NamedTuple):
+    """What somebody beside the run can see and use of it."""
+
+    recipe: Recipe
+    run_dir: Path
+    address: Address
+    workers: dict[str, Process]
+    """Those of `[fleet]`, by name."""
+    fleet: Fleet
+    say: Callable[[str | Text], None]
+
+
+Beside = Callable[[Stage], Coroutine[Any, Any, None]]
+
+
+async def train(
+    recipe: Recipe,
+    run_dir: Path,
+    policy: Policy,
+    reference: Policy | None,
+    tasks: Tasks,
+    *,
+    beside: Beside | None = None,
+) -> str:
+    """Train to the end, or until interrupted. Returns why it ended. `beside` is played meanwhile."""
     async with AsyncExitStack() as stack:
         interrupted = _listen_for_signals()
         manager = ManagerProcess(run_dir, recipe.manager.host, recipe.manager.port)
@@ -76,7 +102,7 @@ async def train(recipe: Recipe, run_dir: Path, policy: Policy, reference: Policy
         devices = Devices(engine if recipe.train.local_generation else None)
         stack.callback(devices.close)
         worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, engine, devices))
-        await stack.enter_async_context(_workers(recipe, run_dir, address))
+        workers = await stack.enter_async_context(_workers(recipe, run_dir, address))
         display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display)))
         await stack.enter_async_context(display)
@@ -91,6 +117,9 @@ async def train(recipe: Recipe, run_dir: Path, policy: Policy, reference: Policy
             _validator(recipe, engine, tasks, telling),
         )
         telling.begin(fleet)
+        if beside is not None:
+            playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
+            stack.push_async_callback(_end, playing)
         return await _first_of(loop.run(), manager.failed(), worker, interrupted.wait())
 
 
@@ -233,18 +262,28 @@ async def _local_worker(
 
 
 @asynccontextmanager
-async def _workers(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIterator[None]:
-    """The workers that `[fleet]` asks for."""
-    wanted = recipe.fleet
-    started = []
+async def _workers(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIterator[dict[str, Process]]:
+    """The workers that `[fleet]` asks for. Whoever starts another one puts it in, to have it ended too."""
+    started: dict[str, Process] = {}
     try:
-        for number in range(wanted.workers):
+        for number in range(recipe.fleet.workers):
             name = f"worker-{number}"
-            arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
-            started.append(await processes.start(arguments, run_dir / "logs" / f"{name}.log"))
-        yield
+            started[name] = await start_worker(recipe, run_dir, address, name)
+        yield started
     finally:
-        await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started))
+        await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started.values()))
+
+
+async def start_worker(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
+    arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
+    return await processes.start(arguments, run_dir / "logs" / f"{name}.log")
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    """Cancel it, and hear what it failed of."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:

@@ -1,0 +1,102 @@
+"""`polyrl demo`: a model learns on this machine, while a worker joins and another is killed."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyrl.cli.training.run import Stage
+
+EXAMPLE = """\
+example:
+  polyrl demo --out demo
+
+It makes a small model that can do sums and is too impatient to, and trains it with GRPO through a real manager and real
+worker processes. A second worker joins in mid-run; the first one is killed with SIGKILL in mid-answer. At the end it
+shows the ledger, in which nothing is lost, and draws the reward and what every worker did. No GPU is needed; two cores
+take three to five minutes."""
+
+_JOIN_AT_STEP = 4
+_KILL_AT_STEP = 10
+_KILL_PATIENCE_S = 60.0
+_STEADY = 5
+"""Steps at the beginning and at the end whose mean rewards are compared."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", default="demo", metavar="DIR", help="where model and run go (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of model and run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of training (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.cli import builtin, main, train
+    from polyrl.config.recipe_files import load_recipe
+    from polyrl.errors import UserError
+
+    builtin.check_libraries()
+    began = time.monotonic()
+    out = Path(args.out)
+    if (out / "run").exists():
+        raise UserError(f"{out}: there is a demo already; name another directory with --out, or remove it")
+    print("1. A small model is taught sums, by an impatient teacher.", flush=True)
+    main.main(["data", "model", "arithmetic", "--out", str(out / "model"), "--seed", str(args.seed)])
+    print("2. It is trained with GRPO: a manager, the trainer's own engine, and a worker process.", flush=True)
+    overrides = [
+        f"model.path={out / 'model'}", f"train.steps={args.steps}", f"train.seed={args.seed}",
+        "manager.port=0", "fleet.workers=1", "fleet.spot=true", "fleet.price_usd_per_hour=0.40",
+        "train.price_usd_per_hour=2.00", 'fleet.settings={ slots = 16, kv_tokens = 8192 }',
+    ]  # fmt: skip
+    recipe = load_recipe("arithmetic", overrides)
+    why = train.start(recipe, out / "run", beside=_play)
+    if why is None:
+        print("stopped", flush=True)
+        return 130
+    return _conclude(out, why, time.monotonic() - began)
+
+
+async def _play(stage: "Stage") -> None:
+    """A worker joins, another is killed while it writes."""
+    from polyrl.cli.training.run import start_worker
+
+    await stage.fleet.line(_JOIN_AT_STEP - 1)
+    stage.say("   demo: worker-late is started, and joins in mid-run")
+    stage.workers["worker-late"] = await start_worker(stage.recipe, stage.run_dir, stage.address, "worker-late")
+    await stage.fleet.line(_KILL_AT_STEP - 1)
+    num_running = await _until_it_writes(stage, "worker-0")
+    stage.workers["worker-0"].kill()
+    stage.say(f"   demo: worker-0 is killed with SIGKILL, in the middle of {num_running} answers; they go on elsewhere")
+
+
+async def _until_it_writes(stage: "Stage", name: str) -> int:
+    """How many answers it is writing, as soon as there are some."""
+    import asyncio
+
+    deadline = time.monotonic() + _KILL_PATIENCE_S
+    while time.monotonic() < deadline:
+        status = await stage.fleet.status()
+        for worker in status.workers:
+            if worker.name == name and worker.running:
+                return worker.running
+        await asyncio.sleep(0.02)
+    return 0
+
+
+def _conclude(out: Path, why: str, seconds: float) -> int:
+    """The ledger, the pictures, and whether it learned."""
+    from polyrl.cli import main
+    from polyrl.telemetry.metrics import read_metrics
+
+    run_dir = out / "run"
+    print(f"3. {why}. What became of everything:\n", flush=True)
+    code = main.main(["ledger", str(run_dir), "--verify"])
+    print("\n4. Pictures:", flush=True)
+    code = main.main(["plot", str(run_dir), "--out", str(out / "pictures")]) or code
+    rewards = [float(line["reward/mean"] or 0.0) for line in read_metrics(run_dir / "metrics.jsonl")]
+    few = min(_STEADY, max(1, len(rewards) // 2))
+    first, last = sum(rewards[:2]) / len(rewards[:2]), sum(rewards[-few:]) / few
+    print(f"\nThe mean reward went from {first:.2f} to {last:.2f} in {len(rewards)} steps; {seconds:.0f} s in all.")
+    return code
