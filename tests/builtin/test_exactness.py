@@ -22,8 +22,8 @@ from polyrl.engines.builtin.decoder import can_pack, pack
 
 NUM_ANSWERS = 256
 NEW_TOKENS = 48
-LONGEST_PROMPT = 2 * PIECE + 60
-"""So that contexts end in the first, the second and the third piece."""
+LENGTHS = (1, 2, 5, 16, 16, 16, 31, 60, PIECE - 1, PIECE, 200, 2 * PIECE + 60)
+"""Of prompts. Some are computed together; contexts end in the first, the second and the third piece."""
 
 Answer = tuple[list[int], list[float]]
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -76,7 +76,7 @@ def jobs_of(num: int) -> list[dict[str, Any]]:
     draw = random.Random(7)
     return [
         {
-            "prompt": [draw.randrange(3, 512) for _ in range(draw.randint(1, LONGEST_PROMPT))],
+            "prompt": [draw.randrange(3, 512) for _ in range(draw.choice(LENGTHS))],
             "seed": number,
             "max_tokens": NEW_TOKENS,
             "sampling": ON,

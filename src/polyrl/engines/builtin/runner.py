@@ -11,7 +11,8 @@ soon enough that nobody waits for it.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from polyrl.wire.frames import Sampling
 _WASTE_TOKENS = 1024
 """Contexts that attend together are padded to the longest. Beyond so much padding, they attend apart."""
 
-_BURST_S = 0.02
+_BURST_S = 0.05
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -98,17 +99,17 @@ class Runner:
         parts = decoding.parts_at(0)
         sampled = decoding.row_of_chunk.tolist()
         num_rows = num_decoding
-        for sequence, start, count, samples in chunks[num_decoding:]:
-            stop = start + count
-            parts.append(self._prefilling(sequence.blocks, num_rows, start, stop))
-            tokens.append(np.array(sequence.tokens[start:stop], np.int64))
-            positions.append(np.arange(start, stop))
-            blocks = np.array(sequence.blocks, np.int64)
-            slots.append(blocks[positions[-1] // self._block_tokens] * self._block_tokens)
-            slots[-1] += positions[-1] % self._block_tokens
-            num_rows += count
-            if samples:
-                sampled.append(num_rows - 1)
+        for alike in _runs_of_equal_count(chunks[num_decoding:]):
+            parts.append(self._prefilling(alike, num_rows))
+            for sequence, start, count, samples in alike:
+                at = np.arange(start, start + count)
+                tokens.append(np.array(sequence.tokens[start : start + count], np.int64))
+                positions.append(at)
+                blocks = np.array(sequence.blocks, np.int64)
+                slots.append(blocks[at // self._block_tokens] * self._block_tokens + at % self._block_tokens)
+                num_rows += count
+                if samples:
+                    sampled.append(num_rows - 1)
         logits = self._logits(
             np.concatenate(tokens),
             np.concatenate(positions),
@@ -175,26 +176,24 @@ class Runner:
 
     # Laying out
 
-    def _prefilling(self, blocks: list[int], first: int, start: int, stop: int) -> Rows:
-        padded = stop + -stop % GRAIN
+    def _prefilling(self, chunks: Sequence[Chunk], first: int) -> Rows:
+        """Chunks of as many tokens each attend together."""
+        longest = max(start + count for _, start, count, _ in chunks)
+        padded = longest + -longest % GRAIN
         width = -(-padded // self._block_tokens)
-        table = np.full((1, max(width, len(blocks))), self._scratch, np.int64)
-        table[0, : len(blocks)] = blocks
-        last = torch.arange(start, stop).unsqueeze(1)
-        return Rows(first, stop - start, 1, padded, self._gather(table[:, :width]), last, {})
+        table = self._table([sequence.blocks for sequence, _, _, _ in chunks], width)
+        last = np.concatenate([np.arange(start, start + count) for _, start, count, _ in chunks])
+        gather = self._gather(table[:, :width])
+        return Rows(first, len(last), len(chunks), padded, gather, torch.from_numpy(last).unsqueeze(1), {})
 
     def _lay_out_decoding(self, chunks: Sequence[Chunk], num_steps: int) -> "_Decoding":
         """The longest contexts first: they are told apart by their lengths at the burst's end."""
-        num = len(chunks)
         starts = np.array([start for _, start, _, _ in chunks], np.int64)
         grains = -(-(starts + num_steps) // GRAIN)
         chunk_of_row = np.argsort(-grains, kind="stable")
         blocks = [chunks[number].sequence.blocks for number in chunk_of_row]
         most = int(grains.max(initial=0)) * GRAIN
-        width = max([-(-most // self._block_tokens), *map(len, blocks)])
-        table = np.full((num, width), self._scratch, np.int64)
-        for row, one in enumerate(blocks):
-            table[row, : len(one)] = one
+        table = self._table(blocks, -(-most // self._block_tokens))
         tokens = np.array([sequence.tokens[start] for sequence, start, _, _ in chunks], np.int64)
         parts: list[_Part] = []
         for first, last in _together(grains[chunk_of_row].tolist()):
@@ -204,6 +203,13 @@ class Runner:
         positions = starts[chunk_of_row]
         row_of_chunk = np.argsort(chunk_of_row)
         return _Decoding(tokens[chunk_of_row], positions, table, self._block_tokens, parts, chunk_of_row, row_of_chunk)
+
+    def _table(self, blocks: list[list[int]], width: int) -> Numbers:
+        """(rows, blocks): at least so wide."""
+        table = np.full((len(blocks), max([width, *map(len, blocks)])), self._scratch, np.int64)
+        for row, one in enumerate(blocks):
+            table[row, : len(one)] = one
+        return table
 
     def _gather(self, table: Numbers) -> torch.Tensor:
         num_blocks = self._scratch + 1
@@ -252,6 +258,11 @@ def _num_decoding(chunks: Sequence[Chunk]) -> int:
     while num < len(chunks) and chunks[num].count == 1 and chunks[num].samples:
         num += 1
     return num
+
+
+def _runs_of_equal_count(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    for _, alike in groupby(chunks, key=lambda chunk: chunk.count):
+        yield list(alike)
 
 
 def _together(grains: list[int]) -> list[tuple[int, int]]:
