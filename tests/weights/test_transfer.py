@@ -317,7 +317,7 @@ def test_a_reader_that_stalls_does_not_hold_up_the_trainer():
         server = on.server(settings)
         offer = publish(server, 1, num_elements)
         wire = on.wire(offer.addresses[0], Faults(stall_at=1_000_000, once=False))
-        peer = on.peer()
+        peer = on.peer(settings=replace(settings, stall_s=0.5))
         failed = []
 
         def stuck() -> None:

@@ -223,6 +223,7 @@ class Fetch:
             except Refused as no:
                 self._was_refused(source, no)
             except (OSError, ProtocolError) as error:
+                source.lacks_mooncake = True  # if that was how; plain TCP is the next try
                 self._stumble(source, error)
             finally:
                 if link is not None:
