@@ -14,6 +14,7 @@ from polyrl.weights.manifest import Layout, Spec, lay_out
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import Offer, WeightServer
 from polyrl.weights.settings import Tls, WeightSettings
+from polyrl.weights.store import Blob
 
 KEY = b"k" * 32
 SETTINGS = WeightSettings(
@@ -93,6 +94,19 @@ def publish(server: WeightServer, version: int, num_elements: int = NUM_ELEMENTS
 def pull(peer: WeightPeer, offer: Offer, addresses: tuple[str, ...] | None = None, deadline_s: float = 15.0) -> bytes:
     with peer.pull(offer.version, offer.digest, addresses or offer.addresses, deadline_s) as copy:
         return bytes(copy.view)
+
+
+def blob_of(server: WeightServer, name: str) -> Blob:
+    """To spoil it."""
+    blob = server._store.find(name)
+    assert blob is not None
+    return blob
+
+
+def held_by(peer: WeightPeer) -> memoryview:
+    """The memory of what it holds, to spoil it."""
+    assert peer._shelf.held is not None
+    return peer._shelf.held[0].buffer.view
 
 
 class Faults:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from msgspec.structs import replace
-from tests.weights.stage import SETTINGS, Faults, Stage, layout_of, publish, pull, stage, weights
+from tests.weights.stage import SETTINGS, Faults, Stage, held_by, layout_of, publish, pull, stage, weights
 
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import Offer
@@ -116,7 +116,7 @@ def test_a_swarm_takes_each_chunk_from_the_trainer_about_once():
 def lying_relay(on: Stage, offer: Offer) -> WeightPeer:
     relay = on.peer(7)
     pull(relay, offer)
-    relay._shelf.held[0].buffer.view[40_000] ^= 4
+    held_by(relay)[40_000] ^= 4
     return relay
 
 
@@ -185,7 +185,7 @@ def test_a_swarm_survives_a_neighbour_that_dies_and_one_that_lies():
         offer = publish(server, 1, num_elements)
         liar, dying, first, second = (on.peer(number) for number in range(4))
         pull(liar, offer)
-        liar._shelf.held[0].buffer.view[::50_000] = bytes(len(liar._shelf.held[0].buffer.view[::50_000]))
+        held_by(liar)[::50_000] = bytes(len(held_by(liar)[::50_000]))
         everybody = tuple(one.addresses[0] for one in (liar, dying, first, second))
         pullers = [
             Puller(peer, offer, (*offer.addresses, *(one for one in everybody if one not in peer.addresses)))
