@@ -5,7 +5,10 @@ Needs root, `ip` and `tc` (package iproute2). Everything made here is named afte
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -66,11 +69,19 @@ class Star:
 @contextmanager
 def star(num_machines: int, mbit_s: int, num_networks: int = 1) -> Iterator[Star]:
     net = Star(num_machines, num_networks)
+    before = signal.signal(signal.SIGTERM, _end) if threading.current_thread() is threading.main_thread() else None
     try:
         net.build(mbit_s)
         yield net
     finally:
         net.remove()
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    """A bench that is told to end takes its network down first."""
+    sys.exit(143)
 
 
 def _run(*argv: str) -> None:
