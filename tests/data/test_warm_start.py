@@ -52,12 +52,12 @@ def test_the_directory_loads_as_any_other_and_the_same_seed_gives_the_same_weigh
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(5))
-def test_it_is_right_about_once_in_three_and_can_do_better(tmp_path, seed):
+def test_it_is_right_in_about_three_answers_of_ten(tmp_path, seed):
     warm_start.make_model(tmp_path, seed=seed, task=TASK)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
     problems = [draw_problem(TASK, seed, "validation", index) for index in range(400)]
     torch.manual_seed(seed)
-    assert 0.25 <= share_right(model, problems) <= 0.42
+    assert 0.18 <= share_right(model, problems) <= 0.38
 
 
 def share_right(model, problems) -> float:
