@@ -57,6 +57,15 @@ def test_gsm8k_keeps_what_follows_the_mark(tmp_path: Path):
     assert read(out) == [{"prompt": "How many?", "answer": "12"}, {"prompt": "How much?", "answer": "1200"}]
 
 
+def test_of_a_directory_of_parquet_files_only_those_for_training_are_read(tmp_path: Path):
+    for name, question in (("train-00000-of-00001", "q"), ("test-00000-of-00001", "held out")):
+        table = pa.table({"question": [question], "answer": ["#### 3"]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    out = tmp_path / "gsm8k.jsonl"
+    assert main(["data", "prepare", "gsm8k", "--source", str(tmp_path), "--out", str(out)]) == 0
+    assert read(out) == [{"prompt": "q", "answer": "3"}]
+
+
 def test_any_file_is_taken_by_the_names_of_its_columns(tmp_path: Path):
     source, out = tmp_path / "own.parquet", tmp_path / "own.jsonl"
     pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", "2"], "level": [3, 4]}), source)

@@ -47,7 +47,8 @@ def test_a_list_of_messages_is_taken_as_it_is(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"), [("x", "x"), (3, "3"), (3.0, "3"), (2.5, "2.5"), (None, ""), ([1, "a"], '[1,"a"]')]
+    ("answer", "expected"),
+    [("x", "x"), (3, "3"), (3.0, "3"), (12345678.0, "12345678"), (2.5, "2.5"), (None, ""), ([1, "a"], '[1,"a"]')],
 )
 def test_an_expected_answer_is_text(tmp_path: Path, answer: Any, expected: str):
     (task,) = tasks_of(tmp_path, {"prompt": "p", "answer": answer})

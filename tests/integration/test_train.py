@@ -1,5 +1,7 @@
 """`polyrl train` with real processes: a short run, rewards that fail, Ctrl+C, and what is refused before it starts."""
 
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -14,6 +16,9 @@ import pytest
 from tests.builtin.tiny_models import save_tiny
 
 from polyrl.cli.main import main
+from polyrl.cli.training.tasks import load_tasks
+from polyrl.config.recipe_files import load_recipe
+from polyrl.rewards.reward import RewardFailed
 from polyrl.telemetry.metrics import read_metrics
 
 LETTERS = [chr(0x4E00 + number) for number in range(3, 60)]
@@ -32,7 +37,7 @@ REWARD = """
 def score(given):
     if given.num_tokens % 4 == 3 or given.row["number"] == 1:
         raise ValueError("a bad day")
-    return float(given.num_tokens % 2 + (given.finish == "length"))
+    return 1.0 + given.num_tokens % 2 + (given.finish == "length")
 """
 
 
@@ -92,11 +97,44 @@ def test_a_run_trains_its_steps_and_samples_without_a_reward_are_dropped_never_z
     assert "Traceback" not in errors and "no reward for sample" in errors and "ValueError: a bad day" in errors
     lines = read_metrics(desk / "runs/tiny/metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1]
+    lowest = [value for line in lines if isinstance(value := line["reward/min"], float)]
+    assert lowest and min(lowest) >= 1.0
     assert processes_in(desk) == []
     assert main(["ledger", "runs/tiny", "--verify", "--json"]) == 0
     ledger = json.loads(capsys.readouterr().out)
     assert ledger["broken_laws"] == []
-    assert '"reward_failed"' in json.dumps(ledger)
+    assert ledger["samples"]["discarded"]["reward_failed"] > 0
+
+
+def test_a_reward_that_never_succeeds_is_told_from_one_that_fails_now_and_then(desk: Path):
+    (desk / "two_rewards.py").write_text("async def score(given):\n    return 1 / (given.num_tokens - 1)\n")
+
+    async def is_hopeless(first: list[int]) -> bool:
+        tasks = load_tasks(load_recipe("recipe.toml", ["data.reward=two_rewards:score"]))
+        watching = asyncio.create_task(tasks.hopeless())
+        for answer in (first, *[[5]] * 32):
+            with contextlib.suppress(RewardFailed):
+                await tasks.score(0, 0, answer, "stop", validation=False)
+        await asyncio.wait((watching,), timeout=0.1)
+        watching.cancel()
+        await tasks.close()
+        return watching.done()
+
+    assert asyncio.run(is_hopeless([5]))
+    assert not asyncio.run(is_hopeless([5, 6]))
+
+
+@pytest.mark.long
+def test_a_reward_that_never_succeeds_ends_the_run_with_its_reason(desk: Path):
+    (desk / "their_reward.py").write_text("def score(given):\n    return given.row['no such column']\n")
+    process = start("--quiet")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2, errors
+    last = errors.strip().splitlines()[-1]
+    assert last == (
+        "polyrl: error: the reward their_reward:score failed for all of 32 answers: KeyError: 'no such column'"
+    )
+    assert processes_in(desk) == []
 
 
 def test_ctrl_c_ends_the_run_in_good_order_and_leaves_no_process(desk: Path):

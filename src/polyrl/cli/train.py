@@ -1,6 +1,7 @@
 """`polyrl train`: make a model better, on whatever devices there are."""
 
 import argparse
+import asyncio
 import logging
 import sys
 from pathlib import Path
@@ -72,9 +73,15 @@ def start(recipe: "Recipe", run_dir: Path, *, quiet: bool = False, beside: "Besi
     policy, reference = models.load(recipe)
 
     async def train_and_close() -> str:
+        training = asyncio.ensure_future(train(recipe, run_dir, policy, reference, tasks, beside=beside))
+        watching = asyncio.ensure_future(tasks.hopeless())
         try:
-            return await train(recipe, run_dir, policy, reference, tasks, beside=beside)
+            await asyncio.wait((training, watching), return_when=asyncio.FIRST_COMPLETED)
+            return await (training if training.done() else watching)
         finally:
+            for task in (training, watching):
+                task.cancel()
+            await asyncio.gather(training, watching, return_exceptions=True)
             await tasks.close()
 
     try:

@@ -2,8 +2,8 @@
 
 | layout | what is read | prompt | answer |
 |---|---|---|---|
-| openr1 | OpenR1-Math: Parquet, or a directory of Parquet files | `problem` | `answer` |
-| gsm8k | GSM8K: JSON lines | `question` | what follows `####` in `answer` |
+| openr1 | OpenR1-Math: a Parquet file, or a directory of them | `problem` | `answer` |
+| gsm8k | GSM8K: JSON lines, or a directory of Parquet files | `question` | what follows `####` in `answer` |
 | FILE | anything that the loaders read | the first column of `prompt`, `problem`, `question` | `answer` |
 
 Rules kept here: nothing is downloaded. Rows without what is needed are left out, and counted; a file without any row
@@ -61,10 +61,17 @@ def prepare(layout: str, source: Path, out: Path) -> Prepared:
 
 
 def _rows(source: Path) -> Iterator[Row]:
-    """Of one file; or of all Parquet files of a directory, in the order of their names."""
-    shards = sorted(source.rglob("*.parquet")) if source.is_dir() else []
-    for one in shards or [source]:
+    for one in _shards(source) or [source]:
         yield from read_rows(one)
+
+
+def _shards(source: Path) -> list[Path]:
+    """The Parquet files of a directory, or of `data` in it, by name. Of several splits, the one for training."""
+    for folder in (source, source / "data"):
+        found = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
+        if found:
+            return [one for one in found if one.name.startswith("train")] or found
+    return []
 
 
 def _openr1(row: Row) -> Fields | None:

@@ -93,7 +93,7 @@ def _expected(row: Row, name: str, *, needs_answer: bool) -> str:
         case str() if value.strip() or not needs_answer:
             return value
         case int() | float() if not isinstance(value, bool):
-            return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
+            return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         case _ if needs_answer:
             found = kind_of(value) if name in row.fields else "nothing"
             raise DataError(f"{row.place}: {name}: got {found}, expected the answer, which the reward compares with")

@@ -1,13 +1,17 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
-from typing import NamedTuple, Protocol
+import asyncio
+from typing import NamedTuple, NoReturn, Protocol
 
 from polyrl.config.recipe import DomainSection, Recipe, scheduler_config
 from polyrl.data.sources import Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, Tokens
-from polyrl.errors import ConfigError
+from polyrl.errors import ConfigError, UserError
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import OURS, RewardInput, find_reward
+from polyrl.rewards.reward import OURS, RewardFailed, RewardInput, find_reward
+
+_HOPELESS = 32
+"""A reward that has failed so often, and never once succeeded, is not going to."""
 
 
 class Tasks(Protocol):
@@ -40,6 +44,11 @@ class RecipeTasks:
 
     def __init__(self, domains: list[Domain], tokenizer: ModelTokenizer, pool: RewardPool) -> None:
         self._domains, self._tokenizer, self._pool = domains, tokenizer, pool
+        self._num_failures = [0] * len(domains)
+        """Of each domain's reward."""
+        self._is_proven = [False] * len(domains)
+        self._hopeless = asyncio.Event()
+        self._why_hopeless = ""
 
     @property
     def num_prompts(self) -> list[int]:
@@ -65,7 +74,26 @@ class RecipeTasks:
         text = self._tokenizer.text(answer)
         written = self._tokenizer.written(task.prompt)
         given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
-        return await self._pool.score(asked.reward, given)
+        try:
+            reward = await self._pool.score(asked.reward, given)
+        except RewardFailed as error:
+            self._count_failure(domain, str(error))
+            raise
+        self._is_proven[domain] = True
+        return reward
+
+    async def hopeless(self) -> NoReturn:
+        """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""
+        await self._hopeless.wait()
+        raise UserError(self._why_hopeless)
+
+    def _count_failure(self, domain: int, reason: str) -> None:
+        self._num_failures[domain] += 1
+        if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS:
+            self._why_hopeless = (
+                f"the reward {self._domains[domain].reward} failed for all of {_HOPELESS} answers: {reason}"
+            )
+            self._hopeless.set()
 
     async def close(self) -> None:
         """Leaves no process of a reward behind."""
