@@ -45,6 +45,51 @@ def ppo_clip(
     return loss, slope
 
 
+def gspo(logp: Floats, old: Floats, gain: float, low: float, high: float) -> tuple[Floats, Floats]:
+    """Of one whole sample: each token has the sample's loss; the slope is that of their sum."""
+    num = len(logp)
+    ratio = np.exp(sum(logp[t] - old[t] for t in range(num)) / num)
+    held = min(max(ratio, 1 - low), 1 + high)
+    if -gain * ratio >= -gain * held:
+        return np.full(num, -gain * ratio), np.full(num, -gain * ratio)
+    return np.full(num, -gain * held), np.zeros(num)
+
+
+def cispo(logp: Floats, old: Floats, gain: float, low: float, high: float) -> tuple[Floats, Floats]:
+    weight = np.array([min(max(np.exp(a - b), 1 - low), 1 + high) for a, b in zip(logp, old, strict=True)])
+    return -gain * weight * logp, -gain * weight
+
+
+def correction(name: str, old: Floats, engine: Floats, low: float, high: float) -> Floats:
+    """The weight of each token of one sample."""
+    num = len(old)
+    ratios = [np.exp(old[t] - engine[t]) for t in range(num)]
+    if name == "tis-token":
+        return np.array([min(one, high) for one in ratios])
+    if name == "tis-sequence":
+        return np.full(num, min(np.prod(ratios), high))
+    if name == "icepop":
+        return np.array([one if low <= one <= high else 0.0 for one in ratios])
+    if name == "sequence-mask":
+        return np.full(num, float(low <= np.prod(ratios) ** (1 / num) <= high))
+    return np.ones(num)
+
+
+def step_advantages(name: str, groups: list[Floats], lengths: list[list[int]]) -> list[Floats]:
+    """REINFORCE++: one number a token, written out; a sample that is not trained has length 0."""
+    if name == "reinforce_plus_plus_baseline":
+        groups = [rewards - rewards.mean() for rewards in groups]
+    tokens = [
+        r
+        for group, nums in zip(groups, lengths, strict=True)
+        for r, n in zip(group, nums, strict=True)
+        for _ in range(n)
+    ]
+    mean = np.mean(tokens)
+    std = np.sqrt(sum((one - mean) ** 2 for one in tokens) / (len(tokens) - 1))
+    return [(rewards - mean) / (std + 1e-6) for rewards in groups]
+
+
 def kl(name: str, logp: Floats, ref: Floats) -> tuple[Floats, Floats]:
     d = logp - ref
     if name == "k1":

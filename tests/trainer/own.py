@@ -1,9 +1,9 @@
-"""An advantage and a loss as a user would write them; and two that are wrong."""
+"""An advantage and a loss as a user would write them; and some that are wrong."""
 
 import torch
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer.registry import TokenBatch
+from polyrl.trainer.registry import RewardBatch, TokenBatch, batch_advantage
 
 
 def plain(rewards: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
@@ -16,6 +16,11 @@ def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> tuple[torch.Tensor,
 
 def wrong_advantage(rewards: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
     return rewards[:1]
+
+
+@batch_advantage("wrong_of_step")
+def wrong_of_step(batch: RewardBatch, config: AlgorithmConfig) -> torch.Tensor:
+    return batch.rewards.mean()
 
 
 def wrong_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -62,10 +62,15 @@ def plain_logprobs(model: Any, sample: TrainSample, temperature: float = 1.0) ->
 
 
 class Recording(Optimizer):
-    """Keeps the gradient that an update had, divided and not yet clipped."""
+    """Keeps the gradient that an update had, divided and not yet clipped; and the weights before it."""
+
+    last: dict[str, torch.Tensor]
 
     def update(self, step: int, denominator: float) -> Update:
         self.last = {name: one / denominator for name, one in self.gradients().items()}
+        self.each = [*getattr(self, "each", []), self.last]
+        weights = {name: one.detach().clone() for name, one in self._parameters.items()}
+        self.weights_before = [*getattr(self, "weights_before", []), weights]
         return super().update(step, denominator)
 
 
@@ -75,16 +80,34 @@ def plain_gradient(
     config: AlgorithmConfig,
     reference: Path | None,
     temperature: float = 1.0,
+    *,
+    weights_now: dict[str, torch.Tensor] | None = None,
+    only: tuple[int, ...] | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """The policy loss and the whole gradient in float64: sample by sample, with derivatives in closed form."""
+    """The policy loss and the whole gradient in float64: sample by sample, with derivatives in closed form.
+
+    Old log-probabilities are those of the folder's weights; the gradient is at `weights_now`, if these have moved, and
+    of `only` these groups of the step.
+    """
+    start = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+    if weights_now is not None:
+        model.load_state_dict(weights_now, strict=False)
+        model.tie_weights()
     frozen = None if reference is None else AutoModelForCausalLM.from_pretrained(reference).double()
-    trained: list[tuple[TrainSample, float]] = []
-    for group in groups:
-        rewards = np.array([_reward(model, frozen, one, config, temperature) for one in group])
-        gains = formulas.advantages(config.advantage, rewards)
-        kept = [config.overlong != "mask" or one.finish != "length" for one in group]
-        trained += [(one, gain) for one, gain, keep in zip(group, gains, kept, strict=True) if keep]
+    rewards = [np.array([_reward(start, frozen, one, config, temperature) for one in group]) for group in groups]
+    kept = [[config.overlong != "mask" or one.finish != "length" for one in group] for group in groups]
+    if config.advantage.startswith("reinforce_plus_plus"):
+        lengths = [[len(a.answer) * b for a, b in zip(*one, strict=True)] for one in zip(groups, kept, strict=True)]
+        gains = formulas.step_advantages(config.advantage, rewards, lengths)
+    else:
+        gains = [formulas.advantages(config.advantage, one) for one in rewards]
+    trained = [
+        (one, gain)
+        for number, parts in enumerate(zip(groups, gains, kept, strict=True))
+        for one, gain, keep in zip(*parts, strict=True)
+        if keep and (only is None or number in only)
+    ]
     lengths = [len(one.answer) for one, _ in trained]
     fixed = config.fixed_tokens or CAP
     weights, over = formulas.weights_and_denominator(config.aggregation, lengths, fixed)
@@ -92,8 +115,12 @@ def plain_gradient(
     for (one, gain), weight in zip(trained, weights, strict=True):
         logp, entropy = plain_logprobs(model, one, temperature)
         values = logp.detach().numpy()
-        old = one.logprobs.astype(float) if config.old_logprobs == "engine" else values
-        loss, slope = formulas.ppo_clip(values, old, gain, config.clip_low, config.clip_high, config.dual_clip)
+        engine = one.logprobs.astype(float)
+        old = plain_logprobs(start, one, temperature)[0].detach().numpy()
+        old = engine if config.old_logprobs == "engine" else old
+        loss, slope = _loss(config, values, old, gain)
+        corrected = formulas.correction(config.correction, old, engine, *config.correction_range)
+        loss, slope = loss * corrected, slope * corrected
         total += weight * loss.sum() / over
         if config.kl == "loss":
             ref = plain_logprobs(frozen, one, temperature)[0].detach().numpy()
@@ -101,6 +128,14 @@ def plain_gradient(
         by = (logp * torch.from_numpy(slope)).sum() - config.entropy_coef * entropy.sum()
         (by * (weight / over)).backward()
     return total, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def _loss(config: AlgorithmConfig, logp: Any, old: Any, gain: float) -> tuple[Any, Any]:
+    if config.loss == "gspo":
+        return formulas.gspo(logp, old, gain, *config.clip_range)
+    if config.loss == "cispo":
+        return formulas.cispo(logp, old, gain, *config.clip_range)
+    return formulas.ppo_clip(logp, old, gain, *config.clip_range, config.dual_clip)
 
 
 def _reward(model: Any, frozen: Any, one: TrainSample, config: AlgorithmConfig, temperature: float) -> float:

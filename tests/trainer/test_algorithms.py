@@ -6,10 +6,10 @@ import torch
 from tests.trainer import formulas
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer import aggregation, kl
+from polyrl.trainer import aggregation, corrections, kl
 from polyrl.trainer.advantages import dr_grpo, grpo, rloo
 from polyrl.trainer.losses import ppo_clip
-from polyrl.trainer.registry import TokenBatch, find_advantage
+from polyrl.trainer.registry import RewardBatch, TokenBatch, find_advantage, find_batch_advantage, find_loss
 
 NAMES = ("grpo", "dr_grpo", "rloo")
 CLIPS = ({}, {"clip_high": 0.28}, {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}, {"clip_low": 0.0})
@@ -47,7 +47,7 @@ def test_the_clipped_loss_and_its_gradient_are_the_formula_s(clips, gain):
     mine = torch.from_numpy(logp).requires_grad_()
     losses, stats = ppo_clip(batch_of(mine, torch.from_numpy(old), gain), config)
     losses.sum().backward()
-    loss, slope = formulas.ppo_clip(logp, old, gain, config.clip_low, config.clip_high, config.dual_clip)
+    loss, slope = formulas.ppo_clip(logp, old, gain, *config.clip_range, config.dual_clip)
     np.testing.assert_allclose(losses.detach().numpy(), loss, rtol=1e-9)
     assert mine.grad is not None
     np.testing.assert_allclose(mine.grad.numpy(), slope, rtol=1e-9, atol=1e-12)
@@ -57,9 +57,105 @@ def test_the_clipped_loss_and_its_gradient_are_the_formula_s(clips, gain):
         assert (held == (slope == 0)).all()
 
 
-def test_a_ratio_beyond_reason_stays_finite():
+class Drawn:
+    """Samples of several lengths with their log-probabilities, as a loss sees them and one by one."""
+
+    def __init__(self, seed: int, spread: float, lengths: tuple[int, ...] = (1, 7, 30, 2, 12, 5, 60)) -> None:
+        rng = np.random.default_rng(seed)
+        self.engine = [-rng.exponential(2.0, one) for one in lengths]
+        self.old = [np.minimum(one + rng.normal(0, spread, len(one)), -1e-3) for one in self.engine]
+        self.logp = [np.minimum(one + rng.normal(0, spread, len(one)), -1e-3) for one in self.old]
+        self.gains = rng.normal(size=len(lengths))
+        self.present = torch.from_numpy(np.concatenate(self.logp)).requires_grad_()
+        num = torch.tensor(lengths)
+        sample = torch.repeat_interleave(torch.arange(len(lengths)), num)
+        old, engine = (torch.from_numpy(np.concatenate(one)) for one in (self.old, self.engine))
+        self.batch = TokenBatch(self.present, old, engine, torch.from_numpy(self.gains)[sample], sample, num)
+
+
+@pytest.mark.parametrize("clips", [{}, {"clip_low": 0.05, "clip_high": 0.1}, {"clip_low": 0.0}])
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_a_loss_of_samples_or_of_clipped_weights_and_its_gradient_are_the_formula_s(name, clips):
+    config = AlgorithmConfig(loss=name, **clips)
+    for seed in range(5):
+        drawn = Drawn(seed, 0.3)
+        losses, stats = find_loss(name)(drawn.batch, config)
+        losses.sum().backward()
+        rows = zip(drawn.logp, drawn.old, drawn.gains, strict=True)
+        parts = [getattr(formulas, name)(*row, *config.clip_range) for row in rows]
+        values, slopes = (np.concatenate(one) for one in zip(*parts, strict=True))
+        np.testing.assert_allclose(losses.detach().numpy(), values, rtol=1e-9)
+        assert drawn.present.grad is not None
+        np.testing.assert_allclose(drawn.present.grad.numpy(), slopes, rtol=1e-9, atol=1e-12)
+        if name == "gspo":
+            assert ((stats["clip_frac_low"] | stats["clip_frac_high"]).numpy() == (slopes == 0)).all()
+
+
+def test_every_loss_has_its_usual_clip_range_and_takes_another():
+    assert AlgorithmConfig().clip_range == (0.2, 0.2)
+    assert AlgorithmConfig(loss="gspo").clip_range == (3e-4, 4e-4)
+    assert AlgorithmConfig(loss="cispo", clip_low=0.0).clip_range == (0.0, 4.0)
+    assert AlgorithmConfig(loss="my:own", clip_high=0.0).clip_range == (0.2, 0.0)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"correction_high": 1.05}])
+@pytest.mark.parametrize("name", ["tis-token", "tis-sequence", "icepop", "sequence-mask"])
+def test_a_correction_is_the_formula_s_and_has_no_gradient(name, bounds):
+    config = AlgorithmConfig(correction=name, **bounds)
+    for seed in range(5):
+        drawn = Drawn(seed, 0.5)
+        weights, stats, ratio = corrections.weigh(drawn.batch, config)
+        rows = zip(drawn.old, drawn.engine, strict=True)
+        expected = np.concatenate([formulas.correction(name, *row, *config.correction_range) for row in rows])
+        np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-9)
+        assert not weights.requires_grad
+        assert float(ratio.max()) > 1
+        if "correction_masked" in stats:
+            assert (stats["correction_masked"].numpy() == (expected == 0)).all()
+        else:
+            assert (stats["correction_capped"].numpy() == (expected == config.correction_range[1])).all()
+
+
+@pytest.mark.parametrize("name", ["tis-token", "tis-sequence", "icepop", "sequence-mask"])
+def test_an_engine_that_agrees_is_not_corrected(name):
+    same = torch.full((3,), -1.0)
+    weights, _, _ = corrections.weigh(batch_of(same, same, 1.0), AlgorithmConfig(correction=name))
+    assert weights.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_an_advantage_of_the_step_is_the_formula_s_and_white_over_tokens(name):
+    function = find_batch_advantage(name)
+    assert function is not None
+    rng = np.random.default_rng(8)
+    groups = [rng.normal(3.0, 2.0, size) for size in (4, 1, 6)]
+    lengths = [rng.integers(1, 50, len(one)).tolist() for one in groups]
+    lengths[2][1] = 0  # masked: its siblings are compared with it
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 1, 6]))
+    num_tokens = torch.tensor([n for one in lengths for n in one])
+    ours = function(RewardBatch(torch.from_numpy(np.concatenate(groups)), numbers, num_tokens), AlgorithmConfig())
+    expected = np.concatenate(formulas.step_advantages(name, groups, lengths))
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-9, atol=1e-12)
+    tokens = torch.repeat_interleave(ours, num_tokens)
+    assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-9)
+    assert float(tokens.std()) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_step_of_equal_rewards_or_of_one_token_has_no_advantage(name):
+    function = find_batch_advantage(name)
+    assert function is not None
+    for rewards, num_tokens in (([0.25] * 4, [3, 5, 1, 2]), ([1.0], [1]), ([1.0, 2.0], [0, 0])):
+        batch = RewardBatch(
+            torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)).long(), torch.tensor(num_tokens)
+        )
+        assert function(batch, AlgorithmConfig()).tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("function", [ppo_clip, find_loss("gspo"), find_loss("cispo")])
+def test_a_ratio_beyond_reason_stays_finite(function):
     logp = torch.tensor([-0.1, -200.0], requires_grad=True)
-    losses, _ = ppo_clip(batch_of(logp, torch.tensor([-500.0, -0.1]), -1.0), AlgorithmConfig())
+    losses, _ = function(batch_of(logp, torch.tensor([-500.0, -0.1]), -1.0), AlgorithmConfig())
     losses.sum().backward()
     assert losses.isfinite().all()
     assert logp.grad is not None

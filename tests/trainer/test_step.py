@@ -10,6 +10,8 @@ from tests.trainer.small import CAP, Recording, draw_groups, near, plain_gradien
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.errors import ConfigError, UserError
+from polyrl.scheduling.order import mix64
+from polyrl.telemetry.metric_names import describe
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.model import Policy
 from polyrl.trainer.registry import LOSSES, TokenBatch, loss
@@ -20,6 +22,20 @@ LOSS_CASES: dict[str, dict[str, Any]] = {
     "symmetric": {},
     "clip-higher": {"clip_high": 0.28, "advantage": "rloo"},
     "dual clip": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.3, "advantage": "dr_grpo"},
+}
+LATER_CASES: dict[str, dict[str, Any]] = {
+    "gspo": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05, "aggregation": "seq-mean-token-mean"},
+    "cispo": {"loss": "cispo", "clip_low": 0.3, "clip_high": 0.2},
+    "tis of tokens": {"correction": "tis-token", "correction_high": 1.2, "old_logprobs": "recompute"},
+    "tis of samples": {"correction": "tis-sequence", "old_logprobs": "recompute", "loss": "gspo"},
+    "icepop": {"correction": "icepop", "correction_low": 0.7, "correction_high": 1.3, "old_logprobs": "recompute"},
+    "sequence mask": {"correction": "sequence-mask", "correction_high": 1.05, "old_logprobs": "recompute"},
+    "reinforce++": {"advantage": "reinforce_plus_plus"},
+    "reinforce++, mask": {"advantage": "reinforce_plus_plus", "overlong": "mask", "aggregation": "fixed"},
+    "reinforce++, baseline": {"advantage": "reinforce_plus_plus_baseline", "overlong": "mask"},
+    "mini-batches": {"mini_batches": 2, "old_logprobs": "recompute"},
+    "mini-batches, reinforce++": {"mini_batches": 3, "advantage": "reinforce_plus_plus", "correction": "icepop"}
+    | {"old_logprobs": "recompute"},
 }
 KL_CASES: dict[str, dict[str, Any]] = {
     "no kl": {},
@@ -80,6 +96,18 @@ def config_of(*cases: dict[str, Any], **more: Any) -> AlgorithmConfig:
 def test_a_streamed_step_is_the_step_of_one_big_batch(world, case, kl, aggregation):
     config = config_of(LOSS_CASES[case], KL_CASES[kl], aggregation=aggregation)
     stats, at_once = gradient(world, config, [world.groups])
+    assert_streams(world, config, stats, at_once)
+
+
+@pytest.mark.parametrize("kl", KL_CASES)
+@pytest.mark.parametrize("case", LATER_CASES)
+def test_so_is_one_with_any_other_loss_correction_or_advantage(world, case, kl):
+    config = config_of(LATER_CASES[case], KL_CASES[kl])
+    stats, at_once = gradient(world, config, [world.groups])
+    assert_streams(world, config, stats, at_once)
+
+
+def assert_streams(world, config, stats, at_once):
     backwards = [[group] for group in reversed(world.groups)]
     for calls, max_tokens in ((backwards, 10_000), ([world.groups[1:], world.groups[:1]], 30)):
         its_stats, streamed = gradient(world, config, calls, max_tokens)
@@ -87,6 +115,7 @@ def test_a_streamed_step_is_the_step_of_one_big_batch(world, case, kl, aggregati
         for name, value in stats.metrics.items():
             if name not in ("perf/micro_batches", "actor/lr"):
                 assert its_stats.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+                assert describe(name) is not None, name
 
 
 ALONE = [
@@ -106,6 +135,9 @@ ALONE = [
     config_of(entropy_coef=0.2),
     config_of(overlong="mask", aggregation="seq-mean-token-mean"),
     config_of(overlong="penalty", overlong_buffer_tokens=8, overlong_penalty=2.0),
+    *(config_of(case) for case in LATER_CASES.values() if "mini_batches" not in case),
+    config_of(LATER_CASES["reinforce++"], KL_CASES["kl reward"]),
+    config_of(LATER_CASES["icepop"], KL_CASES["kl loss"], entropy_coef=0.2),
 ]
 
 
@@ -210,6 +242,57 @@ def test_a_second_update_of_a_step_needs_the_old_log_probabilities(tmp_path):
     assert steps.finish().metrics["actor/ppo_kl"] == 0.0
 
 
+MINI_BATCH_CASES: dict[str, dict[str, Any]] = {
+    "clip": {"clip_low": 0.01, "clip_high": 0.01},
+    "gspo": {"loss": "gspo", "kl": "loss", "kl_coef": 0.3, "aggregation": "seq-mean-token-mean"},
+    "cispo": {"loss": "cispo", "clip_low": 0.01, "clip_high": 0.01, "kl": "reward", "kl_coef": 0.05},
+    "icepop": {"correction": "icepop", "correction_high": 1.3, "advantage": "reinforce_plus_plus"},
+    "engine": {"old_logprobs": "engine", "advantage": "reinforce_plus_plus_baseline"},
+}
+
+
+@pytest.mark.parametrize("case", MINI_BATCH_CASES)
+def test_each_mini_batch_has_the_formula_s_gradient_with_ratios_from_the_step_s_start(world, tmp_path, case):
+    policy = Policy.load(str(world.folder))
+    config = AlgorithmConfig(mini_batches=2, **MINI_BATCH_CASES[case])
+    optimizer = Recording(policy.parameters(), OptimizerConfig(lr=3e-3), 1)
+    reference, folder = (world.reference, world.reference_folder) if config.kl != "none" else (None, None)
+    steps = StepAccumulator(policy, optimizer, config, max_tokens=60, max_new_tokens=CAP, reference=reference)
+    steps.begin(5)
+    for group in reversed(world.groups):
+        assert steps.add([group]).num_packs == 0
+    assert not optimizer.gradients()
+    stats = steps.finish()
+    order = sorted(range(3), key=lambda group: mix64(5, group))
+    parts = (order[:1], order[1:])
+    values = []
+    for part, ours, weights in zip(parts, optimizer.each, optimizer.weights_before, strict=True):
+        value, theirs = plain_gradient(
+            world.folder, world.groups, config, folder, weights_now=weights, only=tuple(part)
+        )
+        assert_same(ours, theirs, 5e-5)
+        values.append(value)
+    assert stats.metrics["actor/pg_loss"] == pytest.approx(np.mean(values), rel=1e-3, abs=1e-5)
+    assert stats.metrics["actor/skipped_updates"] == 0
+    assert stats.added.num_groups == 3
+    assert abs(stats.metrics["actor/ppo_kl"]) > 1e-4
+    steps.begin(6)
+    steps.add(world.groups[:1])
+    steps.abort()
+    steps.begin(6)
+    assert not steps.finish().updated
+
+
+def test_more_mini_batches_than_groups_are_as_many_as_there_are_groups(world):
+    policy = Policy.load(str(world.folder))
+    optimizer = Recording(policy.parameters(), OptimizerConfig(lr=1e-3), 1)
+    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(mini_batches=8), max_tokens=500, max_new_tokens=CAP)
+    steps.begin(0)
+    steps.add(world.groups)
+    assert steps.finish().updated
+    assert len(optimizer.each) == len(world.groups)
+
+
 def test_rewards_are_learned(tmp_path):
     """The likelihood of rewarded answers rises, that of the others falls."""
     policy = Policy.load(str(save_small(tmp_path)))
@@ -259,9 +342,9 @@ def test_functions_of_the_user_s_own_are_found(world):
     ):
         with pytest.raises(ConfigError, match=f"algorithm.{key}: .*{hint}"):
             gradient(world, config_of(**{key: name}), [world.groups])
-    for key in ("loss", "advantage"):
-        with pytest.raises(UserError, match=f"algorithm.{key}: tests.trainer.own:wrong_{key} gave shape"):
-            gradient(world, config_of(**{key: f"tests.trainer.own:wrong_{key}"}), [world.groups])
+    for key, name in (("loss", "wrong_loss"), ("advantage", "wrong_advantage"), ("advantage", "wrong_of_step")):
+        with pytest.raises(UserError, match=f"algorithm.{key}: tests.trainer.own:{name} gave shape"):
+            gradient(world, config_of(**{key: f"tests.trainer.own:{name}"}), [world.groups])
         world.policy.model.zero_grad()
 
 

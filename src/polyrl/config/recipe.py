@@ -37,8 +37,15 @@ AtLeastOne = Annotated[int, Meta(ge=1)]
 
 ARITHMETIC = "arithmetic"
 """The data source, and the reward, that ship with the package."""
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those that compare the samples of a group with each other."""
+_USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+_USUAL_CORRECTIONS = {
+    "tis-token": (0.0, 2.0),
+    "tis-sequence": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence-mask": (0.8, 1.25),
+}
 _SLOTS_PER_PROCESS = 8
 """Rewards under way per process of the pool: enough that none waits for the next to arrive."""
 
@@ -76,12 +83,13 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """From rewards to a loss; docs/concepts/algorithms.md."""
 
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, or a function of your own: `module:function`."""
+    """grpo, dr_grpo, rloo, reinforce_plus_plus(_baseline), or a function of your own: `module:function`."""
     loss: str = "ppo_clip"
-    """ppo_clip, or a function of your own: `module:function`."""
-    clip_low: BelowOne = 0.2
-    clip_high: NotNegative = 0.2
-    """Larger than `clip_low`: clip-higher."""
+    """ppo_clip, gspo, cispo, or a function of your own: `module:function`."""
+    clip_low: Share | None = None
+    """None: 0.2; 0.0003 for gspo; 1, which is no bound, for cispo."""
+    clip_high: NotNegative | None = None
+    """None: 0.2; 0.0004 for gspo; 4 for cispo. Larger than `clip_low`: clip-higher."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"] = "token-mean"
     fixed_tokens: AtLeastOne | None = None
@@ -100,9 +108,15 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     overlong_penalty: NotNegative = 1.0
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Whose log-probabilities the ratio starts from: the trainer's own, or those that the engine drew with."""
+    correction: Literal["none", "tis-token", "tis-sequence", "icepop", "sequence-mask"] = "none"
+    """What is done about the trainer's old log-probabilities not being the engine's."""
+    correction_low: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """With a mask, the lowest ratio that is trained on; none: 0.5 for icepop, 0.8 for sequence-mask."""
+    correction_high: Annotated[float, Meta(ge=1)] | None = None
+    """The cap of tis, the highest ratio with a mask; none: 2 for tis, 5 for icepop, 1.25 for sequence-mask."""
     entropy_coef: NotNegative = 0.0
     mini_batches: AtLeastOne = 1
-    """Optimizer steps in one step of the run."""
+    """Updates in one step of the run, each with its share of the groups."""
 
     def __post_init__(self) -> None:
         if self.overlong == "penalty" and self.overlong_buffer_tokens is None:
@@ -111,6 +125,34 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f'fixed_tokens: is for aggregation = "fixed" alone, not for "{self.aggregation}"')
         if self.reference and self.kl == "none":
             raise ValueError('reference: nothing is measured against it while kl = "none"')
+        if self.dual_clip is not None and self.loss in ("gspo", "cispo"):
+            raise ValueError(f'dual_clip: is for loss = "ppo_clip" alone, not for "{self.loss}"')
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        if self.correction != "none" and self.old_logprobs == "engine":
+            raise ValueError('correction: expected "none", since with old_logprobs = "engine" the ratio has it already')
+        if self.correction == "none" and self.correction_high is not None:
+            raise ValueError('correction_high: nothing is corrected while correction = "none"')
+        if self.correction not in ("icepop", "sequence-mask") and self.correction_low is not None:
+            raise ValueError(
+                f'correction_low: is for correction = "icepop" and "sequence-mask", not for "{self.correction}"'
+            )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """`clip_low` and `clip_high`, or what is usual with the loss."""
+        low, high = _USUAL_CLIPS.get(self.loss, (0.2, 0.2))
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    @property
+    def correction_range(self) -> tuple[float, float]:
+        """`correction_low` and `correction_high`, or what is usual with the correction."""
+        low, high = _USUAL_CORRECTIONS.get(self.correction, (0.0, math.inf))
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
 
 
 class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -360,14 +402,27 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"name: got {self.name!r}, expected a name that a directory can have")
         self._check_who_generates()
         self._check_tokens()
+        self._check_groups()
         if self.train.mode == "synchronous" and self.rounds.tail_batching != "off":
             raise ValueError('rounds.tail_batching: expected "off", since train.mode is "synchronous"')
-        if self.algorithm.advantage in GROUP_ADVANTAGES and self.rounds.samples_per_prompt < 2:
-            raise ValueError(f"rounds.samples_per_prompt: expected at least 2, for {self.algorithm.advantage}")
 
     def _check_who_generates(self) -> None:
         if self.train.mode == "synchronous" and not self.train.local_generation:
             raise ValueError("train.local_generation: expected true, since a synchronous run generates there")
+
+    def _check_groups(self) -> None:
+        algorithm, num_samples = self.algorithm, self.rounds.samples_per_prompt
+        if algorithm.advantage in GROUP_ADVANTAGES and num_samples < 2:
+            raise ValueError(f"rounds.samples_per_prompt: expected at least 2, for {algorithm.advantage}")
+        if num_samples < 2 and algorithm.zero_variance == "filter":
+            raise ValueError(
+                'algorithm.zero_variance: expected "keep", since rounds.samples_per_prompt = 1: no group differs'
+            )
+        num_groups = sum(domain.prompts_per_step for domain in self.data.all_domains)
+        if algorithm.mini_batches > num_groups:
+            raise ValueError(
+                f"algorithm.mini_batches: {algorithm.mini_batches} is more than the {num_groups} groups of a step"
+            )
 
     def _check_tokens(self) -> None:
         longest = self.rollout.max_new_tokens

@@ -1,12 +1,15 @@
-"""How much better a sample is than its siblings. Group-local: a group's advantages need nothing but its rewards.
+"""How much better a sample is than others.
 
-A group of one has nothing to be compared with: its advantage is zero. Left out: what needs the whole batch.
+Most compare the samples of a group: a group's advantages need nothing but its rewards, and a group of one has nothing
+to be compared with, so that its advantage is zero. `reinforce_plus_plus` compares all samples of the step, so nothing
+is trained before the last one is there. Mean and standard deviation (n - 1) are over tokens that are trained: what goes
+into the loss has mean 0 and standard deviation 1, however long the answers are.
 """
 
 import torch
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer.registry import advantage
+from polyrl.trainer.registry import RewardBatch, advantage, batch_advantage
 
 Tensor = torch.Tensor
 
@@ -32,3 +35,28 @@ def rloo(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
     """r - the mean of the others."""
     num = len(rewards)
     return torch.zeros_like(rewards) if num < 2 else (rewards - rewards.mean()) * (num / (num - 1))
+
+
+@batch_advantage("reinforce_plus_plus")
+def reinforce_plus_plus(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
+    """(r - mean) / (std + 1e-6) of the step's tokens."""
+    return whiten(batch.rewards, batch.num_tokens)
+
+
+@batch_advantage("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
+    """x = r - the group's mean; then (x - mean) / (std + 1e-6) of the step's tokens."""
+    num_groups = int(batch.group.max()) + 1
+    sums = torch.zeros(num_groups, dtype=batch.rewards.dtype).index_add(0, batch.group, batch.rewards)
+    means = sums / torch.bincount(batch.group, minlength=num_groups)
+    return whiten(batch.rewards - means[batch.group], batch.num_tokens)
+
+
+def whiten(numbers: Tensor, counts: Tensor) -> Tensor:
+    """Less their mean, through their standard deviation, where each number is there `counts` times."""
+    num = int(counts.sum())
+    if num < 2:
+        return torch.zeros_like(numbers)
+    centred = numbers - (numbers * counts).sum() / num
+    std = ((centred.square() * counts).sum() / (num - 1)).sqrt()
+    return centred / (std + _EPS)

@@ -39,12 +39,26 @@ class TokenBatch(NamedTuple):
     """(samples,) int64."""
 
 
+class RewardBatch(NamedTuple):
+    """What an advantage of the whole step sees: all its samples, group by group."""
+
+    rewards: Tensor
+    """(samples,) float64."""
+    group: Tensor
+    """(samples,) int64: the number of each sample's group, from 0."""
+    num_tokens: Tensor
+    """(samples,) int64: answer tokens that are trained; 0 for a sample that its siblings alone are compared with."""
+
+
 AdvantageFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
 """Rewards of one group, (n,) float64, to its advantages."""
+BatchAdvantageFunction = Callable[[RewardBatch, AlgorithmConfig], Tensor]
+"""Rewards of a whole step to its advantages, (samples,). Nothing is trained before the last sample is there."""
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
 """To the loss of each token, (tokens,); and anything worth a mean over tokens in the metrics, under `actor/`."""
 
 ADVANTAGES: dict[str, AdvantageFunction] = {}
+BATCH_ADVANTAGES: dict[str, BatchAdvantageFunction] = {}
 LOSSES: dict[str, LossFunction] = {}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -52,6 +66,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def advantage(name: str) -> Callable[[_F], _F]:
     return _register(ADVANTAGES, name)
+
+
+def batch_advantage(name: str) -> Callable[[_F], _F]:
+    return _register(BATCH_ADVANTAGES, name)
 
 
 def loss(name: str) -> Callable[[_F], _F]:
@@ -69,10 +87,20 @@ def _register(known: dict[str, Any], name: str) -> Callable[[_F], _F]:
 
 
 def find_advantage(name: str) -> AdvantageFunction:
-    """Raises ConfigError."""
+    """Of one group. Raises ConfigError."""
+    return _find_any_advantage(name)
+
+
+def find_batch_advantage(name: str) -> BatchAdvantageFunction | None:
+    """None if the name is of one that compares the samples of a group. Raises ConfigError."""
+    found = _find_any_advantage(name)
+    return found if any(found is one for one in BATCH_ADVANTAGES.values()) else None
+
+
+def _find_any_advantage(name: str) -> Any:
     from polyrl.trainer import advantages  # noqa: F401  registers ours
 
-    return _find(ADVANTAGES, name, "algorithm.advantage")
+    return _find(ADVANTAGES | BATCH_ADVANTAGES, name, "algorithm.advantage")
 
 
 def find_loss(name: str) -> LossFunction:

@@ -1,23 +1,30 @@
 """One step of training, as its groups arrive: add them up, then divide once, clip, and move the weights.
 
     steps.begin(step)
-    steps.add(groups)           as often as groups are complete; each call runs forward and backward
+    steps.add(groups)           as often as groups are complete
     stats = steps.finish()      or steps.abort(): as if nothing had been added
 
 Gradients of *sums* of weighted token losses are added up in float32; what they are divided by (tokens or samples) is
 known only when the last group is in. So the gradient is that of one big batch, to rounding, whatever the order of
 arrival and however samples were packed.
 
-Old log-probabilities are those of the step's starting weights. While a step has one update, these are the present
-weights, and the forward pass that trains has them for nothing. A later mini-batch of the same step must bring them
-along (`with_old_logprobs` before the first update). Blocking; whoever owns the event loop calls it from a thread.
+`add` runs forward and backward, unless that cannot be: with several mini-batches (algorithm.mini_batches) the weights
+must not move before the last group is there, and some advantages compare all samples of a step. Then `add` scores what
+can be scored, holds the groups back, and `finish` trains. Which group is in which mini-batch is a function of the
+step and the groups' ids, not of the order in which they arrived.
 
-Left out: which groups (filters decide before), advantages that need the whole batch, a critic.
+Old log-probabilities are those of the step's starting weights. While a step has one update, these are the present
+weights, and the forward pass that trains has them for nothing. Otherwise `add` scores them. Who makes several updates
+with several begin() of one step brings them along (`with_old_logprobs` before the first update). Blocking; whoever owns
+the event loop calls it from a thread.
+
+Left out: which groups (filters decide before), rewards and advantages (ready).
 """
 
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,33 +32,36 @@ import torch
 
 from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
-from polyrl.trainer import aggregation, kl
-from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
+from polyrl.scheduling.order import mix64
+from polyrl.trainer import aggregation, corrections, kl
+from polyrl.trainer.batch import Group, TrainSample
 from polyrl.trainer.model import Policy, Scores
-from polyrl.trainer.optimizer import Optimizer
+from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, make_packs
-from polyrl.trainer.registry import TokenBatch, find_advantage, find_loss
+from polyrl.trainer.ready import Preparation, Ready
+from polyrl.trainer.registry import TokenBatch, find_loss
+from polyrl.trainer.tally import Tally
 
 log = logging.getLogger("polyrl.trainer")
 
 Tensor = torch.Tensor
-Rewards = np.ndarray[Any, np.dtype[np.float64]]
-Gains = np.ndarray[Any, np.dtype[np.float32]]
-"""Advantages."""
 
 
 class Added(NamedTuple):
-    """What one call of `add` trained."""
+    """What one call of `add` took in and trained. Groups that are held back are trained by `finish`."""
 
-    num_groups: int
-    num_samples: int
-    num_masked: int
+    num_groups: int = 0
+    num_samples: int = 0
+    num_masked: int = 0
     """Of them, left out of the loss."""
-    num_packs: int
-    num_tokens: int
+    num_packs: int = 0
+    num_tokens: int = 0
     """Through the model, prompts included."""
-    num_trained_tokens: int
+    num_trained_tokens: int = 0
     """Of answers, in the loss."""
+
+    def plus(self, other: "Added") -> "Added":
+        return Added(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class StepStats(NamedTuple):
@@ -59,7 +69,7 @@ class StepStats(NamedTuple):
     added: Added
     """In all."""
     updated: bool
-    """False: nothing was trained, or the gradient was not finite. The weights are as they were."""
+    """False: nothing was trained, or no gradient was finite. The weights are as they were."""
     metrics: dict[str, float]
 
 
@@ -82,174 +92,176 @@ class StepAccumulator:
         self._policy, self._optimizer, self._config = policy, optimizer, config
         self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
         self._temperature, self._reference = temperature, reference
-        self._advantage = find_advantage(config.advantage)
         self._loss = find_loss(config.loss)
+        self._preparation = Preparation(
+            policy,
+            config,
+            max_tokens=max_tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            reference=None if config.kl == "none" else reference,
+            beforehand=config.mini_batches > 1,
+        )
+        self._holds_back = config.mini_batches > 1 or self._preparation.needs_step
         self._step: int | None = None
         self._moved_in: int | None = None
         """The last step with an update."""
-        self._added = Added(0, 0, 0, 0, 0, 0)
-        self._sums: dict[str, Tensor] = {}
-        """Of weighted losses, and of numbers whose mean over tokens is told."""
+        self._forget()
 
     def begin(self, step: int) -> None:
         if self._step is not None:
             raise RuntimeError(f"step {self._step} is not over")
-        self._step, self._added, self._sums = step, Added(0, 0, 0, 0, 0, 0), {}
+        self._forget()
+        self._step = step
 
     def add(self, groups: Sequence[Group]) -> Added:
-        """Forward and backward over whole groups. Raises UserError, and aborts, when memory does not suffice."""
+        """Take in whole groups. Raises UserError, and aborts, when memory does not suffice."""
         if self._step is None:
             raise RuntimeError("no step was begun")
         samples = [sample for group in groups for sample in group]
         _check(samples)
-        rewards = self._rewards(samples)
-        gains = self._advantages(groups, rewards)
-        trained = [number for number, one in enumerate(samples) if not is_masked(one, self._config)]
-        packs = make_packs([samples[number] for number in trained], self._max_tokens)
-        for pack in packs:
-            members = [trained[number] for number in pack.samples]
-            try:
-                self._train(pack, [samples[one] for one in members], gains[members])
-            except RuntimeError as error:
-                if not _is_about_memory(error):
-                    raise
-                self.abort()
-                raise UserError(self._advise(pack)) from error
-        added = Added(
-            num_groups=len(groups),
-            num_samples=len(samples),
-            num_masked=len(samples) - len(trained),
-            num_packs=len(packs),
-            num_tokens=sum(len(one.tokens) for one in packs),
-            num_trained_tokens=sum(len(one.targets) for one in packs),
-        )
-        self._added = Added(*(a + b for a, b in zip(self._added, added, strict=True)))
+        ready = self._preparation.prepare(groups)
+        num_masked = sum(one.is_masked for group in ready for one in group)
+        added = Added(len(groups), len(samples), num_masked)
+        if self._holds_back:
+            self._held += ready
+        else:
+            added = added.plus(self._train(self._preparation.with_advantages(ready)))
+        self._added = self._added.plus(added)
         return added
 
     def finish(self) -> StepStats:
-        """Divide by what is known now, clip, update."""
+        """Divide by what is known now, clip, update; for each mini-batch, where there are several."""
         if self._step is None:
             raise RuntimeError("no step was begun")
-        step, added = self._step, self._added
+        step = self._step
+        if self._holds_back:
+            updates = []
+            for groups in self._mini_batches(step):
+                self._added = self._added.plus(self._train(groups))
+                updates.append(self._update(step))
+        else:
+            updates = [self._update(step)]
         self._step = None
+        metrics = self._tally.metrics(self._added.num_trained_tokens) | self._counts()
+        metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
+        metrics["actor/lr"] = updates[-1].lr
+        metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
+        return StepStats(step, self._added, any(one.applied for one in updates), metrics)
+
+    def abort(self) -> None:
+        """Forget what was added. Does nothing outside a step."""
+        self._step = None
+        self._forget()
+        self._optimizer.discard()
+
+    def with_old_logprobs(self, groups: Sequence[Group]) -> list[list[TrainSample]]:
+        """The same samples with log-probabilities of the present weights, for use after these have moved."""
+        samples = [sample._replace(old_logprobs=None) for group in groups for sample in group]
+        scored = iter(self._preparation.with_old_logprobs(samples))
+        return [[next(scored) for _ in group] for group in groups]
+
+    def _forget(self) -> None:
+        self._added = Added()
+        self._held: list[list[Ready]] = []
+        self._num_open_tokens = self._num_open_samples = 0
+        """Trained since the last update."""
+        self._tally = Tally(self._policy.device)
+
+    # Updates
+
+    def _mini_batches(self, step: int) -> list[list[list[Ready]]]:
+        """Groups that were held back, in equal parts; at least one, which may be empty."""
+        held = sorted(self._held, key=lambda group: mix64(step, group[0].sample.group) if group else 0)
+        groups = self._preparation.with_advantages(held)
+        self._held = []
+        num = max(1, min(self._config.mini_batches, len(groups)))
+        ends = [len(groups) * part // num for part in range(num + 1)]
+        return [groups[first:end] for first, end in pairwise(ends)]
+
+    def _update(self, step: int) -> Update:
         fixed = self._max_new_tokens if self._config.fixed_tokens is None else self._config.fixed_tokens
-        num_trained = added.num_samples - added.num_masked
-        denominator = aggregation.denominator(added.num_trained_tokens, num_trained, fixed, self._config)
+        denominator = aggregation.denominator(self._num_open_tokens, self._num_open_samples, fixed, self._config)
+        self._num_open_tokens = self._num_open_samples = 0
         update = self._optimizer.update(step, denominator if denominator else 1.0)
         if update.applied:
             self._moved_in = step
         elif denominator:
             log.warning("step %d: the gradient's norm is %s: the weights stay as they are", step, update.grad_norm)
-        metrics = self._metrics(denominator)
-        metrics["actor/grad_norm"] = update.grad_norm
-        metrics["actor/lr"] = update.lr
-        metrics["actor/skipped_updates"] = 0.0 if update.applied else 1.0
-        return StepStats(step, added, update.applied, metrics)
-
-    def abort(self) -> None:
-        """Forget what was added. Does nothing outside a step."""
-        self._step, self._sums = None, {}
-        self._optimizer.discard()
-
-    def with_old_logprobs(self, groups: Sequence[Group]) -> list[list[TrainSample]]:
-        """The same samples with log-probabilities of the present weights, for use after these have moved."""
-        samples = [sample for group in groups for sample in group]
-        known = iter(self._score_all(self._policy, samples))
-        return [[sample._replace(old_logprobs=next(known)) for sample in group] for group in groups]
-
-    # Before the loss
-
-    def _rewards(self, samples: Sequence[TrainSample]) -> Rewards:
-        rewards = np.array([shaped_reward(one, self._config, self._max_new_tokens) for one in samples])
-        if self._config.kl != "reward":
-            return rewards
-        assert self._reference is not None
-        olds = [one.logprobs for one in samples]
-        if self._config.old_logprobs == "recompute":
-            olds = [one.old_logprobs for one in samples if one.old_logprobs is not None]
-            if len(olds) < len(samples):
-                olds = self._score_all(self._policy, samples)
-        for number, (old, ref) in enumerate(zip(olds, self._score_all(self._reference, samples), strict=True)):
-            apart = kl.estimate(torch.from_numpy(old), torch.from_numpy(ref), self._config.kl_estimator)
-            total = float(apart.sum(dtype=torch.float64))
-            rewards[number] -= self._config.kl_coef * total
-            if not is_masked(samples[number], self._config):
-                self._tell({"reward_kl": torch.tensor(total, dtype=torch.float64)})
-        return rewards
-
-    def _advantages(self, groups: Sequence[Group], rewards: Rewards) -> Gains:
-        parts: list[Gains] = []
-        first = 0
-        for group in groups:
-            its = torch.from_numpy(rewards[first : first + len(group)])
-            gains = self._advantage(its, self._config)
-            if gains.shape != its.shape:
-                raise UserError(
-                    f"algorithm.advantage: {self._config.advantage} gave shape {list(gains.shape)} for a group of "
-                    f"{len(group)}; expected [{len(group)}]"
-                )
-            parts.append(gains.detach().numpy().astype(np.float32))
-            first += len(group)
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-
-    def _score_all(self, policy: Policy, samples: Sequence[TrainSample]) -> list[Logprobs]:
-        """Log-probabilities of every sample's answer, without gradients."""
-        found: list[Logprobs] = [np.zeros(0, np.float32)] * len(samples)
-        for pack in make_packs(samples, self._max_tokens):
-            logprobs = policy.score_only(pack, self._temperature).logprobs.cpu().numpy()
-            ends = np.cumsum(pack.num_answer_tokens)[:-1]
-            for number, part in zip(pack.samples, np.split(logprobs, ends), strict=True):
-                found[number] = part
-        return found
+        if denominator:
+            self._tally.close(denominator)
+        return update
 
     # The loss
 
-    def _train(self, pack: Pack, samples: Sequence[TrainSample], gains: Gains) -> None:
+    def _train(self, groups: Sequence[Sequence[Ready]]) -> Added:
+        """Forward and backward, a pack at a time."""
+        ready = [one for group in groups for one in group if not one.is_masked]
+        packs = make_packs([one.sample for one in ready], self._max_tokens)
+        for pack in packs:
+            try:
+                self._train_pack(pack, [ready[number] for number in pack.samples])
+            except RuntimeError as error:
+                if not _is_about_memory(error):
+                    raise
+                self.abort()
+                raise UserError(self._advise(pack)) from error
+        num_tokens = sum(len(one.targets) for one in packs)
+        self._num_open_tokens += num_tokens
+        self._num_open_samples += len(ready)
+        through_model = sum(len(one.tokens) for one in packs)
+        return Added(num_packs=len(packs), num_tokens=through_model, num_trained_tokens=num_tokens)
+
+    def _train_pack(self, pack: Pack, ready: Sequence[Ready]) -> None:
         config = self._config
         scores = self._policy.score(pack, self._temperature, entropy_grad=config.entropy_coef > 0)
-        batch = self._batch(pack, samples, gains, scores)
+        batch = self._batch(pack, ready, scores)
+        losses = self._policy_losses(batch)
+        weights = aggregation.token_weights(batch.sample, batch.num_tokens, config)
+        told = {"actor/pg_loss": _weighed(losses, weights)}
+        total = losses
+        if config.kl == "loss":
+            apart = kl.estimate(batch.logprobs, self._reference_logprobs(pack, ready), config.kl_estimator)
+            told["actor/kl_loss"] = _weighed(apart, weights)
+            total = total + config.kl_coef * apart
+        if config.entropy_coef > 0:
+            total = total - config.entropy_coef * scores.entropy
+        _weighed(total, weights).backward()
+        self._tally.add_losses(told)
+        self._tell(batch, scores, ready)
+
+    def _policy_losses(self, batch: TokenBatch) -> Tensor:
+        """Of each token, weighed for having been drawn by another policy, where that is wanted."""
+        config = self._config
         losses, stats = self._loss(batch, config)
         if losses.shape != batch.logprobs.shape:
             raise UserError(
                 f"algorithm.loss: {config.loss} gave shape {list(losses.shape)}; expected one number for each of "
                 f"{len(batch.logprobs)} tokens"
             )
-        weights = aggregation.token_weights(batch.sample, batch.num_tokens, config)
-        told = {"pg_loss": _weighed(losses, weights)}
-        total = losses
-        if config.kl == "loss":
-            assert self._reference is not None
-            reference = self._reference.score_only(pack, self._temperature).logprobs.to(self._policy.device)
-            apart = kl.estimate(batch.logprobs, reference, config.kl_estimator)
-            told["kl_loss"] = _weighed(apart, weights)
-            total = total + config.kl_coef * apart
-        if config.entropy_coef > 0:
-            total = total - config.entropy_coef * scores.entropy
-        _weighed(total, weights).backward()
-        mismatch = batch.logprobs.detach() - batch.behaviour_logprobs
-        told |= {
-            "entropy": scores.entropy,
-            "mismatch_kl": kl.estimate(batch.behaviour_logprobs, batch.logprobs.detach(), "k3"),
-            "mismatch_abs": mismatch.abs(),
-            **stats,
-        }
-        self._tell(told)
+        if config.correction != "none":
+            weights, its_stats, ratio = corrections.weigh(batch, config)
+            losses, stats = losses * weights, stats | its_stats
+            self._tally.peak({"actor/correction_max": ratio})
+        self._tally.add({f"actor/{name}": numbers for name, numbers in stats.items()})
+        return losses
 
-    def _batch(
-        self,
-        pack: Pack,
-        samples: Sequence[TrainSample],
-        gains: Gains,
-        scores: Scores,
-    ) -> TokenBatch:
+    def _reference_logprobs(self, pack: Pack, ready: Sequence[Ready]) -> Tensor:
+        known = [one.reference for one in ready if one.reference is not None]
+        if len(known) == len(ready):
+            return self._send(np.concatenate(known))
+        assert self._reference is not None
+        return self._reference.score_only(pack, self._temperature).logprobs.to(self._policy.device)
+
+    def _batch(self, pack: Pack, ready: Sequence[Ready], scores: Scores) -> TokenBatch:
+        samples = [one.sample for one in ready]
         behaviour = self._send(np.concatenate([one.logprobs for one in samples]))
-        sample = self._send(pack.sample)
         return TokenBatch(
             logprobs=scores.logprobs,
             old_logprobs=self._old(samples, behaviour, scores.logprobs),
             behaviour_logprobs=behaviour,
-            advantages=self._send(gains).index_select(0, sample),
-            sample=sample,
+            advantages=self._send(np.concatenate([one.gains for one in ready if one.gains is not None])),
+            sample=self._send(pack.sample),
             num_tokens=self._send(pack.num_answer_tokens),
         )
 
@@ -270,27 +282,28 @@ class StepAccumulator:
 
     # What is told
 
-    def _tell(self, told: dict[str, Tensor]) -> None:
-        for name, numbers in told.items():
-            total = numbers.detach().sum(dtype=torch.float64)
-            self._sums[name] = total if name not in self._sums else self._sums[name] + total
+    def _tell(self, batch: TokenBatch, scores: Scores, ready: Sequence[Ready]) -> None:
+        present = batch.logprobs.detach()
+        told = {
+            "actor/entropy": scores.entropy,
+            "actor/mismatch_kl": kl.estimate(batch.behaviour_logprobs, present, "k3"),
+            "actor/mismatch_abs": (present - batch.behaviour_logprobs).abs(),
+        }
+        apart = [one.kl for one in ready if one.kl is not None]
+        if apart:
+            told["actor/reward_kl"] = self._send(np.concatenate(apart))
+        self._tally.add(told)
 
-    def _metrics(self, denominator: float) -> dict[str, float]:
-        """One look at the device for all of them."""
-        names = list(self._sums)
-        sums = torch.stack([self._sums[one].to(self._policy.device) for one in names]).tolist() if names else []
-        metrics: dict[str, float] = {}
-        for name, total in zip(names, sums, strict=True):
-            over = denominator if name in ("pg_loss", "kl_loss") else self._added.num_trained_tokens
-            metrics[f"actor/{name}"] = total / over if over else 0.0
+    def _counts(self) -> dict[str, float]:
         added = self._added
-        metrics["token/trained"] = float(added.num_trained_tokens)
-        metrics["token/through_model"] = float(added.num_tokens)
-        metrics["sample/trained"] = float(added.num_samples - added.num_masked)
-        metrics["sample/masked"] = float(added.num_masked)
-        metrics["group/trained"] = float(added.num_groups)
-        metrics["perf/micro_batches"] = float(added.num_packs)
-        return metrics
+        return {
+            "token/trained": float(added.num_trained_tokens),
+            "token/through_model": float(added.num_tokens),
+            "sample/trained": float(added.num_samples - added.num_masked),
+            "sample/masked": float(added.num_masked),
+            "group/trained": float(added.num_groups),
+            "perf/micro_batches": float(added.num_packs),
+        }
 
     def _advise(self, pack: Pack) -> str:
         advice = f"lower train.micro_batch_tokens (now {self._max_tokens})"

@@ -1,0 +1,170 @@
+"""From groups to samples that are ready for the loss: rewards less KL, what is scored beforehand, advantages.
+
+`prepare` looks at samples as they arrive and needs no sample but those given. `with_advantages` compares them: the
+samples of a group with each other, or, where the advantage needs it (`needs_step`), all those of the step.
+
+Left out: which groups there are (filters decide before), and the loss.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from polyrl.config.recipe import AlgorithmConfig
+from polyrl.errors import UserError
+from polyrl.trainer import kl
+from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
+from polyrl.trainer.model import Policy
+from polyrl.trainer.packing import Pack, make_packs
+from polyrl.trainer.registry import RewardBatch, find_advantage, find_batch_advantage
+
+Tensor = torch.Tensor
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Ready(NamedTuple):
+    """A sample, and what its loss needs beside the model."""
+
+    sample: TrainSample
+    is_masked: bool
+    """Its siblings are compared with it; it is not trained on."""
+    reward: float
+    """Less the penalty for length, not yet less KL."""
+    kl: Floats | None = None
+    """Of each token, where it is taken off the reward."""
+    reference: Logprobs | None = None
+    """Of the reference, where it was scored beforehand."""
+    gains: Floats | None = None
+    """Advantages of each token, as soon as they are known."""
+
+
+class Preparation:
+    """`beforehand`: what the loss compares with is scored now, since the weights will have moved when it is trained."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: AlgorithmConfig,
+        *,
+        max_tokens: int,
+        max_new_tokens: int,
+        temperature: float,
+        reference: Policy | None,
+        beforehand: bool,
+    ) -> None:
+        self._policy, self._config, self._reference = policy, config, reference
+        self._max_tokens, self._max_new_tokens, self._temperature = max_tokens, max_new_tokens, temperature
+        self._beforehand = beforehand
+        self._of_step = find_batch_advantage(config.advantage)
+        self._of_group = find_advantage(config.advantage) if self._of_step is None else None
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether no advantage is known before the step's last sample."""
+        return self._of_step is not None
+
+    # One by one
+
+    def prepare(self, groups: Sequence[Group]) -> list[list[Ready]]:
+        samples = [sample for group in groups for sample in group]
+        if self._beforehand and self._config.old_logprobs == "recompute":
+            samples = self.with_old_logprobs(samples)
+        references: Sequence[Logprobs | None] = [None] * len(samples)
+        if self._reference is not None and (self._beforehand or self._config.kl == "reward"):
+            references = self.logprobs(self._reference, samples)
+        apart: Sequence[Floats | None] = [None] * len(samples)
+        if self._config.kl == "reward":
+            apart = [self._apart(*pair) for pair in zip(self._olds(samples), references, strict=True)]
+        ready = (
+            Ready(
+                sample,
+                is_masked(sample, self._config),
+                shaped_reward(sample, self._config, self._max_new_tokens),
+                its_kl,
+                reference,
+            )
+            for sample, its_kl, reference in zip(samples, apart, references, strict=True)
+        )
+        return [[next(ready) for _ in group] for group in groups]
+
+    def with_old_logprobs(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """Those that bring them along keep theirs."""
+        lacking = [number for number, one in enumerate(samples) if one.old_logprobs is None]
+        scored = list(samples)
+        found = self.logprobs(self._policy, [samples[number] for number in lacking])
+        for number, logprobs in zip(lacking, found, strict=True):
+            scored[number] = samples[number]._replace(old_logprobs=logprobs)
+        return scored
+
+    def logprobs(self, policy: Policy, samples: Sequence[TrainSample]) -> list[Logprobs]:
+        """Of every sample's answer, without gradients."""
+        return self.of_answers(lambda pack: policy.score_only(pack, self._temperature).logprobs, samples)
+
+    def of_answers(self, score: Callable[[Pack], Tensor], samples: Sequence[TrainSample]) -> list[Floats]:
+        """What a model says of each answer token, sample by sample."""
+        found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
+        for pack in make_packs(samples, self._max_tokens):
+            numbers = score(pack).cpu().numpy()
+            ends = np.cumsum(pack.num_answer_tokens)[:-1]
+            for number, part in zip(pack.samples, np.split(numbers, ends), strict=True):
+                found[number] = part
+        return found
+
+    def _olds(self, samples: Sequence[TrainSample]) -> list[Logprobs]:
+        if self._config.old_logprobs == "engine":
+            return [one.logprobs for one in samples]
+        known = self.with_old_logprobs(samples)
+        return [one.old_logprobs for one in known if one.old_logprobs is not None]
+
+    def _apart(self, old: Logprobs, reference: Logprobs | None) -> Floats:
+        assert reference is not None, "scored above"
+        return kl.estimate(torch.from_numpy(old), torch.from_numpy(reference), self._config.kl_estimator).numpy()
+
+    # Compared
+
+    def with_advantages(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
+        """Of whole groups; of all of the step, where the advantage needs them."""
+        rewards = [torch.tensor([self._total(one) for one in group], dtype=torch.float64) for group in groups]
+        if self._of_step is not None:
+            gains = self._compare_all(groups, rewards)
+        else:
+            assert self._of_group is not None
+            of_group = self._of_group
+            gains = [self._checked(of_group(its, self._config), its, "a group") for its in rewards]
+        return [
+            [
+                one._replace(gains=np.full(len(one.sample.answer), gain, np.float32))
+                for one, gain in zip(group, its.tolist(), strict=True)
+            ]
+            for group, its in zip(groups, gains, strict=True)
+        ]
+
+    def _total(self, one: Ready) -> float:
+        if one.kl is None:
+            return one.reward
+        return one.reward - self._config.kl_coef * float(one.kl.sum(dtype=np.float64))
+
+    def _compare_all(self, groups: Sequence[Sequence[Ready]], rewards: Sequence[Tensor]) -> list[Tensor]:
+        assert self._of_step is not None
+        if not groups:
+            return []
+        flat = [one for group in groups for one in group]
+        sizes = [len(group) for group in groups]
+        batch = RewardBatch(
+            rewards=torch.cat(list(rewards)),
+            group=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)),
+            num_tokens=torch.tensor([0 if one.is_masked else len(one.sample.answer) for one in flat]),
+        )
+        gains = self._checked(self._of_step(batch, self._config), batch.rewards, "a step")
+        return [gains[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def _checked(self, gains: Tensor, rewards: Tensor, what: str) -> Tensor:
+        if gains.shape != rewards.shape:
+            raise UserError(
+                f"algorithm.advantage: {self._config.advantage} gave shape {list(gains.shape)} for {what} of "
+                f"{len(rewards)} samples; expected [{len(rewards)}]"
+            )
+        return gains.detach()
