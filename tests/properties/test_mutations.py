@@ -69,7 +69,7 @@ MUTATIONS = [
     Mutation(
         "a discarded sample is not aborted",
         "leases.py",
-        "desk.commands.append(Abort(worker.name, lease, why))",
+        "desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens, cause))",
         "pass",
     ),
     Mutation(
@@ -165,7 +165,9 @@ MUTATIONS = [
     Mutation(
         "a stalled sample is given away and still runs",
         "membership.py",
-        '        desk.commands.append(Abort(worker.name, sample.lease, "it brought no token for too long"))\n',
+        "        desk.commands.append(\n"
+        '            Abort(worker.name, sample.lease, "it brought no token for too long", sample.id, sample.num_tokens)\n'
+        "        )\n",
         "",
     ),
     Mutation(

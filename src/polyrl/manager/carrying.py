@@ -22,6 +22,7 @@ def carry_out(executor: Executor, command: c.Command) -> None:
         case c.Abort():
             if (session := executor.session(command.worker)) is not None:
                 session.abort(command.lease)
+            _account(executor, command)
         case c.HandOver():
             if (session := executor.session(command.worker)) is not None:
                 session.hand_over(command.lease)
@@ -44,6 +45,14 @@ def carry_out(executor: Executor, command: c.Command) -> None:
             raise LawViolation(f"nobody here can change how wide an engine is: {command}")
         case _:
             _tell_trainer(executor, command)
+
+
+def _account(executor: Executor, command: c.Abort) -> None:
+    """The scheduler hears of progress now and then; of what is thrown away it hears all."""
+    text = executor.payload.texts.get(command.sample)
+    more = 0 if text is None else text.num_tokens - command.num_tokens
+    if more > 0 and command.discarded_for is not None:
+        executor.tell(e.TokensDiscarded(command.discarded_for, more))
 
 
 def _turn(executor: Executor, name: WorkerName, duty: frames.Duty, why: str) -> None:

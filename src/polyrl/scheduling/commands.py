@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from polyrl.ids import GroupId, LeaseId, PromptId, SampleId, Seconds, Step, Version, WorkerName
-from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.ledger import DiscardCause, StepLine
 
 RoundKind = Literal["short", "long"]
 
@@ -33,11 +33,19 @@ class Generate(CommandStruct, frozen=True, tag=True):
 
 
 class Abort(CommandStruct, frozen=True, tag=True):
-    """Stop it and forget its tokens. The lease is over when this is said; nothing need be answered."""
+    """Stop it. The lease is over when this is said; nothing need be answered.
+
+    A driver that holds more tokens of a discarded sample than it has told says so (TokensDiscarded).
+    """
 
     worker: WorkerName
     lease: LeaseId
     why: str
+    sample: SampleId
+    num_tokens: int
+    """What has been told of it."""
+    discarded_for: DiscardCause | None = None
+    """None: it goes on elsewhere."""
 
 
 class HandOver(CommandStruct, frozen=True, tag=True):

@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Step, Version, WorkerName
+from polyrl.scheduling.ledger import DiscardCause
 
 LeaseEnd = Literal["handed_over", "engine_failed", "refused"]
 RewardOutcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed"]
@@ -120,6 +121,13 @@ class LeaseEnded(EventStruct, frozen=True, tag=True):
     reason: LeaseEnd
 
 
+class TokensDiscarded(EventStruct, frozen=True, tag=True):
+    """A sample that was discarded while it ran had so many more tokens than had been told."""
+
+    cause: DiscardCause
+    num_tokens: int
+
+
 class RewardFinished(EventStruct, frozen=True, tag=True):
     sample: SampleId
     attempt: int
@@ -198,6 +206,7 @@ class TimePassed(EventStruct, frozen=True, tag=True):
 Event = (
     TokensArrived
     | SampleFinished
+    | TokensDiscarded
     | RewardFinished
     | WorkerReported
     | LeaseEnded

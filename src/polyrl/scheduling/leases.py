@@ -192,6 +192,6 @@ def discard_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCaus
         note_length(desk, sample, round_, finished=False)
         lease = sample.lease
         worker = end_lease(desk, sample, round_, now)
-        desk.commands.append(Abort(worker.name, lease, why))
+        desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens, cause))
     sample.state = "discarded"
     desk.state.ledger.discard(cause, sample.num_tokens)

@@ -138,7 +138,9 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
         lose(desk, worker, "it has samples and brings no token", now, tell=True)
         return
     for sample in stalled:
-        desk.commands.append(Abort(worker.name, sample.lease, "it brought no token for too long"))
+        desk.commands.append(
+            Abort(worker.name, sample.lease, "it brought no token for too long", sample.id, sample.num_tokens)
+        )
         leases.requeue(desk, sample, desk.state.rounds[desk.state.groups[sample.group].step], now, "stalled")
 
 

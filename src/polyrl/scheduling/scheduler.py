@@ -37,6 +37,7 @@ from polyrl.scheduling.events import (
     StepTrained,
     TimePassed,
     TokensArrived,
+    TokensDiscarded,
     TrainerLeft,
     TrainerReturned,
     VersionPublished,
@@ -112,6 +113,10 @@ class Scheduler:
                     return
                 leases.note_tokens(desk, sample, event.num_tokens)
                 rounds.sample_generated(desk, sample, now)
+            case TokensDiscarded():
+                num = max(0, event.num_tokens)
+                desk.state.ledger.tokens_arrived += num
+                desk.state.ledger.discard_tokens(event.cause, num)
             case RewardFinished():
                 self._reward_finished(event, now)
             case TokensArrived():
@@ -313,7 +318,9 @@ class Scheduler:
             case "hand_over":
                 sample = desk.leases[key]  # type: ignore[index]
                 worker = desk.seats[sample.worker]
-                desk.commands.append(Abort(worker.name, sample.lease, "it was not handed over in time"))
+                desk.commands.append(
+                    Abort(worker.name, sample.lease, "it was not handed over in time", sample.id, sample.num_tokens)
+                )
                 leases.requeue(desk, sample, self._round_of(sample), now, "hand_over_timeout")
             case "pull":
                 worker = desk.state.fleet.seats[key]
