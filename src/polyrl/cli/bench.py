@@ -13,9 +13,9 @@ examples:
                                     are installed into a cache of their own; what cannot be is said
   polyrl bench engine --arch qwen3-1.7b --batch 256 --prompt 256 --new 512 --peer transformers
                                     the builtin engine against what memory allows, and a peer
-  polyrl bench train                about two minutes: the trainer against the matrix limit and plain loops
-  polyrl bench weights              about five minutes: versions over loopback beside iperf3, memcpy and mooncake; deltas;
-                                    with root, late joiners in network namespaces"""
+  polyrl bench train                two minutes: the trainer against the matrix limit and plain loops
+  polyrl bench weights              about five minutes: versions over loopback beside iperf3, memcpy and mooncake;
+                                    deltas; with root, late joiners in network namespaces"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ class Metric(NamedTuple):
 METRICS: tuple[Metric, ...] = (
     Metric("step", "", "the step; from 0, and step t makes weight version t + 1"),
     # What is learned
-    Metric("reward/mean", "", "mean reward of the samples trained in the step"),
+    Metric("reward/mean", "", "mean reward of all samples that came in the step, also of groups that were filtered"),
     Metric("reward/std", "", "their standard deviation"),
     Metric("reward/max", "", "the highest of them"),
     Metric("reward/min", "", "the lowest of them"),
@@ -42,10 +42,24 @@ METRICS: tuple[Metric, ...] = (
     Metric("actor/reward_kl", "nats", 'KL a token that was taken off rewards, with `kl = "reward"`'),
     Metric("actor/grad_norm", "", "norm of the gradient before it was clipped, mean over the step's updates"),
     Metric("actor/lr", "", "learning rate of the step's last update"),
-    Metric("actor/skipped_updates", "", "updates that were left out because the gradient was no number, or there was none"),
+    Metric(
+        "actor/skipped_updates", "", "updates that were left out because the gradient was no number, or there was none"
+    ),
     Metric("actor/mismatch_kl", "nats", "KL between the engine's log-probabilities and the trainer's, same weights"),
     Metric("actor/mismatch_abs", "nats", "mean difference of the two, without its sign"),
     Metric("mismatch_kl", "nats", "alias of `actor/mismatch_kl`"),
+    # What the critic learns
+    Metric("critic/vf_loss", "", "loss of the critic's values, mean over answer tokens"),
+    Metric("critic/vf_clip_frac", "share", "answer tokens whose value the clip held back"),
+    Metric("critic/value_mean", "", "mean value over answer tokens"),
+    Metric("critic/return_mean", "", "mean of what the values should have been"),
+    Metric(
+        "critic/explained_variance",
+        "share",
+        "of the returns' variance, what values at the step's start foretold; may be < 0",
+    ),
+    Metric("critic/grad_norm", "", "norm of the critic's gradient before it was clipped, of the step's last update"),
+    Metric("critic/lr", "", "its learning rate"),
     # How long answers are
     Metric("token/response_length/mean", "tokens", "mean length of the answers trained"),
     Metric("token/response_length/max", "tokens", "the longest of them"),

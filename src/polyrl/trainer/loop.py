@@ -54,7 +54,9 @@ class StepReport(NamedTuple):
     stats: StepStats
     line: StepLine
     rewards: list[float]
+    """Of all samples that came, also those of groups that teach nothing."""
     lengths: list[int]
+    """Of the answers that were trained, like `prompt_lengths`."""
     prompt_lengths: list[int]
     num_filtered: int
     """Groups that were rejected because they teach nothing."""
@@ -117,7 +119,7 @@ class Loop:
         waited_before, trained_before = self._devices.waited_s, self._devices.trained_s
         await self._events.step_begins(step)
         self._steps.begin(step)
-        trained, num_filtered = await self._train_round(step)
+        trained, filtered = await self._train_round(step)
         generated = time.monotonic()
         stats = await self._devices.train(self._steps.finish)
         await self._fleet.step_done(step)
@@ -125,6 +127,8 @@ class Loop:
         async with asyncio.timeout(_LINE_TIMEOUT_S):
             line = await self._fleet.line(step)
         samples = [sample for group in trained for sample in group]
+        rewards = [one.reward for one in samples]
+        rewards += [one.reward for group in filtered for one in group.samples]
         seconds = {
             "total": time.monotonic() - began,
             "generate": generated - began,
@@ -136,21 +140,21 @@ class Loop:
             step,
             stats,
             line,
-            [one.reward for one in samples],
+            rewards,
             [len(one.answer) for one in samples],
             [len(one.prompt) for one in samples],
-            num_filtered,
+            len(filtered),
             seconds,
         )
 
-    async def _train_round(self, step: int) -> tuple[list[list[TrainSample]], int]:
-        """Train on the round's groups as they come."""
+    async def _train_round(self, step: int) -> tuple[list[list[TrainSample]], list[Group]]:
+        """Train on the round's groups as they come; returns them, and those that were rejected."""
         waiting: list[Group] = []
         trained: list[list[TrainSample]] = []
-        num_filtered = 0
+        filtered: list[Group] = []
         async for group in self._fleet.round(step):
             if self._teaches_nothing(group):
-                num_filtered += 1
+                filtered.append(group)
                 await self._fleet.reject(group, ZERO_VARIANCE)
                 continue
             waiting.append(group)
@@ -159,7 +163,7 @@ class Loop:
                 waiting = []
         if waiting:
             trained += await self._micro_batch(step, waiting)
-        return trained, num_filtered
+        return trained, filtered
 
     def _teaches_nothing(self, group: Group) -> bool:
         filters = self._recipe.algorithm.zero_variance == "filter"

@@ -41,8 +41,9 @@ from polyrl.trainer.step import StepAccumulator
 from polyrl.trainer.validation import pass_rates
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
+from polyrl.wire.control import DrainRequest
 from polyrl.wire.credentials import read_token_file
-from polyrl.wire.dial import Dialer, is_loopback
+from polyrl.wire.dial import Dialer, Unreachable, is_loopback
 from polyrl.wire.frames import Sampling
 from polyrl.wire.imposed import ImposedLengths
 from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
@@ -51,6 +52,7 @@ log = logging.getLogger("polyrl.train")
 
 LOCAL_WORKER = "trainer"
 _LOCAL_DRAIN_S = 2.0
+_DISMISS_S = 5.0
 _CPU_SLOTS, _GPU_SLOTS = 32, 256
 _PROMPT_ROOM = 512
 """Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
@@ -120,7 +122,9 @@ async def train(
         if beside is not None:
             playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
             stack.push_async_callback(_end, playing)
-        return await _first_of(loop.run(), manager.failed(), worker, interrupted.wait())
+        why = await _first_of(loop.run(), manager.failed(), worker, interrupted.wait())
+        await _dismiss(fleet, _dialer(run_dir, address))
+        return why
 
 
 async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | None", stop: object) -> str:
@@ -142,6 +146,17 @@ async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | N
         for task in (running, failing, stopping):
             task.cancel()
         await asyncio.gather(running, failing, stopping, return_exceptions=True)
+
+
+async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
+    """Tell whoever joined that the run is over: a worker that is not told dials for ten minutes."""
+    with contextlib.suppress(TimeoutError, Unreachable, UserError):
+        async with asyncio.timeout(_DISMISS_S), dialer:
+            for worker in (await fleet.status()).workers:
+                if worker.name != LOCAL_WORKER:
+                    await dialer.post(f"/v1/workers/{worker.name}/drain", DrainRequest(reason="the run is over"), dict)
+            while any(worker.name != LOCAL_WORKER for worker in (await fleet.status()).workers):
+                await asyncio.sleep(0.1)
 
 
 def _dialer(run_dir: Path, address: Address) -> Dialer:
@@ -222,6 +237,7 @@ def local_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
         dtype=recipe.model.dtype,
         device=str(policy.device),
         version=None,
+        max_context=recipe.model.max_context,
         slots=slots,
         kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
         block_tokens=32 if on_gpu else 16,
@@ -315,7 +331,8 @@ def _validator(recipe: Recipe, engine: LocalEngine, tasks: Tasks, telling: Telli
                 continue
             rewards = await _attempt(recipe, engine, tasks, domain, prompts)
             rates |= {f"validation/{name}/pass@{k}": rate for k, rate in pass_rates(rewards, wanted.pass_at).items()}
-        await telling.validated(version, rates)
+        if rates:
+            await telling.validated(version, rates)
 
     return validate
 
