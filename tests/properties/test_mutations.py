@@ -166,7 +166,8 @@ MUTATIONS = [
         "a stalled sample is given away and still runs",
         "membership.py",
         "        desk.commands.append(\n"
-        '            Abort(worker.name, sample.lease, "it brought no token for too long", sample.id, sample.num_tokens)\n'
+        '            Abort(worker.name, sample.lease, "it brought no token for too long", '
+        "sample.id, sample.num_tokens)\n"
         "        )\n",
         "",
     ),
