@@ -19,6 +19,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "model": r.ModelSection,
     "train": r.TrainSection,
     "algorithm": r.AlgorithmConfig,
+    "algorithm.critic": r.CriticConfig,
     "optimizer": r.OptimizerConfig,
     "rollout": r.RolloutSection,
     "rollout.impose_lengths": r.ImposedLengths,

@@ -90,6 +90,24 @@ def step_advantages(name: str, groups: list[Floats], lengths: list[list[int]]) -
     return [(rewards - mean) / (std + 1e-6) for rewards in groups]
 
 
+def gae(rewards: Floats, values: Floats, gamma: float, gae_lambda: float) -> tuple[Floats, Floats]:
+    """Sums written out: A_t = sum over l of (gamma lambda)^l d_(t+l). And the returns."""
+    num = len(rewards)
+    after = [*values[1:], 0.0]
+    errors = [rewards[t] + gamma * after[t] - values[t] for t in range(num)]
+    gains = [sum((gamma * gae_lambda) ** (s - t) * errors[s] for s in range(t, num)) for t in range(num)]
+    return np.array(gains), np.array(gains) + values
+
+
+def value_loss(values: Floats, old: Floats, returns: Floats, clip: float) -> tuple[Floats, Floats]:
+    loss, slope = (values - returns) ** 2 / 2, values - returns
+    for t in range(len(values)) if clip else ():
+        held = min(max(values[t], old[t] - clip), old[t] + clip)
+        if (held - returns[t]) ** 2 / 2 > loss[t]:
+            loss[t], slope[t] = (held - returns[t]) ** 2 / 2, 0.0 if held != values[t] else slope[t]
+    return loss, slope
+
+
 def kl(name: str, logp: Floats, ref: Floats) -> tuple[Floats, Floats]:
     d = logp - ref
     if name == "k1":

@@ -102,6 +102,8 @@ def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_run_and_q
             ["algorithm.correction=tis-token", "algorithm.correction_low=0.5"],
             'algorithm.correction_low: is for correction = "icepop" and "sequence-mask"',
         ),
+        (["algorithm.critic.lr=0.1"], 'algorithm.critic: is for advantage = "gae" alone, not for "grpo"'),
+        (["algorithm.critic.gamma=0"], "algorithm.critic.gamma: got 0, expected a number > 0"),
         (["algorithm.mini_batches=33"], "algorithm.mini_batches: 33 is more than the 32 groups of a step"),
         (
             ["algorithm.advantage=reinforce_plus_plus", "rounds.samples_per_prompt=1"],

@@ -79,11 +79,25 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Of the trainer's machine, for the ledger."""
 
 
+class CriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of advantage = "gae": a second model, which learns how much reward is still to come."""
+
+    path: str = ""
+    """A Hugging Face directory that it starts from; empty: model.path."""
+    lr: Positive = 1e-5
+    grad_clip: NotNegative = 1.0
+    """The largest norm of its gradient; 0: any."""
+    gamma: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    gae_lambda: Share = 1.0
+    value_clip: NotNegative = 0.5
+    """A value that moves further than this within a step pulls no further; 0: it does."""
+
+
 class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From rewards to a loss; docs/concepts/algorithms.md."""
 
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, reinforce_plus_plus(_baseline), or a function of your own: `module:function`."""
+    """grpo, dr_grpo, rloo, reinforce_plus_plus(_baseline), gae, or a function of your own: `module:function`."""
     loss: str = "ppo_clip"
     """ppo_clip, gspo, cispo, or a function of your own: `module:function`."""
     clip_low: Share | None = None
@@ -117,6 +131,7 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     entropy_coef: NotNegative = 0.0
     mini_batches: AtLeastOne = 1
     """Updates in one step of the run, each with its share of the groups."""
+    critic: CriticConfig = CriticConfig()
 
     def __post_init__(self) -> None:
         if self.overlong == "penalty" and self.overlong_buffer_tokens is None:
@@ -127,6 +142,8 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError('reference: nothing is measured against it while kl = "none"')
         if self.dual_clip is not None and self.loss in ("gspo", "cispo"):
             raise ValueError(f'dual_clip: is for loss = "ppo_clip" alone, not for "{self.loss}"')
+        if self.critic != CriticConfig() and self.advantage != "gae":
+            raise ValueError(f'critic: is for advantage = "gae" alone, not for "{self.advantage}"')
         self._check_correction()
 
     def _check_correction(self) -> None:

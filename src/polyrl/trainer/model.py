@@ -120,6 +120,13 @@ class Policy:
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
         """With gradients where torch has them enabled."""
+        settings = HeadSettings(temperature, self._softcap, keep_bytes=self._keep_logits_bytes, compiled=self.compiled)
+        head = self.model.get_output_embeddings().weight
+        rows = self.hidden(pack)
+        return Scores(*logprobs.of_tokens(rows, head, self._send(pack.targets), settings, entropy_grad=entropy_grad))
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """(answer tokens, width): the last hidden states of the rows that predict them."""
         layout = packed.lay_out(pack.lengths, self.device, flash=self._flash)
         with self._checkpointing():
             hidden = self.model.model(
@@ -129,10 +136,7 @@ class Policy:
                 use_cache=False,
                 pack=layout,
             ).last_hidden_state[0]
-        settings = HeadSettings(temperature, self._softcap, keep_bytes=self._keep_logits_bytes, compiled=self.compiled)
-        rows = hidden.index_select(0, self._send(pack.predicting))
-        head = self.model.get_output_embeddings().weight
-        return Scores(*logprobs.of_tokens(rows, head, self._send(pack.targets), settings, entropy_grad=entropy_grad))
+        return hidden.index_select(0, self._send(pack.predicting))
 
     @torch.no_grad()
     def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores:

@@ -2,6 +2,7 @@
 
 `prepare` looks at samples as they arrive and needs no sample but those given. `with_advantages` compares them: the
 samples of a group with each other, or, where the advantage needs it (`needs_step`), all those of the step.
+Those of `gae` are of each token, from a critic's values, and made white over the step's trained tokens.
 
 Left out: which groups there are (filters decide before), and the loss.
 """
@@ -15,8 +16,10 @@ import torch
 
 from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
-from polyrl.trainer import kl
+from polyrl.trainer import gae, kl
+from polyrl.trainer.advantages import whiten
 from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
+from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.packing import Pack, make_packs
 from polyrl.trainer.registry import RewardBatch, find_advantage, find_batch_advantage
@@ -37,6 +40,10 @@ class Ready(NamedTuple):
     """Of each token, where it is taken off the reward."""
     reference: Logprobs | None = None
     """Of the reference, where it was scored beforehand."""
+    values: Floats | None = None
+    """Of the critic, at the step's start."""
+    returns: Floats | None = None
+    """What the critic learns, as soon as that is known."""
     gains: Floats | None = None
     """Advantages of each token, as soon as they are known."""
 
@@ -53,18 +60,19 @@ class Preparation:
         max_new_tokens: int,
         temperature: float,
         reference: Policy | None,
+        critic: Critic | None,
         beforehand: bool,
     ) -> None:
         self._policy, self._config, self._reference = policy, config, reference
         self._max_tokens, self._max_new_tokens, self._temperature = max_tokens, max_new_tokens, temperature
-        self._beforehand = beforehand
-        self._of_step = find_batch_advantage(config.advantage)
-        self._of_group = find_advantage(config.advantage) if self._of_step is None else None
+        self._beforehand, self._critic = beforehand, critic
+        self._of_step = None if critic else find_batch_advantage(config.advantage)
+        self._of_group = None if critic or self._of_step else find_advantage(config.advantage)
 
     @property
     def needs_step(self) -> bool:
         """Whether no advantage is known before the step's last sample."""
-        return self._of_step is not None
+        return self._of_group is None
 
     # One by one
 
@@ -78,6 +86,9 @@ class Preparation:
         apart: Sequence[Floats | None] = [None] * len(samples)
         if self._config.kl == "reward":
             apart = [self._apart(*pair) for pair in zip(self._olds(samples), references, strict=True)]
+        values: Sequence[Floats | None] = [None] * len(samples)
+        if self._critic is not None:
+            values = self.of_answers(self._critic.values_only, samples)
         ready = (
             Ready(
                 sample,
@@ -85,8 +96,9 @@ class Preparation:
                 shaped_reward(sample, self._config, self._max_new_tokens),
                 its_kl,
                 reference,
+                its_values,
             )
-            for sample, its_kl, reference in zip(samples, apart, references, strict=True)
+            for sample, its_kl, reference, its_values in zip(samples, apart, references, values, strict=True)
         )
         return [[next(ready) for _ in group] for group in groups]
 
@@ -127,6 +139,8 @@ class Preparation:
 
     def with_advantages(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
         """Of whole groups; of all of the step, where the advantage needs them."""
+        if self._critic is not None:
+            return self._by_critic(groups)
         rewards = [torch.tensor([self._total(one) for one in group], dtype=torch.float64) for group in groups]
         if self._of_step is not None:
             gains = self._compare_all(groups, rewards)
@@ -141,6 +155,30 @@ class Preparation:
             ]
             for group, its in zip(groups, gains, strict=True)
         ]
+
+    def _by_critic(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
+        flat = [one for group in groups for one in group]
+        if not flat:
+            return [[] for _ in groups]
+        gains, returns = zip(*(self._estimate(one) for one in flat), strict=True)
+        counts = np.concatenate([np.full(len(one.sample.answer), not one.is_masked, np.int64) for one in flat])
+        white = whiten(torch.from_numpy(np.concatenate(gains)), torch.from_numpy(counts)).numpy().astype(np.float32)
+        parts = np.split(white, np.cumsum([len(one) for one in gains])[:-1])
+        ready = (
+            one._replace(gains=part, returns=its.astype(np.float32))
+            for one, part, its in zip(flat, parts, returns, strict=True)
+        )
+        return [[next(ready) for _ in group] for group in groups]
+
+    def _estimate(self, one: Ready) -> tuple[gae.Floats, gae.Floats]:
+        """The reward is of the last token; KL, where rewards pay for it, of each."""
+        assert one.values is not None, "prepared"
+        rewards = np.zeros(len(one.sample.answer))
+        if one.kl is not None:
+            rewards -= self._config.kl_coef * one.kl
+        rewards[-1] += one.reward
+        critic = self._config.critic
+        return gae.estimate(rewards, one.values.astype(np.float64), critic.gamma, critic.gae_lambda)
 
     def _total(self, one: Ready) -> float:
         if one.kl is None:

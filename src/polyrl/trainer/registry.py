@@ -57,6 +57,8 @@ BatchAdvantageFunction = Callable[[RewardBatch, AlgorithmConfig], Tensor]
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
 """To the loss of each token, (tokens,); and anything worth a mean over tokens in the metrics, under `actor/`."""
 
+BY_CRITIC = "gae"
+"""The advantage that is no function of rewards alone."""
 ADVANTAGES: dict[str, AdvantageFunction] = {}
 BATCH_ADVANTAGES: dict[str, BatchAdvantageFunction] = {}
 LOSSES: dict[str, LossFunction] = {}
@@ -100,7 +102,7 @@ def find_batch_advantage(name: str) -> BatchAdvantageFunction | None:
 def _find_any_advantage(name: str) -> Any:
     from polyrl.trainer import advantages  # noqa: F401  registers ours
 
-    return _find(ADVANTAGES | BATCH_ADVANTAGES, name, "algorithm.advantage")
+    return _find(ADVANTAGES | BATCH_ADVANTAGES, name, "algorithm.advantage", also=(BY_CRITIC,))
 
 
 def find_loss(name: str) -> LossFunction:
@@ -110,14 +112,15 @@ def find_loss(name: str) -> LossFunction:
     return _find(LOSSES, name, "algorithm.loss")
 
 
-def _find(known: dict[str, Any], name: str, key: str) -> Any:
+def _find(known: dict[str, Any], name: str, key: str, also: tuple[str, ...] = ()) -> Any:
     if name in known:
         return known[name]
     module_name, colon, function_name = name.partition(":")
     if not colon:
-        near = difflib.get_close_matches(name, known, 1)
+        names = [*known, *also]
+        near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f'{key}: unknown name "{name}"; expected {", ".join(known)}, or module:function{hint}')
+        raise ConfigError(f'{key}: unknown name "{name}"; expected {", ".join(names)}, or module:function{hint}')
     try:
         function = getattr(importlib.import_module(module_name), function_name, None)
     except (ImportError, ValueError) as error:

@@ -35,11 +35,12 @@ from polyrl.errors import UserError
 from polyrl.scheduling.order import mix64
 from polyrl.trainer import aggregation, corrections, kl
 from polyrl.trainer.batch import Group, TrainSample
+from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.model import Policy, Scores
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, make_packs
 from polyrl.trainer.ready import Preparation, Ready
-from polyrl.trainer.registry import TokenBatch, find_loss
+from polyrl.trainer.registry import BY_CRITIC, TokenBatch, find_loss
 from polyrl.trainer.tally import Tally
 
 log = logging.getLogger("polyrl.trainer")
@@ -74,7 +75,9 @@ class StepStats(NamedTuple):
 
 
 class StepAccumulator:
-    """`max_tokens` go through the model at once (train.micro_batch_tokens). `reference` is for KL alone."""
+    """`max_tokens` go through the model at once (train.micro_batch_tokens). `reference` is for KL alone; `critic`
+    for the advantage `gae`, and trained beside the policy.
+    """
 
     def __init__(
         self,
@@ -86,12 +89,15 @@ class StepAccumulator:
         max_new_tokens: int,
         temperature: float = 1.0,
         reference: Policy | None = None,
+        critic: Critic | None = None,
     ) -> None:
+        if (config.advantage == BY_CRITIC) != (critic is not None):
+            raise ValueError(f'a critic is for advantage = "{BY_CRITIC}", which needs one; got "{config.advantage}"')
         if config.kl != "none" and reference is None:
             raise ValueError(f'kl = "{config.kl}" needs a reference model')
         self._policy, self._optimizer, self._config = policy, optimizer, config
         self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
-        self._temperature, self._reference = temperature, reference
+        self._temperature, self._reference, self._critic = temperature, reference, critic
         self._loss = find_loss(config.loss)
         self._preparation = Preparation(
             policy,
@@ -100,6 +106,7 @@ class StepAccumulator:
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             reference=None if config.kl == "none" else reference,
+            critic=critic,
             beforehand=config.mini_batches > 1,
         )
         self._holds_back = config.mini_batches > 1 or self._preparation.needs_step
@@ -147,6 +154,7 @@ class StepAccumulator:
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
+        metrics |= self._of_critic
         return StepStats(step, self._added, any(one.applied for one in updates), metrics)
 
     def abort(self) -> None:
@@ -154,6 +162,8 @@ class StepAccumulator:
         self._step = None
         self._forget()
         self._optimizer.discard()
+        if self._critic is not None:
+            self._critic.optimizer.discard()
 
     def with_old_logprobs(self, groups: Sequence[Group]) -> list[list[TrainSample]]:
         """The same samples with log-probabilities of the present weights, for use after these have moved."""
@@ -167,6 +177,8 @@ class StepAccumulator:
         self._num_open_tokens = self._num_open_samples = 0
         """Trained since the last update."""
         self._tally = Tally(self._policy.device)
+        self._of_critic: dict[str, float] = {}
+        """What is told of it beside sums."""
 
     # Updates
 
@@ -175,6 +187,12 @@ class StepAccumulator:
         held = sorted(self._held, key=lambda group: mix64(step, group[0].sample.group) if group else 0)
         groups = self._preparation.with_advantages(held)
         self._held = []
+        if self._critic is not None:
+            trained = [one for group in groups for one in group if not one.is_masked]
+            self._of_critic["critic/explained_variance"] = explained_variance(
+                [one.values for one in trained if one.values is not None],
+                [one.returns for one in trained if one.returns is not None],
+            )
         num = max(1, min(self._config.mini_batches, len(groups)))
         ends = [len(groups) * part // num for part in range(num + 1)]
         return [groups[first:end] for first, end in pairwise(ends)]
@@ -182,6 +200,8 @@ class StepAccumulator:
     def _update(self, step: int) -> Update:
         fixed = self._max_new_tokens if self._config.fixed_tokens is None else self._config.fixed_tokens
         denominator = aggregation.denominator(self._num_open_tokens, self._num_open_samples, fixed, self._config)
+        if self._critic is not None:
+            self._update_critic(self._critic, step)
         self._num_open_tokens = self._num_open_samples = 0
         update = self._optimizer.update(step, denominator if denominator else 1.0)
         if update.applied:
@@ -191,6 +211,12 @@ class StepAccumulator:
         if denominator:
             self._tally.close(denominator)
         return update
+
+    def _update_critic(self, critic: Critic, step: int) -> None:
+        update = critic.optimizer.update(step, float(max(1, self._num_open_tokens)))
+        if not update.applied and self._num_open_tokens:
+            log.warning("step %d: the critic's gradient has norm %s: it stays as it is", step, update.grad_norm)
+        self._of_critic |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
 
     # The loss
 
@@ -229,6 +255,23 @@ class StepAccumulator:
         _weighed(total, weights).backward()
         self._tally.add_losses(told)
         self._tell(batch, scores, ready)
+        if self._critic is not None:
+            self._train_critic(self._critic, pack, ready)
+
+    def _train_critic(self, critic: Critic, pack: Pack, ready: Sequence[Ready]) -> None:
+        values = critic.values(pack)
+        old = self._send(np.concatenate([one.values for one in ready if one.values is not None]))
+        returns = self._send(np.concatenate([one.returns for one in ready if one.returns is not None]))
+        losses, clipped = value_losses(values, old, returns, self._config.critic.value_clip)
+        losses.sum().backward()
+        self._tally.add(
+            {
+                "critic/vf_loss": losses,
+                "critic/vf_clip_frac": clipped,
+                "critic/value_mean": values,
+                "critic/return_mean": returns,
+            }
+        )
 
     def _policy_losses(self, batch: TokenBatch) -> Tensor:
         """Of each token, weighed for having been drawn by another policy, where that is wanted."""
