@@ -71,9 +71,10 @@ def start(recipe: "Recipe", run_dir: Path, *, quiet: bool = False, beside: "Besi
     logging.getLogger().addHandler(console)
     tasks = load_tasks(recipe)
     policy, reference = models.load(recipe)
+    critic = models.load_critic(recipe)
 
     async def train_and_close() -> str:
-        training = asyncio.ensure_future(train(recipe, run_dir, policy, reference, tasks, beside=beside))
+        training = asyncio.ensure_future(train(recipe, run_dir, policy, reference, tasks, critic=critic, beside=beside))
         watching = asyncio.ensure_future(tasks.hopeless())
         try:
             await asyncio.wait((training, watching), return_when=asyncio.FIRST_COMPLETED)

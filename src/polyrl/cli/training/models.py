@@ -1,10 +1,12 @@
-"""The models of a training run: the policy, and the reference that KL is measured against."""
+"""The models of a training run: the policy, the reference that KL is measured against, the critic."""
 
 import os
 
 import torch
+from msgspec.structs import replace
 
 from polyrl.config.recipe import Recipe
+from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 
 
@@ -24,6 +26,22 @@ def load(recipe: Recipe) -> tuple[Policy, Policy | None]:
     if recipe.algorithm.kl == "none":
         return policy, None
     return policy, Policy.load(recipe.algorithm.reference or model.path, model.dtype, device).freeze()
+
+
+def load_critic(recipe: Recipe) -> Critic | None:
+    """If the recipe has a use for one. Raises UserError."""
+    if recipe.algorithm.advantage != "gae":
+        return None
+    device, wanted = choose_device(recipe.model.device), recipe.algorithm.critic
+    trunk = Policy.load(
+        wanted.path or recipe.model.path,
+        recipe.model.dtype,
+        device,
+        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        compile_layers=device == "cuda",
+    )
+    optimizer = replace(recipe.optimizer, lr=wanted.lr, grad_clip=wanted.grad_clip)
+    return Critic(trunk, optimizer, recipe.train.steps)
 
 
 def choose_device(wanted: str) -> str:

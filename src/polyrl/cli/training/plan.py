@@ -42,6 +42,8 @@ class Memory(NamedTuple):
     gradients: int
     activations: int
     reference: int
+    critic: int
+    """With its optimizer, as if it were as large as the policy."""
 
     @property
     def total(self) -> int:
@@ -87,13 +89,15 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
         elements = shape.hidden * shape.num_layers + layer
     else:
         elements = layer * shape.num_layers
+    masters = 0 if width == _FLOAT32_BYTES else _FLOAT32_BYTES * num
     return Memory(
         weights=width * num,
-        masters=0 if width == _FLOAT32_BYTES else _FLOAT32_BYTES * num,
+        masters=masters,
         moments=2 * _FLOAT32_BYTES * num,
         gradients=_FLOAT32_BYTES * num,
         activations=width * tokens * elements,
         reference=0 if recipe.algorithm.kl == "none" else width * num,
+        critic=width * num + masters + 3 * _FLOAT32_BYTES * num if recipe.algorithm.advantage == "gae" else 0,
     )
 
 

@@ -31,6 +31,7 @@ from polyrl.client import Fleet, Prompt, Sample, connect
 from polyrl.config.recipe import Recipe, scheduler_config
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.errors import UserError
+from polyrl.trainer.critic import Critic
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine, Question
 from polyrl.trainer.loop import Loop
@@ -85,6 +86,7 @@ async def train(
     reference: Policy | None,
     tasks: Tasks,
     *,
+    critic: Critic | None = None,
     beside: Beside | None = None,
 ) -> str:
     """Train to the end, or until interrupted. Returns why it ended. `beside` is played meanwhile."""
@@ -111,7 +113,7 @@ async def train(
         loop = Loop(
             recipe,
             fleet,
-            step_accumulator(recipe, policy, reference),
+            step_accumulator(recipe, policy, reference, critic),
             devices,
             Publishing(policy, server, engine),
             tasks.tokens,
@@ -215,7 +217,9 @@ def sampling_of(recipe: Recipe) -> Sampling:
     )
 
 
-def step_accumulator(recipe: Recipe, policy: Policy, reference: Policy | None) -> StepAccumulator:
+def step_accumulator(
+    recipe: Recipe, policy: Policy, reference: Policy | None, critic: Critic | None
+) -> StepAccumulator:
     return StepAccumulator(
         policy,
         Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps),
@@ -224,6 +228,7 @@ def step_accumulator(recipe: Recipe, policy: Policy, reference: Policy | None) -
         max_new_tokens=recipe.rollout.max_new_tokens,
         temperature=recipe.rollout.temperature,
         reference=reference,
+        critic=critic,
     )
 
 
