@@ -276,6 +276,9 @@ def test_each_mini_batch_has_the_formula_s_gradient_with_ratios_from_the_step_s_
     assert stats.metrics["actor/skipped_updates"] == 0
     assert stats.added.num_groups == 3
     assert abs(stats.metrics["actor/ppo_kl"]) > 1e-4
+    if config.old_logprobs == "recompute":
+        told, _ = gradient(world, config_of(old_logprobs="recompute"), [world.groups])
+        assert stats.metrics["actor/mismatch_kl"] == pytest.approx(told.metrics["actor/mismatch_kl"], rel=1e-4)
     steps.begin(6)
     steps.add(world.groups[:1])
     steps.abort()

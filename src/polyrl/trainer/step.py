@@ -23,7 +23,8 @@ Left out: which groups (filters decide before), rewards and advantages (ready).
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -127,7 +128,8 @@ class StepAccumulator:
             raise RuntimeError("no step was begun")
         samples = [sample for group in groups for sample in group]
         _check(samples)
-        ready = self._preparation.prepare(groups)
+        with self._within_memory(self._max_tokens):
+            ready = self._preparation.prepare(groups)
         num_masked = sum(one.is_masked for group in ready for one in group)
         added = Added(len(groups), len(samples), num_masked)
         if self._holds_back:
@@ -225,13 +227,8 @@ class StepAccumulator:
         ready = [one for group in groups for one in group if not one.is_masked]
         packs = make_packs([one.sample for one in ready], self._max_tokens)
         for pack in packs:
-            try:
+            with self._within_memory(len(pack.tokens)):
                 self._train_pack(pack, [ready[number] for number in pack.samples])
-            except RuntimeError as error:
-                if not _is_about_memory(error):
-                    raise
-                self.abort()
-                raise UserError(self._advise(pack)) from error
         num_tokens = sum(len(one.targets) for one in packs)
         self._num_open_tokens += num_tokens
         self._num_open_samples += len(ready)
@@ -326,11 +323,12 @@ class StepAccumulator:
     # What is told
 
     def _tell(self, batch: TokenBatch, scores: Scores, ready: Sequence[Ready]) -> None:
-        present = batch.logprobs.detach()
+        by_engine = self._config.old_logprobs == "engine"
+        ours = batch.logprobs.detach() if by_engine else batch.old_logprobs  # before the step's first update moved them
         told = {
             "actor/entropy": scores.entropy,
-            "actor/mismatch_kl": kl.estimate(batch.behaviour_logprobs, present, "k3"),
-            "actor/mismatch_abs": (present - batch.behaviour_logprobs).abs(),
+            "actor/mismatch_kl": kl.estimate(batch.behaviour_logprobs, ours, "k3"),
+            "actor/mismatch_abs": (ours - batch.behaviour_logprobs).abs(),
         }
         apart = [one.kl for one in ready if one.kl is not None]
         if apart:
@@ -348,11 +346,21 @@ class StepAccumulator:
             "perf/micro_batches": float(added.num_packs),
         }
 
-    def _advise(self, pack: Pack) -> str:
+    @contextmanager
+    def _within_memory(self, num_tokens: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_about_memory(error):
+                raise
+            self.abort()
+            raise UserError(self._advise(num_tokens)) from error
+
+    def _advise(self, num_tokens: int) -> str:
         advice = f"lower train.micro_batch_tokens (now {self._max_tokens})"
         if not self._policy.gradient_checkpointing:
             advice += ", or set model.gradient_checkpointing=true"
-        return f"out of memory on {self._policy.device} while training on {len(pack.tokens)} tokens at once: {advice}"
+        return f"out of memory on {self._policy.device} while training on {num_tokens} tokens at once: {advice}"
 
 
 def _is_about_memory(error: RuntimeError) -> bool:
