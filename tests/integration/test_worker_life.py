@@ -4,7 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from tests.integration.live import ENGINE, Live, manager, run, until
+from tests.integration.live import ENGINE, Live, manager, run, trainer, until
 
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.ids import WorkerName
@@ -54,5 +54,39 @@ def test_a_signal_is_heard_while_the_engine_starts(tmp_path: Path):
             left = await life
             assert left.ok
             assert time.monotonic() - began < 2.0
+
+    run(scenario())
+
+
+def test_a_local_worker_whose_devices_do_not_turn_leaves_with_the_reason(tmp_path: Path):
+    async def turn_to(duty: str) -> None:
+        raise RuntimeError(f"out of memory\nwhile turning to {duty}")
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live):
+            dialer = Dialer(live.url, live.token("admin"))
+            options = WorkerOptions(name=NAME, is_local=True)
+            left = await WorkerAgent(EmulatedEngine(ENGINE), dialer, options, turn_to=turn_to).run()
+            assert not left.ok
+            assert str(left) == "its devices do not turn to generating: RuntimeError: out of memory"
+
+    run(scenario())
+
+
+def test_a_worker_that_is_cancelled_leaves_no_task_behind(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            before = asyncio.all_tasks()
+            starting = asyncio.create_task(agent(live, engine=EmulatedConfig(start_s=30.0)).run())
+            await asyncio.sleep(0.1)
+            living = asyncio.create_task(agent(live).run())
+            await until(lambda: is_greeted(live), "it is connected")
+            for life in (starting, living):
+                life.cancel()
+            await asyncio.gather(starting, living, return_exceptions=True)
+            await until(lambda: not is_greeted(live), "its connection is gone")
+            await asyncio.sleep(0.1)
+            left = [repr(one) for one in asyncio.all_tasks() - before]
+            assert not [one for one in left if "WorkerAgent" in one or "EmulatedEngine" in one]
 
     run(scenario())

@@ -137,12 +137,12 @@ class WorkerAgent:
     async def run(self) -> Left:
         """Returns how it ended; the engine is closed."""
         self._left = asyncio.get_running_loop().create_future()
+        starting = asyncio.create_task(self._engine.start(self))
+        life: asyncio.Task[Left] | None = None
         try:
             async with self._dialer:
-                starting = asyncio.create_task(self._engine.start(self))
                 await asyncio.wait((starting, self._left), return_when=asyncio.FIRST_COMPLETED)
                 if not starting.done():
-                    starting.cancel()
                     return self._left.result()
                 self._info = starting.result()
                 self._version = self._info.version
@@ -158,7 +158,7 @@ class WorkerAgent:
         except EngineError as error:
             return Left(str(error), ok=False)
         finally:
-            for task in (self._pull, self._turning):
+            for task in (starting, life, self._pull, self._turning):
                 if task is not None:
                     task.cancel()
             await self._engine.close()
@@ -348,9 +348,15 @@ class WorkerAgent:
     async def _turn(self, duty: frames.Duty, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait((before,))
-        if self._turn_to is not None and duty == self._duty:
+        if self._turn_to is None or duty != self._duty:
+            return
+        try:
             await self._turn_to(duty)
-            await self._send(frames.Turned(duty))
+        except Exception as error:  # whatever a device says when its memory is gone: the manager would wait for minutes
+            log.exception("the devices do not turn to %s", duty)
+            self._leave(f"its devices do not turn to {duty}: {_first_line(error)}", ok=False)
+            return
+        await self._send(frames.Turned(duty))
 
     def _start_install(self, pull: frames.Pull) -> None:
         """Replace what is under way, unless it is the same: after a break we are asked again."""
@@ -438,6 +444,11 @@ class WorkerAgent:
             kv_used = min(1.0, max(0.0, stats.kv_used))
             await self._send(frames.Report(stats.num_running, stats.num_waiting, kv_used, stats.num_preemptions, rate))
             await asyncio.sleep(self._session.heartbeat_interval_s)
+
+
+def _first_line(error: Exception) -> str:
+    said = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def until_next(interval_s: float, phase_s: float, now: float) -> float:
