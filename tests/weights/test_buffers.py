@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from polyrl.errors import UserError
 from polyrl.weights.buffers import Buffer
 
 
@@ -48,6 +49,11 @@ def test_closing_gives_memory_and_descriptor_back_also_while_a_view_is_held():
     assert bytes(held) == bytes(10)
     del buffer, held
     assert num_mappings() == before
+
+
+def test_more_than_there_is_memory_for_is_refused_before_the_kernel_looks_for_it():
+    with pytest.raises(UserError, match="no memory for 17592186044416 bytes of weights"):
+        Buffer(1 << 44)
 
 
 def test_a_buffer_with_users_outlives_its_closing():

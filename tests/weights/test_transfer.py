@@ -199,12 +199,14 @@ def test_closing_ends_a_pull_that_is_under_way():
             pull(peer, offer)
 
 
-@pytest.mark.parametrize("addresses", [("127.0.0.1:1",), ("nonsense",), ("127.0.0.1:99999",), ()], ids=str)
+@pytest.mark.parametrize(
+    "addresses", [("127.0.0.1:1",), ("nonsense",), ("127.0.0.1:99999",), (f"{'a' * 64}:1",), ()], ids=str
+)
 def test_a_source_that_is_not_there_is_named(addresses):
     with stage() as on:
         offer = publish(on.server(), 1)
         with pytest.raises(TransferError, match="no source answers"):
-            on.peer().pull(1, offer.digest, addresses, 3)
+            on.peer().pull(1, offer.digest, addresses, 60)
 
 
 def test_another_key_gets_nothing_and_is_not_believed():

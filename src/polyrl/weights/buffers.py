@@ -1,7 +1,8 @@
 """Shared memory without a name: it cannot be left behind, also not by a process that is killed.
 
 Page faults decide how fast bytes move, so a buffer is filled with pages when it is made and then kept. It is sealed:
-its owner writes through the mapping made here; nobody else can, also not who was handed the descriptor.
+its owner writes through the mapping made here; nobody else can, also not who was handed the descriptor. One that is
+larger than the memory that is left is refused before the kernel looks for pages, and for somebody to kill.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from polyrl.errors import UserError
 
@@ -27,6 +29,9 @@ class Buffer:
         self._guard = threading.Lock()
         self.before_close: list[Callable[[], None]] = []
         size = max(num_bytes, mmap.PAGESIZE)
+        left = available_bytes()
+        if size > left:
+            raise UserError(f"no memory for {num_bytes} bytes of weights: {left} are left")
         self.fd = os.memfd_create("polyrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, size)
@@ -72,3 +77,12 @@ class Buffer:
     def __del__(self) -> None:
         if hasattr(self, "fd"):
             self._close_file()
+
+
+def available_bytes() -> int:
+    """What this process may still take: of the machine's memory, and of its control group's."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    left = sum(int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "SwapFree:"))
+    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+        left = min(left, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return left

@@ -222,6 +222,10 @@ def parse_address(address: str) -> tuple[str, int]:
     """HOST:PORT, an IPv6 host in brackets. Raises ProtocolError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
+    try:
+        host.encode("idna")  # as who resolves it would, without saying so in an OSError
+    except UnicodeError as error:
+        raise ProtocolError(f"{address!r}; expected HOST:PORT, and a name or an address as HOST") from error
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ProtocolError(f"{address!r}; expected HOST:PORT")
     return host, int(port)

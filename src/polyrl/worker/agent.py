@@ -376,9 +376,12 @@ class WorkerAgent:
             finally:
                 if weights.copy is not None:
                     weights.copy.close()
-        except (EngineError, TransferError) as error:
+        except (EngineError, TransferError, UserError) as error:
             log.warning("version %d could not be installed: %s", version, error)
             await self._send(frames.InstallFailed(version, str(error)[:2000]))
+        except Exception as error:  # whoever asked waits for an answer, also when the fault is ours
+            log.exception("version %d could not be installed", version)
+            await self._send(frames.InstallFailed(version, f"{type(error).__name__}: {error}"[:2000]))
         else:  # said even of what it ran already: who asked waits for it
             self._version = self._announced = version
             await self._send(frames.Installed(version, pull.digest))
