@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from tests.integration.live import CONFIG, ENGINE, Live, Peer, manager, run, tokens, until
 
 from polyrl.client import Fleet, Prompt, connect
@@ -14,10 +16,12 @@ from polyrl.engines.emulated import EmulatedEngine
 from polyrl.engines.engine import Weights
 from polyrl.errors import UserError
 from polyrl.ids import Version, WorkerName
+from polyrl.scheduling.parameters import FleetRules, SchedulerConfig, WeightDeliveryConfig
 from polyrl.weights.manifest import Spec, lay_out
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
+from polyrl.weights.shelf import HostCopy
 from polyrl.wire import frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer
@@ -50,11 +54,11 @@ class Trainer:
 
 
 @asynccontextmanager
-async def trainer(live: Live) -> AsyncIterator[Trainer]:
+async def trainer(live: Live, config: SchedulerConfig = CONFIG) -> AsyncIterator[Trainer]:
     def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
         return Prompt([1, 2, 3])
 
-    async with connect(live.url, live.token("admin"), CONFIG, prompts=prompt_of, has_weights=True) as fleet:
+    async with connect(live.url, live.token("admin"), config, prompts=prompt_of, has_weights=True) as fleet:
         one = Trainer(fleet)
         try:
             yield one
@@ -63,9 +67,11 @@ async def trainer(live: Live) -> AsyncIterator[Trainer]:
 
 
 @asynccontextmanager
-async def worker(live: Live, name: str, peers: list[WeightPeer]) -> AsyncIterator[None]:
+async def worker(
+    live: Live, name: str, peers: list[WeightPeer], kind: type[WeightPeer] = WeightPeer
+) -> AsyncIterator[None]:
     def peer_of(key: bytes) -> WeightPeer:
-        peers.append(WeightPeer(SETTINGS, key))
+        peers.append(kind(SETTINGS, key))
         return peers[-1]
 
     dialer = Dialer(live.url, live.token("worker"))
@@ -167,6 +173,101 @@ def test_offers_survive_a_restart_of_the_manager(tmp_path: Path):
                 await ours.publish(0)
                 async with worker(live, "late", peers):
                     await until(lambda: bool(peers) and peers[0].held == (0, digest), "the late one has it")
+
+    run(scenario())
+
+
+def test_a_version_that_was_published_never_becomes_another(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            digest = await ours.publish(0)
+            await ours.fleet.publish(0, "ab" * 32, ours.server.addresses)
+            with pytest.raises(UserError, match=f"version 0 is {digest}"):
+                await ours.fleet.settled()
+            assert live.service.executor.payload.digest_of(0) == digest
+
+    run(scenario())
+
+
+def test_a_run_with_weights_is_not_opened_again_without(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            async with trainer(live) as ours:
+                await ours.publish(0)
+            with pytest.raises(UserError, match="the run is open with weights"):
+                async with connect(live.url, live.token("admin"), CONFIG, prompts=lambda *_: Prompt([1])):
+                    pass
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("says", [frames.Installed(5), frames.Hello(5, b"")], ids=["installed", "hello"])
+def test_a_version_that_was_skipped_is_nobodys(tmp_path: Path, says: frames.Installed | frames.Hello):
+    """Its number is below the newest one, and nothing is known of it."""
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours, Peer(live, version=None) as peer:
+            await ours.publish(9)
+            await ours.fleet.settled()
+            if isinstance(says, frames.Installed):
+                await peer.enter()
+                await peer.say(says)
+                assert "version 5 is a number" in (await peer.fate()).why
+                return
+            await peer.join()
+            await peer.dial()
+            await peer.say(says)
+            await peer.hear(frames.Pull)
+            worker = live.service.executor.seat_of(live.service.executor.workers[WorkerName("mallory")])
+            assert worker is not None and worker.version == -1
+
+    run(scenario())
+
+
+def test_a_version_that_cannot_be_held_in_memory_fails_and_is_tried_again(tmp_path: Path):
+    class Small(WeightPeer):
+        num_tries = 0
+
+        def pull(self, *args: Any, **kwargs: Any) -> HostCopy:
+            self.num_tries += 1
+            if self.num_tries == 1:
+                raise UserError("no memory for 5 bytes of weights: 4 are left")
+            return super().pull(*args, **kwargs)
+
+    async def scenario() -> None:
+        peers: list[WeightPeer] = []
+        async with manager(tmp_path) as live, trainer(live) as ours, worker(live, "a", peers, Small):
+            digest = await ours.publish(0)
+            await until(lambda: bool(peers) and peers[0].held == (0, digest), "it has it at last")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("addresses", [(), ("127.0.0.1:1",), (f"{'a' * 64}:1",)], ids=["none", "nobody", "no name"])
+def test_a_relay_that_cannot_be_reached_costs_a_retry(tmp_path: Path, addresses: tuple[str, ...]):
+    async def scenario() -> None:
+        peers: list[WeightPeer] = []
+        config = structs.replace(
+            CONFIG,
+            weight_delivery=WeightDeliveryConfig(trainer_uploads=1, retry_s=0.1),
+            fleet_rules=FleetRules(heartbeat_timeout_s=30.0),
+        )
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, config) as ours,
+            Peer(live, "relay", version=None) as relay,
+        ):
+            relay.facts = structs.replace(relay.facts, relays=True)
+            await relay.join()
+            await relay.dial()
+            await relay.say(frames.Hello(-1, b"", weight_addresses=addresses))
+            digest = await ours.publish(0)
+            assert (await relay.hear(frames.Pull)).addresses == ours.server.addresses
+            async with worker(live, "late", peers):
+                await until(lambda: bool(peers), "it has joined")
+                await asyncio.sleep(0.3)
+                await relay.say(frames.Installed(0, digest))
+                await until(lambda: peers[0].held == (0, digest), "it comes from somewhere else")
 
     run(scenario())
 

@@ -61,12 +61,12 @@ def _turn(executor: Executor, name: WorkerName, duty: frames.Duty, why: str) -> 
 
 
 def pull(executor: Executor, version: Version, source: str, held: int) -> frames.Pull:
-    """Where a version is fetched: at the peer that the scheduler chose, or at the trainer."""
+    """Where a version is fetched: at the peer that the scheduler chose, if it has said where; or at the trainer."""
     offer = executor.payload.offers.get(version)
     if offer is None:
         return frames.Pull(version, source, held)
     peer = executor.workers.get(WorkerName(source))
-    addresses = offer.addresses if peer is None else peer.weight_addresses
+    addresses = offer.addresses if peer is None or not peer.weight_addresses else peer.weight_addresses
     return frames.Pull(version, source, held, offer.digest, addresses)
 
 

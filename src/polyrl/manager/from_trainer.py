@@ -80,6 +80,9 @@ def _published(executor: Executor, frame: frames.Published) -> None:
     assert trainer is not None
     if trainer.has_weights != bool(frame.digest):
         raise Refused("digest", f"version {frame.version}: a digest is expected if, and only if, the run has weights")
+    known = executor.payload.digest_of(frame.version)
+    if known and frame.digest != known:
+        raise Refused("digest", f"version {frame.version} is {known}, not {frame.digest}; a version never changes")
     if frame.digest:  # also when it is no news: a trainer that comes back serves from elsewhere
         offer = VersionOffered(frame.version, frame.digest, frame.addresses)
         executor.payload.offer(offer)

@@ -80,8 +80,14 @@ def _check_version(executor: Executor, session: WorkerSession, installed: frames
     if executor.scheduler is None or version > executor.scheduler.desk.state.published:
         raise Refused("version", f"version {version} was never published")
     digest = executor.payload.digest_of(version)
-    if installed.digest != digest and not session.facts.local:  # a local worker has the trainer's own
+    if not _is_ours(executor, version, installed.digest) and not session.facts.local:  # that one has the trainer's own
         raise Refused("digest", f"version {version} is {digest or 'a number'}, not {installed.digest or 'a number'}")
+
+
+def _is_ours(executor: Executor, version: int, digest: str) -> bool:
+    """Whether that digest is the version's. In a run with weights, one of which nothing is known is nobody's."""
+    fetches = executor.trainer is not None and executor.trainer.has_weights
+    return digest == executor.payload.digest_of(version) and bool(digest) == fetches
 
 
 def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> None:
@@ -100,7 +106,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     ours = worker.leases
     held = tuple(frames.Held(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))
-    is_ours = hello.digest == executor.payload.digest_of(hello.version)
+    is_ours = _is_ours(executor, hello.version, hello.digest)
     if is_ours and worker.version < hello.version <= desk.state.published:  # as at a join, others are as good as none
         executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(hello.version)))
     if worker.pulling != NO_VERSION:
