@@ -3,6 +3,7 @@
 import math
 import statistics
 
+import msgspec
 import pytest
 
 from polyrl.ids import GroupId, SampleId, sample_id
@@ -43,3 +44,37 @@ def test_a_sample_has_one_length_wherever_it_is_asked():
     imposed = ImposedLengths()
     assert len({length_of(SampleId(77), imposed, CAP) for _ in range(3)}) == 1
     assert 1 <= length_of(SampleId(1), ImposedLengths(median=1e-3), CAP) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"median": 0.5},
+        {"median": math.nan},
+        {"sigma": math.nan},
+        {"correlation": -0.1},
+        {"quantiles": [[0.9, 5], [0.1, 7]]},
+        {"quantiles": [[0.5, 5], [0.5, 7]]},
+        {"quantiles": [[0.1, 7], [0.9, 5]]},
+        {"quantiles": [[-0.5, 5], [0.5, 7]]},
+        {"quantiles": [[0.0, 5e-324], [1.0, 1e9]]},
+        {"quantiles": [[0.5, math.nan]]},
+    ],
+    ids=str,
+)
+def test_what_is_no_distribution_is_refused_where_it_is_decoded(wrong: dict[str, object]):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=ImposedLengths)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ImposedLengths(quantiles=((0.5, 7),), correlation=0.0),
+        ImposedLengths(quantiles=((0.0, 1.0), (1.0, 1e9)), correlation=1.0),
+        ImposedLengths(median=1e9, sigma=10.0, correlation=0.5),
+    ],
+    ids=str,
+)
+def test_any_distribution_gives_lengths_between_one_and_the_cap(odd: ImposedLengths):
+    assert all(1 <= length_of(one, odd, CAP) <= CAP for one in samples(500, 2))

@@ -49,10 +49,10 @@ class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     """0: all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...] = ()
     """Beside the model's own end of text."""
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False

@@ -18,7 +18,7 @@ _GROUPS, _SAMPLES = 0x1E46, 0x5A3B
 """Two streams of draws."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-Tokens = Annotated[float, Meta(gt=0, le=1e9)]
+Tokens = Annotated[float, Meta(ge=1, le=1e9)]
 
 
 class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -29,6 +29,11 @@ class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     quantiles: tuple[tuple[Share, Tokens], ...] = ()
     """[probability, tokens], both rising; below the first and above the last, those."""
     correlation: Share = 0.2
+
+    def __post_init__(self) -> None:
+        for earlier, later in pairwise(self.quantiles):
+            if later[0] <= earlier[0] or later[1] < earlier[1]:
+                raise ValueError(f"quantiles: {list(later)} does not rise above {list(earlier)}")
 
 
 def length_of(sample: SampleId, imposed: ImposedLengths, cap: int) -> int:
