@@ -153,7 +153,7 @@ class Fleet:
         self.opened: RunReply | None = None
         """What the manager said when the run was opened."""
         self.lines: list[StepLine] = []
-        """A line for each step that was trained since we connected."""
+        """A line for each step that was trained since we connected, and for the one before."""
         self.advice: tuple[int, str] | None = None
         """How many workers are worth holding, and why."""
         self._socket: aiohttp.ClientWebSocketResponse | None = None
@@ -357,7 +357,8 @@ class Fleet:
             case frames.DataEnded():
                 self._rounds.setdefault(frame.step, _Round()).data_ended = True
             case frames.StepReported():
-                self.lines.append(frame.line)
+                if all(one.step != frame.line.step for one in self.lines):  # the last one is told at every connection
+                    self.lines.append(frame.line)
             case frames.FleetAdvised():
                 self.advice = (frame.num_workers, frame.why)
             case frames.Release():

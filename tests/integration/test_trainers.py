@@ -1,11 +1,15 @@
 """One trainer after the other: what was taken is not delivered again, and who is followed by another ends."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
-from tests.integration.live import CONFIG, honest_worker, manager, play_round, run, trainer
+from tests.integration.live import CONFIG, PATIENCE_S, Live, honest_worker, manager, play_round, run, trainer
 
 from polyrl.errors import UserError
+from polyrl.scheduling.ledger import StepLine
+from polyrl.wire import frames
+from polyrl.wire.dial import Dialer
 
 PROMPTS_A_STEP = CONFIG.domains[0].prompts_per_step
 
@@ -74,3 +78,33 @@ async def be_followed(run_dir: Path) -> None:
 
 def test_a_trainer_whose_run_another_one_opens_ends_with_one_line_and_leaves_it_alone(tmp_path):
     run(be_followed(tmp_path))
+
+
+async def line_told_to(live: Live, session: str) -> StepLine:
+    """What a trainer that dials again hears of the step that was trained last."""
+    async with Dialer(live.url, live.token("admin")) as dialer, asyncio.timeout(PATIENCE_S):
+        socket = await dialer.stream("/v1/trainer", session, frames.MAX_TRAINER_FRAME_BYTES)
+        await socket.send_bytes(frames.encode(frames.TrainerHello()))
+        while not isinstance(frame := frames.decode_to_trainer(await socket.receive_bytes()), frames.StepReported):
+            pass
+        await socket.close()
+        return frame.line
+
+
+async def miss_a_line(run_dir: Path) -> None:
+    async with manager(run_dir) as live, honest_worker(live):
+        async with trainer(live) as fleet:
+            assert fleet.opened is not None
+            session = fleet.opened.session
+            for step in (0, 1):
+                await fleet.publish(step)
+                await play_round(fleet, step)
+            line = await fleet.line(1)
+            assert [one.step for one in fleet.lines] == [0, 1]
+        assert await line_told_to(live, session) == line
+    async with manager(run_dir) as live:
+        assert await line_told_to(live, session) == line
+
+
+def test_a_step_s_line_that_a_break_or_a_restart_swallowed_is_told_again(tmp_path):
+    run(miss_a_line(tmp_path))

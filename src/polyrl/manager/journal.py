@@ -23,9 +23,10 @@ import msgspec
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Seconds
 from polyrl.manager.settings import JournalSettings
-from polyrl.scheduling.commands import Command
+from polyrl.scheduling.commands import Command, ReportStep
 from polyrl.scheduling.events import Event
 from polyrl.scheduling.framing import CutShort, FrameSource, frame_head, read_frame
+from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.records import digest_commands, encode_header, encode_record, read_records, resume_scheduler
 from polyrl.scheduling.scheduler import Scheduler
@@ -93,6 +94,8 @@ class Recovered(NamedTuple):
     now: Seconds
     away_s: Seconds
     num_records: int
+    last_line: StepLine | None
+    """Of the step that was trained last, if its record is in the last file."""
     payload: Iterator[AnyNote | bytes]
     """Notes and Tokens frames, in order."""
 
@@ -125,9 +128,11 @@ class RunJournal:
                 raise JournalError(f"{self._folder}: there are events without payload; was a file removed?")
             return None
         newest = max(path.stat().st_mtime for path in (*events, *payload))
-        scheduler, now, num_records = _replay_last(events)
+        replayed = _replay_last(events)
         away_s = max(0.0, time.time() - newest)
-        return Recovered(scheduler, now, away_s, num_records, _read_payload(payload))
+        return Recovered(
+            replayed.scheduler, replayed.now, away_s, replayed.num_records, replayed.last_line, _read_payload(payload)
+        )
 
     def go_on(self, open_steps: Collection[int]) -> None:
         """Append to what is there. `open_steps` are those whose payload is still wanted."""
@@ -277,32 +282,42 @@ def _sync_folder(folder: Path) -> None:
 # Reading
 
 
-def _replay_last(events: Sequence[Path]) -> tuple[Scheduler | None, Seconds, int]:
+class _Replayed(NamedTuple):
+    scheduler: Scheduler | None = None
+    now: Seconds = 0.0
+    num_records: int = 0
+    last_line: StepLine | None = None
+
+
+def _replay_last(events: Sequence[Path]) -> _Replayed:
     """The scheduler as it was when the last whole record had been written; a cut record is cut off the file."""
     if not events:
-        return None, 0.0, 0
+        return _Replayed()
     path = events[-1]
     if path.stat().st_size == 0:  # killed before it wrote anything
         path.unlink()
         return _replay_last(events[:-1])
     scheduler: Scheduler | None = None
     num_records = 0
+    last_line: StepLine | None = None
     try:
         header, records = read_records(path.read_bytes(), str(path))
         scheduler = resume_scheduler(header, None)
         for record in records:
-            if digest_commands(scheduler.handle(record.event, record.now)) != record.commands_digest:
+            commands = scheduler.handle(record.event, record.now)
+            if digest_commands(commands) != record.commands_digest:
                 raise JournalError(
                     f"{path}: record {record.number}: this version of PolyRL decides otherwise than the one that wrote "
                     "it; go on with that one"
                 )
             num_records += 1
+            last_line = next((one.line for one in commands if isinstance(one, ReportStep)), last_line)
     except CutShort as cut:
         if scheduler is None:  # killed while it wrote the header
             path.unlink()
             return _replay_last(events[:-1])
         os.truncate(path, cut.offset)
-    return scheduler, max(0.0, scheduler.now), num_records
+    return _Replayed(scheduler, max(0.0, scheduler.now), num_records, last_line)
 
 
 def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | bytes]:
