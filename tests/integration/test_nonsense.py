@@ -33,6 +33,7 @@ from polyrl.scheduling.staleness import oldest_version
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import BadColumns
 from polyrl.wire.control import JoinRequest, RunRequest
+from polyrl.wire.imposed import ImposedLengths
 
 ALL: Any = list(HealthCheck)
 QUIET = settings(deadline=None, derandomize=True, suppress_health_check=ALL, print_blob=False, database=None)
@@ -75,11 +76,16 @@ def pack(rows: Sequence[Sequence[int]], ids: list[int], probs: list[float], ends
     return frames.Tokens(1, leases, offsets, counts, versions, columns.pack_cells(ids, probs), tuple(ends))
 
 
+digests = st.sampled_from(["", *("0123456789"[version] * 64 for version in range(4)), "ab" * 32, "ab\n"])
+"""A version's digest is its number, over and over."""
+addresses = st.lists(st.sampled_from(["127.0.0.1:1", "", "\x00", "a" * 256, "a" * 257]), max_size=3).map(tuple)
 hellos = st.builds(
     frames.Hello,
     versions,
     st.lists(leases, max_size=4).map(lambda some: columns.pack_column("<u8", some)) | st.binary(max_size=9),
     words,
+    digests,
+    addresses,
 )
 shares = st.one_of(*[st.just(0.5)] * 9, st.floats())
 reports = st.builds(frames.Report, naturals, naturals, shares, naturals, shares)
@@ -87,15 +93,21 @@ worker_frames: st.SearchStrategy[Any] = st.one_of(
     token_frames(),
     hellos,
     reports,
-    st.builds(frames.Installed, naturals),
+    st.builds(frames.Installed, naturals, digests),
     st.builds(frames.InstallFailed, naturals, words),
+    st.builds(frames.Turned, st.sampled_from(["generating", "training", "asleep"])),
     st.builds(frames.Leaving, words),
     st.builds(frames.Goodbye, words),
 )
 steps = mostly(st.integers(0, 5), 1 << 62)
 groups = mostly(st.integers(0, 25), 1 << 62)
 samples = mostly(st.integers(1, 25).map(lambda group: group * 1024), 1 << 62)
-sampling = st.builds(frames.Sampling, temperature=st.sampled_from([0.0, 1.0, 2.0, float("nan")]))
+imposed = st.builds(ImposedLengths, st.floats(), st.floats(), correlation=st.floats())
+sampling = st.builds(
+    frames.Sampling,
+    temperature=st.sampled_from([0.0, 1.0, 2.0, float("nan")]),
+    imposed=st.one_of(*[st.none()] * 3, st.just(ImposedLengths()), imposed),
+)
 prompts = st.builds(frames.PromptText, groups, st.sampled_from([b"", b"abc", *[b"abcdefgh"] * 9]), sampling)
 outcomes: st.SearchStrategy[frames.Outcome] = st.sampled_from(
     ("scored", "timed_out", "crashed", "refused", "infrastructure_failed")
@@ -110,7 +122,7 @@ trainer_frames: st.SearchStrategy[Any] = st.one_of(
     st.builds(frames.Rejected, seqs, groups, words),
     st.builds(frames.MicroBatchDone, seqs, steps),
     st.builds(frames.StepDone, seqs, steps),
-    st.builds(frames.Published, seqs, steps),
+    st.builds(frames.Published, seqs, steps, digests, addresses),
 )
 
 
@@ -200,13 +212,14 @@ class Talk(RuleBasedStateMachine):
         assert self.executor.scheduler is not None
         return self.executor.scheduler.desk
 
-    @initialize(seed=st.integers(0, 10_000), has_reward=st.booleans(), early=st.booleans())
-    def begin(self, seed: int, has_reward: bool, early: bool) -> None:
+    @initialize(seed=st.integers(0, 10_000), has_reward=st.booleans(), has_weights=st.booleans(), early=st.booleans())
+    def begin(self, seed: int, has_reward: bool, has_weights: bool, early: bool) -> None:
+        self.has_weights = has_weights
         if early:
             self.join(WorkerName("w0"), 2, 0)
         self.config = random_config(random.Random(seed))
         self.open_run(has_reward=has_reward)
-        self.trainer_says(frames.Published(1, 0))
+        self.publish(0)
         self.trainer_says(frames.RequestRound(1, 0))
 
     # Workers
@@ -272,7 +285,8 @@ class Talk(RuleBasedStateMachine):
         for session in list(self.executor.workers.values()):
             worker = self.executor.seat_of(session)
             if worker is not None and worker.pulling >= 0 and session.greeted:
-                self.worker_says(session, frames.Installed(worker.pulling))
+                digest = self.executor.payload.digest_of(worker.pulling)
+                self.worker_says(session, frames.Installed(worker.pulling, digest))
 
     @rule(data=st.data())
     def a_connection_breaks(self, data: st.DataObject) -> None:
@@ -286,7 +300,8 @@ class Talk(RuleBasedStateMachine):
 
     @rule(has_reward=st.booleans())
     def open_run(self, has_reward: bool) -> None:
-        joining.open_run(self.executor, RunRequest(protocol=1, config=self.config, has_reward=has_reward))
+        request = RunRequest(protocol=1, config=self.config, has_reward=has_reward, has_weights=self.has_weights)
+        joining.open_run(self.executor, request)
         assert self.executor.trainer is not None
         self.trainer_link = Link(web.WebSocketResponse(), 1 << 30)
         self.executor.trainer.connect(self.trainer_link)
@@ -295,6 +310,11 @@ class Talk(RuleBasedStateMachine):
     def trainer_says(self, frame: frames.FromTrainer) -> None:
         assert self.executor.trainer is not None
         from_trainer.said(self.executor, self.executor.trainer, self.trainer_link, frames.encode(frame))
+
+    def publish(self, version: int) -> None:
+        """Under the digest that it has, if somebody has published it before."""
+        digest = self.executor.payload.digest_of(version) or str(version % 10) * 64
+        self.trainer_says(frames.Published(1, version, digest if self.has_weights else ""))
 
     @rule(frame=trainer_frames)
     def the_trainer_says_anything(self, frame: frames.FromTrainer) -> None:
@@ -324,7 +344,7 @@ class Talk(RuleBasedStateMachine):
                 self.trainer_says(frames.Took(1, step, ready))
             if round_.closed_at is not None and data.draw(st.booleans()):
                 self.trainer_says(frames.StepDone(1, step))
-                self.trainer_says(frames.Published(1, step + 1))
+                self.publish(step + 1)
                 self.trainer_says(frames.RequestRound(1, step + 1))
 
     @rule(data=st.data(), num=st.integers(1, 6))
@@ -385,6 +405,8 @@ class Talk(RuleBasedStateMachine):
         check(self.executor.scheduler, self.executor.now())
         for sample in self.desk.samples.values():
             self.check_text(sample)
+        for worker in self.desk.seats.values():
+            assert worker.version == -1 or bool(self.executor.payload.digest_of(worker.version)) == self.has_weights
 
     def check_text(self, sample: Sample) -> None:
         """What is kept of a sample is what the scheduler says of it, and was written by who might write it."""
