@@ -10,16 +10,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.builtin.tiny_models import save_tiny
 
 from polyrl.cli.main import main
+from polyrl.cli.training.run import validator, worker_arguments
 from polyrl.cli.training.tasks import load_tasks
+from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
+from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.rewards.reward import RewardFailed
 from polyrl.telemetry.metrics import read_metrics
+from polyrl.trainer.local_engine import Answer, Question
+from polyrl.wire.frames import Sampling
 
 LETTERS = [chr(0x4E00 + number) for number in range(3, 60)]
 RECIPE: dict[str, dict[str, Any]] = {
@@ -150,6 +155,98 @@ def test_ctrl_c_ends_the_run_in_good_order_and_leaves_no_process(desk: Path):
     assert "stopped; what was trained is in runs/tiny" in said and "Traceback" not in errors
     assert time.monotonic() - began < 20
     assert processes_in(desk) == []
+
+
+def manager_of(folder: Path) -> int:
+    """The pid of the manager that was started there, as soon as there is one."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                is_here = entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder
+                if is_here and b"\0manager\0" in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+        time.sleep(0.005)
+    raise AssertionError("no manager was started")
+
+
+@pytest.mark.long
+def test_ctrl_c_is_heard_while_the_manager_starts(desk: Path):
+    process = start()
+    manager = manager_of(desk)
+    os.kill(manager, signal.SIGSTOP)  # it takes as long as it likes
+    os.kill(process.pid, signal.SIGINT)
+    assert process.stderr is not None
+    told = process.stderr.readline()
+    assert "SIGINT: stopping" in told
+    time.sleep(0.2)
+    with contextlib.suppress(ProcessLookupError):  # it is killed already
+        os.kill(manager, signal.SIGCONT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, told + errors
+    assert "a worker joins with" not in said and "Traceback" not in errors
+    assert processes_in(desk) == []
+
+
+def test_a_worker_of_the_fleet_gets_its_settings_as_the_recipe_has_them(desk: Path):
+    given = {"compile": False, "slots": 3, "device": "cpu", "after_install": "keep"}
+    table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in given.items())
+    arguments = worker_arguments(load_recipe("recipe.toml", [f"fleet.settings={{ {table} }}"]), desk, "http://x:1")
+    settings = [one for one in arguments if "=" in one]
+    config = build({"model": "model", **apply_overrides({}, settings)}, BuiltinConfig)
+    assert (config.compile, config.slots, config.device, config.after_install) == (False, 3, "cpu", "keep")
+    assert config.dtype == "float32"
+
+
+class OneEngine:
+    """Notes what it is asked for, and whether it holds its cache."""
+
+    def __init__(self) -> None:
+        self.is_awake = False
+        self.asked: list[Question] = []
+
+    async def answer(self, questions: list[Question]) -> list[Answer]:
+        self.is_awake = True
+        self.asked += questions
+        return [Answer([1, 2], "stop") for _ in questions]
+
+    async def sleep(self) -> None:
+        self.is_awake = False
+
+
+class NoDisplay:
+    async def validates(self) -> None: ...
+
+    async def validated(self, version: int, rates: dict[str, float]) -> None:
+        self.rates = rates
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_validation_draws_as_the_rollout_does_and_gives_the_memory_back_where_nobody_else_generates(
+    desk: Path, *, generates: bool
+):
+    (desk / "sure.py").write_text("async def score(given):\n    return 1.0\n")
+    settings = [
+        "rollout.top_k=7",
+        "rollout.min_p=0.1",
+        "validation.temperature=0.5",
+        "rollout.impose_lengths.kind=lognormal",
+    ]
+    settings += ["validation.at_start=true", "data.validation=rows.jsonl", "data.reward=sure:score"]
+    recipe = load_recipe("recipe.toml", [*settings, f"train.local_generation={json.dumps(generates)}"])
+    engine, told = OneEngine(), NoDisplay()
+
+    async def scenario() -> None:
+        tasks = load_tasks(recipe)
+        validate = validator(recipe, cast("Any", engine), tasks, cast("Any", told))
+        assert validate is not None
+        await validate(0)
+        await tasks.close()
+
+    asyncio.run(scenario())
+    assert list(told.rates.values()) == [1.0]
+    assert {one.sampling for one in engine.asked} == {Sampling(temperature=0.5, top_k=7, min_p=0.1)}
+    assert engine.is_awake == generates
 
 
 def test_a_dry_run_shows_the_recipe_and_the_plan_and_starts_nothing(desk: Path, capsys: pytest.CaptureFixture[str]):

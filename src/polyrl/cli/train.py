@@ -56,7 +56,7 @@ def start(recipe: "Recipe", run_dir: Path, *, quiet: bool = False, beside: "Besi
     """Train to the end, and say why it ended; None if it was interrupted."""
     from polyrl.cli.loop import run_loop
     from polyrl.cli.training import models
-    from polyrl.cli.training.run import Interrupted, train
+    from polyrl.cli.training.run import Interrupted, train, until_interrupted
     from polyrl.cli.training.tasks import load_tasks
     from polyrl.errors import UserError
 
@@ -74,7 +74,9 @@ def start(recipe: "Recipe", run_dir: Path, *, quiet: bool = False, beside: "Besi
     critic = models.load_critic(recipe)
 
     async def train_and_close() -> str:
-        training = asyncio.ensure_future(train(recipe, run_dir, policy, reference, tasks, critic=critic, beside=beside))
+        training = asyncio.ensure_future(
+            until_interrupted(train(recipe, run_dir, policy, reference, tasks, critic=critic, beside=beside))
+        )
         watching = asyncio.ensure_future(tasks.hopeless())
         try:
             await asyncio.wait((training, watching), return_when=asyncio.FIRST_COMPLETED)

@@ -29,7 +29,7 @@ def show_value(value: Any) -> str:
         return "a table"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}" if value else "an empty list"
-    text = _inline(value)
+    text = inline(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
@@ -43,7 +43,7 @@ def _table_lines(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
     present = {key: value for key, value in table.items() if value is not None}
     for key, value in present.items():
         if not _is_table(value) and not _is_array_of_tables(value):
-            yield f"{_key(key)} = {_inline(value)}"
+            yield f"{_key(key)} = {inline(value)}"
     for key, value in present.items():
         header = show_path((*path, key))
         if _is_table(value):
@@ -61,7 +61,8 @@ def _is_array_of_tables(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(item, dict) for item in value)
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """A value as TOML writes it behind an equals sign, tables and lists too."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -70,9 +71,9 @@ def _inline(value: Any) -> str:
         case str():
             return _string(value)
         case list() | tuple():
-            return f"[{', '.join(_inline(item) for item in value)}]"
+            return f"[{', '.join(inline(item) for item in value)}]"
         case dict():
-            pairs = (f"{_key(key)} = {_inline(item)}" for key, item in value.items() if item is not None)
+            pairs = (f"{_key(key)} = {inline(item)}" for key, item in value.items() if item is not None)
             return f"{{{', '.join(pairs)}}}"
         case None:
             raise TypeError("TOML has no null: a list cannot hold None")

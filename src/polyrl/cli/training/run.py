@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from rich.text import Text
 
 from polyrl.cli.training import processes
@@ -28,6 +29,7 @@ from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.client import Fleet, Prompt, Sample, connect
+from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe, scheduler_config
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.errors import UserError
@@ -91,13 +93,14 @@ async def train(
 ) -> str:
     """Train to the end, or until interrupted. Returns why it ended. `beside` is played meanwhile."""
     async with AsyncExitStack() as stack:
-        interrupted = _listen_for_signals()
         manager = ManagerProcess(run_dir, recipe.manager.host, recipe.manager.port)
         stack.push_async_callback(manager.stop)
         address = await manager.start()
         engine = local_engine(recipe, policy)
         stack.push_async_callback(engine.close)
         await engine.start()
+        if not recipe.train.local_generation:
+            await engine.sleep()  # only validation wakes it: training has the memory of its cache
         fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks))
         assert fleet.opened is not None
         server = WeightServer(weight_settings(recipe, address), bytes.fromhex(fleet.opened.weights_key))
@@ -118,36 +121,49 @@ async def train(
             Publishing(policy, server, engine),
             tasks.tokens,
             telling,
-            _validator(recipe, engine, tasks, telling),
+            validator(recipe, engine, tasks, telling),
         )
         telling.begin(fleet)
         if beside is not None:
             playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
             stack.push_async_callback(_end, playing)
-        why = await _first_of(loop.run(), manager.failed(), worker, interrupted.wait())
+        why = await _first_of(loop.run(), manager.failed(), worker)
         await _dismiss(fleet, _dialer(run_dir, address))
         return why
 
 
-async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | None", stop: object) -> str:
+async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
+    """What it returns. Interrupted by a signal, at whatever moment, it is taken apart in good order first."""
+    interrupted = _listen_for_signals()
+    running, stopping = asyncio.ensure_future(run), asyncio.ensure_future(interrupted.wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise Interrupted
+    finally:
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+
+
+async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | None") -> str:
     """The run's own end, or whatever ends it before."""
     running = asyncio.ensure_future(run)  # type: ignore[call-overload]
     failing = asyncio.ensure_future(failed)  # type: ignore[call-overload]
-    stopping = asyncio.ensure_future(stop)  # type: ignore[call-overload]
-    waited = {running, failing, stopping, *([] if worker is None else [worker])}
+    waited = {running, failing, *([] if worker is None else [worker])}
     try:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if worker is not None and worker.done():
             raise UserError(f"the trainer's own worker has left: {worker.result()}")
         if running.done():
             return running.result()
-        if failing.done():
-            failing.result()
-        raise Interrupted
+        failing.result()
+        raise AssertionError("a manager is kept alive until it fails")
     finally:
-        for task in (running, failing, stopping):
+        for task in (running, failing):
             task.cancel()
-        await asyncio.gather(running, failing, stopping, return_exceptions=True)
+        await asyncio.gather(running, failing, return_exceptions=True)
 
 
 async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
@@ -156,9 +172,14 @@ async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
         async with asyncio.timeout(_DISMISS_S), dialer:
             for worker in (await fleet.status()).workers:
                 if worker.name != LOCAL_WORKER:
-                    await dialer.post(f"/v1/workers/{worker.name}/drain", DrainRequest(reason="the run is over"), dict)
+                    await _drain(dialer, worker.name)
             while any(worker.name != LOCAL_WORKER for worker in (await fleet.status()).workers):
                 await asyncio.sleep(0.1)
+
+
+async def _drain(dialer: Dialer, name: str) -> None:
+    with contextlib.suppress(UserError):  # it has left meanwhile: the others are still to be told
+        await dialer.post(f"/v1/workers/{name}/drain", DrainRequest(reason="the run is over"), dict)
 
 
 def _dialer(run_dir: Path, address: Address) -> Dialer:
@@ -319,10 +340,13 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
         arguments.append("--spot")
     if wanted.price_usd_per_hour:
         arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
-    return [*arguments, *(f"{key}={value}" for key, value in settings.items())]
+    return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items())]
 
 
-def _validator(recipe: Recipe, engine: LocalEngine, tasks: Tasks, telling: Telling):  # noqa: ANN202
+def validator(
+    recipe: Recipe, engine: LocalEngine, tasks: Tasks, telling: Telling
+) -> Callable[[int], Coroutine[Any, Any, None]] | None:
+    """Validates a version; none where the recipe wants no validation."""
     wanted = recipe.validation
     if not wanted.every_steps and not wanted.at_start:
         return None
@@ -336,6 +360,8 @@ def _validator(recipe: Recipe, engine: LocalEngine, tasks: Tasks, telling: Telli
                 continue
             rewards = await _attempt(recipe, engine, tasks, domain, prompts)
             rates |= {f"validation/{name}/pass@{k}": rate for k, rate in pass_rates(rewards, wanted.pass_at).items()}
+        if not recipe.train.local_generation:
+            await engine.sleep()
         if rates:
             await telling.validated(version, rates)
 
@@ -348,7 +374,7 @@ async def _attempt(
     """The rewards of every prompt's attempts."""
     wanted, rollout = recipe.validation, recipe.rollout
     temperature = rollout.temperature if wanted.temperature is None else wanted.temperature
-    sampling = Sampling(temperature=temperature, top_p=rollout.top_p, stop=rollout.stop)
+    sampling = structs.replace(sampling_of(recipe), temperature=temperature, imposed=None)
     num = wanted.samples_per_prompt
     questions = [
         Question(prompt.tolist(), rollout.max_new_tokens, number * num + attempt, sampling)
