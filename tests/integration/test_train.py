@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from tests.builtin.tiny_models import save_tiny
 from polyrl.cli.main import main
 from polyrl.cli.training.run import validator, worker_arguments
 from polyrl.cli.training.tasks import load_tasks
+from polyrl.cli.training.telling import join_command
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.rewards.reward import RewardFailed
 from polyrl.telemetry.metrics import read_metrics
 from polyrl.trainer.local_engine import Answer, Question
+from polyrl.weights.interfaces import listening_addresses
 from polyrl.wire.frames import Sampling
 
 LETTERS = [chr(0x4E00 + number) for number in range(3, 60)]
@@ -196,6 +199,20 @@ def test_a_worker_of_the_fleet_gets_its_settings_as_the_recipe_has_them(desk: Pa
     config = build({"model": "model", **apply_overrides({}, settings)}, BuiltinConfig)
     assert (config.compile, config.slots, config.device, config.after_install) == (False, 3, "cpu", "keep")
     assert config.dtype == "float32"
+
+
+def test_the_command_to_join_names_an_address_that_another_machine_can_dial(desk: Path):
+    recipe = load_recipe("recipe.toml")
+
+    def dialled(url: str) -> str:
+        words = shlex.split(join_command(recipe, desk, url))
+        return words[words.index("--join") + 1]
+
+    ours = [f"http://[{one}]:5000" if ":" in one else f"http://{one}:5000" for one in listening_addresses(())]
+    assert dialled("http://0.0.0.0:5000") == next(one for one in ours if "[" not in one)
+    assert dialled("http://[::]:5000") in [*ours, "http://[::]:5000"]
+    for url in ("http://10.1.2.3:5000", "http://[fd00::1]:5000", "https://trainer.lan:5000"):
+        assert dialled(url) == url
 
 
 class OneEngine:

@@ -1,7 +1,9 @@
 """What a training run says: how to join it, a line a step, a display in a terminal, metrics for whoever tracks them."""
 
 import shlex
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 from rich.text import Text
@@ -14,6 +16,7 @@ from polyrl.scheduling.ledger import StepLine
 from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer.loop import StepReport
+from polyrl.weights.interfaces import listening_addresses
 
 IMPOSED = "lengths are imposed"
 
@@ -98,8 +101,21 @@ class Telling:
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """What somebody types on another machine. The token is a file, so that it is in nobody's process list."""
-    words = ["polyrl", "worker", "--join", url, "--token-file", str(run_dir / "worker.token")]
+    words = ["polyrl", "worker", "--join", _from_elsewhere(url), "--token-file", str(run_dir / "worker.token")]
     words += ["--engine", "builtin", "--model", recipe.model.path]
     if recipe.model.dtype != "float32":
         words.append(f"dtype={recipe.model.dtype}")
     return shlex.join(words)
+
+
+def _from_elsewhere(url: str) -> str:
+    """A manager that listens on all addresses is dialled at one of them."""
+    parts = urlsplit(url)
+    try:
+        listens = ip_address(parts.hostname or "")
+    except ValueError:  # a name
+        return url
+    if not listens.is_unspecified:
+        return url
+    fitting = [one for one in listening_addresses(()) if ip_address(one).version == listens.version]
+    return url.replace(str(listens), fitting[0], 1) if fitting else url
