@@ -318,7 +318,7 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Answers to prompts that are not trained on, now and then."""
 
     every_steps: Count = 0
-    """0: never."""
+    """0: at the start alone, if `at_start`."""
     at_start: bool = True
     """Also before the first step."""
     num_prompts: AtLeastOne = 64
@@ -375,8 +375,6 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     interfaces: tuple[str, ...] = ()
     """Networks, written as CIDR, on whose local addresses weights are served; empty: wherever the manager is."""
-    streams: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Connections of one pull."""
     groups: Annotated[int, Meta(ge=1, le=64)] = 1
     """Ports an interface, that workers are spread over."""
     egress_mb_s: Positive | None = None

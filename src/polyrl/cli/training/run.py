@@ -276,7 +276,6 @@ def weight_settings(recipe: Recipe, address: Address) -> WeightSettings:
     own = _LOOPBACK if is_loopback(address.url) else ()
     return WeightSettings(
         interfaces=wanted.interfaces or own,
-        streams=wanted.streams,
         groups=wanted.groups,
         egress_mb_s=0.0 if wanted.egress_mb_s is None else wanted.egress_mb_s,
     )
