@@ -1,6 +1,7 @@
 """Versions with weights, through a real manager: workers fetch and verify them; every token is bound to a digest."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -268,6 +269,38 @@ def test_a_relay_that_cannot_be_reached_costs_a_retry(tmp_path: Path, addresses:
                 await asyncio.sleep(0.3)
                 await relay.say(frames.Installed(0, digest))
                 await until(lambda: peers[0].held == (0, digest), "it comes from somewhere else")
+
+    run(scenario())
+
+
+def test_a_worker_whose_source_is_gone_does_not_wait_for_it(tmp_path: Path):
+    """It is told of another source, for the same version, while it still waits for an answer of the first."""
+
+    async def scenario() -> None:
+        peers: list[WeightPeer] = []
+        config = structs.replace(
+            CONFIG,
+            weight_delivery=WeightDeliveryConfig(trainer_uploads=1),
+            fleet_rules=FleetRules(heartbeat_timeout_s=30.0),
+        )
+        silent = socket.create_server(("127.0.0.1", 0))
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, config) as ours,
+            Peer(live, "relay", version=None) as relay,
+        ):
+            relay.facts = structs.replace(relay.facts, relays=True)
+            await relay.join()
+            await relay.dial()
+            await relay.say(frames.Hello(-1, b"", weight_addresses=(f"127.0.0.1:{silent.getsockname()[1]}",)))
+            digest = await ours.publish(0)
+            await relay.hear(frames.Pull)
+            async with worker(live, "late", peers):
+                heard, _ = await asyncio.to_thread(silent.accept)
+                await relay.say(frames.Goodbye("it goes"))
+                await until(lambda: peers[0].held == (0, digest), "it comes from the trainer", SETTINGS.stall_s / 2)
+                heard.close()
+        silent.close()
 
     run(scenario())
 

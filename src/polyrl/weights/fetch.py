@@ -146,7 +146,7 @@ class Fetch:
             if not alive:
                 raise self._failed("no source is left")
             if self._stop.is_set():
-                raise self._failed("closing")
+                raise self._failed("broken off")
             if time.monotonic() > deadline:
                 raise self._failed("the deadline has passed")
             if quiet_s > max(APPEAR_S, 2 * self._dialer.settings.stall_s):

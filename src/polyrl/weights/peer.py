@@ -38,6 +38,8 @@ class WeightPeer:
         self._dialer = Dialer(settings, key, tls, self._watch, self._sender.mooncake)
         self._one_pull = threading.Lock()
         self._closing = threading.Event()
+        self._stop = threading.Event()
+        """Ends the pull that is under way."""
         self.bad_sources: dict[str, str] = {}
         """Addresses that ever gave wrong bytes, and which."""
 
@@ -63,18 +65,25 @@ class WeightPeer:
         addresses: Sequence[str],
         deadline_s: float,
         on_progress: OnProgress | None = None,
+        *,
+        stop: threading.Event | None = None,
     ) -> HostCopy:
         """Get a version, from any of these addresses: several of one source, or of several. Raises TransferError.
 
         Blocks, so call it in a thread. Whatever happens, what was held is held until the new version is complete.
+        `stop`, when it is set, breaks it off; what has come is there for the next one, from whichever source.
         """
         deadline = time.monotonic() + deadline_s
+        stop = threading.Event() if stop is None else stop
         with self._one_pull:
+            self._stop = stop
             if self._closing.is_set():
                 raise TransferError("closing")
+            if stop.is_set():
+                raise TransferError("broken off")
             if self._shelf.held is not None and self._shelf.held[1].digest == digest:
                 return HostCopy(*self._shelf.held)
-            pull = Pull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
+            pull = Pull(self._shelf, self._dialer, self._number, stop, self.bad_sources)
             return pull.run(version, digest, addresses, deadline, on_progress)
 
     def offered(self, addresses: Sequence[str], deadline_s: float) -> list[BlobEntry]:
@@ -86,6 +95,7 @@ class WeightPeer:
     def close(self) -> None:
         """Ends a pull that is under way."""
         self._closing.set()
+        self._stop.set()
         self._watch.close()
         with self._one_pull:
             self._sender.close()

@@ -282,7 +282,7 @@ class Pull:
         if time.monotonic() >= until or not self._sources:
             raise self._error(what)
         if self._stop.wait(_ASK_AGAIN_S):
-            raise TransferError("closing")
+            raise TransferError("broken off")
 
     # Getting it.
 

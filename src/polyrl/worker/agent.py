@@ -15,6 +15,7 @@ sent by offset afterwards. A signal means: hand everything over at its current t
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,7 +113,10 @@ class WorkerAgent:
         self._draining = ""
         self._left: asyncio.Future[Left] | None = None
         self._pull: asyncio.Task[None] | None = None
-        self._installing: Version | None = None
+        self._ordered: frames.Pull | None = None
+        """The last that it was told to fetch."""
+        self._break_off = threading.Event()
+        """Ends the fetch that is under way."""
         self._lost_at = 0.0
         """When the last good connection ended."""
         self._waits = pauses()
@@ -359,24 +363,34 @@ class WorkerAgent:
         await self._send(frames.Turned(duty))
 
     def _start_install(self, pull: frames.Pull) -> None:
-        """Replace what is under way, unless it is the same: after a break we are asked again."""
-        version = Version(pull.version)
-        if self._pull is not None and not self._pull.done():
-            if self._installing == version:
-                return
-            self._pull.cancel()
-        self._installing = version
-        self._pull = asyncio.create_task(self._install(version, pull))
+        """Replace what is under way, unless it is the same: after a break we are asked again.
 
-    async def _install(self, version: Version, pull: frames.Pull) -> None:
+        The same version from elsewhere is another order: what we fetch from is gone, or too slow.
+        """
+        before = None if self._pull is None or self._pull.done() else self._pull
+        if before is not None and self._ordered is not None and _what(pull) == _what(self._ordered):
+            return
+        self._break_off.set()
+        self._ordered, self._break_off = pull, threading.Event()
+        self._pull = asyncio.create_task(self._install(Version(pull.version), pull, self._break_off, before))
+
+    async def _install(
+        self, version: Version, pull: frames.Pull, break_off: threading.Event, before: asyncio.Task[None] | None
+    ) -> None:
+        if before is not None:
+            await asyncio.wait((before,))
+        if break_off.is_set():
+            return
         try:
-            weights = await self._fetch(version, pull)
+            weights = await self._fetch(version, pull, break_off)
             try:
                 await self._engine.install(weights)
             finally:
                 if weights.copy is not None:
                     weights.copy.close()
         except (EngineError, TransferError, UserError) as error:
+            if break_off.is_set():
+                return  # who asked has asked for something else
             log.warning("version %d could not be installed: %s", version, error)
             await self._send(frames.InstallFailed(version, str(error)[:2000]))
         except Exception as error:  # whoever asked waits for an answer, also when the fault is ours
@@ -386,7 +400,7 @@ class WorkerAgent:
             self._version = self._announced = version
             await self._send(frames.Installed(version, pull.digest))
 
-    async def _fetch(self, version: Version, pull: frames.Pull) -> Weights:
+    async def _fetch(self, version: Version, pull: frames.Pull, break_off: threading.Event) -> Weights:
         """The version's weights in this machine's memory, verified; nothing where versions are only numbers."""
         if not pull.digest:
             return Weights(version)
@@ -396,7 +410,7 @@ class WorkerAgent:
         self._digests[version] = pull.digest
         began = time.monotonic()
         copy = await asyncio.to_thread(
-            self._peer.pull, version, pull.digest, pull.addresses, self._options.pull_deadline_s
+            self._peer.pull, version, pull.digest, pull.addresses, self._options.pull_deadline_s, stop=break_off
         )
         log.info("version %d from %s in %.2f s", version, pull.source or "the trainer", time.monotonic() - began)
         return Weights(version, copy=copy)
@@ -452,6 +466,10 @@ class WorkerAgent:
 def _first_line(error: Exception) -> str:
     said = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _what(pull: frames.Pull) -> tuple[int, str, tuple[str, ...]]:
+    return pull.version, pull.digest, pull.addresses
 
 
 def until_next(interval_s: float, phase_s: float, now: float) -> float:
