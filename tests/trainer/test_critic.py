@@ -11,13 +11,17 @@ from tests.trainer.small import CAP, Recording, draw_groups, near, plain_logprob
 from tests.trainer.test_step import assert_same
 from transformers import AutoModelForCausalLM
 
-from polyrl.config.recipe import AlgorithmConfig, CriticConfig, OptimizerConfig
+from polyrl.cli.training.models import load_critic
+from polyrl.config import apply_overrides, build
+from polyrl.config.recipe import AlgorithmConfig, CriticConfig, OptimizerConfig, Recipe
+from polyrl.errors import UserError
 from polyrl.scheduling.order import mix64
 from polyrl.telemetry.metric_names import describe
 from polyrl.trainer import gae
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.model import Policy
+from polyrl.trainer.packing import make_packs
 from polyrl.trainer.step import StepAccumulator, StepStats
 
 CASES: dict[str, dict[str, Any]] = {
@@ -261,6 +265,41 @@ def test_a_critic_shares_nothing_with_the_policy_and_leaves_no_trace_of_an_abort
     steps.begin(0)
     assert not steps.finish().updated
     assert not critic.optimizer.gradients()
+
+
+def test_a_recipe_s_critic_has_its_own_model_and_learning_rate(world):
+    tree = {"name": "small", "model": {"path": str(world.folder), "device": "cpu"}, "data": {"source": "arithmetic"}}
+
+    def critic_of(*settings: str) -> Critic | None:
+        return load_critic(build(apply_overrides(tree, settings), Recipe))
+
+    assert critic_of() is None
+    critic = critic_of(
+        "algorithm.advantage=gae", f"algorithm.critic.path={world.critic_folder}", "algorithm.critic.lr=0.5"
+    )
+    assert critic is not None
+    theirs = Policy.load(str(world.critic_folder)).model.model.norm.weight
+    assert torch.equal(critic.parameters()["norm.weight"], theirs)
+    (group, _) = critic.optimizer._adamw.param_groups
+    assert group["lr"] == 0.5
+    with pytest.raises(UserError, match=r"nowhere: no config.json there"):
+        critic_of("algorithm.advantage=gae", "algorithm.critic.path=nowhere")
+
+
+def test_a_critic_goes_on_from_its_optimizer_s_state_alone(world):
+    critics = [RecordingCritic(world.critic_folder, 1e-2), Critic(Policy.load(str(world.folder)), OptimizerConfig(), 1)]
+    policy = Policy.load(str(world.folder))
+    optimizer = Recording(policy.parameters(), OptimizerConfig(lr=1e-30), 1)
+    config = AlgorithmConfig(advantage="gae")
+    steps = StepAccumulator(policy, optimizer, config, max_tokens=500, max_new_tokens=CAP, critic=critics[0])
+    steps.begin(0)
+    steps.add(world.groups)
+    assert steps.finish().updated
+    critics[1].optimizer.load_state_dict(critics[0].optimizer.state_dict())
+    (pack,) = make_packs(world.groups[0], 10_000)
+    ours, theirs = (one.values_only(pack) for one in critics)
+    assert ours.abs().max() > 0
+    assert torch.equal(ours, theirs)
 
 
 def test_a_critic_is_there_if_and_only_if_it_is_asked(world):
