@@ -123,11 +123,6 @@ def test_another_protocol_or_another_version_of_it_is_named():
         protocol.read_hello(b"PRLW\x09\x00" + bytes(32))
 
 
-def test_a_key_is_not_its_token():
-    assert protocol.key_of("secret") != protocol.key_of("Secret")
-    assert b"secret" not in protocol.key_of("secret")
-
-
 def test_a_refusal_carries_its_code_and_one_printable_line():
     no = protocol.read_refused(protocol.refused(Code.GONE, "not\nhere" + "x" * 500)[HEADER.size :])
     assert no.code is Code.GONE

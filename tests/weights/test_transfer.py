@@ -13,6 +13,7 @@ from tests.weights.stage import KEY, SETTINGS, Faults, blob_of, layout_of, publi
 from polyrl.weights import protocol
 from polyrl.weights.manifest import DeltaManifest, encode
 from polyrl.weights.settings import TransferError
+from polyrl.wire.credentials import weights_key_of
 
 NUM_BYTES = layout_of().num_bytes
 
@@ -437,6 +438,6 @@ def test_groups_are_ports_and_workers_are_spread_over_them():
 
 def test_keys_are_bytes_of_a_token():
     with stage() as on:
-        key = protocol.key_of("a token of this run")
+        key = weights_key_of("a token of this run")
         assert key != KEY
         assert pull(on.peer(key=key), publish(on.server(key=key), 1)) == weights(1)

@@ -1,6 +1,6 @@
 """`polyrl weights serve DIR`, `polyrl weights pull ADDRESS...`: a version from one machine to another, verified.
 
-Both need the run's token. `pull` without `--digest` takes the newest version that is offered, and believes the source
+Both need the run's worker token: then a run that trains can be pulled from, too. `pull` without `--digest` takes the newest version that is offered, and believes the source
 which one that is; with it, nothing else is accepted.
 """
 
@@ -25,7 +25,7 @@ EXIT_NOT_PULLED = 1
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("serve, pull")
-    group.add_argument("--token-file", metavar="FILE", help="a file with the run's token; default: POLYRL_TOKEN")
+    group.add_argument("--token-file", metavar="FILE", help="the run's worker.token; default: POLYRL_TOKEN")
     group.add_argument(
         "--interface", action="append", default=[], metavar="CIDR", help="listen inside this network; default: all"
     )
@@ -126,10 +126,9 @@ def _settings(args: argparse.Namespace, **changes: Any) -> "WeightSettings":
 
 
 def _key(args: argparse.Namespace) -> bytes:
-    from polyrl.weights.protocol import key_of
-    from polyrl.wire.credentials import find_token
+    from polyrl.wire.credentials import find_token, weights_key_of
 
-    return key_of(find_token(args.token_file))
+    return weights_key_of(find_token(args.token_file))
 
 
 def _tls(args: argparse.Namespace) -> "Tls | None":

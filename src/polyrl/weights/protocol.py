@@ -21,7 +21,6 @@ is listened to before. What is said after it is not protected on plain TCP: byte
 is for who must not read along.
 """
 
-import hashlib
 import hmac
 import struct
 from collections.abc import Mapping
@@ -173,11 +172,6 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 # The handshake.
-
-
-def key_of(token: str) -> bytes:
-    """The key that a run's token stands for."""
-    return hashlib.blake2b(token.encode(), digest_size=32, person=b"polyrl-weights").digest()
 
 
 def hello(nonce: bytes) -> bytes:

@@ -37,7 +37,12 @@ class Tokens:
 
     def weights_key(self) -> str:
         """Of the run, and the same after a restart of the manager. It tells nothing about the tokens."""
-        return hmac.new(self._worker, b"polyrl weights", "sha256").hexdigest()
+        return weights_key_of(self._worker.decode()).hex()
+
+
+def weights_key_of(worker_token: str) -> bytes:
+    """What those who serve and fetch a run's weights prove to each other that they know."""
+    return hmac.digest(worker_token.encode(), b"polyrl weights", "sha256")
 
 
 def ensure_tokens(run_dir: Path) -> Tokens:
