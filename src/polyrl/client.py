@@ -211,6 +211,11 @@ class Fleet:
     async def micro_batch_done(self, step: int) -> None:
         await self._state(lambda seq: frames.MicroBatchDone(seq, step))
 
+    async def restart_step(self, step: int) -> None:
+        """Begin an open step anew: what a process before this one took, and lost, is handed out again."""
+        await self._state(lambda seq: frames.RestartStep(seq, step))
+        await self.settled()  # all of it has come before that is acknowledged
+
     async def step_done(self, step: int) -> None:
         """The step is trained. What was not taken of its round is discarded."""
         self._rounds.pop(step, None)

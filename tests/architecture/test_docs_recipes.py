@@ -31,6 +31,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "fleet": r.FleetSection,
     "manager": r.ManagerSection,
     "weights": r.WeightsSection,
+    "checkpoint": r.CheckpointSection,
     "track": r.TrackSection,
 }
 SHIPPED = sorted(Path(str(resources.files("polyrl") / "recipes")).glob("*.toml"))

@@ -289,7 +289,11 @@ class HostileWorld:
             if rejected is not None and rejected in batch:
                 self.tell(e.GroupRejected(rejected, "its losses are not numbers"))
             self.now += 0.1
-            self.tell(e.MicroBatchTrained(step))
+            if not self.fair and self.rng.random() < 0.05:  # it was killed, and has lost what it made of the step
+                self.delivered = {one: of for one, of in self.delivered.items() if not self.is_taken(one, step)}
+                self.tell(e.StepRestarted(step))
+            else:
+                self.tell(e.MicroBatchTrained(step))
         # A rejected group may have reopened the round: then it is closed again later.
         round_ = self.scheduler.desk.state.rounds.get(step)
         if step in self.closed and round_ is not None and round_.closed_at is not None and not self.to_take.get(step):
@@ -299,6 +303,10 @@ class HostileWorld:
             self.tell(e.StepTrained(step))
             self.tell(e.VersionPublished(Version(step + 1)))
             self.tell(e.RoundRequested(Step(step + 1 + self.config.max_staleness + self.asked_ahead)))
+
+    def is_taken(self, group: GroupId, step: Step) -> bool:
+        known = self.scheduler.desk.state.groups.get(group)
+        return known is not None and known.step == step and known.state == "taken"
 
     def may_train(self) -> bool:
         local = self.scheduler.desk.state.fleet.local()
@@ -314,8 +322,9 @@ class HostileWorld:
                 self.carry_out_generate(command)
             case c.Abort():
                 machine = self.machines.get(command.worker)
-                if machine is not None:
-                    machine.running.pop(command.lease, None)
+                told = machine.running.pop(command.lease, None) if machine is not None else None
+                if told is not None and command.discarded_for is not None and rng.random() < 0.5:
+                    self.news.append(e.TokensDiscarded(command.discarded_for, rng.randint(-1, 4)))
             case c.HandOver():
                 machine = self.machines.get(command.worker)
                 if machine is not None and answered and command.lease in machine.running:

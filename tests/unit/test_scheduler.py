@@ -441,3 +441,37 @@ def test_a_lease_that_was_never_given_is_late_news():
     run.begin()
     assert run.tell(e.SampleFinished(LeaseId(77), 5)) == []
     assert run.ledger.late_news == 1
+
+
+def test_a_trainer_that_begins_a_step_anew_gets_again_what_it_took():
+    run = Driver(small_config(prompts=2, samples=2))
+    run.begin()
+    run.join("a")
+    run.complete(1, 2)
+    run.take(0, 1)
+    said = run.tell(e.StepRestarted(Step(0)))
+    assert [(one.group, len(one.samples)) for one in only(said, c.DeliverGroup)] == [(1, 2)]
+    assert [one.num_groups for one in only(said, c.CloseRound)] == [2]
+    assert not only(run.tell(e.StepRestarted(Step(0))), c.DeliverGroup), "it had taken nothing since"
+    run.take(0, 1, 2)
+    (report,) = only(run.trained(0), c.ReportStep)
+    assert report.line.num_groups == 2
+    assert run.ledger.prompts_trained == 2
+
+
+def test_a_step_that_is_not_open_cannot_begin_anew():
+    run = Driver(small_config(prompts=1, samples=2))
+    run.begin()
+    assert not run.tell(e.StepRestarted(Step(5)))
+    assert run.ledger.late_news == 1
+
+
+def test_tokens_that_were_not_told_before_an_abort_are_discarded_for_its_cause():
+    run = Driver(small_config(prompts=1, samples=2))
+    run.begin()
+    run.join("a")
+    run.bring("a", s1_0=10)
+    run.tell(e.TokensDiscarded("speculation", 5))
+    run.tell(e.TokensDiscarded("speculation", -7))
+    assert run.ledger.tokens_discarded == {"speculation": 5}
+    assert run.ledger.tokens_arrived == 15

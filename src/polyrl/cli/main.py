@@ -38,6 +38,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "demo": Command("watch a small model learn here, while workers join and are killed", "polyrl.cli.demo"),
     "train": Command("make a model better, on whatever devices there are", "polyrl.cli.train"),
+    "export": Command("write a run's newest weights as a Hugging Face directory", "polyrl.cli.export"),
     "manager": Command("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
     "worker": Command("join a fleet with one engine", "polyrl.cli.worker"),
     "status": Command("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),

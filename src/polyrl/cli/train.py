@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from polyrl.cli.training.checkpoints import Past
     from polyrl.cli.training.run import Beside
     from polyrl.config.recipe import Recipe
 
@@ -16,6 +17,7 @@ examples:
   polyrl train arithmetic model.path=models/tiny train.steps=40
   polyrl train recipe.toml fleet.workers=2 train.mode=synchronous
   polyrl train recipe.toml --dry-run
+  polyrl train --resume runs/arithmetic train.steps=80
 
 A recipe is a TOML file, or the name of one that ships with PolyRL; docs/reference/recipes.md lists every key. The run's
 directory holds journal, metrics and logs. Workers may join and leave at any time: the command for that is printed."""
@@ -24,9 +26,10 @@ directory holds journal, metrics and logs. Workers may join and leave at any tim
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("recipe", help="a TOML file, or the name of a recipe that ships with PolyRL")
+    parser.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe that ships with PolyRL")
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example train.steps=40")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (default: runs/NAME)")
+    parser.add_argument("--resume", metavar="DIR", help="go on with the run of this directory, in place of a recipe")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and the plan, and stop")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
 
@@ -34,35 +37,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from polyrl.cli import builtin
     from polyrl.config.recipe_files import load_recipe
+    from polyrl.errors import UserError
 
+    builtin.check_libraries()
     overrides = list(args.settings)
+    if args.resume is not None:
+        return _resume(args, overrides)
+    if args.recipe is None:
+        raise UserError("a recipe is missing: expected a TOML file, the name of one that ships, or --resume DIR")
     recipe = load_recipe(args.recipe, overrides)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
-    builtin.check_libraries()
     if args.dry_run:
         from polyrl.cli.training.plan import show_plan
 
         print(show_plan(recipe, run_dir))
         return 0
-    why = start(recipe, run_dir, quiet=args.quiet)
+    return _conclude(run_dir, start(recipe, run_dir, quiet=args.quiet))
+
+
+def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
+    from polyrl.cli.training import checkpoints
+    from polyrl.errors import UserError
+
+    if args.run_dir is not None or args.dry_run:
+        raise UserError("--resume: goes on with the recipe and the directory of that run; leave the other option out")
+    if args.recipe is not None:  # the first override was taken for one
+        overrides.insert(0, args.recipe)
+    run_dir = Path(args.resume)
+    recipe = checkpoints.read_recipe(run_dir, overrides)
+    past = checkpoints.read_past(run_dir)
+    if past.state.next_step >= recipe.train.steps:
+        raise UserError(
+            f"train.steps: all {recipe.train.steps} steps of {run_dir} are trained; ask for more: train.steps="
+            f"{2 * recipe.train.steps}"
+        )
+    checkpoints.wait_for_manager_to_end(run_dir)
+    print(f"going on with {run_dir} at step {past.state.next_step}", flush=True)
+    return _conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past))
+
+
+def _conclude(run_dir: Path, why: str | None) -> int:
     if why is None:
-        print(f"stopped; what was trained is in {run_dir}", flush=True)
+        print(f"stopped; go on with `polyrl train --resume {run_dir}`", flush=True)
         return 130
     print(f"done: {why}; look at it with `polyrl plot {run_dir}` and `polyrl ledger {run_dir}`", flush=True)
     return 0
 
 
-def start(recipe: "Recipe", run_dir: Path, *, quiet: bool = False, beside: "Beside | None" = None) -> str | None:
-    """Train to the end, and say why it ended; None if it was interrupted."""
+def start(
+    recipe: "Recipe",
+    run_dir: Path,
+    *,
+    quiet: bool = False,
+    past: "Past | None" = None,
+    beside: "Beside | None" = None,
+) -> str | None:
+    """Train to the end, and say why it ended; None if it was interrupted. `past`: what the run goes on from."""
     from polyrl.cli.loop import run_loop
-    from polyrl.cli.training import models
+    from polyrl.cli.training import checkpoints, models
     from polyrl.cli.training.run import Interrupted, train, until_interrupted
     from polyrl.cli.training.tasks import load_tasks
     from polyrl.errors import UserError
 
-    if (run_dir / "journal").exists():
-        raise UserError(f"{run_dir}: there is a run already; name another directory with --run-dir, or remove it")
+    if past is None and (run_dir / "journal").exists():
+        raise UserError(f"{run_dir}: there is a run already; go on with --resume, or name another with --run-dir")
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    checkpoints.write_recipe(run_dir, recipe)
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", filename=run_dir / "logs" / "train.log")
     console = logging.StreamHandler(sys.stderr)
@@ -75,7 +115,7 @@ def start(recipe: "Recipe", run_dir: Path, *, quiet: bool = False, beside: "Besi
 
     async def train_and_close() -> str:
         training = asyncio.ensure_future(
-            until_interrupted(train(recipe, run_dir, policy, reference, tasks, critic=critic, beside=beside))
+            until_interrupted(train(recipe, run_dir, policy, reference, tasks, critic=critic, past=past, beside=beside))
         )
         watching = asyncio.ensure_future(tasks.hopeless())
         try:

@@ -381,6 +381,14 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """At most so many megabytes a second leave this process; none: all it can."""
 
 
+class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run goes on from after its trainer was killed; docs/concepts/checkpoints.md."""
+
+    enabled: bool = True
+    """After every step. Off: a trainer that dies takes its run with it."""
+    keep_last: AtLeastOne = 2
+
+
 class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who else is told the metrics. metrics.jsonl is always written."""
 
@@ -403,6 +411,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fleet: FleetSection = FleetSection()
     manager: ManagerSection = ManagerSection()
     weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
     rounds: RoundsConfig = RoundsConfig()
     routing: RoutingConfig = RoutingConfig()

@@ -67,6 +67,8 @@ def _state(executor: Executor, frame: frames.Statement) -> None:
             executor.tell(e.GroupRejected(GroupId(frame.group), frame.reason))
         case frames.MicroBatchDone():
             executor.tell(e.MicroBatchTrained(Step(frame.step)))
+        case frames.RestartStep():
+            executor.tell(e.StepRestarted(Step(frame.step)))
         case frames.StepDone():
             executor.tell(e.StepTrained(Step(frame.step)))
         case frames.Published():

@@ -165,6 +165,12 @@ class MicroBatchTrained(EventStruct, frozen=True, tag=True):
     step: Step
 
 
+class StepRestarted(EventStruct, frozen=True, tag=True):
+    """The trainer has lost what it made of the step, and begins it anew: what it took, it must get again."""
+
+    step: Step
+
+
 class StepTrained(EventStruct, frozen=True, tag=True):
     step: Step
 
@@ -220,6 +226,7 @@ Event = (
     | WorkerLeft
     | DrainRequested
     | GroupRejected
+    | StepRestarted
     | StepTrained
     | VersionPublished
     | RoundRequested

@@ -346,6 +346,22 @@ def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
     return began
 
 
+def give_again(desk: Desk, step: Step) -> None:
+    """The trainer begins the step anew: groups that it took are delivered once more, and the round is closed again."""
+    round_ = desk.state.rounds.get(step)
+    if round_ is None:
+        desk.state.ledger.late_news += 1
+        return
+    for group_id in round_.groups:
+        group = desk.state.groups[group_id]
+        if group.state == "taken":
+            group.state = "delivered"
+            kept = tuple(sample.id for sample in _samples(desk, group) if sample.state == "scored")
+            desk.commands.append(DeliverGroup(step, group_id, kept, "the trainer begins the step anew"))
+    if round_.closed_at is not None:
+        desk.commands.append(CloseRound(step, round_.num_delivered, "the trainer begins the step anew"))
+
+
 def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]:
     """The step is trained: settle every group of it. Returns (groups, samples, longest answer) trained."""
     state = desk.state

@@ -34,6 +34,7 @@ from polyrl.scheduling.events import (
     RewardFinished,
     RoundRequested,
     SampleFinished,
+    StepRestarted,
     StepTrained,
     TimePassed,
     TokensArrived,
@@ -162,6 +163,9 @@ class Scheduler:
                     devices.arm_window(desk, now)
             case GroupRejected():
                 self._group_rejected(event, now)
+            case StepRestarted():
+                steps.training_paused(desk, event.step, now)
+                rounds.give_again(desk, event.step)
             case StepTrained():
                 steps.step_trained(desk, event.step, now)
             case VersionPublished():

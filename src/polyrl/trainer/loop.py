@@ -12,7 +12,7 @@ Left out: where processes come from (cli/train), what rewards are, what the numb
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -85,16 +85,21 @@ class Loop:
         prompts: Prompts,
         events: Events,
         validate: Callable[[int], Awaitable[None]] | None = None,
+        checkpoint: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
+        """`checkpoint(n)` makes everything up to step n - 1 safe; steps are done for others only after that."""
         self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
         self._publisher, self._prompts, self._events = publisher, prompts, events
-        self._validate = validate
+        self._validate, self._checkpoint = validate, checkpoint
         self.is_stopping = False
         """Set by whoever wants it to end after the step that runs."""
 
     async def run(self, first_step: int = 0) -> str:
         """Train to the end. Returns why it ended, in a line."""
         recipe = self._recipe
+        await self._settle_the_past(first_step)
+        if self._checkpoint is not None and first_step == 0:
+            await self._checkpoint(0)
         await self._publish(first_step)
         if self._validate is not None and recipe.validation.at_start and first_step == 0:
             await self._validate(0)
@@ -114,6 +119,15 @@ class Loop:
                 return f"stopped after step {step}"
         return f"all {recipe.train.steps} steps are trained"
 
+    async def _settle_the_past(self, first_step: int) -> None:
+        """A process before this one may have died between a checkpoint and saying so, or within a step."""
+        assert self._fleet.opened is not None
+        for step in self._fleet.opened.open_steps:
+            if step < first_step:
+                await self._fleet.step_done(step)
+            else:
+                await self._fleet.restart_step(step)
+
     async def _step(self, step: int) -> StepReport:
         began = time.monotonic()
         waited_before, trained_before = self._devices.waited_s, self._devices.trained_s
@@ -122,6 +136,9 @@ class Loop:
         trained, filtered = await self._train_round(step)
         generated = time.monotonic()
         stats = await self._devices.train(self._steps.finish)
+        if self._checkpoint is not None:
+            await self._fleet.settled()  # what was taken is on file there, before it is on file here
+            await self._checkpoint(step + 1)
         await self._fleet.step_done(step)
         publish_s = await self._publish(step + 1)
         async with asyncio.timeout(_LINE_TIMEOUT_S):
@@ -152,7 +169,10 @@ class Loop:
         waiting: list[Group] = []
         trained: list[list[TrainSample]] = []
         filtered: list[Group] = []
-        async for group in self._fleet.round(step):
+        groups = self._fleet.round(step)
+        if self._recipe.train.mode == "synchronous":
+            groups = _in_order(groups)
+        async for group in groups:
             if self._teaches_nothing(group):
                 filtered.append(group)
                 await self._fleet.reject(group, ZERO_VARIANCE)
@@ -205,3 +225,9 @@ class Loop:
         offer = await self._publisher.publish(version)
         await self._fleet.publish(offer.version, offer.digest, offer.addresses)
         return time.monotonic() - began
+
+
+async def _in_order(groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+    """All of them, by number: whatever order they came in, floating point adds them up in this one."""
+    for group in sorted([group async for group in groups], key=lambda one: one.id):
+        yield group

@@ -5,6 +5,8 @@ never changes; tied tensors are sent once, in the dtype that they are served in.
 """
 
 import asyncio
+import functools
+from collections.abc import Mapping
 
 from polyrl.engines.engine import Weights
 from polyrl.ids import Version
@@ -18,8 +20,12 @@ from polyrl.weights.server import WeightServer
 class Publishing:
     """`engine` is the local one, if there is one."""
 
-    def __init__(self, policy: Policy, server: WeightServer, engine: LocalEngine | None) -> None:
+    def __init__(
+        self, policy: Policy, server: WeightServer, engine: LocalEngine | None, known: Mapping[int, str] | None = None
+    ) -> None:
+        """`known` are digests of versions that a process before this one published: one of them is a parent."""
         self._policy, self._server, self._engine = policy, server, engine
+        self._known = dict(known or {})
         self._layout = tensors.layout_of(policy.parameters(), str(policy.dtype).removeprefix("torch."))
 
     @property
@@ -27,7 +33,10 @@ class Publishing:
         return self._layout.num_bytes
 
     async def publish(self, version: int) -> Offer:
-        offer = await asyncio.to_thread(self._server.publish, version, self._layout, self._fill)
+        parent = self._known.get(version - 1, "")
+        publish = functools.partial(self._server.publish, version, self._layout, self._fill, parent=parent)
+        offer = await asyncio.to_thread(publish)
+        self._known = {version: offer.digest}
         if self._engine is not None:
             await self._engine.install(Weights(Version(version), in_place=True))
         return Offer(offer.version, offer.digest, offer.addresses)

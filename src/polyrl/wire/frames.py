@@ -265,6 +265,13 @@ class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
     step: Natural
 
 
+class RestartStep(Frame, frozen=True, tag="restart_step"):
+    """It has lost what it made of the step: groups that were taken are to be delivered again."""
+
+    seq: Natural
+    step: Natural
+
+
 class StepDone(Frame, frozen=True, tag="step_done"):
     seq: Natural
     step: Natural
@@ -277,7 +284,9 @@ class Published(Frame, frozen=True, tag="published"):
     addresses: Addresses = ()
 
 
-Statement = RequestRound | SupplyPrompts | Scored | Took | Rejected | MicroBatchDone | StepDone | Published
+Statement = (
+    RequestRound | SupplyPrompts | Scored | Took | Rejected | MicroBatchDone | RestartStep | StepDone | Published
+)
 FromTrainer = TrainerHello | Statement
 
 

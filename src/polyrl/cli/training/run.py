@@ -23,7 +23,8 @@ import numpy as np
 from msgspec import structs
 from rich.text import Text
 
-from polyrl.cli.training import processes
+from polyrl.cli.training import checkpoints, processes
+from polyrl.cli.training.checkpoints import Past, Saver
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.tasks import Tasks
@@ -44,7 +45,7 @@ from polyrl.trainer.step import StepAccumulator
 from polyrl.trainer.validation import pass_rates
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
-from polyrl.wire.control import DrainRequest
+from polyrl.wire.control import DrainRequest, RunReply
 from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer, Unreachable, is_loopback
 from polyrl.wire.frames import Sampling
@@ -89,13 +90,23 @@ async def train(
     tasks: Tasks,
     *,
     critic: Critic | None = None,
+    past: Past | None = None,
     beside: Beside | None = None,
 ) -> str:
-    """Train to the end, or until interrupted. Returns why it ended. `beside` is played meanwhile."""
+    """Train to the end, or until interrupted. Returns why it ended.
+
+    `past` is what the run goes on from; `beside` is played meanwhile.
+    """
+    first_step = 0 if past is None else past.state.next_step
+    optimizer = Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps)
+    if past is not None:
+        checkpoints.restore(past, policy, optimizer, critic)
     async with AsyncExitStack() as stack:
-        manager = ManagerProcess(run_dir, recipe.manager.host, recipe.manager.port)
+        port = recipe.manager.port if past is None or recipe.manager.port else past.port
+        manager = ManagerProcess(run_dir, recipe.manager.host, port)
         stack.push_async_callback(manager.stop)
         address = await manager.start()
+        checkpoints.write_port(run_dir, address.port)
         engine = local_engine(recipe, policy)
         stack.push_async_callback(engine.close)
         await engine.start()
@@ -103,6 +114,9 @@ async def train(
             await engine.sleep()  # only validation wakes it: training has the memory of its cache
         fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks))
         assert fleet.opened is not None
+        if past is not None:
+            fleet.digests.update(past.state.digests)
+            _check_that_it_fits(fleet.opened, first_step)
         server = WeightServer(weight_settings(recipe, address), bytes.fromhex(fleet.opened.weights_key))
         server.start()
         stack.callback(server.close)
@@ -111,25 +125,35 @@ async def train(
         worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, engine, devices))
         workers = await stack.enter_async_context(_workers(recipe, run_dir, address))
         display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
-        telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display)))
+        telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
         loop = Loop(
             recipe,
             fleet,
-            step_accumulator(recipe, policy, reference, critic),
+            step_accumulator(recipe, policy, optimizer, reference, critic),
             devices,
-            Publishing(policy, server, engine),
+            Publishing(policy, server, engine, fleet.digests),
             tasks.tokens,
             telling,
             validator(recipe, engine, tasks, telling),
+            Saver(recipe, run_dir, policy, optimizer, critic, fleet).save if recipe.checkpoint.enabled else None,
         )
         telling.begin(fleet)
         if beside is not None:
             playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
             stack.push_async_callback(_end, playing)
-        why = await _first_of(loop.run(), manager.failed(), worker)
+        why = await _first_of(loop.run(first_step), manager.failed(), worker)
         await _dismiss(fleet, _dialer(run_dir, address))
         return why
+
+
+def _check_that_it_fits(opened: RunReply, first_step: int) -> None:
+    """The manager is never ahead of the newest checkpoint by more than an open step."""
+    if opened.fresh or opened.last_requested > first_step or any(step > first_step for step in opened.open_steps):
+        raise UserError(
+            f"the checkpoint is of step {first_step}, and the manager's journal of step {opened.last_requested}: "
+            "they are not of one run, or the newest checkpoint was removed"
+        )
 
 
 async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
@@ -239,11 +263,11 @@ def sampling_of(recipe: Recipe) -> Sampling:
 
 
 def step_accumulator(
-    recipe: Recipe, policy: Policy, reference: Policy | None, critic: Critic | None
+    recipe: Recipe, policy: Policy, optimizer: Optimizer, reference: Policy | None, critic: Critic | None
 ) -> StepAccumulator:
     return StepAccumulator(
         policy,
-        Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps),
+        optimizer,
         recipe.algorithm,
         max_tokens=recipe.train.micro_batch_tokens,
         max_new_tokens=recipe.rollout.max_new_tokens,

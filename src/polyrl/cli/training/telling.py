@@ -24,11 +24,11 @@ IMPOSED = "lengths are imposed"
 class Telling:
     """Keeps the contract of the loop's `Events`."""
 
-    def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display) -> None:
+    def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display, first_step: int = 0) -> None:
         track = recipe.track
         self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
         self._trackers = open_trackers(
-            run_dir, first_step=0, tensorboard=track.tensorboard, wandb=track.wandb, project=track.project
+            run_dir, first_step=first_step, tensorboard=track.tensorboard, wandb=track.wandb, project=track.project
         )
         self._fleet: Fleet | None = None
         self._before: StepLine | None = None

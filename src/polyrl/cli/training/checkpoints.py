@@ -1,0 +1,166 @@
+"""Saving a training run's state after every step, and going on from it.
+
+    RUN/recipe.toml      what was trained, with every default: what --resume reads
+    RUN/port             where the manager listened: workers dial there again
+    RUN/checkpoints/     trainer/checkpoint.py
+
+A run goes on from its newest checkpoint and from the manager's journal. The two are never more than the open step
+apart: a step is done for the manager only when it is on disk here.
+"""
+
+import asyncio
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from polyrl.client import Fleet
+from polyrl.config import apply_overrides, build, load_toml
+from polyrl.config.dump import dump_toml
+from polyrl.config.recipe import Recipe
+from polyrl.errors import UserError
+from polyrl.trainer import checkpoint
+from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer.critic import Critic
+from polyrl.trainer.model import Policy
+from polyrl.trainer.optimizer import Optimizer
+
+_RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
+_LOCK_FILE = "manager.lock"
+_LOCK_PATIENCE_S = 15.0
+_DIGESTS_KEPT = 16
+_FREE = ("train.steps", "train.stop_at_reward", "train.price_usd_per_hour", "train.micro_batch_tokens")
+_FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "rewards", "about")
+"""What may be another in a run that goes on. Everything else decides what is trained on, or how."""
+
+
+class Past(NamedTuple):
+    """What a run goes on from."""
+
+    state: TrainerState
+    tensors: dict[str, Any]
+    port: int
+
+
+def write_recipe(run_dir: Path, recipe: Recipe) -> None:
+    (run_dir / _RECIPE_FILE).write_text(dump_toml(recipe), encoding="utf-8")
+
+
+def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
+    """The recipe of a run, with overrides. Raises UserError for one that the run cannot go on with."""
+    path = run_dir / _RECIPE_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{run_dir}: no {_RECIPE_FILE} there; expected the directory of a run that `polyrl train` began"
+        )
+    tree = load_toml(path)
+    before = build(tree, Recipe, source=str(path))
+    after = build(apply_overrides(tree, overrides), Recipe, source=str(path))
+    for key in _differences(msgspec.to_builtins(before), msgspec.to_builtins(after)):
+        if key not in _FREE and key.partition(".")[0] not in _FREE_SECTIONS:
+            raise UserError(
+                f"{key}: cannot be changed in a run that goes on, for it decides what is trained on, or how; begin anew"
+            )
+    return after
+
+
+def _differences(before: Any, after: Any, path: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = {**before, **after}
+        return [
+            one for key in keys for one in _differences(before.get(key), after.get(key), f"{path}.{key}".lstrip("."))
+        ]
+    return [] if before == after else [path]
+
+
+def read_past(run_dir: Path) -> Past:
+    """The newest checkpoint. Raises UserError if there is none, or it cannot be used."""
+    found = checkpoint.found(run_dir)
+    if not found:
+        raise UserError(f"{run_dir}: no checkpoint there yet; the run must begin anew, in another directory")
+    state, tensors = checkpoint.load(found[-1])
+    try:
+        port = int((run_dir / _PORT_FILE).read_text())
+    except (OSError, ValueError):
+        port = 0
+    return Past(state, tensors, port)
+
+
+def write_port(run_dir: Path, port: int) -> None:
+    (run_dir / _PORT_FILE).write_text(f"{port}\n")
+
+
+def wait_for_manager_to_end(run_dir: Path) -> None:
+    """A trainer that was killed leaves a manager that is still putting its files away."""
+    try:
+        descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR)
+    except OSError:
+        return
+    until = time.monotonic() + _LOCK_PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise UserError(f"{run_dir}: another manager has this run; is it still being trained?") from error
+                time.sleep(0.1)
+    finally:
+        os.close(descriptor)
+
+
+class Saver:
+    """Writes a checkpoint after every step."""
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, policy: Policy, optimizer: Optimizer, critic: Critic | None, fleet: Fleet
+    ) -> None:
+        self._keep_last, self._run_dir = recipe.checkpoint.keep_last, run_dir
+        self._optimizer, self._critic, self._fleet = optimizer, critic, fleet
+        self._fingerprint = checkpoint.fingerprint(policy.parameters())
+
+    async def save(self, next_step: int) -> None:
+        """Raises UserError if the disk does not take it; the one before is still there."""
+        newest = sorted(self._fleet.digests)[-_DIGESTS_KEPT:]
+        state = TrainerState(
+            next_step=next_step,
+            digests={version: self._fleet.digests[version] for version in newest},
+            fingerprint=self._fingerprint,
+        )
+        try:
+            await asyncio.to_thread(
+                checkpoint.save,
+                self._run_dir,
+                state,
+                _tensors(self._optimizer, self._critic),
+                keep_last=self._keep_last,
+            )
+        except OSError as error:
+            raise UserError(
+                f"{self._run_dir}: the checkpoint of step {next_step} cannot be written: {error.strerror or error}; "
+                "the one before is whole: make room, and go on with --resume"
+            ) from error
+
+
+def restore(past: Past, policy: Policy, optimizer: Optimizer, critic: Critic | None) -> None:
+    """Put a checkpoint's weights and moments in place. Raises UserError if they are of another model."""
+    if past.state.fingerprint != checkpoint.fingerprint(policy.parameters()):
+        raise UserError("the checkpoint is of another model than model.path: names or shapes of its tensors differ")
+    optimizer.load_state_dict(_part(past.tensors, "policy/"))
+    if critic is not None:
+        critic.optimizer.load_state_dict(_part(past.tensors, "critic/"))
+
+
+def _tensors(optimizer: Optimizer, critic: Critic | None) -> dict[str, Any]:
+    tensors = {f"policy/{name}": one for name, one in optimizer.state_dict().items()}
+    if critic is not None:
+        tensors |= {f"critic/{name}": one for name, one in critic.optimizer.state_dict().items()}
+    return tensors
+
+
+def _part(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,100 @@
+"""A trainer that is killed at random moments and goes on: the same weights to the last bit as one that never was.
+
+Real processes: `polyrl train` in synchronous mode on the arithmetic task, with its manager and the builtin engine.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyrl.config.recipe import ArithmeticTask
+from polyrl.telemetry.metrics import read_metrics
+from polyrl.trainer import checkpoint, warm_start
+
+NUM_STEPS = 8
+SETTINGS = (
+    f"train.steps={NUM_STEPS}", "train.mode=synchronous", "manager.port=0", "data.prompts_per_step=4",
+    "rounds.samples_per_prompt=4", "validation.every_steps=0", "validation.at_start=false",
+    "train.min_micro_batch_samples=8",
+)  # fmt: skip
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+
+def polyrl(*arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "polyrl", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    warm_start.make_model(folder, seed=0, task=ArithmeticTask(), num_steps=200)
+    return folder
+
+
+def train(model: Path, run_dir: Path) -> subprocess.Popen[bytes]:
+    return polyrl("train", "arithmetic", f"model.path={model}", *SETTINGS, "--run-dir", str(run_dir))
+
+
+def end_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    state, tensors = checkpoint.load(checkpoint.found(run_dir)[-1])
+    assert state.next_step == NUM_STEPS
+    return tensors
+
+
+@pytest.mark.parametrize("num_kills", [6, pytest.param(24, marks=pytest.mark.long)])
+def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(model: Path, tmp_path: Path, num_kills: int):
+    whole = train(model, tmp_path / "whole")
+    output, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0, output.decode()[-2000:]
+    draw = random.Random(num_kills)
+    run_dir = tmp_path / "killed"
+    kills = 0
+    process = train(model, run_dir)
+    while True:
+        until_running(process, run_dir)
+        if kills == num_kills:
+            output, _ = process.communicate(timeout=300)
+            break
+        time.sleep(draw.uniform(0.0, 2.0))
+        if process.poll() is not None:  # it was through before
+            output = process.stdout.read() if process.stdout else b""
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        process = polyrl("train", "--resume", str(run_dir))
+    assert process.returncode == 0 or b"are trained" in output, output.decode()[-2000:]
+    assert kills >= 2
+    expected, found = end_of(tmp_path / "whole"), end_of(run_dir)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+    assert rewards(run_dir) == rewards(tmp_path / "whole")
+    ledger = polyrl("ledger", str(run_dir), "--verify")
+    said, _ = ledger.communicate(timeout=120)
+    assert ledger.returncode == 0, said.decode()
+    assert b"  trained           32" in said, said.decode()
+
+
+def until_running(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Until it has a checkpoint: from then on it can be killed at any moment."""
+    until = time.monotonic() + 120.0
+    while time.monotonic() < until and process.poll() is None and not checkpoint.found(run_dir):
+        time.sleep(0.05)
+    time.sleep(0.5)
+
+
+def rewards(run_dir: Path) -> dict[int, object]:
+    return {int(line["step"] or 0): line["reward/mean"] for line in read_metrics(run_dir / "metrics.jsonl")}

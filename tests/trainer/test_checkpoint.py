@@ -1,0 +1,102 @@
+"""Checkpoints: whole or not at all, verified when read, kept by rule."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyrl.errors import UserError
+from polyrl.trainer import checkpoint
+from polyrl.trainer.checkpoint import TrainerState
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {"master/a": torch.randn(64, 33, generator=made), "updates/a": torch.tensor(3.0)}
+
+
+def save(run_dir: Path, step: int, **options) -> Path:
+    state = TrainerState(next_step=step, digests={step - 1: "ab", step: "cd"}, rewards=[0.5] * step)
+    return checkpoint.save(run_dir, state, tensors(step), **options)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path):
+    state, found = checkpoint.load(save(tmp_path, 7))
+    assert (state.next_step, state.digests, state.rewards) == (7, {6: "ab", 7: "cd"}, [0.5] * 7)
+    assert all(torch.equal(found[name], one) for name, one in tensors(7).items())
+
+
+def test_only_the_last_are_kept_and_a_step_may_be_saved_again(tmp_path: Path):
+    for step in (1, 2, 3, 3):
+        save(tmp_path, step, keep_last=2)
+    assert [one.name for one in checkpoint.found(tmp_path)] == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "state.json"])
+def test_a_flipped_bit_is_found(tmp_path: Path, name: str, place: float):
+    folder = save(tmp_path, 1)
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=str(folder)):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("left", [0, 10, 4000])
+def test_a_truncated_file_is_found(tmp_path: Path, left: int):
+    folder = save(tmp_path, 1)
+    os.truncate(folder / "optimizer.safetensors", left)
+    with pytest.raises(UserError, match="is damaged"):
+        checkpoint.load(folder)
+
+
+def test_a_foreign_directory_and_a_missing_file_are_a_line(tmp_path: Path):
+    with pytest.raises(UserError, match="expected a checkpoint"):
+        checkpoint.load(tmp_path)
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        checkpoint.load(tmp_path)
+    folder = save(tmp_path / "run", 1)
+    (folder / "optimizer.safetensors").unlink()
+    with pytest.raises(UserError, match="is missing"):
+        checkpoint.load(folder)
+
+
+def test_a_save_that_fails_leaves_the_old_ones_and_no_rest(tmp_path: Path):
+    save(tmp_path, 1)
+    state = TrainerState(next_step=2, digests={})
+    bad = {"master/a": torch.zeros(4), "master/b": torch.zeros(4)}
+    bad["master/b"] = bad["master/a"]  # safetensors refuses tensors that share memory, as it fails for a full disk
+    with pytest.raises((OSError, RuntimeError)):
+        checkpoint.save(tmp_path, state, {**bad, "master/c": bad["master/a"].view(2, 2)})
+    assert [one.name for one in checkpoint.found(tmp_path)] == ["step-000001"]
+    checkpoint.load(checkpoint.found(tmp_path)[-1])
+
+
+def test_killed_at_any_moment_the_last_one_is_whole(tmp_path: Path):
+    code = (
+        "import sys; from pathlib import Path; from tests.trainer.test_checkpoint import save\n"
+        "for step in range(1, 100000): save(Path(sys.argv[1]), step); print(step, flush=True)"
+    )
+    for turn in range(6):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.003 * turn)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        for one in checkpoint.found(tmp_path):
+            state, found = checkpoint.load(one)
+            assert torch.equal(found["master/a"], tensors(state.next_step)["master/a"])
