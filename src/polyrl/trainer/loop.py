@@ -27,7 +27,8 @@ from polyrl.trainer.step import StepAccumulator, StepStats
 log = logging.getLogger("polyrl.trainer")
 
 ZERO_VARIANCE = "all rewards are equal"
-_LINE_TIMEOUT_S = 30.0
+_LINE_TIMEOUT_S = 600.0
+"""As long as the client is patient with a manager that is gone: it may be starting again."""
 
 Prompts = Callable[[int, int], "np.ndarray[tuple[int], np.dtype[np.int32]]"]
 """(domain, prompt) -> its tokens."""

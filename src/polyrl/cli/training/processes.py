@@ -21,12 +21,15 @@ from polyrl.errors import UserError
 
 log = logging.getLogger("polyrl.train")
 
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 300.0
+"""One that cannot start ends by itself. One that reads a long journal takes its time."""
 _STOP_TIMEOUT_S = 30.0
 _RESTART_PAUSE_S = 0.5
 _MAX_QUICK_DEATHS = 5
 """A manager that dies so often within a minute is not started again."""
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+"""Loaded here: between fork and exec, a lock that a thread of the trainer held would never be released."""
 
 
 class Address(NamedTuple):
@@ -47,7 +50,7 @@ async def start(arguments: Sequence[str], log_file: Path) -> Process:
 def _end_with_parent() -> None:
     """Linux tells the child when the thread that started it is gone. Elsewhere it is told by nobody."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def stop(process: Process, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
