@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 from msgspec.structs import replace
-from tests.weights.stage import SETTINGS, publish, pull, stage, weights
+from tests.weights.stage import KEY, SETTINGS, publish, pull, stage, weights
 
 from polyrl.errors import UserError
+from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import TransferError
 
 IMPORT = [sys.executable, "-c", "import mooncake.engine"]
@@ -17,9 +19,10 @@ MOONCAKE = replace(SETTINGS, mooncake="tcp")
 
 
 @pytest.mark.skipif(is_there, reason="it is installed")
-def test_without_the_library_the_person_is_told_what_to_install():
-    with stage() as on, pytest.raises(UserError, match=r"pip install polyrl\[rdma\]"):
-        on.server(MOONCAKE)
+def test_without_the_library_the_person_is_told_what_to_install_and_nothing_listens():
+    with pytest.raises(UserError, match=r"pip install polyrl\[rdma\]"):
+        WeightServer(MOONCAKE, KEY).start()
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("weights-")]
 
 
 @needs_mooncake

@@ -1,7 +1,7 @@
 """`polyrl weights serve DIR`, `polyrl weights pull ADDRESS...`: a version from one machine to another, verified.
 
-Both need the run's worker token: then a run that trains can be pulled from, too. `pull` without `--digest` takes the newest version that is offered, and believes the source
-which one that is; with it, nothing else is accepted.
+Both need the run's worker token; with it, a trainer that runs can be pulled from too. `pull` without `--digest` takes
+the newest version that is offered, and believes the source which one that is; with it, nothing else is accepted.
 """
 
 import argparse

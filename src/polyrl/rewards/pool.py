@@ -142,9 +142,11 @@ class _RewardProcess:
                 sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno()),
                 stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
-        except OSError as error:
+        except BaseException as error:
             ours.close()
-            raise RewardFailed(f"no process can be started: {one_line(error)}") from error
+            if isinstance(error, OSError):
+                raise RewardFailed(f"no process can be started: {one_line(error)}") from error
+            raise
         finally:
             theirs.close()
         ours.setblocking(False)

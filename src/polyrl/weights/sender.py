@@ -73,13 +73,13 @@ class Sender:
             for host in listening_addresses(self._settings.interfaces):
                 for group in range(self._settings.groups):
                     addresses.append(self._listen(host, group))
+            if self._settings.shared_memory:
+                self._listen_on_host()
+            if self._settings.mooncake:
+                self.mooncake = Mooncake(self._settings.mooncake, listening_addresses(self._settings.interfaces)[0])
         except BaseException:
             self.close()
             raise
-        if self._settings.shared_memory:
-            self._listen_on_host()
-        if self._settings.mooncake:
-            self.mooncake = Mooncake(self._settings.mooncake, listening_addresses(self._settings.interfaces)[0])
         self.addresses = tuple(addresses)
 
     def close(self) -> None:
