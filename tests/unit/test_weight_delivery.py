@@ -76,6 +76,12 @@ def test_without_relay_the_trainer_serves_all_of_them_four_at_a_time():
     assert start(fleet, config) == 4
 
 
+def test_who_passes_nothing_on_does_not_hold_up_who_does():
+    fleet = [worker(1, version=0, relays=False), worker(2, version=0, relays=False), *outdated(6)[2:]]
+    assert start(fleet, WeightDeliveryConfig(trainer_uploads=1, peer_uploads=2)) == 1
+    assert all(one.pulling == NEW for one in fleet)
+
+
 def test_a_bad_peer_is_not_asked_again():
     config = WeightDeliveryConfig(trainer_uploads=1, peer_uploads=8)
     fleet = [worker(1, version=1, bad_source=True), worker(2, version=1), *outdated(9)[2:]]

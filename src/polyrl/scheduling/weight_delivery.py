@@ -2,9 +2,9 @@
 
 The trainer serves `trainer_uploads` workers at once; everyone else takes the version from a peer that has it, or is
 just receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. Who finds no source waits
-for one. A peer whose transfer failed or lied is not asked again for that
-version. A worker whose pull failed tries again after a growing
-pause, keeps its old version meanwhile and is still alive.
+for one; who passes nothing on comes after those who do, or all would wait for it. A peer whose transfer failed or lied
+is not asked again for that version. A worker whose pull failed tries again after a growing pause, keeps its old version
+meanwhile and is still alive.
 """
 
 import heapq
@@ -30,8 +30,8 @@ class Pull(Struct, frozen=True, gc=False):
 def plan_pulls(
     wanting: Iterable[Worker], fleet: Iterable[Worker], newest: Version, config: WeightDeliveryConfig
 ) -> list[Pull]:
-    """A source for each worker in `wanting` that can have one now, in their order."""
-    wanting = list(wanting)
+    """A source for each worker in `wanting` that can have one now, in their order, relays first."""
+    wanting = sorted(wanting, key=lambda worker: not worker.relays)
     if not wanting:
         return []
     fleet = list(fleet)
