@@ -21,13 +21,13 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def save(run_dir: Path, step: int, **options) -> Path:
-    state = TrainerState(next_step=step, digests={step - 1: "ab", step: "cd"}, rewards=[0.5] * step)
+    state = TrainerState(next_step=step, digests={step - 1: "ab", step: "cd"})
     return checkpoint.save(run_dir, state, tensors(step), **options)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path):
     state, found = checkpoint.load(save(tmp_path, 7))
-    assert (state.next_step, state.digests, state.rewards) == (7, {6: "ab", 7: "cd"}, [0.5] * 7)
+    assert (state.next_step, state.digests) == (7, {6: "ab", 7: "cd"})
     assert all(torch.equal(found[name], one) for name, one in tensors(7).items())
 
 

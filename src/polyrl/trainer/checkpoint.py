@@ -40,8 +40,6 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     """Of the versions published so far that a sample may still be written with."""
     fingerprint: str = ""
     """Of the model: its tensors' names and shapes."""
-    rewards: list[float] = []
-    """Mean reward of every step."""
     files: dict[str, str] = {}
     format: int = _FORMAT
 

@@ -99,8 +99,8 @@ class Loop:
         """Train to the end. Returns why it ended, in a line."""
         recipe = self._recipe
         await self._settle_the_past(first_step)
-        if self._checkpoint is not None and first_step == 0:
-            await self._checkpoint(0)
+        if self._checkpoint is not None and self._fleet.opened is not None and self._fleet.opened.fresh:
+            await self._checkpoint(0)  # never again: while one is replaced there is none
         await self._publish(first_step)
         if self._validate is not None and recipe.validation.at_start and first_step == 0:
             await self._validate(0)

@@ -32,9 +32,10 @@ _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
 _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
-_FREE = ("train.steps", "train.stop_at_reward", "train.price_usd_per_hour", "train.micro_batch_tokens")
-_FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "rewards", "about")
-"""What may be another in a run that goes on. Everything else decides what is trained on, or how."""
+_FREE = ("train.steps", "train.stop_at_reward", "train.micro_batch_tokens")
+_FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "about")
+"""What may be another in a run that goes on. Everything else decides what is trained on, or how, or is part of what the
+manager opened the run with (`scheduler_config`): its journal is replayed with that alone."""
 
 
 class Past(NamedTuple):
@@ -62,7 +63,7 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
     for key in _differences(msgspec.to_builtins(before), msgspec.to_builtins(after)):
         if key not in _FREE and key.partition(".")[0] not in _FREE_SECTIONS:
             raise UserError(
-                f"{key}: cannot be changed in a run that goes on, for it decides what is trained on, or how; begin anew"
+                f"{key}: cannot be changed in a run that goes on: its journal was written with what it was; begin anew"
             )
     return after
 
