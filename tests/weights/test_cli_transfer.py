@@ -81,3 +81,17 @@ def test_what_cannot_be_is_said_in_a_line(tmp_path):
         done = pulling(*arguments)
         assert done.returncode in (1, 2)
         assert said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_version_that_nobody_offers_did_not_arrive(version):
+    with serving(version) as offer:
+        missing = pulling(*offer["addresses"], "--digest", "ab" * 32)
+    assert missing.returncode == 1
+    assert missing.stderr == f"polyrl: not pulled: no source offers {'ab' * 32}\n"
+
+
+@pytest.mark.parametrize("wrong", [("--digest", "ab"), ("--deadline", "0"), ("--deadline", "nan")], ids=" ".join)
+def test_an_option_that_cannot_be_is_bad_input(wrong):
+    answer = pulling("127.0.0.1:1", *wrong)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"polyrl: error: {wrong[0]}: ") and answer.stderr.count("\n") == 1

@@ -6,6 +6,8 @@ the newest version that is offered, and believes the source which one that is; w
 
 import argparse
 import json
+import math
+import re
 import signal
 import sys
 import threading
@@ -85,6 +87,10 @@ def _pull(args: argparse.Namespace) -> int:
         raise UserError("weights pull: no address; expected HOST:PORT, as `polyrl weights serve` says it")
     if args.out is not None and Path(args.out).exists():
         raise UserError(f"{args.out}: is there already; a version is written into a new directory")
+    if args.digest is not None and not re.fullmatch("[0-9a-f]{64}", args.digest):
+        raise UserError(f"--digest: {args.digest!r} is no digest; expected 64 hexadecimal digits")
+    if not 0 < args.deadline < math.inf:
+        raise UserError(f"--deadline: {args.deadline:g}; expected seconds above 0")
     peer = WeightPeer(_settings(args), _key(args), _tls(args))
     try:
         entry = _choose(peer.offered(args.places, args.deadline), args.digest)
@@ -107,9 +113,11 @@ def _pull(args: argparse.Namespace) -> int:
 
 
 def _choose(entries: "list[BlobEntry]", digest: str | None) -> "BlobEntry":
+    from polyrl.weights.settings import TransferError
+
     full = [entry for entry in entries if entry.kind == "full" and digest in (None, entry.name)]
     if not full:
-        raise UserError(f"no source offers {'a version' if digest is None else digest}")
+        raise TransferError(f"no source offers {'a version' if digest is None else digest}")
     return max(full, key=lambda entry: (entry.version, entry.complete, entry.name))
 
 
