@@ -161,6 +161,8 @@ class Fleet:
         self._seq = 0
         self._unacknowledged: deque[tuple[int, frames.Statement]] = deque()
         self._rounds: dict[int, _Round] = {}
+        self._first_open_step = 0
+        """What is told of steps before it is old: a break came before the manager heard that they are done."""
         self._wanted: dict[int, frames.GroupPlan] = {}
         """Groups whose prompts are still to be supplied, by group."""
         self._in_parts: dict[int, tuple[Sample, ...]] = {}
@@ -219,6 +221,7 @@ class Fleet:
     async def step_done(self, step: int) -> None:
         """The step is trained. What was not taken of its round is discarded."""
         self._rounds.pop(step, None)
+        self._first_open_step = max(self._first_open_step, step + 1)
         await self._state(lambda seq: frames.StepDone(seq, step))
 
     async def status(self) -> Status:
@@ -358,7 +361,8 @@ class Fleet:
             case frames.Dropped():
                 self._wanted.pop(frame.group, None)
             case frames.Closed():
-                self._rounds.setdefault(frame.step, _Round()).closed = frame
+                if frame.step >= self._first_open_step:
+                    self._rounds.setdefault(frame.step, _Round()).closed = frame
             case frames.DataEnded():
                 self._rounds.setdefault(frame.step, _Round()).data_ended = True
             case frames.StepReported():
@@ -383,6 +387,8 @@ class Fleet:
             await self._state(lambda seq, prompts=prompts: frames.SupplyPrompts(seq, prompts))
 
     def _delivered(self, frame: frames.Delivered) -> None:
+        if frame.step < self._first_open_step:
+            return
         round_ = self._rounds.setdefault(frame.step, _Round())
         if frame.group in round_.seen:
             return

@@ -108,3 +108,16 @@ async def miss_a_line(run_dir: Path) -> None:
 
 def test_a_step_s_line_that_a_break_or_a_restart_swallowed_is_told_again(tmp_path):
     run(miss_a_line(tmp_path))
+
+
+async def hear_of_a_step_that_is_done(run_dir: Path) -> None:
+    async with manager(run_dir) as live, honest_worker(live), trainer(live) as fleet:
+        await fleet.publish(0)
+        (group, *_) = await play_round(fleet, 0)
+        await fleet._hear(frames.Delivered(0, group.id, group.origin, ()))
+        await fleet._hear(frames.Closed(0, (group.id,), ()))
+        assert fleet._rounds == {}
+
+
+def test_nothing_is_kept_of_a_step_that_is_told_again_after_it_is_done(tmp_path):
+    run(hear_of_a_step_that_is_done(tmp_path))
