@@ -216,6 +216,7 @@ class Books:
             case c.Score():
                 law(command.sample in self.finished, f"{show_sample(command.sample)} is scored and not finished")
                 law(command.sample not in self.scoring, f"{show_sample(command.sample)} is scored twice at once")
+                law(command.sample in scheduler.desk.samples, f"{show_sample(command.sample)} is scored and given up")
                 self.scoring[command.sample] = command.attempt
             case c.CancelScore():
                 law(self.scoring.pop(command.sample, None) == command.attempt, f"nothing to cancel: {command}")

@@ -106,6 +106,8 @@ class Desk:
         self.budgets, self.num_domains, self.lengths = state.budgets, len(config.domains), state.lengths
         self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
         self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
+        self.scores_due = False
+        """Answers wait for their rewards and a place is free."""
         self.place_due = False
         """Samples wait and a worker may have credit."""
         self.rounds_due = False

@@ -224,7 +224,7 @@ def _check_sums(state: State) -> None:
 
 
 def _check_rest(desk: Desk) -> None:
-    due = desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
+    due = desk.scores_due or desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
     _law(not due, "something was left undone at the end of an event")
     may_place = any(round_.num_waiting for round_ in desk.state.rounds.values())
     if may_place and not desk.state.paused:

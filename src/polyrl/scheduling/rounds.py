@@ -139,14 +139,14 @@ def sample_generated(desk: Desk, sample: Sample, now: Seconds) -> None:
     if not sample.kept:
         leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
     elif desk.as_finished:
-        scoring.score(desk, sample, group, now)
+        scoring.score(desk, sample, group)
     if group.state == "open" and group.num_generated >= group.need:
         _claim(desk, group, round_, now)
     if not desk.as_finished:
-        score_if_generated(desk, round_, now)
+        score_if_generated(desk, round_)
 
 
-def score_if_generated(desk: Desk, round_: Round, now: Seconds) -> None:
+def score_if_generated(desk: Desk, round_: Round) -> None:
     """With `as_finished` off: when nothing of the round is left to generate, score all of it."""
     if desk.config.rewards.as_finished or round_.is_generating:
         return
@@ -154,7 +154,7 @@ def score_if_generated(desk: Desk, round_: Round, now: Seconds) -> None:
         group = desk.state.groups[group_id]
         for sample in _samples(desk, group):
             if sample.state == "generated":
-                scoring.score(desk, sample, group, now)
+                scoring.score(desk, sample, group)
 
 
 def sample_failed(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> None:
@@ -209,7 +209,7 @@ def sample_scored(desk: Desk, sample: Sample, now: Seconds) -> None:
 def reward_failed(desk: Desk, sample: Sample, now: Seconds) -> None:
     """The reward could not be had: try again, and in the end drop the sample. It is never a zero."""
     if desk.state.budgets.retry(sample.attempt).again:
-        scoring.score(desk, sample, desk.groups[sample.group], now)
+        scoring.score(desk, sample, desk.groups[sample.group])
         return
     round_ = desk.state.rounds[desk.state.groups[sample.group].step]
     _drop_sample(desk, sample, round_, "reward_failed", "its reward could not be had", now)
@@ -230,7 +230,7 @@ def _drop_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause,
         _claim(desk, group, round_, now)
     else:
         _deliver_if_complete(desk, group, round_, now)
-    score_if_generated(desk, round_, now)
+    score_if_generated(desk, round_)
 
 
 # Delivering
@@ -313,7 +313,7 @@ def _discard_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause,
     """End all of a group's samples untrained, and forget it."""
     for sample in _samples(desk, group):
         if sample.state != "discarded":
-            scoring.cancel(desk, sample, why, now)
+            scoring.cancel(desk, sample, why)
             leases.discard_sample(desk, sample, round_, cause, why, now)
     _forget(desk, group)
     del round_.groups[group.id]

@@ -100,6 +100,9 @@ class Scheduler:
         if desk.ledger.started_at is None:
             desk.ledger.started_at = now
         self._take_in(event, now)
+        if desk.scores_due:
+            desk.scores_due = False
+            scoring.start_waiting(desk, now)
         if desk.place_due or desk.rounds_due or desk.devices_due or desk.pulls_due:
             self._pursue(now)
         return desk.commands
@@ -278,7 +281,7 @@ class Scheduler:
 
     def _reward_finished(self, event: RewardFinished, now: Seconds) -> None:
         desk = self.desk
-        sample = scoring.accept(desk, event, now)
+        sample = scoring.accept(desk, event)
         if sample is None:
             return
         if event.outcome == "infrastructure_failed":

@@ -3,6 +3,8 @@
 A sample's reward starts when its answer ends (or, with `as_finished` off, when the whole round has been generated).
 Every attempt has a number; only the answer to the latest one counts. An attempt that the outside never answers is taken
 for an infrastructure failure after its deadline.
+
+Free places are filled at the end of an event, never within it: until then, whoever waits for one may be given up.
 """
 
 import heapq
@@ -27,20 +29,20 @@ def case_of(desk: Desk, group: Group) -> int:
     return group.prompt * desk.num_domains + group.domain
 
 
-def score(desk: Desk, sample: Sample, group: Group, now: Seconds) -> None:
-    """A sample is generated: score it now, or as soon as the pool has a place."""
+def score(desk: Desk, sample: Sample, group: Group) -> None:
+    """A sample is generated: score it as soon as the pool has a place."""
     sample.state = "scoring"
     scoring = desk.scoring
-    if len(scoring.running) < desk.num_rewards and not scoring.queue:
-        _start(desk, sample, group, now)
-        return
     expected = desk.budgets.expected_s(case_of(desk, group))
     heapq.heappush(scoring.queue, (expected, sample.id))
+    if len(scoring.running) < desk.num_rewards:
+        desk.scores_due = True
 
 
-def _start_waiting(desk: Desk, now: Seconds) -> None:
+def start_waiting(desk: Desk, now: Seconds) -> None:
+    """Fill the places that are free, cheapest expected first."""
     scoring = desk.scoring
-    while scoring.queue and len(scoring.running) < desk.config.rewards.slots:
+    while scoring.queue and len(scoring.running) < desk.num_rewards:
         _, sample_id = heapq.heappop(scoring.queue)
         sample = desk.state.samples.get(sample_id)
         if sample is not None and sample.state == "scoring":
@@ -59,24 +61,22 @@ def _start(desk: Desk, sample: Sample, group: Group, now: Seconds) -> None:
     desk.commands.append(Score(sample_id, attempt, timeout_s, limit.why))
 
 
-def accept(desk: Desk, event: RewardFinished, now: Seconds) -> Sample | None:
+def accept(desk: Desk, event: RewardFinished) -> Sample | None:
     """Take in an answer. Returns the sample if it is the one waited for, None for late or repeated news."""
     scoring = desk.scoring
     sample = desk.samples.get(event.sample)
     if sample is None or sample.attempt != event.attempt or sample.id not in scoring.running:
         desk.ledger.late_news += 1
         return None
-    del scoring.running[sample.id]
-    if scoring.queue:
-        _start_waiting(desk, now)
+    _free_place(desk, sample.id)
     return sample
 
 
-def cancel(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
+def cancel(desk: Desk, sample: Sample, why: str) -> None:
     """A sample is no longer wanted: take it out of the pool if it is there."""
     if sample.id in desk.scoring.running:
         desk.commands.append(CancelScore(sample.id, sample.attempt, why))
-        _free_place(desk, sample.id, now)
+        _free_place(desk, sample.id)
 
 
 def postpone(desk: Desk, seconds: Seconds) -> None:
@@ -95,13 +95,13 @@ def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
     overdue = [desk.state.samples[sample_id] for sample_id, due in running.items() if due <= now]
     for sample in overdue:
         desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
-        _free_place(desk, sample.id, now)
+        _free_place(desk, sample.id)
     if running:
         desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
     return overdue
 
 
-def _free_place(desk: Desk, sample_id: SampleId, now: Seconds) -> None:
+def _free_place(desk: Desk, sample_id: SampleId) -> None:
     del desk.scoring.running[sample_id]
     if desk.scoring.queue:
-        _start_waiting(desk, now)
+        desk.scores_due = True
