@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -261,7 +262,7 @@ def test_validation_draws_as_the_rollout_does_and_gives_the_memory_back_where_no
         await tasks.close()
 
     asyncio.run(scenario())
-    assert list(told.rates.values()) == [1.0]
+    assert set(told.rates.values()) == {1.0} and "validation/pass@1" in told.rates
     assert {one.sampling for one in engine.asked} == {Sampling(temperature=0.5, top_k=7, min_p=0.1)}
     assert engine.is_awake == generates
 
@@ -303,5 +304,20 @@ def test_what_cannot_run_is_one_line_before_anything_is_started(
 
 def test_a_run_is_not_written_over(desk: Path, capsys: pytest.CaptureFixture[str]):
     (desk / "runs/tiny/journal").mkdir(parents=True)
+    (desk / "runs/tiny/journal/events-000001.bin").touch()
     assert main(["train", "recipe.toml"]) == 2
     assert "runs/tiny: there is a run already" in capsys.readouterr().err
+
+
+def test_a_run_that_found_its_port_taken_is_not_in_the_way_of_the_next(desk: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = start(f"manager.port={taken.getsockname()[1]}")
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "address already in use" in errors and errors.count("\n") == 1
+    assert main(["train", "recipe.toml", "model.path=gone"]) == 2
+    assert "no config.json there" in capsys.readouterr().err  # and not: there is a run already
+
+
+def test_a_file_where_the_run_should_go_is_one_line(desk: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--run-dir", "rows.jsonl"]) == 2
+    assert capsys.readouterr().err == "polyrl: error: rows.jsonl/logs: cannot be made: Not a directory\n"

@@ -88,14 +88,14 @@ async def _until_it_writes(stage: "Stage", name: str) -> int:
 def _conclude(out: Path, why: str, seconds: float) -> int:
     """The ledger, the pictures, and whether it learned."""
     from polyrl.cli import main
-    from polyrl.telemetry.metrics import read_metrics
+    from polyrl.telemetry.metrics import read_steps
 
     run_dir = out / "run"
     print(f"3. {why}. What became of everything:\n", flush=True)
     code = main.main(["ledger", str(run_dir), "--verify"])
     print("\n4. Pictures:", flush=True)
     code = main.main(["plot", str(run_dir), "--out", str(out / "pictures")]) or code
-    rewards = [float(line["reward/mean"] or 0.0) for line in read_metrics(run_dir / "metrics.jsonl")]
+    rewards = [float(line["reward/mean"] or 0.0) for line in read_steps(run_dir / "metrics.jsonl")]
     few = min(_STEADY, max(1, len(rewards) // 2))
     first, last = sum(rewards[:2]) / len(rewards[:2]), sum(rewards[-few:]) / few
     print(f"\nThe mean reward went from {first:.2f} to {last:.2f} in {len(rewards)} steps; {seconds:.0f} s in all.")

@@ -63,14 +63,14 @@ def _out(name: str | None, paths: list[Path]) -> Path:
 
 
 def _read(path: Path, name: str) -> "Run":
-    from polyrl.telemetry.metrics import FILE_NAME, read_metrics
+    from polyrl.telemetry.metrics import FILE_NAME, read_steps
     from polyrl.telemetry.pictures import make_run
 
     metrics_path = path / FILE_NAME
     if not metrics_path.is_file():
         _say(f"{path}: no {FILE_NAME}: reward is not drawn, the rest is from the journal")
         return make_run(name, _account(path), [])
-    metrics: list[dict[str, MetricValue]] = read_metrics(metrics_path)
+    metrics: list[dict[str, MetricValue]] = read_steps(metrics_path)
     return make_run(name, _account_if_any(path), metrics)
 
 

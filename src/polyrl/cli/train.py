@@ -99,9 +99,9 @@ def start(
     from polyrl.cli.training.tasks import load_tasks
     from polyrl.errors import UserError
 
-    if past is None and (run_dir / "journal").exists():
+    if past is None and _has_run(run_dir):
         raise UserError(f"{run_dir}: there is a run already; go on with --resume, or name another with --run-dir")
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    _make_folder(run_dir / "logs")
     checkpoints.write_recipe(run_dir, recipe)
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", filename=run_dir / "logs" / "train.log")
@@ -131,3 +131,17 @@ def start(
         return run_loop(train_and_close())
     except Interrupted:
         return None
+
+
+def _has_run(run_dir: Path) -> bool:
+    """A manager that could not listen has begun a journal, and no run."""
+    return any((run_dir / "journal").glob("events-*"))
+
+
+def _make_folder(folder: Path) -> None:
+    from polyrl.errors import UserError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made: {error.strerror}") from error

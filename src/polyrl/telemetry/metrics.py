@@ -97,6 +97,13 @@ def read_metrics(path: Path) -> list[dict[str, MetricValue]]:
     return [line for _, line in _lines(data, str(path))]
 
 
+def read_steps(path: Path) -> list[dict[str, MetricValue]]:
+    """The lines of steps. A line with nothing but validation is that of the last version, which no step starts from."""
+    return [
+        line for line in read_metrics(path) if not all(name == _STEP or name.startswith("validation/") for name in line)
+    ]
+
+
 def _lines(data: bytes, name: str) -> Iterator[tuple[int, dict[str, MetricValue]]]:
     """(byte behind it, the line) of every line; the last one may be cut short, and is skipped then."""
     end = 0

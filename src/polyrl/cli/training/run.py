@@ -377,12 +377,15 @@ def validator(
     async def validate(version: int) -> None:
         await telling.validates()
         rates: dict[str, float] = {}
+        all_rewards: list[list[float | None]] = []
         for domain, name in enumerate(tasks.names):
             prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
             if not prompts:
                 continue
             rewards = await _attempt(recipe, engine, tasks, domain, prompts)
             rates |= {f"validation/{name}/pass@{k}": rate for k, rate in pass_rates(rewards, wanted.pass_at).items()}
+            all_rewards += rewards
+        rates |= {f"validation/pass@{k}": rate for k, rate in pass_rates(all_rewards, wanted.pass_at).items()}
         if not recipe.train.local_generation:
             await engine.sleep()
         if rates:

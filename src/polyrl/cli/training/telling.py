@@ -5,6 +5,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 from rich.text import Text
 
@@ -28,11 +29,18 @@ class Telling:
         track = recipe.track
         self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
         self._trackers = open_trackers(
-            run_dir, first_step=first_step, tensorboard=track.tensorboard, wandb=track.wandb, project=track.project
+            run_dir,
+            first_step=first_step,
+            tensorboard=track.tensorboard,
+            wandb=track.wandb,
+            project=track.project,
+            recipe=msgspec.to_builtins(recipe),
         )
         self._fleet: Fleet | None = None
         self._before: StepLine | None = None
         self._validated: dict[str, float] = {}
+        """Of the present version: told with the step that starts from it."""
+        self._version = 0
 
     def begin(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -60,7 +68,7 @@ class Telling:
         self._display.doing("validates")
 
     async def validated(self, version: int, rates: dict[str, float]) -> None:
-        self._validated = dict(rates)
+        self._validated, self._version = dict(rates), version
         shown = " - ".join(f"{name}:{rate:.3f}" for name, rate in rates.items())
         self._display.say(f"version:{version} - {shown}")
 
@@ -96,6 +104,8 @@ class Telling:
         return metrics
 
     def close(self) -> None:
+        if self._validated:  # no step starts from the last version
+            self._trackers.log(self._version, self._validated)
         self._trackers.close()
 
 
