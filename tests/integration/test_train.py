@@ -156,7 +156,7 @@ def test_ctrl_c_ends_the_run_in_good_order_and_leaves_no_process(desk: Path):
     os.kill(process.pid, signal.SIGINT)
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "stopped; what was trained is in runs/tiny" in said and "Traceback" not in errors
+    assert "stopped; go on with `polyrl train --resume runs/tiny`" in said and "Traceback" not in errors
     assert time.monotonic() - began < 20
     assert processes_in(desk) == []
 
