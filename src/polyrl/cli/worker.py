@@ -44,14 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drain-deadline", type=float, default=25.0, metavar="S", help="after a signal (default: %(default)s)"
     )
-    parser.add_argument(
+    relaying = parser.add_mutually_exclusive_group()
+    relaying.add_argument(
         "--relay-on",
         action="append",
         metavar="CIDR",
         help="pass weights on to other workers, on local addresses in this network "
         "(default: on all of them, or on loopback alone if the manager is there)",
     )
-    parser.add_argument("--no-relay", action="store_true", help="pass no weights on")
+    relaying.add_argument("--no-relay", action="store_true", help="pass no weights on")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     dialing.add_credentials(parser)
 
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     from polyrl.cli.loop import run_loop
     from polyrl.errors import UserError
+    from polyrl.weights.interfaces import listening_addresses
     from polyrl.wire.control import WORKER_NAME
 
     name = _default_name() if args.name is None else args.name
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--devices: {args.devices}; expected at least 1")
     if not args.drain_deadline > 0:
         raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
+    if args.relay_on is not None:
+        listening_addresses(args.relay_on, key="--relay-on")  # said before a model is loaded
     engine = _engine(args)
     level = logging.WARNING if args.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
