@@ -78,7 +78,11 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _conclude(run_dir: Path, why: str | None) -> int:
     if why is None:
-        print(f"stopped; go on with `polyrl train --resume {run_dir}`", flush=True)
+        from polyrl.trainer import checkpoint
+
+        can_go_on = bool(checkpoint.found(run_dir))
+        next_ = f"go on with `polyrl train --resume {run_dir}`" if can_go_on else "there is no checkpoint to go on from"
+        print(f"stopped; {next_}", flush=True)
         return 130
     print(f"done: {why}; look at it with `polyrl plot {run_dir}` and `polyrl ledger {run_dir}`", flush=True)
     return 0
