@@ -5,7 +5,7 @@ python tests/gpu/check_run.py [STEPS] [ARCH] [PROMPTS] [MODE...]     published l
 The model has random weights and its rewards mean nothing: only time is looked at. Prompts and lengths are the same.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
 import gc
 import json
 import statistics

@@ -49,7 +49,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_pack_is_what_its_samples_are_alone(family, tmp_path):
-    own_scale = {"query_pre_attn_scalar": 40} if family in ("gemma2", "gemma3_text") else {}
+    own_scale: dict[str, Any] = {"query_pre_attn_scalar": 40} if family in ("gemma2", "gemma3_text") else {}
     folder = save_tiny(family, tmp_path, **own_scale)
     policy = Policy.load(str(folder))
     samples = samples_of(512)
