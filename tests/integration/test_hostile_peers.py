@@ -344,6 +344,21 @@ def test_who_was_refused_cannot_come_back_with_its_session(tmp_path: Path):
     run(scenario())
 
 
+def test_a_lease_that_is_held_a_hundred_thousand_times_is_answered_once(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
+            await fleet.publish(0)
+            await fleet.settled()
+            await peer.enter()
+            await fleet._state(lambda seq: frames.RequestRound(seq, 0))
+            lease = (await peer.until_ordered()).lease
+            await peer.dial()  # again: the first connection is over by that
+            await peer.say(frames.Hello(0, columns.pack_column("<u8", [lease] * 100_000)))
+            assert [one.lease for one in (await peer.hear(frames.Welcome)).held] == [lease]
+
+    run(scenario())
+
+
 def test_a_peer_that_connects_and_never_says_hello_is_cut_off(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, Peer(live) as peer:

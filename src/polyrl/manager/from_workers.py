@@ -56,6 +56,7 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
             executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(frame.version)))
         case frames.InstallFailed():
             version = Version(frame.version)
+            log.warning("worker %s could not install version %d: %s", session.name, version, frame.reason)
             executor.tell(e.WeightsFailed(session.name, session.incarnation, version, frame.reason))
         case frames.Turned():
             executor.tell(e.DutyChanged(session.name, session.incarnation, frame.duty))
@@ -102,7 +103,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
         session.say(frames.Welcome(()))
         return
     desk = executor.scheduler.desk
-    theirs = list(map(LeaseId, columns.unpack_column("Q", hello.leases)))
+    theirs = list(dict.fromkeys(map(LeaseId, columns.unpack_column("Q", hello.leases))))
     ours = worker.leases
     held = tuple(frames.Held(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))
