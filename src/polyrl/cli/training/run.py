@@ -33,7 +33,7 @@ from polyrl.client import Fleet, Prompt, Sample, connect
 from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe, scheduler_config
 from polyrl.engines.builtin.engine import BuiltinConfig
-from polyrl.errors import UserError
+from polyrl.errors import PolyrlError, UserError
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine, Question
@@ -142,7 +142,11 @@ async def train(
         if beside is not None:
             playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
             stack.push_async_callback(_end, playing)
-        why = await _first_of(loop.run(first_step), manager.failed(), worker)
+        try:
+            why = await _first_of(loop.run(first_step), manager.failed(), worker)
+        except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
+            await _dismiss(fleet, _dialer(run_dir, address))
+            raise
         await _dismiss(fleet, _dialer(run_dir, address))
         return why
 

@@ -18,6 +18,7 @@ from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer.loop import StepReport
 from polyrl.weights.interfaces import listening_addresses
+from polyrl.wire.dial import is_loopback
 
 IMPOSED = "lengths are imposed"
 
@@ -48,6 +49,8 @@ class Telling:
         say(f"run: {self._run_dir}   manager: {self._address.url}   status: polyrl status --run-dir {self._run_dir}")
         command = join_command(self._recipe, self._run_dir, self._address.url)
         say(Text.assemble("a worker joins with:  ", (command, "bold green")))
+        if not is_loopback(self._address.url):
+            say(Text("tokens and weights cross the network in clear: use a private network, or a tunnel", "yellow"))
         if self._recipe.rollout.impose_lengths.kind != "off":
             say(Text(f"{IMPOSED} ({self._recipe.rollout.impose_lengths.kind})", style="yellow"))
 
@@ -84,11 +87,11 @@ class Telling:
             "reward/std": float(rewards.std()) if report.rewards else None,
             "reward/max": float(rewards.max()) if report.rewards else None,
             "reward/min": float(rewards.min()) if report.rewards else None,
-            "token/response_length/mean": float(lengths.mean()),
-            "token/response_length/max": int(lengths.max()),
-            "token/response_length/min": int(lengths.min()),
-            "token/response_length/p95": float(np.percentile(lengths, 95)),
-            "token/prompt_length/mean": float(np.mean(report.prompt_lengths or [0])),
+            "token/response_length/mean": float(lengths.mean()) if report.lengths else None,
+            "token/response_length/max": int(lengths.max()) if report.lengths else None,
+            "token/response_length/min": int(lengths.min()) if report.lengths else None,
+            "token/response_length/p95": float(np.percentile(lengths, 95)) if report.lengths else None,
+            "token/prompt_length/mean": float(np.mean(report.prompt_lengths)) if report.prompt_lengths else None,
             "time/step_total": seconds["total"],
             "time/step_train": seconds["train"],
             "time/step_publish": seconds["publish"],

@@ -45,7 +45,8 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: str
     """A Hugging Face directory."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = "cpu"
+    device: str = "auto"
+    """`auto` is `cuda` where there is one, otherwise `cpu`."""
     slots: Annotated[int, Meta(ge=1, le=4096)] = 32
     """Samples that run at once."""
     kv_tokens: Annotated[int, Meta(ge=16)] = 65_536
@@ -153,7 +154,7 @@ class BuiltinEngine:
         if self._loaded is None:
             self._loaded = models.load(config.model, config.dtype, config.device)
         self._tokenizer = models.find_tokenizer(config.model)
-        if not config.device.startswith("cuda"):
+        if not next(self._loaded.model.parameters()).is_cuda:
             self._runner = Runner(self._loaded, cache.num_blocks, cache.block_tokens)
             return
         from polyrl.engines.builtin.cuda_runner import CudaRunner

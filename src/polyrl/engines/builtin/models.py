@@ -55,7 +55,9 @@ _REFUSALS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError
 
 
 def load(folder: str, dtype: str, device: str) -> Loaded:
-    """Raises EngineError, in a line that names the directory."""
+    """`device` may be `auto`: a GPU where there is one. Raises EngineError, in a line that names the directory."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_config(folder)
     attention.register()
     with _quiet():
