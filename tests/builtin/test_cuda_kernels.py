@@ -47,7 +47,7 @@ assert cuda.uniforms(seeds, positions).tolist() == sampling.uniforms(seeds.tolis
 for _ in range(6):
     numbers = torch.rand(7, dtype=torch.float64)
     tokens, logprobs = cuda.draw(logits, temperatures, numbers)
-    wanted, wanted_logprobs = sampling.draw(logits, sampling.Draws(temperatures, numbers, []))
+    wanted, wanted_logprobs = sampling.draw(logits, sampling.Draws(temperatures, numbers, [], is_plain=False))
     assert torch.equal(tokens, wanted)
     assert (logprobs - wanted_logprobs).abs().max() < 1e-4
 """
