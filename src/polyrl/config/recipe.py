@@ -34,6 +34,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
+Tokens = Annotated[float, Meta(ge=1, le=1e9)]
 
 ARITHMETIC = "arithmetic"
 """The data source, and the reward, that ship with the package."""
@@ -190,10 +191,10 @@ class ImposedLengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Answers of drawn lengths instead of the model's own, so that any model shows a realistic tail."""
 
     kind: Literal["off", "lognormal", "quantiles"] = "off"
-    median: Positive = 650.0
-    sigma: NotNegative = 0.9
+    median: Tokens = 650.0
+    sigma: Annotated[float, Meta(ge=0, le=10)] = 0.9
     """Of the logarithm, for `lognormal`."""
-    quantiles: tuple[tuple[Share, Positive], ...] = ()
+    quantiles: tuple[tuple[Share, Tokens], ...] = ()
     """[probability, tokens], both rising, for `quantiles`. Lengths above rollout.max_new_tokens are cut to it."""
     correlation: Share = 0.2
     """Within-prompt correlation of lengths (Gaussian copula)."""
@@ -212,7 +213,7 @@ class RolloutSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_new_tokens: AtLeastOne = 1024
     temperature: Annotated[float, Meta(gt=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Count = 0
+    top_k: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """0: all."""
     min_p: Share = 0.0
     stop: tuple[str, ...] = ()
