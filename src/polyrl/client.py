@@ -44,6 +44,8 @@ __all__ = ["Fleet", "Group", "Origin", "Prompt", "Reward", "RoundOver", "Sample"
 
 log = logging.getLogger("polyrl.client")
 
+_WARNINGS = 5
+"""Samples without a reward that are named one by one."""
 _ASK_FOR_S = 0.2
 """Prompts that took longer are sent before the next one is asked for."""
 
@@ -170,6 +172,7 @@ class Fleet:
         self._scoring: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._life: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
+        self._num_unscored = 0
 
     # What a trainer does
 
@@ -426,7 +429,11 @@ class Fleet:
             if not math.isfinite(result.value):
                 raise ValueError(f"a reward of {result.value}")
         except (PolyrlError, TimeoutError) as error:
-            log.warning("no reward for sample %s: %s", sample.name, str(error) or f"none within {one.timeout_s:g} s")
+            self._num_unscored += 1
+            level = logging.WARNING if self._num_unscored <= _WARNINGS else logging.INFO
+            log.log(level, "no reward for sample %s: %s", sample.name, str(error) or f"none in {one.timeout_s:g} s")
+            if self._num_unscored == _WARNINGS:
+                log.warning("further samples without a reward are counted in the ledger, and not named here")
             outcome, result = "infrastructure_failed", Reward(0.0)
         except Exception:
             log.exception("the reward of sample %s failed", sample.name)

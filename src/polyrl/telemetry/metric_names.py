@@ -72,12 +72,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/step_generate", "s", "from the opening of the round to its last group"),
     Metric("time/step_train", "s", "the trainer had a micro-batch in hand"),
-    Metric("time/step_reward", "s", "from the round's last answer to its last reward: what scoring adds to it"),
     Metric("time/step_publish", "s", "the trainer was busy with offering the new weights"),
     Metric("timing_s/step", "s", "alias of `time/step_total`"),
     Metric("timing_s/gen", "s", "alias of `time/step_generate`"),
     Metric("timing_s/update_actor", "s", "alias of `time/step_train`"),
-    Metric("timing_s/reward", "s", "alias of `time/step_reward`"),
     Metric("timing_s/update_weights", "s", "alias of `time/step_publish`"),
     Metric("idle/trainer_share", "share", "of the step: the trainer was ready to train and had nothing to"),
     Metric("idle/fleet_share", "share", "of the step: after the last remote answer, until its end"),
@@ -85,7 +83,6 @@ METRICS: tuple[Metric, ...] = (
     # How fast
     Metric("perf/throughput", "tokens/s", "tokens trained a second and device, prompts included"),
     Metric("perf/throughput_all_gpus", "tokens/s", "tokens trained a second, prompts included"),
-    Metric("perf/mfu", "share", "model FLOPs of training through what the device could have done while training"),
     Metric("perf/micro_batches", "", "packs that went through the model"),
     Metric("token/trained", "tokens", "answer tokens that entered the loss"),
     Metric("token/through_model", "tokens", "tokens that went through the model, prompts included"),
@@ -98,12 +95,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rounds/groups", "", "groups trained"),
     Metric("rounds/samples", "", "samples trained"),
     Metric("rounds/filtered_groups", "", "groups rejected because all their rewards were equal, and replaced"),
-    Metric("rounds/deferred_prompts", "", "prompts that wait for a long round, at the end of the step"),
     # The fleet
     Metric("fleet/workers", "", "remote workers, mean over the step"),
-    Metric("fleet/spot", "", "spot workers at the end of the step"),
-    Metric("fleet/joined", "", "workers that joined since the step before"),
-    Metric("fleet/lost", "", "workers that went without handing over, since the step before"),
     Metric("fleet/migrations", "", "samples of the round that went on at another worker"),
     Metric("fleet/useful", "", "remote workers that are worth holding, as the scheduler advises"),
     # Tokens and dollars
@@ -123,15 +116,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     # Weights
     Metric("weights/version", "", "the version that the step made"),
-    Metric("weights/publish_s", "s", "until the new version could be had by workers"),
-    Metric("weights/delta_bytes", "bytes", "what a worker that holds the version before has to fetch"),
 )
 
 ALIASES: Mapping[str, str] = {
     "timing_s/step": "time/step_total",
     "timing_s/gen": "time/step_generate",
     "timing_s/update_actor": "time/step_train",
-    "timing_s/reward": "time/step_reward",
     "timing_s/update_weights": "time/step_publish",
     "mismatch_kl": "actor/mismatch_kl",
 }

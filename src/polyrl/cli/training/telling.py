@@ -66,6 +66,9 @@ class Telling:
         self._validated = {}
         self._trackers.log(report.step, metrics)
         self._display.step_ended(report.step, metrics)
+        if not report.stats.added.num_groups and report.num_filtered:
+            why = f"all rewards were equal in each of the {report.num_filtered} groups that came"
+            self._display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
 
     async def validates(self) -> None:
         self._display.doing("validates")
