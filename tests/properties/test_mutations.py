@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "the race is decided by rewards instead of answers",
         "rounds.py",
-        'scoring.score(desk, sample, group, now)\n    if group.state == "open" and group.num_generated >= group.need:',
-        'scoring.score(desk, sample, group, now)\n    if group.state == "open" and group.num_scored >= group.need:',
+        'scoring.score(desk, sample, group)\n    if group.state == "open" and group.num_generated >= group.need:',
+        'scoring.score(desk, sample, group)\n    if group.state == "open" and group.num_scored >= group.need:',
     ),
     Mutation(
         "more groups get a place than the step has",
