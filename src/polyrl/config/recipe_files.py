@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyrl.config.load import apply_overrides, build, load_toml
 from polyrl.config.recipe import Recipe
-from polyrl.errors import ConfigError
+from polyrl.config.shipped import find_shipped, list_shipped
 
 
 def recipe_folder() -> Path:
@@ -17,19 +17,11 @@ def recipe_folder() -> Path:
 
 def list_recipes() -> list[tuple[str, str]]:
     """(name, what it is about) of every recipe that ships with the package, by name."""
-    found = [(path.stem, load_toml(path)) for path in sorted(recipe_folder().glob("*.toml"))]
-    return [(name, str(tree.get("about", ""))) for name, tree in found]
+    return list_shipped(recipe_folder())
 
 
 def find_recipe(name: str) -> Path:
-    path = Path(name)
-    if path.suffix == ".toml":
-        return path
-    shipped = recipe_folder() / f"{name}.toml"
-    if shipped.is_file():
-        return shipped
-    known = ", ".join(one for one, _ in list_recipes())
-    raise ConfigError(f"{name}: no such recipe; expected a file ending in .toml, or one of: {known}")
+    return find_shipped(name, recipe_folder(), "recipe")
 
 
 def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:

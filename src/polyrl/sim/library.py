@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyrl.config.load import apply_overrides, build, load_toml
+from polyrl.config.shipped import find_shipped, list_shipped
 from polyrl.errors import ConfigError
 from polyrl.sim.scenario import Scenario
 
@@ -22,20 +23,12 @@ def scenario_folder() -> Path:
 
 def list_scenarios() -> list[tuple[str, str]]:
     """(name, what it is about) of every scenario that ships with the package, by name."""
-    found = [(path.stem, load_toml(path)) for path in sorted(scenario_folder().glob("*.toml"))]
-    return [(name, str(tree.get("about", ""))) for name, tree in found]
+    return list_shipped(scenario_folder())
 
 
 def find_scenario(name: str, folder: Path | None = None) -> Path:
     """The file of a scenario: a path (relative to `folder`), or the name of one in the package."""
-    path = (folder or Path()) / name
-    if path.suffix == ".toml":
-        return path
-    shipped = scenario_folder() / f"{name}.toml"
-    if shipped.is_file():
-        return shipped
-    known = ", ".join(one for one, _ in list_scenarios())
-    raise ConfigError(f"{name}: no such scenario; expected a file ending in .toml, or one of: {known}")
+    return find_shipped(name, scenario_folder(), "scenario", folder)
 
 
 def load_scenario(name: str, overrides: list[str] | None = None) -> Scenario:

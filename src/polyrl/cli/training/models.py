@@ -6,6 +6,7 @@ import torch
 from msgspec.structs import replace
 
 from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.models import choose_device
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 
@@ -42,9 +43,3 @@ def load_critic(recipe: Recipe) -> Critic | None:
     )
     optimizer = replace(recipe.optimizer, lr=wanted.lr, grad_clip=wanted.grad_clip)
     return Critic(trunk, optimizer, recipe.train.steps)
-
-
-def choose_device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"

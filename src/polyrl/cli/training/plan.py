@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyrl.cli.training.models import choose_device
 from polyrl.cli.training.tasks import prompt_room
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.models import choose_device
 from polyrl.errors import ConfigError
 from polyrl.weights import folder as folders
 

@@ -56,8 +56,7 @@ _REFUSALS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError
 
 def load(folder: str, dtype: str, device: str) -> Loaded:
     """`device` may be `auto`: a GPU where there is one. Raises EngineError, in a line that names the directory."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(device)
     _check_config(folder)
     attention.register()
     with _quiet():
@@ -85,6 +84,13 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"device {device} cannot be used: {_line(error)}") from error
     return describe(model.eval(), folder)
+
+
+def choose_device(wanted: str) -> str:
+    """`auto` is a GPU where there is one."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _check_config(folder: str) -> None:
