@@ -228,13 +228,13 @@ class Sender:
             if span.num_bytes > protocol.MAX_DATA_BYTES:
                 raise Refused(Code.NONSENSE, f"{span.num_bytes} bytes at once; at most {protocol.MAX_DATA_BYTES}")
             channel.extend()
+            with self._guard:  # Before, so that whoever has the bytes finds them counted. Cut streams count in full.
+                self.num_bytes_sent += span.num_bytes
             channel.send(protocol.data_header(span.num_bytes), more=True)
             if channel.is_plain and not self._pace.is_limited:
                 channel.send_file(span.fd, span.start, span.num_bytes)
             else:
                 self._send_slowly(channel, name, span.fd, span.start, span.num_bytes)
-        with self._guard:
-            self.num_bytes_sent += span.num_bytes
 
     def _send_slowly(self, channel: Channel, name: str, fd: int, start: int, num_bytes: int) -> None:
         """Under TLS, or under a limit: piece by piece."""
