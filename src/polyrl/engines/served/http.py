@@ -1,0 +1,129 @@
+"""Requests to a server on this machine, and its event streams. Every wait has a deadline; every error is a line."""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from polyrl.engines.engine import EngineError
+
+_CONNECT_S = 5.0
+_LARGEST_EVENT_BYTES = 64 << 20
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+
+
+class ServerUnreachable(EngineError):
+    """It is not there, or went away in the middle."""
+
+
+class ServerAnswered(EngineError):
+    """It answered, and the answer is an error."""
+
+    def __init__(self, path: str, status: int, said: str) -> None:
+        super().__init__(f"{path} answered {status}: {said}")
+        self.status, self.said = status, said
+
+
+class Http:
+    """Speaks with one server. `close` ends all that is under way."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=False), read_bufsize=1 << 20, trust_env=False
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get(self, path: str, *, timeout_s: float, text: bool = False) -> Any:
+        """What it answers, decoded; the text of it if that is wanted. Raises ServerUnreachable or ServerAnswered."""
+        return await self._ask("GET", path, None, timeout_s, text=text)
+
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, text: bool = False
+    ) -> Any:
+        return await self._ask("POST", path, body, timeout_s, text=text)
+
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, *, text: bool
+    ) -> Any:
+        data, headers = (None, None) if body is None else (_encode(body), {"Content-Type": "application/json"})
+        timeout = aiohttp.ClientTimeout(total=timeout_s, connect=_CONNECT_S)
+        try:
+            async with self._open.request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as reply:
+                raw = await reply.read()
+                if reply.status >= 400:
+                    raise ServerAnswered(path, reply.status, _error_line(raw))
+        except TimeoutError as error:
+            raise ServerUnreachable(f"{path} did not answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerUnreachable(f"{path}: {_line(error)}") from error
+        if text:
+            return raw.decode(errors="replace")
+        if not raw.strip():
+            return None
+        try:
+            return _decode(raw)
+        except msgspec.DecodeError as error:
+            raise ServerAnswered(path, 200, f"no JSON: {error}") from error
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """The events of a stream, decoded, until it says that it is done. Its pace is its own."""
+        timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._open.post(self.url + path, data=_encode(body), headers=headers, timeout=timeout) as reply:
+                if reply.status >= 400:
+                    raise ServerAnswered(path, reply.status, _error_line(await reply.read()))
+                async for data in _data_of(reply.content):
+                    if data == b"[DONE]":
+                        return
+                    yield _decode(data)
+        except msgspec.DecodeError as error:
+            raise ServerAnswered(path, 200, f"an event that is no JSON: {error}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ServerUnreachable(f"{path}: {_line(error)}") from error
+        raise ServerUnreachable(f"{path}: the stream broke off")
+
+
+async def _data_of(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of server-sent events; each is one line in what these servers send."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+        if len(rest) > _LARGEST_EVENT_BYTES:
+            raise OSError("an event without an end")
+
+
+def _line(error: BaseException) -> str:
+    said = str(error).strip().partition("\n")[0]
+    return said or type(error).__name__
+
+
+def _error_line(raw: bytes) -> str:
+    """What an error says: these servers wrap it in {"error": {"message": ...}}, or in other ways."""
+    text = raw.decode(errors="replace").strip()
+    try:
+        body = _decode(raw)
+    except msgspec.DecodeError:
+        body = None
+    if isinstance(body, dict):
+        inner = body.get("error", body.get("detail", body))
+        text = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    return " ".join(text.split())[:500] or "nothing"

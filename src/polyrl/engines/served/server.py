@@ -1,0 +1,142 @@
+"""What the served engine asks of a kind of server: how it is started, how it streams, how it takes weights.
+
+A server speaks in token ids only. What it gives is told as it is: `Part` holds what came since the last one.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+from msgspec import Meta, Struct
+
+from polyrl.engines.engine import EngineError, Job, Weights
+from polyrl.engines.served.http import Http
+
+
+class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    """A Hugging Face directory."""
+    python: str = ""
+    """The interpreter of the environment that the server is installed in; empty: ours."""
+    url: str = ""
+    """A server that runs already, and is not ours to start or to end."""
+    flags: tuple[str, ...] = ()
+    """Passed to the server as they are; they win over ours."""
+    log: str = ""
+    """A file for what the server prints; empty: one in the directory for temporary files."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    slots: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    """Samples that run at once; none: what the server takes, 256 at most."""
+    kv_tokens: Annotated[int, Meta(ge=16)] | None = None
+    """Tokens that fit into the cache; none: on a GPU the server fills its memory, on the CPU 65,536."""
+    max_context: Annotated[int, Meta(ge=2)] | None = None
+    """Prompt and answer together; none: what the model can."""
+    after_install: Literal["keep", "recompute"] = "recompute"
+    """What becomes of the cache of running samples when weights change."""
+    version: Annotated[int, Meta(ge=0)] | None = 0
+    """Which version the directory holds; none: it may not be used before another is installed."""
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
+    """A server that is not ready by then is ended. Large models load and compile for long."""
+
+
+class ServerBroken(EngineError):
+    """Nobody knows what the server runs now: it must be started again."""
+
+
+class Command(NamedTuple):
+    argv: list[str]
+    environment: dict[str, str]
+    """Beside the one we run in."""
+
+
+class Facts(NamedTuple):
+    """What a server that is ready says of itself, or its model's directory does."""
+
+    model: str
+    slots: int
+    kv_tokens: int
+    max_context: int
+    vocab: int
+    end_ids: frozenset[int]
+
+
+class Span(NamedTuple):
+    """These tokens of an answer were written under that label."""
+
+    label: str
+    start: int
+    end: int
+
+
+class Part(NamedTuple):
+    """What came of an answer since the last part."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    end: Literal["", "stop", "length", "aborted"] = ""
+    """How the answer ended, with this part."""
+    spans: Sequence[Span] = ()
+    """With the end, where the server says it."""
+
+
+class Load(NamedTuple):
+    num_running: int
+    num_waiting: int
+    kv_used: float
+    num_preemptions: int
+
+
+class Weighing(Protocol):
+    """How a kind of server takes weights. Made anew for every life of a server."""
+
+    def flags(self) -> list[str]:
+        """What the server must be started with."""
+        ...
+
+    def environment(self) -> Mapping[str, str]: ...
+
+    async def stage(self, weights: Weights) -> Any:
+        """Bring a version near, while samples go on. The copy is ours until `put` has returned. Raises EngineError."""
+        ...
+
+    async def pause(self) -> None:
+        """When this returns no token is written any more. Running samples keep their place."""
+        ...
+
+    async def put(self, staged: Any) -> None:
+        """Put the weights in place, verify them, and set the server's label. Raises EngineError or ServerBroken."""
+        ...
+
+    async def resume(self) -> None: ...
+
+
+class Server(Protocol):
+    """One life of a server. `http` is connected when it was started; before that only `command` may be called."""
+
+    http: Http
+    weighing: Weighing
+
+    def command(self, port: int) -> Command:
+        """How it is started: listening on loopback, at this port."""
+        ...
+
+    async def is_ready(self) -> bool:
+        """Whether it would answer. Cheap, and never an error."""
+        ...
+
+    async def facts(self) -> Facts:
+        """Raises EngineError for a server, or a model, that cannot serve us."""
+        ...
+
+    def stream(self, request: str, job: Job) -> AsyncIterator[Part]:
+        """Ends after a part with an end. Raises EngineError when the server fails, JobRefused when it will not."""
+        ...
+
+    async def abort(self, request: str) -> None:
+        """When this returns the server has been told; its stream ends with `aborted`, or has ended."""
+        ...
+
+    async def load(self) -> Load: ...
+
+
+class JobRefused(EngineError):
+    """The server will not do this job; others it may."""
