@@ -53,7 +53,7 @@ def recipe_of(mode: str, folder: Path, steps: int, prompts: int) -> Recipe:
     tree = {
         "name": "timing",
         "model": {"path": str(folder), "dtype": "bfloat16", "device": "cuda"},
-        "train": {"steps": steps, "micro_batch_tokens": 16_384, "min_micro_batch_samples": 64},
+        "train": {"steps": steps, "micro_batch_tokens": 16_384},
         "algorithm": {"zero_variance": "keep"},
         "rollout": {"max_new_tokens": 8192, "impose_lengths": {"kind": "quantiles", "quantiles": QUANTILES}},
         "rounds": {"samples_per_prompt": 8},

@@ -113,6 +113,15 @@ class Bench:
         logprobs = np.full(num_answer, -np.log(self.vocab), np.float32)
         return TrainSample(tokens[:num_prompt], tokens[num_prompt:], logprobs, float(rng.normal()))
 
+    def is_micro_batch(self, groups: Sequence[Sequence[Any]]) -> bool:
+        """As the loop has it."""
+        from polyrl.config.recipe import TrainSection
+        from polyrl.trainer.loop import is_micro_batch
+
+        lengths = [len(one.answer) for group in groups for one in group]
+        train = TrainSection(micro_batch_tokens=self.work.pack_tokens)
+        return is_micro_batch(len(lengths), sum(lengths), train, self.device)
+
     # One step each
 
     def ours(self, calls: Sequence[Sequence[Sequence[Any]]]) -> None:
@@ -322,9 +331,15 @@ def _unpadded(bench: Bench) -> dict[str, Any]:
 
 
 def _streaming(bench: Bench) -> dict[str, Any]:
-    """Groups two at a time, as they would arrive, against all of them at once."""
+    """Groups as they would arrive, in the loop's micro-batches, against all of them at once."""
     groups = bench.draw("math", seed=1) + bench.draw("math", seed=2)
-    parts = [groups[at : at + 2] for at in range(0, len(groups), 2)]
+    parts, waiting = [], []
+    for group in groups:
+        waiting.append(group)
+        if bench.is_micro_batch(waiting):
+            parts.append(waiting)
+            waiting = []
+    parts += [waiting] if waiting else []
     seconds = bench.take_turns({"at once": lambda: bench.ours([groups]), "streamed": lambda: bench.ours(parts)})
     return {"calls": len(parts), "overhead": round(_ratio(seconds["streamed"], seconds["at once"]) - 1, 3)}
 

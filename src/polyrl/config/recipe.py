@@ -70,8 +70,9 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where everything about the run is written; none: runs/NAME."""
     micro_batch_tokens: AtLeastOne = 16_384
     """Tokens that go through the model at once while it trains."""
-    min_micro_batch_samples: AtLeastOne = 16
-    """A micro-batch starts when so many samples are complete, or the round is."""
+    min_micro_batch_samples: AtLeastOne | None = None
+    """A micro-batch starts when so many samples are complete, or `micro_batch_tokens`, or the round; none: 16 on a
+    CPU, and on a GPU only tokens count."""
     local_generation: bool = True
     """The trainer's own device generates too. With no workers it is the only one that does."""
     stop_at_reward: float | None = None

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from polyrl.client import Fleet, Group, RoundOver
-from polyrl.config.recipe import Recipe
+from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.scheduling.ledger import StepLine
 from polyrl.trainer.batch import TrainSample, is_zero_variance
 from polyrl.trainer.devices import Devices
@@ -27,6 +27,7 @@ from polyrl.trainer.step import StepAccumulator, StepStats
 log = logging.getLogger("polyrl.trainer")
 
 ZERO_VARIANCE = "all rewards are equal"
+_CPU_MICRO_BATCH_SAMPLES = 16
 _LINE_TIMEOUT_S = 600.0
 """As long as the client is patient with a manager that is gone: it may be starting again."""
 
@@ -191,10 +192,9 @@ class Loop:
         return filters and is_zero_variance([sample.reward for sample in group.samples])
 
     def _is_enough(self, groups: list[Group]) -> bool:
-        train = self._recipe.train
         num_samples = sum(len(group.samples) for group in groups)
         num_tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
-        return num_samples >= train.min_micro_batch_samples or num_tokens >= train.micro_batch_tokens
+        return is_micro_batch(num_samples, num_tokens, self._recipe.train, self._steps.device_type)
 
     async def _micro_batch(self, step: int, groups: list[Group]) -> list[list[TrainSample]]:
         batch = [self._train_samples(group) for group in groups]
@@ -226,6 +226,16 @@ class Loop:
         offer = await self._publisher.publish(version)
         await self._fleet.publish(offer.version, offer.digest, offer.addresses)
         return time.monotonic() - began
+
+
+def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, device_type: str) -> bool:
+    """Whether so much is worth a turn on the device. A GPU takes as long for a part of a pack as for all of it."""
+    if num_tokens >= train.micro_batch_tokens:
+        return True
+    least = train.min_micro_batch_samples
+    if least is None:
+        return device_type == "cpu" and num_samples >= _CPU_MICRO_BATCH_SAMPLES
+    return num_samples >= least
 
 
 async def _in_order(groups: AsyncIterator[Group]) -> AsyncIterator[Group]:

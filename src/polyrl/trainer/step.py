@@ -116,6 +116,10 @@ class StepAccumulator:
         """The last step with an update."""
         self._forget()
 
+    @property
+    def device_type(self) -> str:
+        return self._policy.device.type
+
     def begin(self, step: int) -> None:
         if self._step is not None:
             raise RuntimeError(f"step {self._step} is not over")
