@@ -73,6 +73,9 @@ class EngineStats(NamedTuple):
     """A share, from 0 to 1."""
     num_preemptions: int
     """Since it started: how often it threw a running sample's cache away."""
+    down: str = ""
+    """Why it can do nothing for now, as while its server starts again. All that ran has ended in `engine_failed`, or
+    is about to. When it is back it runs what it ran at its start."""
 
 
 class Weights(NamedTuple):

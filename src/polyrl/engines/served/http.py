@@ -1,7 +1,7 @@
 """Requests to a server on this machine, and its event streams. Every wait has a deadline; every error is a line."""
 
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -12,6 +12,8 @@ _CONNECT_S = 5.0
 _LARGEST_EVENT_BYTES = 64 << 20
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
+
+Event = TypeVar("Event")
 
 
 class ServerUnreachable(EngineError):
@@ -32,16 +34,18 @@ class Http:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     @property
     def _open(self) -> aiohttp.ClientSession:
+        if self._is_closed:
+            raise ServerUnreachable("the server is not used any more")
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=False), read_bufsize=1 << 20, trust_env=False
-            )
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=1 << 20)
         return self._session
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -80,8 +84,10 @@ class Http:
         except msgspec.DecodeError as error:
             raise ServerAnswered(path, 200, f"no JSON: {error}") from error
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """The events of a stream, decoded, until it says that it is done. Its pace is its own."""
+    async def events(
+        self, path: str, body: Mapping[str, Any], decode: Callable[[bytes], Event]
+    ) -> AsyncGenerator[Event]:
+        """The events of a stream until it says that it is done. Its pace is its own, and whoever waits may leave."""
         timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
         headers = {"Content-Type": "application/json"}
         try:
@@ -91,7 +97,7 @@ class Http:
                 async for data in _data_of(reply.content):
                     if data == b"[DONE]":
                         return
-                    yield _decode(data)
+                    yield decode(data)
         except msgspec.DecodeError as error:
             raise ServerAnswered(path, 200, f"an event that is no JSON: {error}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

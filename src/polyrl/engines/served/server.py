@@ -3,13 +3,14 @@
 A server speaks in token ids only. What it gives is told as it is: `Part` holds what came since the last one.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from msgspec import Meta, Struct
 
-from polyrl.engines.engine import EngineError, Job, Weights
+from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.http import Http
+from polyrl.wire.frames import Sampling
 
 
 class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,11 +24,13 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Passed to the server as they are; they win over ours."""
     log: str = ""
     """A file for what the server prints; empty: one in the directory for temporary files."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    threads: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Of the CPU, where it computes there. Two on a busy machine have been seen to be 20 times slower than one."""
     slots: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """Samples that run at once; none: what the server takes, 256 at most."""
+    """Samples that run at once; none: what the server takes."""
     kv_tokens: Annotated[int, Meta(ge=16)] | None = None
-    """Tokens that fit into the cache; none: on a GPU the server fills its memory, on the CPU 65,536."""
+    """Tokens that fit into the cache; none: on a GPU the server fills its memory, on the CPU 32,768."""
     max_context: Annotated[int, Meta(ge=2)] | None = None
     """Prompt and answer together; none: what the model can."""
     after_install: Literal["keep", "recompute"] = "recompute"
@@ -36,6 +39,10 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Which version the directory holds; none: it may not be used before another is installed."""
     start_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
     """A server that is not ready by then is ended. Large models load and compile for long."""
+
+
+End = Literal["", "stop", "length", "aborted"]
+"""How an answer ended; empty while it has not."""
 
 
 class ServerBroken(EngineError):
@@ -54,9 +61,23 @@ class Facts(NamedTuple):
     model: str
     slots: int
     kv_tokens: int
+    """0 when it does not say."""
     max_context: int
     vocab: int
     end_ids: frozenset[int]
+    label: str
+    """Of the weights that it runs: a version's number, or what it has for weights that nobody installed."""
+
+
+class Asked(NamedTuple):
+    """A sample's turn: what to write after these tokens."""
+
+    tokens: list[int]
+    max_new: int
+    seed: int
+    sampling: Sampling
+    end_ids: list[int]
+    """The answer ends with the first of these; nothing else ends it before `max_new`."""
 
 
 class Span(NamedTuple):
@@ -72,8 +93,7 @@ class Part(NamedTuple):
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    end: Literal["", "stop", "length", "aborted"] = ""
-    """How the answer ended, with this part."""
+    end: End = ""
     spans: Sequence[Span] = ()
     """With the end, where the server says it."""
 
@@ -110,13 +130,13 @@ class Weighing(Protocol):
 
 
 class Server(Protocol):
-    """One life of a server. `http` is connected when it was started; before that only `command` may be called."""
+    """One life of a server, at the address that `http` has."""
 
     http: Http
     weighing: Weighing
 
     def command(self, port: int) -> Command:
-        """How it is started: listening on loopback, at this port."""
+        """How it is started: listening on loopback, at this port. Raises EngineError for what cannot be served."""
         ...
 
     async def is_ready(self) -> bool:
@@ -127,12 +147,12 @@ class Server(Protocol):
         """Raises EngineError for a server, or a model, that cannot serve us."""
         ...
 
-    def stream(self, request: str, job: Job) -> AsyncIterator[Part]:
+    def stream(self, request: str, asked: Asked) -> AsyncGenerator[Part]:
         """Ends after a part with an end. Raises EngineError when the server fails, JobRefused when it will not."""
         ...
 
     async def abort(self, request: str) -> None:
-        """When this returns the server has been told; its stream ends with `aborted`, or has ended."""
+        """The server is told. Its stream then ends; if not, the request had not come to it yet."""
         ...
 
     async def load(self) -> Load: ...

@@ -1,0 +1,330 @@
+"""A server of another project behind the contract (engines/engine.py): one stream of tokens for each sample.
+
+Rules kept here, beside those of engine.py: nothing that could harm a server is sent to it, so token ids are checked on
+this side. A sample is told to have failed only after `stats().down` says that the server is down, or when the server is
+well and this one stream failed. Every token carries the version that the server ran when it wrote it: between the
+last token of one version and the first of the next, the server stands still and all that it wrote is heard. What the
+server itself says of it at the end of an answer is compared, and a difference is reported.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, Literal
+
+from polyrl.engines.engine import Capabilities, EngineEnd, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.engines.served.http import Http
+from polyrl.engines.served.keeper import Keeper
+from polyrl.engines.served.server import Asked, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
+from polyrl.ids import LeaseId, Version
+from polyrl.scheduling.order import mix64
+
+log = logging.getLogger("polyrl.engines.served")
+
+Kind = Literal["vllm", "sglang"]
+NAMES: dict[Kind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+
+_QUIET_S = 0.02
+"""Nothing came for so long from a server that stands still: all that it wrote is heard."""
+_QUIET_AT_MOST_S = 2.0
+_ABORT_S = 5.0
+_ABORT_AGAIN_S = 0.1
+_SEED_BITS = 31
+"""What both servers take."""
+
+
+class _Answer:
+    """A sample's stay here."""
+
+    __slots__ = ("ends", "is_silent", "job", "num_tokens", "request", "runs", "server", "task")
+
+    def __init__(self, job: Job, request: str) -> None:
+        self.job = job
+        self.request = request
+        self.ends: frozenset[int] = frozenset()
+        self.num_tokens = 0
+        """Of this stay."""
+        self.runs: list[tuple[int, Version]] = []
+        """(from this token on, that version wrote)."""
+        self.is_silent = False
+        """It was aborted: nothing is told of it any more."""
+        self.server: Server | None = None
+        """Where it was sent to."""
+        self.task: asyncio.Task[None] | None = None
+
+
+class ServedEngine:
+    def __init__(self, kind: Kind, config: ServedConfig) -> None:
+        self._kind: Kind = kind
+        self._config = config
+        self._keeper = Keeper(NAMES[kind], self._make, config, self._went_down)
+        self._own = uuid.uuid4().hex[:8]
+        """Several workers may share a server that runs already."""
+        self._facts: Facts | None = None
+        self._sink: Sink | None = None
+        self._version = self._base
+        self._answers: dict[LeaseId, _Answer] = {}
+        self._installing = asyncio.Lock()
+        self._heard_at = 0.0
+        self._has_warned = False
+        self._is_closed = False
+        self.num_misstamped = 0
+        """Answers whose server says other versions than we told."""
+        self.last_install_s = 0.0
+        """How long the server stood still for the last install."""
+
+    @property
+    def keeper(self) -> Keeper:
+        return self._keeper
+
+    @property
+    def _base(self) -> Version | None:
+        """What the directory holds, and a server that was just started runs."""
+        return None if self._config.version is None else Version(self._config.version)
+
+    def _version_of(self, label: str) -> Version | None:
+        return Version(int(label)) if label.isdecimal() else self._base
+
+    def _make(self, http: Http) -> Server:
+        if self._kind == "vllm":
+            from polyrl.engines.served.vllm import VllmServer
+
+            return VllmServer(http, self._config)
+        from polyrl.engines.served.sglang import SglangServer
+
+        return SglangServer(http, self._config)
+
+    # Life
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        self._sink = sink
+        facts = self._facts = await self._keeper.start()
+        self._version = self._version_of(facts.label)
+        if self._is_closed:
+            await self._keeper.close()
+            raise EngineError("the engine was closed before it had started")
+        return EngineInfo(
+            engine=self._kind,
+            model=facts.model,
+            slots=facts.slots,
+            kv_tokens=facts.kv_tokens,
+            capabilities=Capabilities(seeds_survive_moves=False, keeps_running_over_install=True, stop_strings=False),
+            version=self._version,
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+        answers, self._answers = list(self._answers.values()), {}
+        for answer in answers:
+            answer.is_silent = True
+            if answer.task is not None:
+                answer.task.cancel()
+        tasks = [answer.task for answer in answers if answer.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._keeper.close()
+
+    def health(self) -> str | None:
+        if self._is_closed:
+            return "the engine is closed"
+        if self._facts is None:
+            return "the engine has not started"
+        return self._keeper.trouble
+
+    def stats(self) -> EngineStats:
+        """Its own figures are a moment old, so they are held against what we know."""
+        load, num = self._keeper.load, len(self._answers)
+        slots = 0 if self._facts is None else self._facts.slots
+        num_waiting = max(min(load.num_waiting, num), num - slots)
+        return EngineStats(
+            num - num_waiting,
+            num_waiting,
+            slots,
+            min(1.0, max(0.0, load.kv_used)),
+            load.num_preemptions,
+            down=self._keeper.down,
+        )
+
+    def _went_down(self, why: str) -> None:
+        """The server ended, and its weights with it. Samples end by themselves, as their streams have."""
+        self._version = self._base
+
+    # Samples
+
+    def generate(self, job: Job) -> None:
+        if self._is_closed or job.lease in self._answers:
+            return
+        answer = self._answers[job.lease] = _Answer(job, f"{self._own}-{job.lease}")
+        answer.task = asyncio.create_task(self._run(answer))
+
+    async def _run(self, answer: _Answer) -> None:
+        reason, detail = await self._write(answer)
+        if answer.is_silent or self._sink is None:
+            return
+        self._answers.pop(answer.job.lease, None)
+        self._sink.ended(answer.job.lease, reason, detail)
+
+    async def _write(self, answer: _Answer) -> tuple[EngineEnd, str]:
+        """How the answer ended, and a line about it."""
+        job, server, facts = answer.job, self._keeper.server, self._facts
+        if server is None or facts is None:
+            return "engine_failed", self._keeper.down or "the engine has not started"
+        why_not = self._why_not(job, facts)
+        if why_not:
+            return "refused", why_not
+        answer.ends = frozenset(job.sampling.stop_ids) | (frozenset() if job.sampling.ignore_eos else facts.end_ids)
+        if job.so_far and job.so_far[-1] in answer.ends:
+            return "stop", ""  # its end was made already, and not heard of
+        answer.server = server
+        try:
+            async with aclosing(server.stream(answer.request, _asked(answer, facts))) as parts:
+                async for part in parts:
+                    if self._take(answer, part):
+                        if not part.end:  # the server would go on
+                            await server.abort(answer.request)
+                        return "stop", ""
+                    if part.end == "aborted":
+                        return "engine_failed", "the server ended it"
+                    if part.end:
+                        return part.end, ""
+        except JobRefused as error:
+            return "refused", f"the server: {error}"
+        except EngineError as error:
+            alive = await self._keeper.is_alive(server)
+            return "engine_failed", str(error) if alive else self._keeper.down
+        return "engine_failed", "the stream ended without an end"
+
+    def _why_not(self, job: Job, facts: Facts) -> str:
+        """Why the job is refused; empty when it is not."""
+        num = len(job.prompt) + len(job.so_far)
+        if self._version is None:
+            return "no weights are installed"
+        if not job.prompt:
+            return "the prompt is empty"
+        if job.max_tokens <= len(job.so_far):
+            return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+        if job.sampling.stop:
+            return "stop strings need a tokenizer, and the server runs without one; give stop ids"
+        for tokens in (job.prompt, job.so_far):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < facts.vocab:
+                return f"token ids go from 0 to {facts.vocab - 1}; got {min(tokens)} to {max(tokens)}"
+        if num >= facts.max_context:
+            return f"prompt and answer so far are {num} tokens, and the context is {facts.max_context}"
+        longest = min(len(job.prompt) + job.max_tokens, facts.max_context)
+        if facts.kv_tokens and longest > facts.kv_tokens:
+            return f"{longest} tokens do not fit into the cache of {facts.kv_tokens}"
+        sampling = job.sampling
+        if not self._has_warned and (sampling.top_p < 1.0 or sampling.top_k or sampling.min_p):
+            self._has_warned = True
+            log.warning("top-p, top-k or min-p: log-probabilities are those of the truncated distribution")
+        return ""
+
+    def _take(self, answer: _Answer, part: Part) -> bool:
+        """Tell of new tokens; whether the answer has come to its end with them."""
+        self._heard_at = time.monotonic()
+        if answer.server is not self._keeper.server:
+            raise EngineError("it comes from a server that is down")  # of which version, nobody can say any more
+        if answer.is_silent or not part.tokens or self._sink is None or self._version is None:
+            return part.end == "stop"
+        tokens, logprobs = list(part.tokens), list(part.logprobs)
+        if len(tokens) != len(logprobs):
+            raise EngineError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
+        end = next((at for at, token in enumerate(tokens) if token in answer.ends), None)
+        if end is not None:
+            tokens, logprobs = tokens[: end + 1], logprobs[: end + 1]
+        if not answer.runs or answer.runs[-1][1] != self._version:
+            answer.runs.append((answer.num_tokens, self._version))
+        answer.num_tokens += len(tokens)
+        self._keeper.wrote = True
+        self._sink.tokens(answer.job.lease, tokens, logprobs, self._version)
+        if part.spans:
+            self._compare(answer, part.spans)
+        return end is not None or part.end == "stop"
+
+    def _compare(self, answer: _Answer, spans: Sequence[Span]) -> None:
+        """Hold what the server says against the stamps that we gave."""
+        said: list[tuple[int, Version | None]] = []
+        for span in spans:
+            version = self._version_of(span.label)
+            if span.end > span.start and (not said or said[-1][1] != version):
+                said.append((span.start, version))
+        if said and said != answer.runs:
+            self.num_misstamped += 1
+            log.error("lease %d: told as written by %s; the server says %s", answer.job.lease, answer.runs, said)
+
+    async def abort(self, lease: LeaseId) -> None:
+        answer = self._answers.pop(lease, None)
+        if answer is None or answer.task is None:
+            return
+        answer.is_silent = True
+        await self._free(answer, answer.task)
+        answer.task.cancel()
+        await asyncio.wait([answer.task])
+
+    async def _free(self, answer: _Answer, task: asyncio.Task[None]) -> None:
+        """Returns when the server has let go of it. A request that is on its way is not known to it yet."""
+        until = time.monotonic() + _ABORT_S
+        while answer.server is not None and answer.server is self._keeper.server and time.monotonic() < until:
+            try:
+                await answer.server.abort(answer.request)
+            except EngineError:
+                return
+            await asyncio.wait([task], timeout=_ABORT_AGAIN_S)
+            if task.done():
+                return
+
+    # Weights
+
+    async def install(self, weights: Weights) -> None:
+        """Who stops waiting stops nothing: weights that are in place already have their version written down."""
+        await asyncio.shield(asyncio.ensure_future(self._install(weights)))
+
+    async def _install(self, weights: Weights) -> None:
+        async with self._installing:
+            server = self._keeper.server
+            if server is None or self._is_closed:
+                raise EngineError(self._keeper.down or "the engine does not run")
+            if weights.copy is None and weights.folder is None:
+                if weights.version == self._version:
+                    return
+                raise EngineError(f"nobody says where version {weights.version} can be had")
+            staged = await server.weighing.stage(weights)
+            await self._put(server, staged, weights.version)
+
+    async def _put(self, server: Server, staged: Any, version: Version) -> None:
+        began = time.monotonic()
+        try:
+            await server.weighing.pause()
+            try:
+                await self._hear_all(server)
+                await server.weighing.put(staged)
+                if self._keeper.server is not server:
+                    raise EngineError(self._keeper.down)
+                self._version = version
+            finally:
+                await server.weighing.resume()
+        except ServerBroken as error:
+            self._keeper.give_up_server(f"cannot be trusted any more: {error}")
+            raise
+        self.last_install_s = time.monotonic() - began
+        log.info("version %d is installed; the server stood still for %.3f s", version, self.last_install_s)
+
+    async def _hear_all(self, server: Server) -> None:
+        """The server stands still. What it wrote is on its way through its own processes, and then to us."""
+        await server.load()
+        until = time.monotonic() + _QUIET_AT_MOST_S
+        self._heard_at = time.monotonic()
+        while (now := time.monotonic()) < min(until, self._heard_at + _QUIET_S):
+            await asyncio.sleep(min(until, self._heard_at + _QUIET_S) - now)
+
+
+def _asked(answer: _Answer, facts: Facts) -> Asked:
+    job = answer.job
+    tokens = [*job.prompt, *job.so_far]
+    max_new = min(job.max_tokens - len(job.so_far), facts.max_context - len(tokens))
+    # A turn of its own draws: the same seed would draw again what it drew for the answer's first tokens.
+    seed = mix64(job.seed, len(job.so_far)) >> (64 - _SEED_BITS)
+    return Asked(tokens, max_new, seed, job.sampling, sorted(answer.ends))

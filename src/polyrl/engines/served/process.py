@@ -1,0 +1,162 @@
+"""A server as a child process: its port, its log, its end.
+
+Rules kept here: it has its own process group, so that a Ctrl+C meant for us does not reach it, and its end is that of
+all its processes. It dies with us, however we die. What it prints goes to a file that is kept.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from polyrl.engines.engine import EngineError
+from polyrl.engines.served.server import Command
+
+_STOP_S = 15.0
+_GROUP_S = 5.0
+_POLL_S = 0.05
+_TAIL_BYTES = 256 << 10
+_LINES = 1000
+_HEAD = "--- polyrl "
+_ERROR = re.compile(r"\b\w*(Error|Exception): .+")
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+"""Loaded here: between fork and exec, a lock that a thread held would never be released."""
+
+
+def free_port() -> int:
+    """One that nobody listens on. Somebody else may take it first: then the server says so, and gets another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def make_log(kind: str, given: str) -> Path:
+    """Where a server's log goes. Raises EngineError for a file that cannot be written."""
+    try:
+        if given:
+            path = Path(given).expanduser()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+            return path
+        handle, name = tempfile.mkstemp(prefix=f"polyrl-{kind}-", suffix=".log")
+    except OSError as error:
+        raise EngineError(f"the server's log cannot be written: {error}") from error
+    os.close(handle)
+    return Path(name)
+
+
+class ServerProcess:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    @classmethod
+    async def start(cls, command: Command, log: Path) -> "ServerProcess":
+        """Raises EngineError when there is nothing to start."""
+        try:
+            with log.open("ab") as output:
+                output.write(f"{_HEAD}{time.strftime('%F %T')} {' '.join(command.argv)}\n".encode())
+                output.flush()
+                process = await asyncio.create_subprocess_exec(
+                    *command.argv,
+                    env=_environment(command.environment),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    preexec_fn=_on_its_own,
+                )
+        except OSError as error:
+            raise EngineError(f"{command.argv[0]} cannot be started: {error.strerror}") from error
+        return cls(process, log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
+
+    async def ended(self) -> str:
+        """Waits for it; how it ended, in words."""
+        code = await self._process.wait()
+        if code >= 0:
+            return f"ended with code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+        return f"was ended by signal {-code}"
+
+    async def stop(self) -> None:
+        """It and all that it started. SIGTERM first, SIGKILL for who does not hear it."""
+        if not self.has_ended:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _STOP_S)
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+        await self._group_gone()
+
+    async def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        await self._process.wait()
+        await self._group_gone()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    async def _group_gone(self) -> None:
+        """Memory, and on a GPU most of it, is free when the last of them is gone."""
+        until = time.monotonic() + _GROUP_S
+        while time.monotonic() < until:
+            try:
+                os.killpg(self._process.pid, 0)
+            except (ProcessLookupError, PermissionError):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    def last_line(self) -> str:
+        """Why it ended, as far as its log tells: the first error of its last lines, or the last thing that it said.
+
+        The first, because these servers report the end of one of their processes by the errors of the others.
+        """
+        lines = self.last_lines(_LINES)
+        errors = [match.group() for line in lines if (match := _ERROR.search(line))]
+        return (errors[:1] or lines[-1:] or ["it said nothing"])[0][:300]
+
+    def last_lines(self, num: int) -> list[str]:
+        lines = tail(self._log, _LINES)
+        begins = [at for at, line in enumerate(lines) if line.startswith(_HEAD)]
+        return lines[begins[-1] + 1 if begins else 0 :][-num:]
+
+
+def tail(log: Path, num: int) -> list[str]:
+    """The last lines of a log that are not empty."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-num:]
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Ours, without what would have another environment's Python find our modules; then what the server needs."""
+    ours = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    return {**ours, **more}
+
+
+def _on_its_own() -> None:
+    """In the child, before it becomes the server. Linux tells it when the thread that started it is gone."""
+    os.setpgid(0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

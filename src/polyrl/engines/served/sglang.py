@@ -1,0 +1,178 @@
+"""An SGLang server: how it is started, what it says, how it streams. Pinned where docs/guides/engines.md says.
+
+It takes token ids and gives token ids (`/generate`), and loads no tokenizer. The log-probability of a token is that
+under the sampling temperature before truncation; greedy: that at temperature 1. Seeds count only where the server was
+started with --enable-deterministic-inference, which its CPU backend refuses.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from polyrl.engines.engine import EngineError
+from polyrl.engines.served import machine, model_files
+from polyrl.engines.served.http import Http, ServerAnswered, ServerUnreachable
+from polyrl.engines.served.metrics import read_gauges
+from polyrl.engines.served.server import (
+    Asked,
+    Command,
+    End,
+    Facts,
+    JobRefused,
+    Load,
+    Part,
+    ServedConfig,
+    Span,
+    Weighing,
+)
+from polyrl.engines.served.sglang_weights import SglangWeighing
+
+_ASK_S = 10.0
+_ENDS: dict[str, End] = {"stop": "stop", "length": "length", "abort": "aborted"}
+_MARGIN_TOKENS = 8
+"""It keeps a few tokens of a context to itself."""
+
+
+class _Finish(Struct):
+    type: str
+    message: str = ""
+    status_code: int | None = None
+
+
+class _WeightSpan(Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(Struct):
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+    weight_versions: list[_WeightSpan] | None = None
+    completion_tokens: int = 0
+
+
+class _Event(Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: dict[str, Any] | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class SglangServer:
+    def __init__(self, http: Http, config: ServedConfig) -> None:
+        self.http = http
+        self.weighing: Weighing = SglangWeighing(http, config)
+        self._config = config
+
+    def command(self, port: int) -> Command:
+        config = self._config
+        model = model_files.read(config.model)
+        flags = ["--model-path", config.model, "--host", "127.0.0.1", "--port", str(port)]
+        flags += ["--served-model-name", "polyrl", "--skip-tokenizer-init", "--incremental-streaming-output"]
+        flags += ["--enable-metrics", "--sampling-defaults", "openai", "--log-level-http", "warning"]
+        environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        kv_tokens, context = config.kv_tokens, config.max_context
+        if machine.is_cpu(config):
+            kv_tokens, context = machine.cpu_kv_tokens(config), machine.cpu_context(config, model.max_context)
+            flags += ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
+            flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+            flags += ["--mem-fraction-static", "0.1", "--sleep-on-idle"]
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.threads)}
+        if kv_tokens is not None:
+            flags += ["--max-total-tokens", str(kv_tokens)]
+        if context is not None:
+            flags += ["--context-length", str(context)]
+        if config.slots is not None:
+            flags += ["--max-running-requests", str(config.slots)]
+        argv = [machine.python_of(config), "-m", "sglang.launch_server"]
+        return Command(
+            [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}
+        )
+
+    async def is_ready(self) -> bool:
+        """While it is paused it calls itself unready, and is well all the same."""
+        for path in ("/ready", "/health"):
+            try:
+                await self.http.get(path, timeout_s=_ASK_S, text=True)
+            except ServerUnreachable:
+                return False
+            except ServerAnswered:
+                continue
+            return True
+        return False
+
+    async def facts(self) -> Facts:
+        try:
+            said = await self.http.get("/server_info", timeout_s=_ASK_S)
+            slots, kv_tokens = int(said["max_running_requests"]), int(said["max_total_num_tokens"])
+            context = int(said["max_req_input_len"]) - _MARGIN_TOKENS
+            label = str((await self.http.get("/model_info", timeout_s=_ASK_S))["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"/server_info says something else than expected: {error!r}") from error
+        if not said.get("incremental_streaming_output"):
+            raise EngineError("an SGLang server needs --incremental-streaming-output")
+        files = model_files.read(self._config.model)
+        return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
+
+    async def stream(self, request: str, asked: Asked) -> AsyncGenerator[Part]:
+        body = {"rid": request, "input_ids": asked.tokens, "stream": True, "return_logprob": True}
+        body["sampling_params"] = _sampling(asked)
+        try:
+            async with aclosing(self.http.events("/generate", body, _decode)) as events:
+                async for event in events:
+                    if event.error is not None:
+                        raise EngineError(f"the server failed: {event.error.get('message', event.error)}")
+                    yield _part(event)
+        except ServerAnswered as error:
+            if error.status == 400:
+                raise JobRefused(error.said) from error
+            raise
+
+    async def abort(self, request: str) -> None:
+        await self.http.post("/abort_request", {"rid": request}, timeout_s=_ASK_S)
+
+    async def load(self) -> Load:
+        gauges = read_gauges(await self.http.get("/metrics", timeout_s=_ASK_S, text=True), "sglang:")
+        return Load(
+            num_running=int(gauges.get("num_running_reqs", 0)),
+            num_waiting=int(gauges.get("num_queue_reqs", 0)),
+            kv_used=gauges.get("token_usage", 0.0),
+            num_preemptions=int(gauges.get("num_retracted_reqs", 0)),
+        )
+
+
+def _sampling(asked: Asked) -> dict[str, Any]:
+    """`ignore_eos` has it ignore stop ids too; they are then looked for on our side."""
+    sampling = asked.sampling
+    return {
+        "max_new_tokens": asked.max_new,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k else -1,
+        "min_p": sampling.min_p,
+        "sampling_seed": asked.seed,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": asked.end_ids,
+    }
+
+
+def _part(event: _Event) -> Part:
+    meta = event.meta_info
+    finish = meta.finish_reason
+    if finish is not None and finish.type == "abort":
+        if finish.status_code == 400:
+            raise JobRefused(finish.message)
+        return Part((), (), "aborted")  # its last token comes a second time
+    logprobs = [one[0] for one in meta.output_token_logprobs]
+    if finish is None:
+        return Part(event.output_ids, logprobs)
+    if finish.type not in _ENDS:
+        raise EngineError(f"the server ended an answer with {finish.type!r}")
+    spans = [Span(one.version, one.start, one.end) for one in meta.weight_versions or ()]
+    return Part(event.output_ids, logprobs, _ENDS[finish.type], spans)
