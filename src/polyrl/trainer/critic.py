@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from polyrl.config.recipe import OptimizerConfig
+from polyrl.trainer import sharding
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.packing import Pack
+from polyrl.trainer.ranks import Ranks
 
 Tensor = torch.Tensor
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -36,13 +38,16 @@ class ValueLosses(NamedTuple):
 class Critic:
     """`trunk` becomes the critic's: it has no vocabulary any more, and shares no parameter with the policy."""
 
-    def __init__(self, trunk: Policy, config: OptimizerConfig, num_steps: int) -> None:
+    def __init__(self, trunk: Policy, config: OptimizerConfig, num_steps: int, ranks: Ranks | None = None) -> None:
+        """`ranks` share the trunk, if it is shared."""
         self._trunk = trunk
         width = trunk.model.config.get_text_config().hidden_size
         trunk.model.set_output_embeddings(torch.nn.Identity())
         self._head = torch.nn.Linear(width, 1).to(trunk.device)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
+        if ranks is not None:
+            sharding.shard_head(self._head, ranks)
         self.optimizer = Optimizer(self.parameters(), config, num_steps)
 
     def parameters(self) -> dict[str, Tensor]:

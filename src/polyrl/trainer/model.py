@@ -9,10 +9,10 @@ The model stays in evaluation mode: no dropout, so that trainer and engine compu
 Left out: who decides when the device generates and when it trains. Only one of both runs at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +26,7 @@ from polyrl.trainer.logprobs import HeadSettings
 from polyrl.trainer.packing import Pack
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 _MAX_CPU_CACHE_TOKENS = 1 << 20
@@ -41,6 +42,17 @@ class Scores(NamedTuple):
     entropy: Tensor
 
 
+class Divided(NamedTuple):
+    """A model that ranks share (sharding.py), in place of the one that is loaded."""
+
+    model: Any
+    within: Callable[[Callable[[], Any]], Any]
+    """Runs something that needs parameters outside the layers."""
+    dtype: torch.dtype
+    """That it computes in."""
+    num_ranks: int
+
+
 class Policy:
     """`compile_layers` is for half precision on a GPU, and ignored elsewhere. `keep_logits_bytes` of logits are kept
     from the forward to the backward pass instead of being made again.
@@ -53,13 +65,16 @@ class Policy:
         gradient_checkpointing: bool = False,
         compile_layers: bool = False,
         keep_logits_bytes: int = 0,
+        divided: Divided | None = None,
     ) -> None:
+        """With `divided`, that is what is trained, and what is loaded is the engine's own copy."""
         self.loaded = loaded
-        self.model: Any = loaded.model.eval()
+        self._divided = divided
+        self.model: Any = (loaded.model if divided is None else divided.model).eval()
         self.gradient_checkpointing = gradient_checkpointing
         parameter = next(self.model.parameters())
         self.device: torch.device = parameter.device
-        self.dtype: torch.dtype = parameter.dtype
+        self.dtype: torch.dtype = parameter.dtype if divided is None else divided.dtype
         config = self.model.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._flash = (
@@ -115,18 +130,30 @@ class Policy:
         one = self.loaded
         token_bytes = 2 * one.num_layers * one.num_kv_heads * one.head_dim * self.dtype.itemsize
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        if self._divided is not None:
+            num_parameters //= self._divided.num_ranks
         free = torch.cuda.mem_get_info(self.device)[0] - _OPTIMIZER_BYTES * num_parameters
         return max(1024, int(_CACHE_SHARE * free / token_bytes))
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
         """With gradients where torch has them enabled."""
         settings = HeadSettings(temperature, self._softcap, keep_bytes=self._keep_logits_bytes, compiled=self.compiled)
-        head = self.model.get_output_embeddings().weight
-        rows = self.hidden(pack)
-        return Scores(*logprobs.of_tokens(rows, head, self._send(pack.targets), settings, entropy_grad=entropy_grad))
+
+        def score() -> Scores:
+            head = self.model.get_output_embeddings().weight
+            rows, targets = self._hidden(pack), self._send(pack.targets)
+            return Scores(*logprobs.of_tokens(rows, head, targets, settings, entropy_grad=entropy_grad))
+
+        return self._within(score)
 
     def hidden(self, pack: Pack) -> Tensor:
         """(answer tokens, width): the last hidden states of the rows that predict them."""
+        return self._within(lambda: self._hidden(pack))
+
+    def _within(self, work: Callable[[], T]) -> T:
+        return work() if self._divided is None else self._divided.within(work)
+
+    def _hidden(self, pack: Pack) -> Tensor:
         layout = packed.lay_out(pack.lengths, self.device, flash=self._flash)
         with self._checkpointing():
             hidden = self.model.model(

@@ -4,6 +4,8 @@ A float32 model is its own master copy, and torch adds its gradients up in place
 beside it: after each backward pass its gradients are added to float32 sums and let go, and after each update the
 masters are rounded into the model. Gradients arrive as sums; one division makes them means.
 
+Where ranks share the model, all of this is of the parts of it: a part is float32, and its own master.
+
 Between two steps no gradient holds memory. Weight decay is for matrices: not for norms and biases.
 """
 
@@ -16,6 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from polyrl.config.recipe import OptimizerConfig
 from polyrl.errors import UserError
+from polyrl.trainer import sharding
 
 Tensor = torch.Tensor
 
@@ -80,7 +83,7 @@ class Optimizer:
         sums = list(self.gradients().values())
         if not sums:
             return Update(0.0, lr, applied=False)
-        norm = float(get_total_norm(sums)) / denominator
+        norm = float(sharding.total(get_total_norm(sums))) / denominator
         if not math.isfinite(norm):
             self.discard()
             return Update(norm, lr, applied=False)
@@ -127,12 +130,12 @@ class Optimizer:
             if kind != "updates" and value.shape != shape:
                 raise UserError(f"the optimizer's state does not fit the model: {key} is {list(value.shape)}")
         for name, master in self._masters.items():
-            master.copy_(state[f"master/{name}"])
+            master.copy_(sharding.like(state[f"master/{name}"], master))
             self._adamw.state.pop(master, None)
             if f"updates/{name}" in state:
-                like = {"device": master.device, "dtype": torch.float32}
-                moments = {kind: state[f"{kind}/{name}"].to(**like, copy=True) for kind in _MOMENTS}
-                self._adamw.state[master] = {"step": state[f"updates/{name}"].to(**like, copy=True), **moments}
+                moments = {kind: sharding.like(state[f"{kind}/{name}"], master) for kind in _MOMENTS}
+                step = state[f"updates/{name}"].to(device=master.device, dtype=torch.float32, copy=True)
+                self._adamw.state[master] = {"step": step, **moments}
         self._round_into_model()
         self.discard()
 

@@ -1,8 +1,14 @@
 """Samples into packs by tokens: rows without padding, each sample whole, none seeing another.
 
 A sample that is longer than a pack may be gets one of its own.
+
+Several ranks take turns together: in each turn every rank has one pack, all of about as many tokens, since each layer
+waits for the slowest. Who would have none gets a *spare* one, of the shortest sample, which counts for nothing: the
+ranks meet in every pass, so all make the same number of them.
 """
 
+import heapq
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +38,18 @@ class Pack(NamedTuple):
     """Of each sample."""
 
 
+class Part(NamedTuple):
+    """What one rank does in a turn."""
+
+    pack: Pack
+    is_spare: bool = False
+    """Some other rank counts its samples."""
+
+
+Turns = list[list[list[int]]]
+"""For each turn, numbers of the samples in each rank's pack; a rank that has none gets a spare one."""
+
+
 def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Numbers of samples for each pack: longest first, each into the first pack with room for it."""
     packs: list[list[int]] = []
@@ -45,6 +63,34 @@ def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             room.append(max_tokens)
         packs[at].append(number)
         room[at] -= length
+    return packs
+
+
+def plan_turns(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Turns:
+    """As few turns as the longest-first rule finds room in, and in each of them packs that are about equal."""
+    if num_ranks == 1:
+        return [[members] for members in plan_packs(lengths, max_tokens)]
+    if not lengths:
+        return []
+    num_turns = max(1, math.ceil(sum(lengths) / (max_tokens * num_ranks)))
+    while True:
+        packs = _spread(lengths, num_turns * num_ranks)
+        if all(len(one) < 2 or sum(lengths[number] for number in one) <= max_tokens for one in packs):
+            break
+        num_turns += 1
+    packs.sort(key=lambda one: -sum(lengths[number] for number in one))
+    turns = [packs[at : at + num_ranks] for at in range(0, len(packs), num_ranks)]
+    return [turn if number % 2 == 0 else turn[::-1] for number, turn in enumerate(turns) if any(turn)]
+
+
+def _spread(lengths: Sequence[int], num_packs: int) -> list[list[int]]:
+    """Longest first, each into the pack that has least."""
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    loads = [(0, number) for number in range(num_packs)]
+    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        load, at = heapq.heappop(loads)
+        packs[at].append(number)
+        heapq.heappush(loads, (load + lengths[number], at))
     return packs
 
 
@@ -78,6 +124,21 @@ def pack(samples: Sequence[TrainSample], members: Sequence[int]) -> Pack:
     )
 
 
+def num_rows(samples: Sequence[TrainSample]) -> list[int]:
+    """Of each sample in a pack."""
+    return [one.num_tokens - 1 for one in samples]
+
+
 def make_packs(samples: Sequence[TrainSample], max_tokens: int) -> list[Pack]:
-    lengths = [one.num_tokens - 1 for one in samples]
-    return [pack(samples, members) for members in plan_packs(lengths, max_tokens)]
+    return [pack(samples, members) for members in plan_packs(num_rows(samples), max_tokens)]
+
+
+def make_parts(samples: Sequence[TrainSample], turns: Turns, rank: int) -> list[Part]:
+    """One for each turn."""
+    rows = num_rows(samples)
+    parts: list[Part] = []
+    for turn in turns:
+        members = turn[rank]
+        spare = [] if members else [min(range(len(rows)), key=rows.__getitem__)]
+        parts.append(Part(pack(samples, members or spare), is_spare=not members))
+    return parts

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,7 +22,8 @@ from polyrl.trainer.advantages import whiten
 from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
-from polyrl.trainer.packing import Pack, make_packs
+from polyrl.trainer.packing import Pack, make_parts, num_rows, plan_turns
+from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.registry import RewardBatch, find_advantage, find_batch_advantage
 
 Tensor = torch.Tensor
@@ -62,10 +64,11 @@ class Preparation:
         reference: Policy | None,
         critic: Critic | None,
         beforehand: bool,
+        peers: Peers = ALONE,
     ) -> None:
         self._policy, self._config, self._reference = policy, config, reference
         self._max_tokens, self._max_new_tokens, self._temperature = max_tokens, max_new_tokens, temperature
-        self._beforehand, self._critic = beforehand, critic
+        self._beforehand, self._critic, self._peers = beforehand, critic, peers
         self._of_step = None if critic else find_batch_advantage(config.advantage)
         self._of_group = None if critic or self._of_step else find_advantage(config.advantage)
 
@@ -118,11 +121,24 @@ class Preparation:
     def of_answers(self, score: Callable[[Pack], Tensor], samples: Sequence[TrainSample]) -> list[Floats]:
         """What a model says of each answer token, sample by sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
-        for pack in make_packs(samples, self._max_tokens):
+        turns = plan_turns(num_rows(samples), self._max_tokens, self._peers.size)
+        mine: list[int] = []
+        for pack, is_spare in make_parts(samples, turns, self._peers.rank):
             numbers = score(pack).cpu().numpy()
+            if is_spare:
+                continue
             ends = np.cumsum(pack.num_answer_tokens)[:-1]
             for number, part in zip(pack.samples, np.split(numbers, ends), strict=True):
                 found[number] = part
+                mine.append(number)
+        return found if self._peers.size == 1 else self._complete(found, mine)
+
+    def _complete(self, found: list[Floats], mine: list[int]) -> list[Floats]:
+        """With what the other ranks have found."""
+        told = msgspec.msgpack.encode({number: found[number].tobytes() for number in mine})
+        for theirs in self._peers.exchange(told):
+            for number, data in msgspec.msgpack.decode(theirs, type=dict[int, bytes]).items():
+                found[number] = np.frombuffer(bytearray(data), np.float32)
         return found
 
     def _olds(self, samples: Sequence[TrainSample]) -> list[Logprobs]:

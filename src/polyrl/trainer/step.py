@@ -18,6 +18,9 @@ weights, and the forward pass that trains has them for nothing. Otherwise `add` 
 with several begin() of one step brings them along (`with_old_logprobs` before the first update). Blocking; whoever owns
 the event loop calls it from a thread.
 
+Ranks make the same calls with the same groups. Each trains its part of the packs, and since all know all samples, each
+knows what everything is divided by.
+
 Left out: which groups (filters decide before), rewards and advantages (ready).
 """
 
@@ -39,7 +42,8 @@ from polyrl.trainer.batch import Group, TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.model import Policy, Scores
 from polyrl.trainer.optimizer import Optimizer, Update
-from polyrl.trainer.packing import Pack, make_packs
+from polyrl.trainer.packing import Pack, Part, make_parts, num_rows, plan_turns
+from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.ready import Preparation, Ready
 from polyrl.trainer.registry import BY_CRITIC, TokenBatch, find_loss
 from polyrl.trainer.tally import Tally
@@ -91,6 +95,7 @@ class StepAccumulator:
         temperature: float = 1.0,
         reference: Policy | None = None,
         critic: Critic | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         if (config.advantage == BY_CRITIC) != (critic is not None):
             raise ValueError(f'a critic is for advantage = "{BY_CRITIC}", which needs one; got "{config.advantage}"')
@@ -99,6 +104,7 @@ class StepAccumulator:
         self._policy, self._optimizer, self._config = policy, optimizer, config
         self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
         self._temperature, self._reference, self._critic = temperature, reference, critic
+        self._peers = peers
         self._loss = find_loss(config.loss)
         self._preparation = Preparation(
             policy,
@@ -109,6 +115,7 @@ class StepAccumulator:
             reference=None if config.kl == "none" else reference,
             critic=critic,
             beforehand=config.mini_batches > 1,
+            peers=peers,
         )
         self._holds_back = config.mini_batches > 1 or self._preparation.needs_step
         self._step: int | None = None
@@ -156,7 +163,7 @@ class StepAccumulator:
         else:
             updates = [self._update(step)]
         self._step = None
-        metrics = self._tally.metrics(self._added.num_trained_tokens) | self._counts()
+        metrics = self._tally.metrics(self._added.num_trained_tokens, self._peers) | self._counts()
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
@@ -229,22 +236,27 @@ class StepAccumulator:
     def _train(self, groups: Sequence[Sequence[Ready]]) -> Added:
         """Forward and backward, a pack at a time."""
         ready = [one for group in groups for one in group if not one.is_masked]
-        packs = make_packs([one.sample for one in ready], self._max_tokens)
-        for pack in packs:
-            with self._within_memory(len(pack.tokens)):
-                self._train_pack(pack, [ready[number] for number in pack.samples])
-        num_tokens = sum(len(one.targets) for one in packs)
+        samples = [one.sample for one in ready]
+        rows = num_rows(samples)
+        turns = plan_turns(rows, self._max_tokens, self._peers.size)
+        for part in make_parts(samples, turns, self._peers.rank):
+            with self._within_memory(len(part.pack.tokens)):
+                self._train_part(part, [ready[number] for number in part.pack.samples])
+        num_tokens = sum(len(one.answer) for one in samples)
         self._num_open_tokens += num_tokens
         self._num_open_samples += len(ready)
-        through_model = sum(len(one.tokens) for one in packs)
-        return Added(num_packs=len(packs), num_tokens=through_model, num_trained_tokens=num_tokens)
+        num_packs = sum(bool(members) for turn in turns for members in turn)
+        return Added(num_packs=num_packs, num_tokens=sum(rows), num_trained_tokens=num_tokens)
 
-    def _train_pack(self, pack: Pack, ready: Sequence[Ready]) -> None:
-        config = self._config
+    def _train_part(self, part: Part, ready: Sequence[Ready]) -> None:
+        config, pack = self._config, part.pack
+        tally = Tally(self._policy.device) if part.is_spare else self._tally
         scores = self._policy.score(pack, self._temperature, entropy_grad=config.entropy_coef > 0)
         batch = self._batch(pack, ready, scores)
-        losses = self._policy_losses(batch)
+        losses = self._policy_losses(batch, tally)
         weights = aggregation.token_weights(batch.sample, batch.num_tokens, config)
+        if part.is_spare:
+            weights = torch.zeros_like(losses)
         told = {"actor/pg_loss": _weighed(losses, weights)}
         total = losses
         if config.kl == "loss":
@@ -254,18 +266,18 @@ class StepAccumulator:
         if config.entropy_coef > 0:
             total = total - config.entropy_coef * scores.entropy
         _weighed(total, weights).backward()
-        self._tally.add_losses(told)
-        self._tell(batch, scores, ready)
+        tally.add_losses(told)
+        self._tell(batch, scores, ready, tally)
         if self._critic is not None:
-            self._train_critic(self._critic, pack, ready)
+            self._train_critic(self._critic, part, ready, tally)
 
-    def _train_critic(self, critic: Critic, pack: Pack, ready: Sequence[Ready]) -> None:
-        values = critic.values(pack)
+    def _train_critic(self, critic: Critic, part: Part, ready: Sequence[Ready], tally: Tally) -> None:
+        values = critic.values(part.pack)
         old = self._send(np.concatenate([one.values for one in ready if one.values is not None]))
         returns = self._send(np.concatenate([one.returns for one in ready if one.returns is not None]))
         losses, clipped = value_losses(values, old, returns, self._config.critic.value_clip)
-        losses.sum().backward()
-        self._tally.add(
+        _weighed(losses, torch.zeros_like(losses) if part.is_spare else None).backward()
+        tally.add(
             {
                 "critic/vf_loss": losses,
                 "critic/vf_clip_frac": clipped,
@@ -274,7 +286,7 @@ class StepAccumulator:
             }
         )
 
-    def _policy_losses(self, batch: TokenBatch) -> Tensor:
+    def _policy_losses(self, batch: TokenBatch, tally: Tally) -> Tensor:
         """Of each token, weighed for having been drawn by another policy, where that is wanted."""
         config = self._config
         losses, stats = self._loss(batch, config)
@@ -286,8 +298,8 @@ class StepAccumulator:
         if config.correction != "none":
             weights, its_stats, ratio = corrections.weigh(batch, config)
             losses, stats = losses * weights, stats | its_stats
-            self._tally.peak({"actor/correction_max": ratio})
-        self._tally.add({f"actor/{name}": numbers for name, numbers in stats.items()})
+            tally.peak({"actor/correction_max": ratio})
+        tally.add({f"actor/{name}": numbers for name, numbers in stats.items()})
         return losses
 
     def _reference_logprobs(self, pack: Pack, ready: Sequence[Ready]) -> Tensor:
@@ -326,7 +338,7 @@ class StepAccumulator:
 
     # What is told
 
-    def _tell(self, batch: TokenBatch, scores: Scores, ready: Sequence[Ready]) -> None:
+    def _tell(self, batch: TokenBatch, scores: Scores, ready: Sequence[Ready], tally: Tally) -> None:
         by_engine = self._config.old_logprobs == "engine"
         ours = batch.logprobs.detach() if by_engine else batch.old_logprobs  # before the step's first update moved them
         told = {
@@ -337,7 +349,7 @@ class StepAccumulator:
         apart = [one.kl for one in ready if one.kl is not None]
         if apart:
             told["actor/reward_kl"] = self._send(np.concatenate(apart))
-        self._tally.add(told)
+        tally.add(told)
 
     def _counts(self) -> dict[str, float]:
         added = self._added

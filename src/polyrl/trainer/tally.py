@@ -1,12 +1,15 @@
 """What is told of a step: sums that stay on the device while it trains, and one look at them when it is over.
 
 A loss is a mean of its update, by the update's own denominator, and then a mean over the step's updates. Everything
-else is a mean over the step's trained tokens, or a maximum.
+else is a mean over the step's trained tokens, or a maximum. Ranks add theirs together when the step is over.
 """
 
 from collections.abc import Mapping
 
+import msgspec
 import torch
+
+from polyrl.trainer.ranks import ALONE, Peers
 
 Tensor = torch.Tensor
 
@@ -40,14 +43,27 @@ class Tally:
         self._open = {}
         self._num_closed += 1
 
-    def metrics(self, num_tokens: int) -> dict[str, float]:
-        means = {name: total / max(1, num_tokens) for name, total in self._sums.items()}
-        means |= {name: total / self._num_closed for name, total in self._closed.items()}
-        means |= self._peaks
-        if not means:
+    def metrics(self, num_tokens: int, peers: Peers = ALONE) -> dict[str, float]:
+        sums = {name: total / max(1, num_tokens) for name, total in self._sums.items()}
+        sums |= {name: total / self._num_closed for name, total in self._closed.items()}
+        told = self._look(sums), self._look(self._peaks)
+        if peers.size == 1:
+            return told[0] | told[1]
+        means: dict[str, float] = {}
+        peaks: dict[str, float] = {}
+        for theirs in peers.exchange(msgspec.msgpack.encode(told)):
+            its_sums, its_peaks = msgspec.msgpack.decode(theirs, type=tuple[dict[str, float], dict[str, float]])
+            for name, number in its_sums.items():
+                means[name] = means.get(name, 0.0) + number
+            for name, number in its_peaks.items():
+                peaks[name] = max(peaks.get(name, number), number)
+        return means | peaks
+
+    def _look(self, numbers: Mapping[str, Tensor]) -> dict[str, float]:
+        if not numbers:
             return {}
-        numbers = torch.stack([one.to(self._device) for one in means.values()]).tolist()
-        return dict(zip(means, numbers, strict=True))
+        found = torch.stack([one.to(self._device) for one in numbers.values()]).tolist()
+        return dict(zip(numbers, found, strict=True))
 
 
 def _add(sums: dict[str, Tensor], told: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,123 @@
+"""Ranks: processes on one host that train one model together, each with a part of it and a part of every batch.
+
+    ranks = Ranks.join(Seat(rank, size), "cuda")     every process says which one it is; returns when all are there
+    ranks.broadcast(data)                            rank zero's bytes, at every rank
+    ranks.exchange(data)                             everybody's bytes, at every rank
+
+Rules kept here: what ranks say to each other are bytes in tensors, which nobody unpickles. It goes over gloo on the CPU
+and waits for as long as it takes: between two steps the others wait for rank zero, which waits for answers. A rank that
+is gone closes its connections, and whoever waits for it is told at once. Tensors of the model travel by gloo between
+CPUs and by NCCL between GPUs, one GPU a rank.
+
+Left out: what is said (leading), how a model is divided (sharding), and who starts the processes.
+"""
+
+import os
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from polyrl.errors import UserError
+
+_PATIENCE = timedelta(days=365)
+_MEETING_S = 600.0
+"""For all to be there, and for a pass that all make together."""
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class Seat(NamedTuple):
+    rank: int
+    size: int
+    meeting_point: str = ""
+    """A file that all of them can reach; empty: what the environment says, as torchrun leaves it."""
+
+
+class Peers(Protocol):
+    """All that most of the trainer must know of the others."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What everybody said, in the order of ranks."""
+        ...
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+ALONE = Alone()
+
+
+class Ranks:
+    def __init__(self, seat: Seat, device: torch.device, mesh: DeviceMesh, talk: dist.ProcessGroup) -> None:
+        self.rank, self.size, self.device, self.mesh = seat.rank, seat.size, device, mesh
+        self._talk = talk
+
+    @classmethod
+    def join(cls, seat: Seat, device: str) -> "Ranks":
+        """`device` is cpu or cuda. Raises UserError where there are not as many GPUs."""
+        own = torch.device(device, seat.rank) if device == "cuda" else torch.device("cpu")
+        if device == "cuda":
+            check_gpus(seat.size)
+            torch.cuda.set_device(own)
+        for name, value in _LOOPBACK.items():  # nobody beyond this machine takes part
+            os.environ.setdefault(name, value)
+        backend, patience = ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"), timedelta(seconds=_MEETING_S)
+        if seat.meeting_point:
+            store = FileStore(seat.meeting_point, seat.size)
+            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=patience)
+        else:
+            dist.init_process_group(backend, timeout=patience)
+        mesh = init_device_mesh(device, (seat.size,))
+        talk = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        assert isinstance(talk, dist.ProcessGroup)
+        return cls(seat, own, mesh, talk)
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """Rank zero's. What others give is not looked at."""
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self._talk)
+        told = _tensor(data) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(told, 0, group=self._talk)
+        return data if self.rank == 0 else told.numpy().tobytes()
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._talk)
+        longest = max(int(one) for one in lengths)
+        told = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(told, _tensor(data.ljust(longest, b"\0")), group=self._talk)
+        return [one.numpy().tobytes()[: int(length)] for one, length in zip(told, lengths, strict=True)]
+
+    def break_off(self) -> None:
+        """Have whoever waits for another rank fail, from another thread. Over gloo they fail by themselves."""
+        if self.device.type == "cuda":
+            dist.distributed_c10d._abort_process_group()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def check_gpus(num_ranks: int) -> None:
+    num = torch.cuda.device_count()
+    if num_ranks > num:
+        raise UserError(
+            f"train.ranks: {num_ranks} ranks and {num} GPUs; expected a GPU for each rank, or model.device=cpu"
+        )
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,179 @@
+"""What several ranks do for test_ranks: `python -m tests.trainer.ranks_at_work RANK SIZE FOLDER`.
+
+Every case is a step or two of training on the same samples. Rank zero leaves what came of it in FOLDER.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from safetensors.torch import save_file
+from tests.trainer.small import CAP, draw_groups, near, save_small
+
+from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
+from polyrl.engines.builtin import models
+from polyrl.trainer import checkpoint, sharding
+from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer.critic import Critic
+from polyrl.trainer.leading import Crew, Leader, follow
+from polyrl.trainer.model import Divided, Policy
+from polyrl.trainer.optimizer import Optimizer, Update
+from polyrl.trainer.ranks import ALONE, Ranks, Seat
+from polyrl.trainer.step import StepAccumulator
+
+SIZES = (4, 2, 3)
+WITH_CRITIC = AlgorithmConfig(advantage="gae")
+CASES: dict[str, dict[str, Any]] = {
+    "token-mean": {},
+    "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum", "advantage": "rloo"},
+    "seq-mean-token-mean": {"aggregation": "seq-mean-token-mean", "kl": "loss", "kl_coef": 0.3},
+    "fixed": {"aggregation": "fixed", "fixed_tokens": 20, "kl": "reward", "kl_coef": 0.05, "overlong": "mask"},
+    "gspo, entropy": {"loss": "gspo", "aggregation": "seq-mean-token-mean", "entropy_coef": 0.1},
+    "cispo, icepop": {"loss": "cispo", "correction": "icepop"},
+    "mini-batches, kl": {"mini_batches": 2, "kl": "loss", "kl_coef": 0.3, "correction": "tis-sequence"},
+    "reinforce++": {"advantage": "reinforce_plus_plus", "mini_batches": 3},
+    "ppo": {"advantage": "gae", "mini_batches": 2, "kl": "reward", "kl_coef": 0.05},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "small packs": {"max_tokens": 30},
+    "one sample": {"groups": 1, "samples": 1},
+    "layers again": {"gradient_checkpointing": True},
+    "tied": {"family": "gemma"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "nothing": {"groups": 0},
+}
+
+
+class Recording(Optimizer):
+    """Keeps gradients as they were before the first update: divided, whole, not yet clipped."""
+
+    first: dict[str, torch.Tensor] | None = None
+
+    def update(self, step: int, denominator: float) -> Update:
+        if self.first is None:
+            self.first = {name: one / denominator for name, one in sharding.gather(self.gradients())}
+        return super().update(step, denominator)
+
+
+def make_models(folder: Path) -> None:
+    for family in ("qwen3", "gemma"):
+        save_small(folder / family, family)
+        save_small(folder / f"{family}-reference", family, seed=1)
+
+
+def load(folder: Path, dtype: str, ranks: Ranks | None, **more: Any) -> Policy:
+    if ranks is None:
+        return Policy.load(str(folder), dtype, **more)
+    loaded = models.load(str(folder), dtype, "cpu")
+    kind = models.DTYPES[dtype]
+    divided = Divided(loaded.model, sharding.shard(loaded.model, ranks, kind), kind, ranks.size)
+    return Policy(loaded, divided=divided, **more)
+
+
+def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape: dict[str, Any]) -> Crew:
+    family, dtype = shape.get("family", "qwen3"), shape.get("dtype", "float32")
+    policy = load(folder / family, dtype, ranks, gradient_checkpointing=shape.get("gradient_checkpointing", False))
+    reference = None if config.kl == "none" else load(folder / f"{family}-reference", dtype, ranks)
+    settings = OptimizerConfig(lr=1e-3, grad_clip=0.5, weight_decay=0.1)
+    critic = None
+    if config.advantage == "gae":
+        critic = Critic(load(folder / family, dtype, ranks), replace(settings, lr=3e-3), 8, ranks)
+    optimizer = Recording(policy.parameters(), settings, 8)
+    steps = StepAccumulator(
+        policy,
+        optimizer,
+        config,
+        max_tokens=shape.get("max_tokens", 100),
+        max_new_tokens=CAP,
+        reference=reference,
+        critic=critic,
+        peers=ALONE if ranks is None else ranks,
+    )
+    return Crew(policy, optimizer, critic, steps)
+
+
+def samples(folder: Path, shape: dict[str, Any]) -> list[list[TrainSample]]:
+    alone = Policy.load(str(folder / shape.get("family", "qwen3")))
+    groups = near(alone, draw_groups(0, SIZES))
+    return [group[: shape.get("samples")] for group in groups[: shape.get("groups", len(groups))]]
+
+
+def two_steps(steps: Any, groups: list[list[TrainSample]], first: int = 0) -> dict[str, float]:
+    """Streamed in two calls; returns the first step's metrics."""
+    told: list[dict[str, float]] = []
+    for step in (first, first + 1):
+        steps.begin(step)
+        steps.add(groups[:1])
+        if step == 1:  # a step that is given up leaves no trace
+            steps.abort()
+            steps.begin(step)
+            steps.add(groups[:1])
+        if groups[1:]:
+            steps.add(groups[1:])
+        told.append(steps.finish().metrics)
+    return told[0]
+
+
+def every_case() -> dict[str, tuple[AlgorithmConfig, dict[str, Any]]]:
+    cases = {name: (AlgorithmConfig(**case), {}) for name, case in CASES.items()}
+    lone = AlgorithmConfig(
+        kl="loss", kl_coef=0.3, entropy_coef=0.1
+    )  # its advantage is zero, and it learns all the same
+    return cases | {name: (lone if "samples" in shape else AlgorithmConfig(), shape) for name, shape in SHAPES.items()}
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.join(Seat(rank, size, str(folder / f"meeting-{size}")), "cpu")
+    for name, (config, shape) in every_case().items():
+        crew = make_crew(folder, ranks, config, shape)
+        if rank != 0:
+            follow(ranks, crew)
+            continue
+        leader = Leader(ranks, crew, lambda: None)
+        metrics = two_steps(leader, samples(folder, shape))
+        state, served = leader.state(), dict(leader.weights())
+        leader.stop()
+        assert isinstance(crew.optimizer, Recording)
+        found = {f"first/{key}": one for key, one in (crew.optimizer.first or {}).items()} | state
+        save_file({**found, **{f"served/{key}": one for key, one in served.items()}}, folder / f"{name}.safetensors")
+        (folder / f"{name}.json").write_text(json.dumps(metrics))
+    go_on(ranks, folder)
+    ranks.close()
+
+
+def go_on(ranks: Ranks, folder: Path) -> None:
+    """Leave checkpoints for one rank to go on from, and go on from the one that it left."""
+    for given, left in ((None, ("from-two", "from-two-later")), ("from-one", ("from-one-again", "from-one-later"))):
+        crew = make_crew(folder, ranks, WITH_CRITIC, {})
+        if given is not None:
+            restore(crew, checkpoint.load(checkpoint.found(folder / given)[-1])[1])
+        if ranks.rank != 0:
+            follow(ranks, crew)
+            continue
+        leader = Leader(ranks, crew, lambda: None)
+        if given is None:
+            two_steps(leader, samples(folder, {}))
+        save(folder / left[0], leader.state())
+        two_steps(leader, samples(folder, {}), 2)
+        save(folder / left[1], leader.state())
+        leader.stop()
+
+
+def save(run_dir: Path, tensors: dict[str, torch.Tensor]) -> None:
+    checkpoint.save(run_dir, TrainerState(next_step=2, digests={}), tensors)
+
+
+def restore(crew: Crew, tensors: dict[str, torch.Tensor]) -> None:
+    for prefix, optimizer in (("policy/", crew.optimizer), ("critic/", crew.critic and crew.critic.optimizer)):
+        if optimizer is not None:
+            its = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+            optimizer.load_state_dict(its)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,170 @@
+"""Several ranks train one model: the same losses, gradients, weights and checkpoints as one, to rounding."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.trainer.ranks_at_work import (
+    WITH_CRITIC,
+    Recording,
+    every_case,
+    make_crew,
+    make_models,
+    restore,
+    samples,
+    save,
+    two_steps,
+)
+from tests.trainer.small import draw_groups
+
+from polyrl.trainer import checkpoint
+from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.leading import decode_groups, encode_groups
+from polyrl.trainer.packing import make_parts, num_rows, plan_turns
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With what two ranks left in it."""
+    place = tmp_path_factory.mktemp("ranks")
+    make_models(place)
+    crew = make_crew(place, None, WITH_CRITIC, {})
+    two_steps(crew.steps, samples(place, {}))
+    save(place / "from-one", crew.state())
+    command = [sys.executable, "-m", "tests.trainer.ranks_at_work"]
+    root = Path(__file__).parents[2]
+    started = [subprocess.Popen([*command, str(rank), "2", str(place)], cwd=root) for rank in range(2)]
+    try:
+        assert [one.wait(timeout=120) for one in started] == [0, 0]
+    finally:
+        for one in started:
+            one.kill()
+    return place
+
+
+def part(tensors: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+
+
+def apart(ours: Tensors, theirs: Tensors) -> float:
+    """As a share of the whole."""
+    assert ours.keys() == theirs.keys()
+    whole = torch.cat([one.double().flatten() for one in theirs.values()]).norm()
+    return float(torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in ours]).norm() / whole)
+
+
+@pytest.mark.parametrize("case", [name for name in every_case() if name != "nothing"])
+def test_two_ranks_have_the_gradients_metrics_and_weights_of_one(folder: Path, case: str):
+    config, shape = every_case()[case]
+    crew = make_crew(folder, None, config, shape)
+    metrics = two_steps(crew.steps, samples(folder, shape))
+    found = load_file(folder / f"{case}.safetensors")
+    half = shape.get("dtype") == "bfloat16"
+    assert isinstance(crew.optimizer, Recording) and crew.optimizer.first
+    assert apart(part(found, "first/"), crew.optimizer.first) < (2e-2 if half else 2e-5)
+    state = crew.state()
+    for kind in ("policy/", "critic/"):
+        if part(state, kind):
+            moments = f"{kind}exp_avg/"
+            assert apart(part(found, moments), part(state, moments)) < (5e-2 if half else 1e-4)
+            assert apart(part(found, f"{kind}master/"), part(state, f"{kind}master/")) < (1e-3 if half else 1e-5)
+    told = json.loads((folder / f"{case}.json").read_text())
+    assert told.keys() == metrics.keys()
+    for name, value in metrics.items():
+        if name != "perf/micro_batches":
+            assert told[name] == pytest.approx(value, rel=5e-2 if half else 2e-4, abs=5e-3 if half else 2e-6), name
+
+
+def test_a_step_without_samples_moves_nothing(folder: Path):
+    config, shape = every_case()["nothing"]
+    crew = make_crew(folder, None, config, shape)
+    assert json.loads((folder / "nothing.json").read_text()) == two_steps(crew.steps, [])
+    found = part(load_file(folder / "nothing.safetensors"), "policy/master/")
+    assert all(torch.equal(found[name], one) for name, one in crew.policy.parameters().items())
+
+
+@pytest.mark.parametrize("case", ["token-mean", "tied", "bfloat16"])
+def test_what_is_served_are_the_weights_of_all_ranks(folder: Path, case: str):
+    found = load_file(folder / f"{case}.safetensors")
+    served, masters = part(found, "served/"), part(found, "policy/master/")
+    assert served.keys() == masters.keys()
+    kind = torch.bfloat16 if case == "bfloat16" else torch.float32
+    assert all(one.dtype == kind and torch.equal(one, masters[name].to(kind)) for name, one in served.items())
+
+
+def test_a_checkpoint_of_one_rank_is_gone_on_with_by_two(folder: Path):
+    given, again = saved(folder / "from-one"), saved(folder / "from-one-again")
+    assert given.keys() == again.keys()
+    assert all(torch.equal(one, again[name]) for name, one in given.items())
+    assert_goes_on(folder, "from-one")
+
+
+def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_one(folder: Path):
+    crew = make_crew(folder, None, WITH_CRITIC, {})
+    given = saved(folder / "from-two")
+    restore(crew, given)
+    assert all(torch.equal(one, given[name]) for name, one in crew.state().items())
+    assert_goes_on(folder, "from-two")
+
+
+def saved(run_dir: Path) -> Tensors:
+    return checkpoint.load(checkpoint.found(run_dir)[-1])[1]
+
+
+def assert_goes_on(folder: Path, run: str) -> None:
+    """One rank from here ends where two ended."""
+    crew = make_crew(folder, None, WITH_CRITIC, {})
+    restore(crew, saved(folder / run))
+    two_steps(crew.steps, samples(folder, {}), 2)
+    state, later = crew.state(), saved(folder / f"{run}-later")
+    for kind in ("policy/exp_avg/", "critic/exp_avg/", "policy/master/", "critic/master/"):
+        assert apart(part(later, kind), part(state, kind)) < 1e-4
+
+
+def test_samples_cross_as_they_are():
+    arrays = {"prompt": np.arange(3, dtype=np.int32), "answer": np.arange(2, dtype=np.int32)}
+    logprobs: dict[str, Any] = {"logprobs": np.array([-1.5, -0.1], np.float32), "old_logprobs": np.zeros(2, np.float32)}
+    given = [[TrainSample(**arrays, **logprobs, reward=0.1, group=7, finish="length", versions=(3, 4))], []]
+    (found,), nobody = decode_groups(encode_groups(given))
+    assert nobody == []
+    for name in TrainSample._fields:
+        ours, theirs = getattr(found, name), getattr(given[0][0], name)
+        assert type(ours) is type(theirs)
+        assert np.array_equal(ours, theirs)
+        assert not isinstance(ours, np.ndarray) or (ours.dtype == theirs.dtype and ours.flags.writeable)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("max_tokens", [5, 30, 1000])
+def test_turns_hold_every_sample_once_and_are_balanced(num_ranks: int, max_tokens: int):
+    given = [one for group in draw_groups(3, (5, 9, 20)) for one in group]
+    rows = num_rows(given)
+    turns = plan_turns(rows, max_tokens, num_ranks)
+    packs = [members for turn in turns for members in turn]
+    assert all(len(turn) == num_ranks for turn in turns)
+    assert sorted(number for members in packs for number in members) == list(range(len(given)))
+    assert all(len(one) < 2 or sum(rows[number] for number in one) <= max_tokens for one in packs)
+    parts = [make_parts(given, turns, rank) for rank in range(num_ranks)]
+    assert {len(one) for one in parts} == {len(turns)}
+    if max_tokens == 1000 and num_ranks > 1:
+        loads = [sum(len(one.pack.tokens) for one in its) for its in parts]
+        assert max(loads) - min(loads) <= max(rows)
+        assert len(turns) == 1
+
+
+def test_ranks_that_have_no_sample_repeat_the_shortest_and_count_nothing():
+    given = [one for group in draw_groups(1, (3,)) for one in group]
+    turns = plan_turns(num_rows(given), 1000, 4)
+    parts = [make_parts(given, turns, rank)[0] for rank in range(4)]
+    assert sorted(one.is_spare for one in parts) == [False, False, False, True]
+    spare = next(one for one in parts if one.is_spare)
+    assert sum(spare.pack.lengths) == min(num_rows(given))
+    assert plan_turns([], 1000, 4) == []
