@@ -41,6 +41,9 @@ DTYPE_BYTES: Mapping[str, int] = {
     "bool": 1,
 }
 
+SCALE = ".scale"
+"""A lossy tensor's scales, one a row, are the tensor of its name with this behind it."""
+
 MAX_VERSION_BYTES = 1 << 44
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_TENSORS = 1 << 20

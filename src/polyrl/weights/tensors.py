@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from polyrl.weights.chunks import View
-from polyrl.weights.manifest import DTYPE_BYTES, Layout, Spec, TensorEntry, lay_out
+from polyrl.weights.manifest import DTYPE_BYTES, SCALE, Layout, Spec, TensorEntry, lay_out
 from polyrl.weights.shards import is_table
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -26,7 +26,6 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Lossy = Literal["", "fp8-rows", "int8-rows"]
 LOSSY_DTYPES: Mapping[Lossy, str] = {"fp8-rows": "float8_e4m3fn", "int8-rows": "int8"}
-SCALE = ".scale"
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 _STAGING_BYTES = 64 << 20

@@ -1,0 +1,87 @@
+"""Whether a version is of a server's model, and whether it has arrived there. Decides; reads headers, moves nothing.
+
+Before: every tensor of the model's directory is in the version, in its shape, and the other way round. After: the first
+bytes of embeddings, head and norms, read back from every rank, are those of the version, as that rank's slice. Matrices
+are left out: servers repack them for their kernels, and the same loop of the same loader put them in.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from polyrl.engines.engine import EngineError
+from polyrl.engines.served.between import HEAD_BYTES
+from polyrl.engines.served.handing import Answer, Offer
+from polyrl.weights import folder, shards
+from polyrl.weights.chunks import View
+from polyrl.weights.manifest import SCALE, Layout, Manifest, Spec
+
+_MOST_PROBES = 8
+
+
+def offer_of(manifest: Manifest, model: Path) -> Offer:
+    """What the ranks are told of a version. Raises EngineError when it is not of the model in this directory."""
+    layout = manifest.layout
+    tensors = []
+    for name in _names(manifest, model):
+        entry = layout.by_name[name]
+        scale = layout.by_name.get(entry.name + SCALE) if manifest.lossy else None
+        tensors.append((name, entry.dtype, entry.shape, entry.start, None if scale is None else scale.start))
+    return Offer(tensors, layout.num_bytes, probes_of(layout))
+
+
+def _names(manifest: Manifest, model: Path) -> list[str]:
+    """What the server is given: the tensors that its directory has, under its names."""
+    layout = manifest.layout
+    scales = {name for name in layout.by_name if manifest.lossy and name.endswith(SCALE)}
+    wanted: dict[str, Spec] = {}
+    if any(model.glob("*.safetensors")):
+        wanted = {name: one for name, one in folder.scan(model).specs.items() if not name.endswith("inv_freq")}
+    if not wanted:
+        return [one.name for one in layout.tensors if one.name not in scales]
+    where = f"version {manifest.version} is not of the model in {model}"
+    for name, spec in wanted.items():
+        ours = layout.by_name.get(name)
+        if ours is None:
+            raise EngineError(f"{where}: it has no {name}")
+        if ours.shape != spec.shape:
+            raise EngineError(f"{where}: {name} has shape {list(ours.shape)}; expected {list(spec.shape)}")
+    given = {layout.by_name[name].name for name in wanted}
+    for one in layout.tensors:
+        if one.name not in given and one.name not in scales:
+            raise EngineError(f"{where}, which has no {one.name}")
+    return list(wanted)
+
+
+def probes_of(layout: Layout) -> list[str]:
+    """Parameters that every server holds under these names: tables, and vectors from all over the model."""
+    tables = [name for name in layout.by_name if shards.is_table(name)]
+    vectors = [name for name, one in layout.by_name.items() if len(one.shape) == 1 and name.endswith("norm.weight")]
+    step = max(1, len(vectors) // (_MOST_PROBES - 2))
+    return [*tables[:2], *vectors[::step]][:_MOST_PROBES]
+
+
+def compare(answers: Iterable[Answer], layout: Layout, view: View) -> int:
+    """How many parameters could be compared, over all ranks. Raises EngineError for one that is wrong."""
+    num_compared = 0
+    for answer in answers:
+        for name, head in answer.heads.items():
+            rule = shards.Vocabulary(name) if shards.is_table(name) else shards.Whole(name)
+            shard = shards.plan(rule, layout, answer.slice, answer.num_slices)
+            if (shard.dtype, shard.shape) != (head.dtype, head.shape):
+                continue  # padded or split in a way of the server's own
+            if hashlib.blake2b(_head(shard, memoryview(view)), digest_size=16).hexdigest() != head.digest:
+                raise EngineError(f"{name} of slice {answer.slice} is not what was handed over")
+            num_compared += 1
+    return num_compared
+
+
+def _head(shard: shards.Shard, version: memoryview) -> bytearray:
+    """The first bytes of a rank's slice."""
+    out = bytearray(min(HEAD_BYTES, shard.num_bytes))
+    for copy in shard.copies:
+        num_bytes = min(copy.run_bytes, len(out) - copy.target_start)
+        if copy.num_runs == 1 and num_bytes > 0:
+            source = version[copy.source_start : copy.source_start + num_bytes]
+            out[copy.target_start : copy.target_start + num_bytes] = source
+    return out

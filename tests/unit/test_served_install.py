@@ -1,0 +1,181 @@
+"""Handing a version to the ranks of a server, without a server: ranks are threads, models are small."""
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.weights.copies import copy_of
+
+from polyrl.engines.engine import EngineError, Weights
+from polyrl.engines.served import checking, staging
+from polyrl.engines.served.handing import Offer, new_name
+from polyrl.engines.served.http import ServerAnswered
+from polyrl.engines.served.server import ServerBroken
+from polyrl.engines.served.taking import Rank, take
+from polyrl.ids import Version
+from polyrl.weights.shelf import HostCopy
+
+
+class Model(torch.nn.Module):
+    """A slice of a model: its table's rows are split, its vector is whole."""
+
+    def __init__(self, num_slices: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(64 // num_slices, 8, dtype=dtype)
+        self.norm = torch.nn.Linear(8, 1, bias=False, dtype=dtype)
+        self.norm.weight = torch.nn.Parameter(torch.zeros(8, dtype=dtype))
+
+
+def state(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {"embed_tokens.weight": torch.randn(64, 8), "norm.weight": torch.randn(8)}
+
+
+def loader(model: Model, rank: Rank, *, wrong: bool = False, fails: bool = False, keep: list | None = None):
+    def load(tensors) -> None:
+        rows = 64 // rank.num_slices
+        for name, tensor in tensors:
+            if keep is not None:
+                keep.append(tensor)
+            if fails:
+                raise RuntimeError("no memory\nis left")
+            own = tensor[rank.slice * rows :][:rows] if name == "embed_tokens.weight" else tensor
+            with torch.no_grad():
+                model.get_parameter(name).copy_(own + 1 if wrong and name == "norm.weight" else own)
+
+    return load
+
+
+def hand_over(copy: HostCopy, ranks: list[Callable[[str], None]], tmp_path: Path) -> None:
+    """Play a server whose ranks are threads. Its request is answered when they have ended."""
+
+    async def main() -> None:
+        staged = await staging.stage(Weights(Version(copy.manifest.version), copy=copy), str(tmp_path))
+        name = new_name()
+
+        async def ask() -> None:
+            await asyncio.gather(*(asyncio.to_thread(one, name) for one in ranks))
+
+        await staging.hand_over(staged, name, ask(), late_s=0.1)
+
+    asyncio.run(main())
+
+
+def ranks_of(models: list[Model], **faults) -> list[Callable[[str], None]]:
+    num = len(models)
+    ranks = [Rank(one, num, one, num) for one in range(num)]
+    return [
+        lambda name, model=model, rank=rank: take(name, rank, model, loader(model, rank, **faults))
+        for model, rank in zip(models, ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 4])
+def test_every_rank_gets_its_slice_and_is_compared(num_slices: int, tmp_path: Path):
+    models = [Model(num_slices) for _ in range(num_slices)]
+    for version in (1, 2):
+        with copy_of(state(version), version) as copy:
+            hand_over(copy, ranks_of(models), tmp_path)
+        table = torch.cat([one.embed_tokens.weight for one in models])
+        assert torch.equal(table, state(version)["embed_tokens.weight"])
+        assert all(torch.equal(one.norm.weight, state(version)["norm.weight"]) for one in models)
+
+
+def test_nobody_writes_when_one_rank_is_not_ready(tmp_path: Path):
+    models = [Model(2), Model(2, torch.bfloat16)]
+    before = models[0].embed_tokens.weight.clone()
+    with copy_of(state(1), 1) as copy, pytest.raises(EngineError, match="start it with --dtype float32") as failure:
+        hand_over(copy, ranks_of(models), tmp_path)
+    assert not isinstance(failure.value, ServerBroken)
+    assert torch.equal(models[0].embed_tokens.weight, before)
+
+
+def test_a_rank_that_fails_while_it_writes_leaves_a_broken_server(tmp_path: Path):
+    with copy_of(state(1), 1) as copy, pytest.raises(ServerBroken, match=r"RuntimeError: no memory$"):
+        hand_over(copy, ranks_of([Model(1)], fails=True), tmp_path)
+
+
+def test_what_is_read_back_wrong_is_noticed(tmp_path: Path):
+    with copy_of(state(1), 1) as copy, pytest.raises(ServerBroken, match=r"version 1: norm.weight of slice 0"):
+        hand_over(copy, ranks_of([Model(1)], wrong=True), tmp_path)
+
+
+def test_a_server_that_keeps_tensors_of_ours_is_noticed(tmp_path: Path):
+    with copy_of(state(1), 1) as copy, pytest.raises(ServerBroken, match="keeps tensors"):
+        hand_over(copy, ranks_of([Model(1)], keep=[]), tmp_path)
+
+
+def test_a_rank_that_vanishes_while_it_writes_leaves_a_broken_server(tmp_path: Path):
+    def vanish(name: str) -> None:
+        def load(tensors) -> None:
+            raise SystemExit  # the process is gone: so is its connection
+
+        rank = Rank(0, 1, 0, 1)
+        with pytest.raises(SystemExit):
+            take(name, rank, Model(1), load)
+
+    with copy_of(state(1), 1) as copy, pytest.raises(ServerBroken, match="does not answer"):
+        hand_over(copy, [vanish], tmp_path)
+
+
+def test_a_server_that_answers_with_an_error_before_it_fetches_anything_runs_on(tmp_path: Path):
+    def refuse(_: str) -> None:
+        raise ServerAnswered("/collective_rpc", 500, "no such method")
+
+    with copy_of(state(1), 1) as copy, pytest.raises(EngineError, match="no such method") as failure:
+        hand_over(copy, [refuse], tmp_path)
+    with copy_of(state(1), 1) as copy, pytest.raises(EngineError, match="did not call"):
+        hand_over(copy, [lambda _: None], tmp_path)
+    assert not isinstance(failure.value, ServerBroken)
+
+
+def test_a_file_that_can_be_shortened_is_not_read(tmp_path: Path):
+    model, fd = Model(1), os.memfd_create("open", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 20)
+
+    async def main() -> None:
+        from polyrl.engines.served.handing import handing
+
+        name = new_name()
+        async with handing(name, Offer([], 1 << 20, []), fd) as offered:
+            asking = asyncio.to_thread(take, name, Rank(0, 1, 0, 1), model, lambda _: None)
+            await asyncio.gather(offered.answers(), asking)
+
+    with pytest.raises(EngineError, match="can be shortened"):
+        asyncio.run(main())
+    os.close(fd)
+
+
+def test_a_worker_that_is_gone_harms_no_server():
+    take(new_name(), Rank(0, 1, 0, 1), Model(1), lambda _: pytest.fail("there is nothing to load"))
+
+
+def test_ranks_hang_up_when_the_worker_does(tmp_path: Path):
+    """The worker dies between the offer and its word to go: the rank goes on with what it has."""
+    name, model = new_name(), Model(1)
+    before = model.embed_tokens.weight.clone()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        rank = threading.Thread(target=take, args=(name, Rank(0, 1, 0, 1), model, lambda _: pytest.fail("no word")))
+        rank.start()
+        listener.accept()[0].close()
+        rank.join(10)
+    assert not rank.is_alive()
+    assert torch.equal(model.embed_tokens.weight, before)
+
+
+def test_what_is_read_back_are_tables_and_vectors_from_all_over_the_model():
+    layers = {f"model.layers.{one}.input_layernorm.weight": torch.zeros(4) for one in range(30)}
+    matrices = {"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 4)}
+    state = {"model.embed_tokens.weight": torch.zeros(8, 4), **layers, **matrices, "model.norm.weight": torch.zeros(4)}
+    with copy_of(state, 1) as copy:
+        probes = checking.probes_of(copy.manifest.layout)
+    assert len(probes) == 8
+    assert probes[0] == "model.embed_tokens.weight"
+    assert "model.layers.0.mlp.up_proj.weight" not in probes
