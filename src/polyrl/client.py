@@ -163,6 +163,7 @@ class Fleet:
         self._seq = 0
         self._unacknowledged: deque[tuple[int, frames.Statement]] = deque()
         self._rounds: dict[int, _Round] = {}
+        self._last_requested = -1
         self._first_open_step = 0
         """What is told of steps before it is old: a break came before the manager heard that they are done."""
         self._wanted: dict[int, frames.GroupPlan] = {}
@@ -182,10 +183,16 @@ class Fleet:
             self.digests[version] = digest
         await self._state(lambda seq: frames.Published(seq, version, digest, tuple(addresses)))
 
+    async def request(self, step: int) -> None:
+        """Ask for a step's round ahead of `round`: it opens as soon as `max_staleness` and the data allow."""
+        if step > self._last_requested:
+            self._last_requested = step
+            await self._state(lambda seq: frames.RequestRound(seq, step))
+
     async def round(self, step: int) -> AsyncIterator[Group]:
         """Request the step's round, and hand out its groups as they are complete. Raises RoundOver without prompts."""
         round_ = self._rounds.setdefault(step, _Round())
-        await self._state(lambda seq: frames.RequestRound(seq, step))
+        await self.request(step)
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: round_.ready or round_.is_over or self._has_failed)

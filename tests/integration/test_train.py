@@ -26,6 +26,7 @@ from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.rewards.reward import RewardFailed
 from polyrl.telemetry.metrics import read_metrics
+from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import Answer, Question
 from polyrl.weights.interfaces import listening_addresses
 from polyrl.wire.frames import Sampling
@@ -231,6 +232,9 @@ class OneEngine:
     async def sleep(self) -> None:
         self.is_awake = False
 
+    async def wake(self) -> None:
+        self.is_awake = True
+
 
 class NoDisplay:
     async def validates(self) -> None: ...
@@ -256,9 +260,11 @@ def test_validation_draws_as_the_rollout_does_and_gives_the_memory_back_where_no
 
     async def scenario() -> None:
         tasks = load_tasks(recipe)
-        validate = validator(recipe, cast("Any", engine), tasks, cast("Any", told))
+        devices = Devices(engine, generates=generates)
+        validate = validator(recipe, cast("Any", engine), devices, tasks, cast("Any", told))
         assert validate is not None
         await validate(0)
+        devices.close()
         await tasks.close()
 
     asyncio.run(scenario())

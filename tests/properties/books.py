@@ -63,6 +63,8 @@ class Books:
         self.local: set[WorkerName] = set()
         self.draining: set[WorkerName] = set()
         self.holder: dict[LeaseId, WorkerName] = {}
+        self.steps: dict[int, int] = {}
+        """What each lease was for."""
         self.asked_back: set[LeaseId] = set()
         self.tokens: dict[SampleId, int] = {}
         self.finished: set[SampleId] = set()
@@ -245,6 +247,7 @@ class Books:
         law(worker not in self.draining, f"{name} went to {worker}, which is draining")
         law(command.lease not in self.holder, f"lease {command.lease} was given before")
         self.holder[command.lease] = worker
+        self.steps[command.lease] = self.groups[group_of(command.sample)][0]
         if command.from_token == 0 and not self.config.fleet_rules.migrate:
             self.tokens[command.sample] = 0  # its worker was lost
         known = self.tokens.get(command.sample, 0)
@@ -257,12 +260,14 @@ class Books:
         law(held <= self.slots[worker], f"{worker} has {self.slots[worker]} slots and {held} samples")
 
     def check_hand_over(self, scheduler: Scheduler, command: c.HandOver, commands: list[c.Command]) -> None:
-        """Nothing is taken from a worker that may stay unless somebody can go on with it."""
+        """Nothing is taken from a worker that may stay unless somebody can go on with it, or training comes first."""
         others = [one for one in scheduler.desk.state.fleet.seats.values() if one.name != command.worker]
         somebody = any(one.may_generate for one in others)
         stopped = [one for one in commands if isinstance(one, c.HandOver) and one.worker != command.worker]
         gone_since = stopped or any(isinstance(one, c.ForgetWorker | c.StartTraining) for one in commands)
-        excused = command.worker in self.draining or somebody or gone_since
+        oldest = next(iter(scheduler.desk.rounds.values()))
+        may_train = oldest.closed_at is not None and self.steps[command.lease] > oldest.step
+        excused = command.worker in self.draining or somebody or gone_since or may_train
         law(bool(excused), f"{command.worker} hands lease {command.lease} over to nobody: {command.why}")
 
     def check_planned(self, scheduler: Scheduler, step: Step, planned: c.PlannedGroup) -> None:

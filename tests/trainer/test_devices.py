@@ -90,3 +90,50 @@ def test_work_that_fails_gives_the_devices_back():
         devices.close()
 
     asyncio.run(scenario())
+
+
+def test_weights_that_move_keep_the_engine_asleep_until_they_have_their_name():
+    async def scenario() -> None:
+        engine = Engine()
+        devices = Devices(engine)
+        await devices.turn_to("training")
+        async with devices.held():
+            await devices.run(lambda: engine.said.append("updates"))
+            turning = asyncio.create_task(devices.turn_to("generating"))
+            await asyncio.sleep(0.01)
+            engine.said.append("publishes")
+        await turning
+        assert engine.said == ["sleeps", "updates", "publishes", "wakes"]
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_comes_while_it_validates_is_answered_and_the_engine_sleeps_afterwards():
+    async def scenario() -> None:
+        engine = Engine()
+        devices = Devices(engine)
+        async with devices.for_validation():
+            await devices.turn_to("training")
+            assert engine.said == ["wakes"]
+        assert engine.said == ["wakes", "sleeps"]
+        assert await devices.train(lambda: 7) == 7
+        async with devices.for_validation():
+            await devices.turn_to("generating")
+        assert engine.said[2:] == ["wakes", "wakes"]
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_for_validation_alone_leaves_every_turn_to_training():
+    async def scenario() -> None:
+        engine = Engine()
+        devices = Devices(engine, generates=False)
+        async with devices.for_validation():
+            pass
+        assert engine.said == ["wakes", "sleeps"]
+        assert await devices.train(lambda: 7) == 7
+        devices.close()
+
+    asyncio.run(scenario())

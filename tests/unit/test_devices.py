@@ -198,3 +198,52 @@ def test_the_time_of_a_local_worker_that_died_generating_ends_with_it():
     run.take(0, 1)
     (report,) = only(run.trained(0), c.ReportStep)
     assert report.line.seed_window_s == 10.0
+
+
+def test_with_overlap_and_zero_workers_training_comes_first_and_later_samples_go_on_where_they_stopped():
+    run = seeding("whole_round", max_staleness=1)
+    run.begin(steps=2)
+    assert leased(run.join("t", local=True)) == {f"{group}/0": ("t", 0) for group in (1, 2, 3, 4)}
+    run.bring("t", s3_0=7, s4_0=9)
+    said = run.complete(1, 2, samples=1)
+    assert {one.lease for one in only(said, c.HandOver)} == {run.leases["3/0"], run.leases["4/0"]}
+    run.end("3/0", at=7)
+    assert [one.worker for one in only(run.end("4/0", at=9), c.StartTraining)] == ["t"]
+    run.turn("t", "training")
+    run.take(0, 1, 2)
+    run.tell(e.MicroBatchTrained(Step(0)))
+    assert run.duty("t") == "training"
+    assert only(run.trained(0), c.StartGenerating)
+    assert leased(run.turn("t", "generating")) == {"4/0": ("t", 9), "3/0": ("t", 7)}
+    assert run.ledger.tokens_discarded == {}
+
+
+def test_with_overlap_the_devices_seed_the_round_that_opens_with_the_new_version():
+    run = seeding(fixed_s=20.0, max_staleness=1)
+    run.begin(steps=2)
+    run.join("a")
+    run.join("t", local=True)
+    run.complete(1, 2, samples=1)
+    run.turn("t", "training")
+    run.take(0, 1, 2)
+    run.tell(e.MicroBatchTrained(Step(0)))
+    said = run.tell(e.StepTrained(Step(0)))
+    assert [one.why for one in only(said, c.StartGenerating)] == [
+        "the step is trained, and a round opens with its version"
+    ]
+    run.turn("t", "generating")
+    run.tell(e.VersionPublished(Version(1)))
+    assert leased(run.request(2)) == {"5/0": ("t", 0), "6/0": ("t", 0)}
+
+
+def test_with_overlap_the_devices_train_at_once_if_the_next_round_is_complete():
+    run = seeding(fixed_s=20.0, max_staleness=1)
+    run.begin(steps=2)
+    run.join("a")
+    run.join("t", local=True)
+    run.complete(1, 2, 3, 4, samples=1)
+    run.turn("t", "training")
+    run.take(0, 1, 2)
+    run.tell(e.MicroBatchTrained(Step(0)))
+    run.trained(0)
+    assert run.duty("t") == "training"

@@ -56,6 +56,29 @@ def test_domains_and_their_sizes_become_the_scheduler_s():
     assert (config.seed, config.prompt_tokens, config.streaming) == (5, 40, True)
 
 
+def test_only_an_async_run_is_written_by_older_versions():
+    assert scheduler_config(recipe(), [1]).max_staleness == 0
+    assert scheduler_config(recipe("train.mode=async"), [1]).max_staleness == 1
+    config = scheduler_config(recipe("train.mode=async", "train.max_staleness=3"), [1])
+    assert (config.max_staleness, config.streaming) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "correction"),
+    [
+        ([], "none"),
+        (["train.mode=async"], "tis-token"),
+        (["train.mode=async", "algorithm.old_logprobs=engine"], "none"),
+        (["train.mode=async", "algorithm.correction=none"], "none"),
+        (["algorithm.correction=icepop"], "icepop"),
+    ],
+)
+def test_what_older_versions_wrote_is_weighed_unless_the_recipe_says_otherwise(overrides: list[str], correction: str):
+    one = recipe(*overrides)
+    assert one.algorithm.correction == correction
+    assert build(tomllib.loads(dump_toml(one)), Recipe) == one
+
+
 def test_the_data_may_have_a_seed_of_its_own():
     assert scheduler_config(recipe("train.seed=5", "data.shuffle_seed=0"), [1]).seed == 0
 
@@ -82,7 +105,10 @@ def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_run_and_q
     ("overrides", "line"),
     [
         (["train.step=3"], "train.step: unknown key; did you mean train.steps?"),
-        (["train.mode=sync"], 'train.mode: got "sync", expected one of "streaming", "synchronous"'),
+        (["train.mode=sync"], 'train.mode: got "sync", expected one of "async", "streaming", "synchronous"'),
+        (["train.max_staleness=1"], 'train.max_staleness: is for train.mode = "async" alone, not for "streaming"'),
+        (["train.mode=async", "train.max_staleness=0"], "train.max_staleness: got 0, expected an integer >= 1"),
+        (["name=.."], "name: got '..', expected a name that a directory can have"),
         (["name=a/b"], "name: got 'a/b', expected a name that a directory can have"),
         (["data.source=file.jsonl"], "data.reward: missing, expected arithmetic, math or module:function"),
         (["data.source="], 'data.source: missing, expected a file, a directory or "arithmetic"'),
@@ -114,7 +140,6 @@ def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_run_and_q
         (["train.micro_batch_tokens=64"], "train.micro_batch_tokens: expected at least rollout.max_new_tokens, 1024"),
         (["model.max_context=1024"], "model.max_context: expected room for a prompt"),
         (["train.mode=synchronous", "train.local_generation=false"], "train.local_generation: expected true"),
-        (["train.mode=synchronous", "rounds.tail_batching=race"], 'rounds.tail_batching: expected "off"'),
         (["validation.pass_at=[1, 8]", "validation.num_samples=4"], "validation.num_samples: 4 is below 8"),
         (["rollout.impose_lengths.kind=quantiles"], "rollout.impose_lengths.quantiles: expected at least two"),
         (["rollout.temperature=0"], "rollout.temperature: got 0, expected a number > 0"),

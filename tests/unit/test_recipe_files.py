@@ -49,5 +49,5 @@ def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, text: str | None, 
 
 
 def test_an_unknown_name_is_answered_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"arithmetics: no such recipe; .* one of: .*arithmetic"):
+    with pytest.raises(ConfigError, match=r"arithmetics: no such recipe; .* one of: .*; did you mean arithmetic\?"):
         load_recipe("arithmetics")

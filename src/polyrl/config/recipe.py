@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr, replace
 
 from polyrl.scheduling.parameters import (
     DomainData,
@@ -62,8 +63,11 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    mode: Literal["synchronous", "streaming"] = "streaming"
-    """`synchronous` generates all, then scores all, then trains; `streaming` does each as soon as it can."""
+    mode: Literal["synchronous", "streaming", "async"] = "streaming"
+    """`synchronous` generates all, then scores all, then trains; `streaming` does each as soon as it can; `async` also
+    generates for later steps while it trains, with weights that are `max_staleness` versions behind at the most."""
+    max_staleness: AtLeastOne | None = None
+    """Of mode `async`; none: 1."""
     steps: AtLeastOne = 100
     seed: Count = 0
     run_dir: str | None = None
@@ -124,8 +128,9 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     overlong_penalty: NotNegative = 1.0
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Whose log-probabilities the ratio starts from: the trainer's own, or those that the engine drew with."""
-    correction: Literal["none", "tis-token", "tis-sequence", "icepop", "sequence-mask"] = "none"
-    """What is done about the trainer's old log-probabilities not being the engine's."""
+    correction: Literal["none", "tis-token", "tis-sequence", "icepop", "sequence-mask"] | None = None
+    """What is done about the trainer's old log-probabilities not being the engine's. None: "tis-token" with train.mode
+    "async" and `recompute`, since the engine's are of older weights there; otherwise "none"."""
     correction_low: Annotated[float, Meta(ge=0, le=1)] | None = None
     """With a mask, the lowest ratio that is trained on; none: 0.5 for icepop, 0.8 for sequence-mask."""
     correction_high: Annotated[float, Meta(ge=1)] | None = None
@@ -149,13 +154,14 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         self._check_correction()
 
     def _check_correction(self) -> None:
-        if self.correction != "none" and self.old_logprobs == "engine":
+        correction = "none" if self.correction is None else self.correction
+        if correction != "none" and self.old_logprobs == "engine":
             raise ValueError('correction: expected "none", since with old_logprobs = "engine" the ratio has it already')
-        if self.correction == "none" and self.correction_high is not None:
+        if correction == "none" and self.correction_high is not None:
             raise ValueError('correction_high: nothing is corrected while correction = "none"')
-        if self.correction not in ("icepop", "sequence-mask") and self.correction_low is not None:
+        if correction not in ("icepop", "sequence-mask") and self.correction_low is not None:
             raise ValueError(
-                f'correction_low: is for correction = "icepop" and "sequence-mask", not for "{self.correction}"'
+                f'correction_low: is for correction = "icepop" and "sequence-mask", not for "{correction}"'
             )
 
     @property
@@ -167,7 +173,7 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def correction_range(self) -> tuple[float, float]:
         """`correction_low` and `correction_high`, or what is usual with the correction."""
-        low, high = _USUAL_CORRECTIONS.get(self.correction, (0.0, math.inf))
+        low, high = _USUAL_CORRECTIONS.get(self.correction or "none", (0.0, math.inf))
         return (
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,
@@ -424,13 +430,21 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scaling: ScalingConfig = ScalingConfig()
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name:
+        if not self.name or "/" in self.name or self.name in (".", ".."):
             raise ValueError(f"name: got {self.name!r}, expected a name that a directory can have")
+        if self.train.max_staleness is not None and self.train.mode != "async":
+            raise ValueError(f'train.max_staleness: is for train.mode = "async" alone, not for "{self.train.mode}"')
         self._check_who_generates()
         self._check_tokens()
         self._check_groups()
-        if self.train.mode == "synchronous" and self.rounds.tail_batching != "off":
-            raise ValueError('rounds.tail_batching: expected "off", since train.mode is "synchronous"')
+        self._choose_correction()
+
+    def _choose_correction(self) -> None:
+        """What was not said is said here, so that whoever prints the recipe sees it."""
+        if self.algorithm.correction is None:
+            older = self.max_staleness > 0 and self.algorithm.old_logprobs == "recompute"
+            algorithm = replace(self.algorithm, correction="tis-token" if older else "none")
+            force_setattr(self, "algorithm", algorithm)
 
     def _check_who_generates(self) -> None:
         if self.train.mode == "synchronous" and not self.train.local_generation:
@@ -464,6 +478,13 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     @property
+    def max_staleness(self) -> int:
+        """How many versions behind a step's own its tokens may be; 0 is strictly on-policy."""
+        if self.train.mode != "async":
+            return 0
+        return 1 if self.train.max_staleness is None else self.train.max_staleness
+
+    @property
     def run_dir(self) -> str:
         return f"runs/{self.name}" if self.train.run_dir is None else self.train.run_dir
 
@@ -479,12 +500,13 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
         if available < 1:
             raise ValueError(f"{domain.source}: domain {domain.name!r} has no prompt that can be used")
         domains.append(DomainData(name=domain.name, prompts_per_step=domain.prompts_per_step, num_prompts=available))
-    streaming = recipe.train.mode == "streaming"
+    streaming = recipe.train.mode != "synchronous"
     return SchedulerConfig(
         domains=tuple(domains),
         seed=recipe.train.seed if data.shuffle_seed is None else data.shuffle_seed,
         num_epochs=data.num_epochs,
         max_new_tokens=recipe.rollout.max_new_tokens,
+        max_staleness=recipe.max_staleness,
         streaming=streaming,
         trainer_usd_per_hour=recipe.train.price_usd_per_hour,
         prompt_tokens=max(1, prompt_tokens),

@@ -1,5 +1,6 @@
 """TOML files that ship with the package, beside a person's own: by name, or by path."""
 
+import difflib
 from pathlib import Path
 
 from polyrl.config.load import load_toml
@@ -20,5 +21,7 @@ def find_shipped(name: str, shipped: Path, kind: str, own: Path | None = None) -
     ours = shipped / f"{name}.toml"
     if ours.is_file():
         return ours
-    known = ", ".join(one for one, _ in list_shipped(shipped))
-    raise ConfigError(f"{name}: no such {kind}; expected a file ending in .toml, or one of: {known}")
+    known = [one for one, _ in list_shipped(shipped)]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"{name}: no such {kind}; expected a file ending in .toml, or one of: {', '.join(known)}{hint}")

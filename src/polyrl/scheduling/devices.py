@@ -3,9 +3,10 @@
 Each step starts with local workers generating. They stop, hand their samples over and train
 - when the seeding window is over and there is somebody to hand over to (seeding.py says how long it is);
 - one by one, in a round without a fleet, as soon as fewer devices hold what still runs (hand-back);
-- when nothing is left for them to generate.
-They generate again when the step is trained, and in mid-step when samples wait and nobody else can take them, or when
-there has been nothing to train for a while. Zero remote workers is a normal state: then they generate the whole round.
+- when nothing is left for them to generate, or the step's round is complete: what they write for later rounds waits.
+They generate again when the step is trained, unless the next round is complete by then, and in mid-step when samples
+wait and nobody else can take them, or when there has been nothing to train for a while. Zero remote workers is a normal
+state: then they generate the whole round.
 """
 
 import math
@@ -86,6 +87,8 @@ def review(desk: Desk, now: Seconds) -> None:
             _switch(desk, worker, "to_training", "its samples are handed over", now)
         elif worker.duty == "generating" and round_ is not None and _has_nothing_to_generate(desk, worker, round_, now):
             _switch(desk, worker, "to_training", "nothing is left for it to generate", now)
+        elif worker.duty == "generating" and worker.leases and round_ is not None and round_.closed_at is not None:
+            stop_generating(desk, worker, "the step's round is complete, and these samples are of later ones", now)
         elif worker.duty == "training" and why is not None:
             _switch(desk, worker, "to_generating", why, now)
             _renew_window(desk, round_, now)
@@ -124,8 +127,11 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
         return "the step is trained" if seeds else None
     if round_.closed_at is not None:
         return None
-    if round_.num_waiting and state.clock.train_s == 0.0 and now < _window_end(desk, round_):
-        return "the step begins and samples wait"
+    if state.clock.train_s == 0.0 and now < _window_end(desk, round_):
+        if round_.num_waiting:
+            return "the step begins and samples wait"
+        if state.published < round_.step:
+            return "the step is trained, and a round opens with its version"
     num_generating = sum(worker.may_generate for worker in state.fleet.seats.values())
     if round_.num_waiting and num_generating == 0:
         return "samples wait and no other worker is there"

@@ -114,6 +114,13 @@ METRICS: tuple[Metric, ...] = (
         "",
         "1 if lengths of answers were drawn from a distribution, not written by the model",
     ),
+    # How old what was trained on is
+    Metric(
+        "staleness/mean", "versions", "mean age of the answer tokens trained: 0 if the step's own version wrote all"
+    ),
+    Metric("staleness/max", "versions", "the oldest of them"),
+    Metric("staleness/tokens/<age>", "share", "of the answer tokens trained, those that are so many versions old"),
+    Metric("staleness/mixed_samples", "share", "samples trained that more than one version wrote"),
     # Weights
     Metric("weights/version", "", "the version that the step made"),
 )

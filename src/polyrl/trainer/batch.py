@@ -26,8 +26,8 @@ class TrainSample(NamedTuple):
     group: int = 0
     finish: str = "stop"
     """stop, or length: cut off at the cap."""
-    versions: tuple[int, ...] = ()
-    """Weight versions that wrote it, in order."""
+    written_by: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) of each turn at it, in order."""
     old_logprobs: Logprobs | None = None
     """Of the weights at the step's start, where they were computed beforehand; the ratio's denominator."""
 

@@ -2,15 +2,18 @@
 
     the scheduler says so -> a local worker's agent calls `turn_to` -> the engine sleeps or wakes
     the loop calls `train(work)` -> waits for training's turn -> runs it in a thread
+    the loop validates -> `for_validation` -> the engine is awake, whosever turn it is
 
-Rules kept here: the two never run at the same time, and whoever works ends first. Without a local engine it is always
-training's turn.
+Rules kept here: the two never run at the same time, and whoever works ends first. What moves the weights keeps its turn
+(`held`) until they have their new version's name: the engine never wakes to weights that are called something else.
+Without a local worker it is always training's turn.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Literal, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -26,10 +29,11 @@ class Sleeper(Protocol):
 
 
 class Devices:
-    """`engine` is the local one, if there is one."""
+    """`engine` is on these devices, if there is one; `generates`: for the fleet too, and takes turns with training."""
 
-    def __init__(self, engine: Sleeper | None = None) -> None:
+    def __init__(self, engine: Sleeper | None = None, *, generates: bool = True) -> None:
         self._engine = engine
+        self._validates = False
         self._may_train = asyncio.Event()
         self._at_work = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
@@ -37,17 +41,18 @@ class Devices:
         self.waited_s = 0.0
         """How long `train` has waited for its turn, in all."""
         self.trained_s = 0.0
-        if engine is None:
-            self._may_train.set()
-        else:
+        if engine is not None and generates:
             self.duty = "generating"
+        else:
+            self._may_train.set()
 
     async def turn_to(self, duty: Duty) -> None:
         """Returns when the devices do that."""
         if self._engine is None:
             return
         if duty == "training":
-            await self._engine.sleep()
+            if not self._validates:
+                await self._engine.sleep()
             self.duty = duty
             self._may_train.set()
             return
@@ -64,18 +69,41 @@ class Devices:
 
     async def train(self, work: Callable[[], T]) -> T:
         """Run `work` in the trainer's thread when it is training's turn."""
+        async with self.held():
+            return await self.run(work)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Training's turn, as soon as it is, and for as long as this lasts."""
         began = time.monotonic()
         while True:
             await self._may_train.wait()
             async with self._at_work:
-                if not self._may_train.is_set():
-                    continue
-                started = time.monotonic()
-                self.waited_s += started - began
-                try:
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-                finally:
-                    self.trained_s += time.monotonic() - started
+                if self._may_train.is_set():
+                    self.waited_s += time.monotonic() - began
+                    yield
+                    return
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in the trainer's thread. It is training's turn: `held`."""
+        began = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self.trained_s += time.monotonic() - began
+
+    @asynccontextmanager
+    async def for_validation(self) -> AsyncIterator[None]:
+        """The engine stays awake for as long as this lasts, and nothing may be trained; a turn that comes is noted."""
+        assert self._engine is not None
+        self._validates = True
+        try:
+            await self._engine.wake()
+            yield
+        finally:
+            self._validates = False
+            if self.duty == "training":
+                await self._engine.sleep()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

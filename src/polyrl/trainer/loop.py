@@ -2,9 +2,12 @@
 
     for each step:  round -> (filter) -> micro-batches while the round still generates -> one update -> publish
 
-Rules kept here: on-policy, so the weights that a round is written with do not move before its last group is trained. A
-group is taken (acknowledged) before it is trained, and then it is trained with this step, or the process is gone. A
-group that cannot teach anything is rejected, and the scheduler starts another in its place.
+On-policy, the weights that a round is written with do not move before its last group is trained. With mode `async` the
+next `max_staleness` rounds are asked for ahead: the fleet writes them meanwhile, with the newest weights that it has.
+
+Rules kept here: a group is taken (acknowledged) before it is trained, and then it is trained with this step, or the
+process is gone. A group that cannot teach anything is rejected, and the scheduler starts another in its place. Weights
+move and get the name of their version in one turn of the devices.
 
 Left out: where processes come from (cli/train), what rewards are, what the numbers look like (telemetry).
 """
@@ -12,13 +15,15 @@ Left out: where processes come from (cli/train), what rewards are, what the numb
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from polyrl.client import Fleet, Group, RoundOver
+from polyrl.client import Fleet, Group, RoundOver, Sample
 from polyrl.config.recipe import Recipe, TrainSection
+from polyrl.errors import UserError
 from polyrl.scheduling.ledger import StepLine
 from polyrl.trainer.batch import TrainSample, is_zero_variance
 from polyrl.trainer.devices import Devices
@@ -60,6 +65,10 @@ class StepReport(NamedTuple):
     lengths: list[int]
     """Of the answers that were trained, like `prompt_lengths`."""
     prompt_lengths: list[int]
+    tokens_by_age: dict[int, int]
+    """Answer tokens trained, by how many versions older than the step's own the weights were that wrote them."""
+    num_mixed: int
+    """Samples trained that more than one version wrote."""
     num_filtered: int
     """Groups that were rejected because they teach nothing."""
     seconds: dict[str, float]
@@ -137,14 +146,14 @@ class Loop:
         self._steps.begin(step)
         trained, filtered = await self._train_round(step)
         generated = time.monotonic()
-        stats = await self._devices.train(self._steps.finish)
-        if self._checkpoint is not None:
-            await self._fleet.settled()  # what was taken is on file there, before it is on file here
-            await self._checkpoint(step + 1)
-        await self._fleet.step_done(step)
-        publish_s = await self._publish(step + 1)
-        async with asyncio.timeout(_LINE_TIMEOUT_S):
-            line = await self._fleet.line(step)
+        async with self._devices.held():
+            stats = await self._devices.run(self._steps.finish)
+            if self._checkpoint is not None:
+                await self._fleet.settled()  # what was taken is on file there, before it is on file here
+                await self._checkpoint(step + 1)
+            await self._fleet.step_done(step)
+            publish_s = await self._publish(step + 1)
+        line = await self._line(step)
         samples = [sample for group in trained for sample in group]
         rewards = [one.reward for one in samples]
         rewards += [one.reward for group in filtered for one in group.samples]
@@ -162,9 +171,20 @@ class Loop:
             rewards,
             [len(one.answer) for one in samples],
             [len(one.prompt) for one in samples],
+            _tokens_by_age(step, samples),
+            sum(len({version for version, _ in one.written_by}) > 1 for one in samples),
             len(filtered),
             seconds,
         )
+
+    async def _line(self, step: int) -> StepLine:
+        try:
+            async with asyncio.timeout(_LINE_TIMEOUT_S):
+                return await self._fleet.line(step)
+        except TimeoutError as error:
+            raise UserError(
+                f"step {step} is trained, and the manager gave no account of it for {_LINE_TIMEOUT_S:.0f} s"
+            ) from error
 
     async def _train_round(self, step: int) -> tuple[list[list[TrainSample]], list[Group]]:
         """Train on the round's groups as they come; returns them, and those that were rejected."""
@@ -215,7 +235,7 @@ class Loop:
                 reward=sample.reward,
                 group=group.id,
                 finish=sample.finish,
-                versions=tuple(segment.version for segment in sample.segments),
+                written_by=_turns(sample),
             )
             for sample in group.samples
         ]
@@ -225,6 +245,9 @@ class Loop:
         began = time.monotonic()
         offer = await self._publisher.publish(version)
         await self._fleet.publish(offer.version, offer.digest, offer.addresses)
+        if self._recipe.max_staleness:
+            for step in range(version, min(version + self._recipe.max_staleness + 1, self._recipe.train.steps)):
+                await self._fleet.request(step)
         return time.monotonic() - began
 
 
@@ -236,6 +259,21 @@ def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, devic
     if least is None:
         return device_type == "cpu" and num_samples >= _CPU_MICRO_BATCH_SAMPLES
     return num_samples >= least
+
+
+def _turns(sample: Sample) -> tuple[tuple[int, int], ...]:
+    ends = [segment.from_token for segment in sample.segments[1:]] + [len(sample.tokens)]
+    return tuple(
+        (segment.version, end - segment.from_token) for segment, end in zip(sample.segments, ends, strict=True)
+    )
+
+
+def _tokens_by_age(step: int, samples: Iterable[TrainSample]) -> dict[int, int]:
+    ages: Counter[int] = Counter()
+    for sample in samples:
+        for version, num_tokens in sample.written_by:
+            ages[step - version] += num_tokens
+    return dict(sorted(ages.items()))
 
 
 async def _in_order(groups: AsyncIterator[Group]) -> AsyncIterator[Group]:

@@ -295,7 +295,7 @@ class StepAccumulator:
                 f"algorithm.loss: {config.loss} gave shape {list(losses.shape)}; expected one number for each of "
                 f"{len(batch.logprobs)} tokens"
             )
-        if config.correction != "none":
+        if config.correction not in (None, "none"):
             weights, its_stats, ratio = corrections.weigh(batch, config)
             losses, stats = losses * weights, stats | its_stats
             tally.peak({"actor/correction_max": ratio})

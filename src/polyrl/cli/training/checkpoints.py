@@ -32,6 +32,7 @@ _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
 _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
+"""At least: more than there can be versions in the open rounds."""
 _FREE = ("train.steps", "train.stop_at_reward", "train.micro_batch_tokens")
 _FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "about")
 """What may be another in a run that goes on. Everything else decides what is trained on, or how, or is part of what the
@@ -121,12 +122,13 @@ class Saver:
         self, recipe: Recipe, run_dir: Path, policy: Policy, optimizer: Optimizer, critic: Critic | None, fleet: Fleet
     ) -> None:
         self._keep_last, self._run_dir = recipe.checkpoint.keep_last, run_dir
+        self._digests_kept = max(_DIGESTS_KEPT, recipe.max_staleness + 2)
         self._optimizer, self._critic, self._fleet = optimizer, critic, fleet
         self._fingerprint = checkpoint.fingerprint(policy.parameters())
 
     async def save(self, next_step: int) -> None:
         """Raises UserError if the disk does not take it; the one before is still there."""
-        newest = sorted(self._fleet.digests)[-_DIGESTS_KEPT:]
+        newest = sorted(self._fleet.digests)[-self._digests_kept :]
         state = TrainerState(
             next_step=next_step,
             digests={version: self._fleet.digests[version] for version in newest},

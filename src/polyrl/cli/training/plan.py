@@ -109,11 +109,16 @@ def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
     workers = f"{wanted.workers} on this machine, {wanted.engine} engine" if wanted.workers else "none to start with"
     return [
         ("run", str(run_dir)),
-        ("trainer", f"{device}: {generates}, {recipe.train.mode}, {recipe.train.steps} steps; serves weights"),
+        ("trainer", f"{device}: {generates}, {_mode(recipe)}, {recipe.train.steps} steps; serves weights"),
         ("manager", f"a process, CPU, {recipe.manager.host}, {port}"),
         ("workers", f"{workers}; others may join at any time"),
         ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
     ]
+
+
+def _mode(recipe: Recipe) -> str:
+    most = recipe.max_staleness
+    return f"async (at most {most} version{'s' if most > 1 else ''} behind)" if most else recipe.train.mode
 
 
 def _sizes(recipe: Recipe, shape: ModelShape, room: int | None) -> list[tuple[str, str]]:

@@ -116,11 +116,11 @@ async def train(
         assert fleet.opened is not None
         if past is not None:
             fleet.digests.update(past.state.digests)
-            _check_that_it_fits(fleet.opened, first_step)
+            _check_that_it_fits(fleet.opened, first_step, recipe.max_staleness)
         server = WeightServer(weight_settings(recipe, address), bytes.fromhex(fleet.opened.weights_key))
         server.start()
         stack.callback(server.close)
-        devices = Devices(engine if recipe.train.local_generation else None)
+        devices = Devices(engine, generates=recipe.train.local_generation)
         stack.callback(devices.close)
         worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, engine, devices))
         workers = await stack.enter_async_context(_workers(recipe, run_dir, address))
@@ -135,7 +135,7 @@ async def train(
             Publishing(policy, server, engine, fleet.digests),
             tasks.tokens,
             telling,
-            validator(recipe, engine, tasks, telling),
+            validator(recipe, engine, devices, tasks, telling),
             Saver(recipe, run_dir, policy, optimizer, critic, fleet).save if recipe.checkpoint.enabled else None,
         )
         telling.begin(fleet)
@@ -151,9 +151,10 @@ async def train(
         return why
 
 
-def _check_that_it_fits(opened: RunReply, first_step: int) -> None:
-    """The manager is never ahead of the newest checkpoint by more than an open step."""
-    if opened.fresh or opened.last_requested > first_step or any(step > first_step for step in opened.open_steps):
+def _check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
+    """The manager is never ahead of the newest checkpoint by more than the open step and those asked for ahead."""
+    last = first_step + max_staleness
+    if opened.fresh or opened.last_requested > last or any(step > last for step in opened.open_steps):
         raise UserError(
             f"the checkpoint is of step {first_step}, and the manager's journal of step {opened.last_requested}: "
             "they are not of one run, or the newest checkpoint was removed"
@@ -371,7 +372,7 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
 
 
 def validator(
-    recipe: Recipe, engine: LocalEngine, tasks: Tasks, telling: Telling
+    recipe: Recipe, engine: LocalEngine, devices: Devices, tasks: Tasks, telling: Telling
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
     """Validates a version; none where the recipe wants no validation."""
     wanted = recipe.validation
@@ -382,16 +383,16 @@ def validator(
         await telling.validates()
         rates: dict[str, float] = {}
         all_rewards: list[list[float | None]] = []
-        for domain, name in enumerate(tasks.names):
-            prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
-            if not prompts:
-                continue
-            rewards = await _attempt(recipe, engine, tasks, domain, prompts)
-            rates |= {f"validation/{name}/pass@{k}": rate for k, rate in pass_rates(rewards, wanted.pass_at).items()}
-            all_rewards += rewards
+        async with devices.for_validation():
+            for domain, name in enumerate(tasks.names):
+                prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
+                if not prompts:
+                    continue
+                rewards = await _attempt(recipe, engine, tasks, domain, prompts)
+                its_rates = pass_rates(rewards, wanted.pass_at)
+                rates |= {f"validation/{name}/pass@{k}": rate for k, rate in its_rates.items()}
+                all_rewards += rewards
         rates |= {f"validation/pass@{k}": rate for k, rate in pass_rates(all_rewards, wanted.pass_at).items()}
-        if not recipe.train.local_generation:
-            await engine.sleep()
         if rates:
             await telling.validated(version, rates)
 

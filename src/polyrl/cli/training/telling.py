@@ -99,6 +99,7 @@ class Telling:
             "time/step_train": seconds["train"],
             "time/step_publish": seconds["publish"],
             "rounds/filtered_groups": report.num_filtered,
+            **ages(report),
         }
         num_tokens = report.stats.added.num_tokens
         metrics["perf/throughput_all_gpus"] = num_tokens / seconds["total"]
@@ -113,6 +114,19 @@ class Telling:
         if self._validated:  # no step starts from the last version
             self._trackers.log(self._version, self._validated)
         self._trackers.close()
+
+
+def ages(report: StepReport) -> dict[str, MetricValue]:
+    """How old what was trained on is, against the version that the step began with."""
+    by_age, total = report.tokens_by_age, sum(report.tokens_by_age.values())
+    if not total:
+        return {}
+    return {
+        "staleness/mean": sum(age * num for age, num in by_age.items()) / total,
+        "staleness/max": max(by_age),
+        "staleness/mixed_samples": report.num_mixed / len(report.lengths),
+        **{f"staleness/tokens/{age}": num / total for age, num in by_age.items()},
+    }
 
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
