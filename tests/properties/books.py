@@ -27,6 +27,8 @@ WorkerNews = (
     | e.DrainRequested
     | e.WeightsInstalled
     | e.WeightsFailed
+    | e.EngineDown
+    | e.EngineBack
     | e.DutyChanged
     | e.TokensArrived
 )
@@ -131,6 +133,10 @@ class Books:
             case e.WeightsInstalled():
                 if event.version <= self.published:
                     self.versions[event.worker] = max(event.version, self.versions[event.worker])
+            case e.EngineBack():
+                if event.worker not in self.local and event.worker not in self.draining:
+                    known = event.version is not None and event.version <= self.published
+                    self.versions[event.worker] = event.version if known and event.version is not None else Version(-1)
             case e.TokensArrived():
                 for lease, num in zip(event.leases, event.num_tokens, strict=True):
                     sample = scheduler.desk.leases.get(lease)

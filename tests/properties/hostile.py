@@ -86,6 +86,7 @@ class HostileWorld:
         self.rng = random.Random(seed)
         self.config = random_config(self.rng)
         self.driver_rng = random.Random(seed + 77)
+        self.engine_rng = random.Random(seed + 78)
         self.scheduler = make(self.config)
         self.books = Books(self.scheduler)
         self.now = 0.0
@@ -156,8 +157,25 @@ class HostileWorld:
         elif draw < 0.05 and self.scheduler.desk.state.trainer_away_since is not None:
             self.tell(e.TrainerReturned())
 
+    def trouble_with_engines(self) -> None:
+        """One dies under its worker, with or without ending what ran; one comes back, with whatever version."""
+        draw = self.engine_rng.random()
+        if draw > 0.03 or not self.machines:
+            return
+        machine = self.engine_rng.choice(list(self.machines.values()))
+        if draw < 0.01:
+            version = self.engine_rng.choice([None, Version(0), Version(99)])
+            self.tell(e.EngineBack(machine.name, machine.incarnation, version))
+            return
+        self.tell(e.EngineDown(machine.name, machine.incarnation, "it was killed"))
+        for lease, (_, num) in machine.running.items():
+            if self.engine_rng.random() < 0.8:
+                self.news.append(e.LeaseEnded(lease, num, "engine_failed"))
+        machine.running.clear()
+
     def malice(self) -> None:
         self.trouble_with_the_driver()
+        self.trouble_with_engines()
         rng = self.rng
         draw = rng.random()
         if draw < 0.35 and self.news:
@@ -190,6 +208,8 @@ class HostileWorld:
         self.fair = True
         self.tell(e.PlacingResumed())
         self.tell(e.TrainerReturned())
+        for machine in list(self.machines.values()):
+            self.tell(e.EngineBack(machine.name, machine.incarnation, None))
         without_fleet = self.rng.random() < 0.5
         if without_fleet:
             for machine in [one for one in self.machines.values() if not one.local]:

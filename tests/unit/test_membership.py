@@ -1,6 +1,6 @@
 """Workers and their weights, told to a whole scheduler: what pure rules alone cannot show."""
 
-from tests.unit.driver import Driver, only, small_config
+from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.ids import Version, WorkerName
 from polyrl.scheduling import commands as c
@@ -73,3 +73,75 @@ def test_no_lease_number_is_given_again_that_a_driver_may_have_given_and_lost_wi
     run.join("b")
     assert len(run.leases) == 4
     assert lost.isdisjoint(run.leases.values())
+
+
+# An engine that dies and comes back while its worker stays
+
+
+def down(run: Driver, name: str) -> list[c.Command]:
+    return run.tell(e.EngineDown(WorkerName(name), run.lives[WorkerName(name)], "it was killed"))
+
+
+def back(run: Driver, name: str, version: int | None) -> list[c.Command]:
+    held = None if version is None else Version(version)
+    return run.tell(e.EngineBack(WorkerName(name), run.lives[WorkerName(name)], held))
+
+
+def test_a_worker_whose_engine_is_down_gets_no_samples_and_no_weights_and_stays():
+    run = Driver(small_config(max_staleness=4))
+    run.begin()
+    run.join("a")
+    down(run, "a")
+    assert leased(run.end("1/0", at=7, reason="engine_failed")) == {}
+    assert only(publish(run, 1), c.PullWeights) == []
+    run.wait(60.0)
+    assert run.sample("1/0").state == "waiting"
+    assert WorkerName("a") in run.scheduler.desk.state.fleet.by_name
+    assert leased(run.join("b"))["1/0"] == ("b", 7)
+
+
+def test_the_death_of_an_engine_is_counted_against_neither_its_worker_nor_samples_that_it_was_writing():
+    run = Driver(small_config(prompts=1, samples=8, fleet_rules=FleetRules(max_failures=1)))
+    run.begin()
+    run.join("a")
+    down(run, "a")
+    for index in range(8):
+        run.end(f"1/{index}", at=3, reason="engine_failed")
+    assert WorkerName("a") in run.scheduler.desk.state.fleet.by_name
+    assert all(run.sample(f"1/{index}").state == "waiting" for index in range(8))
+    assert len(leased(back(run, "a", 0))) == 8
+
+
+def test_a_sample_that_kills_every_engine_at_its_first_step_is_given_up():
+    run = Driver(small_config(prompts=1, samples=1, fleet_rules=FleetRules(max_failures=2)))
+    run.begin()
+    run.join("a")
+    for _ in range(2):
+        down(run, "a")
+        run.end("1/0", at=0, reason="engine_failed")
+        back(run, "a", 0)
+    assert run.ledger.moves["engine_failed"] == 2
+    assert run.ledger.samples_discarded == {"failed": 1}
+
+
+def test_an_engine_that_is_back_with_an_older_version_fetches_the_newest_before_it_writes():
+    run = Driver(small_config(max_staleness=0))
+    run.begin()
+    run.join("a")
+    publish(run, 1)
+    run.install("a", 1)
+    down(run, "a")
+    assert [one.version for one in only(back(run, "a", 0), c.PullWeights)] == [1]
+    run.install("a", 1)
+    assert run.scheduler.desk.seats[1].version == 1
+
+
+def test_leases_that_a_dead_engine_never_ended_are_taken_back_when_it_is_there_again():
+    run = Driver()
+    run.begin()
+    run.join("a")
+    down(run, "a")
+    said = back(run, "a", None)
+    assert len(only(said, c.Abort)) == 4
+    assert run.state("a") == "pulling"
+    assert len(leased(run.install("a"))) == 4

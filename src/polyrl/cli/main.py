@@ -5,7 +5,7 @@ that `polyrl --help` costs nothing; this module therefore imports the standard l
 
 Rules: a UserError is one line on stderr and exit code 2. A failure of ours is not caught: its traceback is the bug
 report. Options and positional arguments may be mixed (`polyrl simulate ramp --seed 3 fleet.workers=2`), so a command
-has no subcommands of its own.
+has no subcommands of its own. One that sets a default for `rest` gets there what stands after `--`, as it is.
 """
 
 import argparse
@@ -107,7 +107,12 @@ def _run_command(name: str, command: Command, argv: Sequence[str]) -> int:
     module = cast("CommandModule", importlib.import_module(command.module))
     parser = argparse.ArgumentParser(prog=f"polyrl {name}", description=_sentence(command.help))
     module.add_arguments(parser)
-    return module.run(parser.parse_intermixed_args(argv))
+    if parser.get_default("rest") is None or "--" not in argv:
+        return module.run(parser.parse_intermixed_args(argv))
+    cut = list(argv).index("--")
+    args = parser.parse_intermixed_args(argv[:cut])
+    args.rest = list(argv[cut + 1 :])
+    return module.run(args)
 
 
 def _front_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:

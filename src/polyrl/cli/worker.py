@@ -17,12 +17,15 @@ EXAMPLE = """\
 examples:
   polyrl worker --join http://HOST:5000 --token-file worker.token --engine emulated --name laptop --spot --price 1.20
   polyrl worker --join http://HOST:5000 --token-file worker.token --engine builtin --model DIR slots=16
+  polyrl worker --check --engine vllm --model DIR
+  polyrl worker --join http://HOST:5000 --token-file worker.token --engine vllm --model DIR -- --tensor-parallel-size 4
 
 It dials out; nothing inbound is needed. Ctrl+C or SIGTERM: it hands every sample over at its current token and leaves.
 Settings of the engine are key=value: docs/concepts/engines.md has those of the emulated one, for example
-tokens_per_s=80, and docs/concepts/builtin-engine.md those of the builtin one, for example kv_tokens=32768."""
+tokens_per_s=80, docs/concepts/builtin-engine.md those of the builtin one, for example kv_tokens=32768, and
+docs/guides/engines.md those of vllm and sglang. What stands after -- goes to the server as it is."""
 
-ENGINES = ("emulated", "builtin")
+ENGINES = ("emulated", "builtin", "vllm", "sglang")
 EXIT_LEFT_BADLY = 1
 
 
@@ -30,9 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the engine")
-    parser.add_argument("--join", required=True, metavar="URL", help="the manager, for example http://HOST:5000")
+    parser.add_argument("--join", metavar="URL", help="the manager, for example http://HOST:5000")
+    parser.add_argument(
+        "--check", action="store_true", help="start the engine, write a sample, install a version, say so and leave"
+    )
     parser.add_argument("--engine", default="emulated", choices=ENGINES, help="what generates (default: %(default)s)")
-    parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory, for the builtin engine")
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory; all but the emulated engine want one")
+    parser.add_argument(
+        "--engine-python", metavar="PATH", help="the Python of the environment that the server is installed in"
+    )
+    parser.add_argument("--engine-url", metavar="URL", help="use a server that runs already, instead of starting one")
+    parser.set_defaults(rest=[])
     parser.add_argument("--engine-config", metavar="FILE", help="a TOML file of settings of the engine")
     parser.add_argument(
         "--name", help="unique in the fleet; taken over from a worker that is gone (default: host and pid)"
@@ -74,11 +85,17 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--devices: {args.devices}; expected at least 1")
     if not args.drain_deadline > 0:
         raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
+    if args.join is None and not args.check:
+        raise UserError("--join: missing; expected the manager's address, or --check to try the engine alone")
     if args.relay_on is not None:
         listening_addresses(args.relay_on, key="--relay-on")  # said before a model is loaded
     engine = _engine(args)
     level = logging.WARNING if args.quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    if args.check:
+        from polyrl.cli.check_engine import check
+
+        return run_loop(check(engine, args.model))
     return run_loop(_work(args, name, engine))
 
 
@@ -99,6 +116,17 @@ def _engine(args: argparse.Namespace) -> "Engine":
     tree = apply_overrides({} if args.engine_config is None else load_toml(args.engine_config), args.settings)
     if args.slots is not None:
         tree["slots"] = args.slots
+    if args.engine in ("vllm", "sglang"):
+        from polyrl.cli import served
+
+        return served.engine(args, tree, source)
+    for option, given in (
+        ("--engine-python", args.engine_python),
+        ("--engine-url", args.engine_url),
+        ("--", args.rest),
+    ):
+        if given:
+            raise UserError(f"{option}: the {args.engine} engine has no server; did you mean --engine vllm?")
     if args.engine == "builtin":
         from polyrl.cli import builtin
         from polyrl.engines.builtin.engine import BuiltinEngine

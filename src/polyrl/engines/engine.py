@@ -76,6 +76,8 @@ class EngineStats(NamedTuple):
     down: str = ""
     """Why it can do nothing for now, as while its server starts again. All that ran has ended in `engine_failed`, or
     is about to. When it is back it runs what it ran at its start."""
+    num_outages: int = 0
+    """How often it was down: one may be over before anybody looks."""
 
 
 class Weights(NamedTuple):

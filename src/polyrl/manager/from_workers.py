@@ -58,6 +58,11 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
             version = Version(frame.version)
             log.warning("worker %s could not install version %d: %s", session.name, version, frame.reason)
             executor.tell(e.WeightsFailed(session.name, session.incarnation, version, frame.reason))
+        case frames.Down():
+            log.warning("worker %s: its engine is down: %s", session.name, frame.reason)
+            executor.tell(e.EngineDown(session.name, session.incarnation, frame.reason))
+        case frames.Back():
+            _back(executor, session, frame.version, "")
         case frames.Turned():
             executor.tell(e.DutyChanged(session.name, session.incarnation, frame.duty))
         case frames.Leaving():
@@ -85,6 +90,12 @@ def _check_version(executor: Executor, session: WorkerSession, installed: frames
         raise Refused("digest", f"version {version} is {digest or 'a number'}, not {installed.digest or 'a number'}")
 
 
+def _back(executor: Executor, session: WorkerSession, version: int, digest: str) -> None:
+    """An engine that is there again. As at a join, what is not a version of this run is as good as none."""
+    held = Version(version) if _is_ours(executor, version, digest) else None
+    executor.tell(e.EngineBack(session.name, session.incarnation, held))
+
+
 def _is_ours(executor: Executor, version: int, digest: str) -> bool:
     """Whether that digest is the version's. In a run with weights, one of which nothing is known is nobody's."""
     fetches = executor.trainer is not None and executor.trainer.has_weights
@@ -107,6 +118,10 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     ours = worker.leases
     held = tuple(frames.Held(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))
+    if hello.down:
+        executor.tell(e.EngineDown(session.name, session.incarnation, hello.down))
+    elif worker.down or (hello.version < worker.version and not worker.local):  # it came back, or died, unheard
+        _back(executor, session, hello.version, hello.digest)
     is_ours = _is_ours(executor, hello.version, hello.digest)
     if is_ours and worker.version < hello.version <= desk.state.published:  # as at a join, others are as good as none
         executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(hello.version)))

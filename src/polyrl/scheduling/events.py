@@ -83,6 +83,21 @@ class WeightsFailed(EventStruct, frozen=True, tag=True):
     reason: str
 
 
+class EngineDown(EventStruct, frozen=True, tag=True):
+    """What generates in it has died, and is being started again. What ran on it ends by itself."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    reason: str
+
+
+class EngineBack(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    version: Version | None
+    """What it runs now, which may be older than what it ran; none: nothing."""
+
+
 class DutyChanged(EventStruct, frozen=True, tag=True):
     """A local worker's devices now do the other thing."""
 
@@ -221,6 +236,8 @@ Event = (
     | MicroBatchTrained
     | WeightsInstalled
     | WeightsFailed
+    | EngineDown
+    | EngineBack
     | DutyChanged
     | WorkerJoined
     | WorkerLeft

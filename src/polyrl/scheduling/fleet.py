@@ -6,6 +6,8 @@
                      +--- a newer version is needed --+           |
     any of them ----- missed, stalled, or its driver saw it die --+-> gone
 
+Its engine may be down for a while in any of these states: it gets no samples and no weights until it is back.
+
 A worker takes a *seat* when it joins: a number never used again. A name that joins anew (a restart before anyone missed
 the old process, or a second machine with the same name) takes a new seat and its old one is given up first. A local
 worker shares the trainer's devices: it is never without weights, but its devices may be training.
@@ -101,10 +103,12 @@ class Worker(Struct):
     """Samples that its engine runs at once without holding any back; balancing.py learns it."""
     num_granted: int = 0
     """Leases given to it since it last brought tokens."""
+    down: bool = False
+    """Its engine died and is being started again."""
 
     @property
     def may_generate(self) -> bool:
-        return self.state == "active" and self.duty == "generating"
+        return self.state == "active" and self.duty == "generating" and not self.down
 
     @property
     def credit(self) -> int:
@@ -118,6 +122,8 @@ class Worker(Struct):
             return "training"
         if self.leases:
             return "generating"
+        if self.down:
+            return "starting"
         return "idle" if self.state == "active" else "pulling"
 
 

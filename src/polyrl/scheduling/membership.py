@@ -11,7 +11,7 @@ from polyrl.ids import Seconds, Step, Version
 from polyrl.scheduling import leases, weight_delivery
 from polyrl.scheduling.commands import Abort, ForgetWorker, PullWeights, StartGenerating
 from polyrl.scheduling.desk import Desk
-from polyrl.scheduling.events import WeightsFailed, WeightsInstalled, WorkerJoined
+from polyrl.scheduling.events import EngineBack, WeightsFailed, WeightsInstalled, WorkerJoined
 from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.samples import NO_VERSION
 from polyrl.scheduling.staleness import oldest_version
@@ -144,6 +144,40 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
         leases.requeue(desk, sample, desk.state.rounds[desk.state.groups[sample.group].step], now, "stalled")
 
 
+# An engine that dies and comes back while its worker stays
+
+
+def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """No more samples for it. Those that it has are ended by itself, each after its last token."""
+    if worker.down:
+        return
+    settle(worker, desk.state.ledger, now)
+    worker.down = True
+    desk.router.update(worker)
+    desk.devices_due = True
+
+
+def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> None:
+    """It runs what it ran at its start. What it was given meanwhile, or never ended, somebody else gets."""
+    if worker.state == "draining":
+        return
+    settle(worker, desk.state.ledger, now)
+    for lease in list(worker.leases):
+        sample = desk.leases[lease]
+        desk.commands.append(Abort(worker.name, lease, "its engine was down", sample.id, sample.num_tokens))
+        leases.requeue(desk, sample, desk.state.rounds[desk.state.groups[sample.group].step], now, "engine_failed")
+    if not worker.local:  # that one has what the trainer has
+        unknown = event.version is None or event.version > desk.state.published
+        worker.version = NO_VERSION if unknown or event.version is None else event.version
+    worker.down = False
+    _refresh_state(desk, worker, now)
+    desk.router.update(worker)
+    _resource_pullers(desk, worker)
+    desk.pulls_due = True
+    desk.place_due = True
+    desk.devices_due = True
+
+
 # Weights
 
 
@@ -197,6 +231,7 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
         for worker in state.fleet.seats.values()
         if not worker.local
         and worker.state != "draining"
+        and not worker.down
         and worker.version < state.published
         and worker.pulling == NO_VERSION
         and ("retry_pull", worker.seat) not in desk.deadlines.entries

@@ -36,6 +36,7 @@ class Router:
             num_leases < worker.plateau
             and worker.state == "active"
             and worker.duty == "generating"
+            and not worker.down
             and seat in self._seats
         ):
             load = num_leases / worker.slots

@@ -24,6 +24,8 @@ from polyrl.scheduling.events import (
     DrainRequested,
     DriverResumed,
     DutyChanged,
+    EngineBack,
+    EngineDown,
     Event,
     GroupRejected,
     GroupsTaken,
@@ -147,6 +149,14 @@ class Scheduler:
                 worker = self._worker(event)
                 if worker is not None:
                     membership.weights_failed(desk, worker, event, now)
+            case EngineDown():
+                worker = self._worker(event)
+                if worker is not None:
+                    membership.engine_down(desk, worker, now)
+            case EngineBack():
+                worker = self._worker(event)
+                if worker is not None:
+                    membership.engine_back(desk, worker, event, now)
             case DutyChanged():
                 worker = self._worker(event)
                 if worker is not None:
@@ -217,7 +227,15 @@ class Scheduler:
     # Finding what an event is about
 
     def _worker(
-        self, event: WorkerReported | WorkerLeft | DrainRequested | WeightsInstalled | WeightsFailed | DutyChanged
+        self,
+        event: WorkerReported
+        | WorkerLeft
+        | DrainRequested
+        | WeightsInstalled
+        | WeightsFailed
+        | EngineDown
+        | EngineBack
+        | DutyChanged,
     ) -> Worker | None:
         worker = self.desk.state.fleet.find(event.worker, event.incarnation)
         if worker is None:
@@ -268,12 +286,13 @@ class Scheduler:
         leases.note_tokens(desk, sample, event.num_tokens)
         round_ = self._round_of(sample)
         worker = desk.state.fleet.seats[sample.worker]
+        blameless = worker.down and sample.num_tokens > sample.moved_at  # what kills an engine does so at its start
         leases.requeue(desk, sample, round_, now, event.reason)
-        if event.reason == "handed_over":
+        if event.reason == "handed_over" or blameless:
             return
         limit = desk.config.fleet_rules.max_failures
         sample.num_failures += 1
-        worker.num_failures += 1
+        worker.num_failures += not worker.down  # one death, however many samples it took along
         if sample.num_failures >= limit:
             rounds.sample_failed(desk, sample, round_, now)
         if worker.num_failures >= limit and worker.seat in desk.seats and worker.state != "draining":  # who drains goes

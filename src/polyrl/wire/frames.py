@@ -1,6 +1,7 @@
 """Everything that travels over a WebSocket: closed unions of frames, msgpack arrays with a tag.
 
-    worker  -> manager    Hello first; then Tokens, Report, Installed, InstallFailed, Turned, Leaving, Goodbye
+    worker  -> manager    Hello first; then Tokens, Report, Installed, InstallFailed, Down, Back, Turned, Leaving,
+                          Goodbye
     manager -> worker     Welcome first; then Generate, Stop, Ack, Pull, Turn, Release
     trainer -> manager    TrainerHello first; then statements, each numbered: RequestRound, SupplyPrompts, Scored, ...
     manager -> trainer    Opened, ScoreThese, Delivered, Closed, ... ; Ack
@@ -76,6 +77,8 @@ class Hello(Frame, frozen=True, tag="hello"):
     """Of the version that it runs, if it was fetched."""
     weight_addresses: Addresses = ()
     """Where others may fetch weights from it."""
+    down: Text = ""
+    """Why its engine is down, if it is."""
 
 
 class Ended(Struct, frozen=True, array_like=True, gc=False):
@@ -118,6 +121,19 @@ class InstallFailed(Frame, frozen=True, tag="install_failed"):
     reason: Text
 
 
+class Down(Frame, frozen=True, tag="down"):
+    """Its engine died, and is being started again. The leases that it had end by themselves."""
+
+    reason: Text
+
+
+class Back(Frame, frozen=True, tag="back"):
+    """Its engine is there again, and runs what it ran at its start."""
+
+    version: int
+    """-1 is nothing."""
+
+
 class Leaving(Frame, frozen=True, tag="leaving"):
     """It wants to hand everything over and go."""
 
@@ -134,7 +150,7 @@ class Turned(Frame, frozen=True, tag="turned"):
     duty: Duty
 
 
-FromWorker = Hello | Tokens | Report | Installed | InstallFailed | Turned | Leaving | Goodbye
+FromWorker = Hello | Tokens | Report | Installed | InstallFailed | Down | Back | Turned | Leaving | Goodbye
 
 
 # Manager to worker

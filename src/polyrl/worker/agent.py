@@ -107,6 +107,9 @@ class WorkerAgent:
         self._version: Version | None = None
         self._announced: Version | None = None
         """The version that the manager was told of on this connection."""
+        self._down = ""
+        """Why the engine was down when we last looked."""
+        self._num_outages = 0
         self._session: JoinReply | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._welcomed = False
@@ -249,11 +252,12 @@ class WorkerAgent:
         assert self._session is not None
         self._socket = await self._dialer.stream("/v1/worker", self._session.session, frames.MAX_TRAINER_FRAME_BYTES)
         self._welcomed = False
+        self._look_at_engine()
         self._announced = self._version
         version = -1 if self._version is None else self._version
         digest = "" if self._version is None else self._digests.get(self._version, "")
         relayed = self._peer.addresses if self._peer is not None and self._options.relays else ()
-        await self._send(frames.Hello(version, self._book.hello(), self._draining, digest, relayed))
+        await self._send(frames.Hello(version, self._book.hello(), self._draining, digest, relayed, self._down))
         regular = (self._receive(), self._flush_often(), self._report_often(), self._expect_welcome())
         tasks = [asyncio.create_task(one) for one in regular]
         try:
@@ -301,11 +305,9 @@ class WorkerAgent:
                 for order in frame.orders:
                     self._generate(order)
             case frames.Stop():
-                for lease in map(LeaseId, frame.aborts):
-                    if self._book.drop(lease):
-                        await self._abort(lease)
-                for lease in map(LeaseId, frame.hand_overs):
-                    await self._hand_over(lease)
+                aborted = [lease for lease in map(LeaseId, frame.aborts) if self._book.drop(lease)]
+                handed = map(LeaseId, frame.hand_overs)
+                await asyncio.gather(*map(self._abort, aborted), *map(self._hand_over, handed))
             case frames.Pull():
                 self._start_install(frame)
             case frames.Turn():
@@ -444,10 +446,24 @@ class WorkerAgent:
             await self._send(frame)
 
     async def _announce(self) -> None:
-        """A version is known to the manager before any token of it is."""
+        """A version is known to the manager before any token of it is, and an outage before the ends that it brings."""
+        was_down, num_outages = bool(self._down), self._num_outages
+        self._look_at_engine()
+        if self._num_outages > num_outages and not was_down:
+            await self._send(frames.Down(self._down or "it was down for a moment"))
+        if (self._num_outages > num_outages or was_down) and not self._down:
+            await self._send(frames.Back(-1 if self._version is None else self._version))
         if self._version is not None and self._version != self._announced:
             self._announced = self._version
             await self._send(frames.Installed(self._version, self._digests.get(self._version, "")))
+
+    def _look_at_engine(self) -> None:
+        """An engine that was down runs what it ran at its start."""
+        stats = self._engine.stats()
+        self._down = stats.down[:2000]
+        if stats.num_outages > self._num_outages and self._info is not None:
+            self._num_outages = stats.num_outages
+            self._version = self._announced = self._info.version
 
     async def _report_often(self) -> None:
         assert self._session is not None
@@ -456,6 +472,8 @@ class WorkerAgent:
             if sick is not None:
                 await self._say_goodbye(sick)
                 raise Left(f"the engine cannot go on: {sick}", ok=False)
+            if self._welcomed:
+                await self._announce()
             stats = self._engine.stats()
             rate = self._rate.update(self._book.num_tokens, time.monotonic())
             kv_used = min(1.0, max(0.0, stats.kv_used))

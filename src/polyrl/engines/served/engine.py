@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Literal
 
 from polyrl.engines.engine import Capabilities, EngineEnd, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
@@ -77,8 +78,14 @@ class ServedEngine:
         """How long the server stood still for the last install."""
 
     @property
-    def keeper(self) -> Keeper:
-        return self._keeper
+    def log_file(self) -> Path | None:
+        """What our server prints."""
+        return self._keeper.log_file
+
+    @property
+    def pid(self) -> int | None:
+        """Of our server, while there is one."""
+        return self._keeper.pid
 
     @property
     def _base(self) -> Version | None:
@@ -146,6 +153,7 @@ class ServedEngine:
             min(1.0, max(0.0, load.kv_used)),
             load.num_preemptions,
             down=self._keeper.down,
+            num_outages=self._keeper.num_outages,
         )
 
     def _went_down(self, why: str) -> None:

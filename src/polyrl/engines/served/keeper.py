@@ -49,7 +49,7 @@ class Keeper:
         """Why there will be none any more."""
         self.load = NOTHING
         self.log_file: Path | None = None
-        self.num_restarts = 0
+        self.num_outages = 0
         self.wrote = False
         """Set by whoever heard a token of this server."""
         self._process: ServerProcess | None = None
@@ -97,7 +97,7 @@ class Keeper:
                 break
             await asyncio.sleep(_LOOK_S)
         while self.server is server and self._broken is not None and self._broken.done():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         return self.server is server
 
     # One life after the other
@@ -118,7 +118,6 @@ class Keeper:
             if again is None:
                 return
             server, num_deaths = again
-            self.num_restarts += 1
             self._come_up(server)
 
     async def _again(self, num_deaths: int, pause_s: float) -> tuple[Server, int] | None:
@@ -140,8 +139,9 @@ class Keeper:
         self.server, self.down, self.load, self.wrote = server, "", NOTHING, False
 
     def _go_down(self, server: Server, why: str) -> None:
-        last = "" if self._process is None else f": {self._process.last_line()} (its log: {self.log_file})"
-        self.server, self.down, self.load = None, why + last, NOTHING
+        error = "" if self._process is None else self._process.first_error()
+        self.server, self.down, self.load = None, f"{why}: {error}" if error else why, NOTHING
+        self.num_outages += 1
         self._on_down(f"the {self._name} server {why}")
 
     async def _until_over(self, server: Server) -> str:
@@ -151,10 +151,13 @@ class Keeper:
             waits.append(asyncio.create_task(self._process.ended()))
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[2:]:  # how it ended says more than that it does not answer
+                await asyncio.wait(waits[2:], timeout=_LOOK_S)
         finally:
             for one in waits[1:]:
                 one.cancel()
-        return next(iter(done)).result()
+        ended = [one for one in waits[2:] if one.done()]
+        return (ended or list(done))[0].result()
 
     async def _watch(self, server: Server) -> str:
         """Asks for its figures; returns when it has told none for too long."""
@@ -201,8 +204,9 @@ class Keeper:
         while not await server.is_ready():
             now = time.monotonic()
             if process is not None and process.has_ended:
-                how = await process.ended()
-                raise EngineError(f"the {name} server {how}: {process.last_line()} (its log: {self.log_file})")
+                how, line = await process.ended(), process.first_error() or self._last_said()
+                hint = "; name the environment that it is in with --engine-python" if "No module named" in line else ""
+                raise EngineError(f"the {name} server {how}: {line}{hint} (its log: {self.log_file})")
             if now - began > self._config.start_timeout_s:
                 raise EngineError(f"{self._where} is not ready after {now - began:.0f} s")
             if now - told > _PROGRESS_S:

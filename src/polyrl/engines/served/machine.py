@@ -9,6 +9,7 @@ from polyrl.engines.served.server import ServedConfig
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _HIDERS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _CPU_KV_TOKENS = 32_768
+_CPU_SLOTS = 64
 
 
 def is_cpu(config: ServedConfig) -> bool:
@@ -25,6 +26,11 @@ def python_of(config: ServedConfig) -> str:
 
 def cpu_kv_tokens(config: ServedConfig) -> int:
     return _CPU_KV_TOKENS if config.kv_tokens is None else config.kv_tokens
+
+
+def slots(config: ServedConfig) -> int | None:
+    """None: the server's own number, which is one for GPUs."""
+    return _CPU_SLOTS if config.slots is None and is_cpu(config) else config.slots
 
 
 def cpu_context(config: ServedConfig, model_context: int | None) -> int:

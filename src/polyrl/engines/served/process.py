@@ -123,14 +123,14 @@ class ServerProcess:
                 return
             await asyncio.sleep(_POLL_S)
 
-    def last_line(self) -> str:
-        """Why it ended, as far as its log tells: the first error of its last lines, or the last thing that it said.
+    def first_error(self) -> str:
+        """The first error of its last lines; empty when it said none.
 
         The first, because these servers report the end of one of their processes by the errors of the others.
         """
         lines = self.last_lines(_LINES)
-        errors = [match.group() for line in lines if (match := _ERROR.search(line))]
-        return (errors[:1] or lines[-1:] or ["it said nothing"])[0][:300]
+        errors = (match.group() for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
+        return next(errors, "")[:300]
 
     def last_lines(self, num: int) -> list[str]:
         lines = tail(self._log, _LINES)

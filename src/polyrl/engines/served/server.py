@@ -28,7 +28,7 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     threads: Annotated[int, Meta(ge=1, le=256)] = 1
     """Of the CPU, where it computes there. Two on a busy machine have been seen to be 20 times slower than one."""
     slots: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """Samples that run at once; none: what the server takes."""
+    """Samples that run at once; none: what the server takes, on the CPU 64."""
     kv_tokens: Annotated[int, Meta(ge=16)] | None = None
     """Tokens that fit into the cache; none: on a GPU the server fills its memory, on the CPU 32,768."""
     max_context: Annotated[int, Meta(ge=2)] | None = None

@@ -88,8 +88,9 @@ class SglangServer:
             flags += ["--max-total-tokens", str(kv_tokens)]
         if context is not None:
             flags += ["--context-length", str(context)]
-        if config.slots is not None:
-            flags += ["--max-running-requests", str(config.slots)]
+        slots = machine.slots(config)
+        if slots is not None:
+            flags += ["--max-running-requests", str(slots)]
         argv = [machine.python_of(config), "-m", "sglang.launch_server"]
         return Command(
             [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}
@@ -110,7 +111,8 @@ class SglangServer:
     async def facts(self) -> Facts:
         try:
             said = await self.http.get("/server_info", timeout_s=_ASK_S)
-            slots, kv_tokens = int(said["max_running_requests"]), int(said["max_total_num_tokens"])
+            slots = sum(int(one["effective_max_running_requests_per_dp"]) for one in said["internal_states"])
+            kv_tokens = int(said["max_total_num_tokens"])
             context = int(said["max_req_input_len"]) - _MARGIN_TOKENS
             label = str((await self.http.get("/model_info", timeout_s=_ASK_S))["weight_version"])
         except (KeyError, TypeError, ValueError) as error:

@@ -92,8 +92,9 @@ class VllmServer:
             flags += ["--block-size", str(_GPU_BLOCK_TOKENS), "--num-gpu-blocks-override", str(num_blocks)]
         if context is not None:
             flags += ["--max-model-len", str(context)]
-        if config.slots is not None:
-            flags += ["--max-num-seqs", str(config.slots)]
+        slots = machine.slots(config)
+        if slots is not None:
+            flags += ["--max-num-seqs", str(slots)]
         argv = [machine.python_of(config), "-m", "vllm.entrypoints.cli.main", "serve", config.model]
         return Command(
             [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}

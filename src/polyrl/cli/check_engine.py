@@ -1,0 +1,120 @@
+"""`polyrl worker --check`: start an engine, write one sample, install one version, write again, and say how it went."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job, Weights
+from polyrl.ids import LeaseId, SampleId, Version
+from polyrl.wire.frames import Sampling
+
+EXIT_ILL = 1
+_PROMPT = [1, 2, 3]
+_NUM_TOKENS = 16
+_ANSWER_S = 300.0
+"""The first answer of a server may compile."""
+_TAIL_LINES = 20
+
+
+class _Hearing:
+    """A sink of one sample."""
+
+    def __init__(self) -> None:
+        self.versions: list[Version] = []
+        self.first_at = 0.0
+        self.end: asyncio.Future[tuple[EngineEnd, str]] = asyncio.get_running_loop().create_future()
+
+    def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
+        self.first_at = self.first_at or time.monotonic()
+        self.versions += [version] * len(tokens)
+
+    def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
+        if not self.end.done():
+            self.end.set_result((reason, detail))
+
+
+class _Switch:
+    """The engine's sink: news goes to whoever asked last."""
+
+    def __init__(self) -> None:
+        self.hearing: _Hearing | None = None
+
+    def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
+        if self.hearing is not None:
+            self.hearing.tokens(lease, tokens, logprobs, version)
+
+    def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
+        if self.hearing is not None:
+            self.hearing.ended(lease, reason, detail)
+
+
+async def check(engine: Engine, folder: str | None) -> int:
+    """The exit code. What went wrong is said in a line, with the end of the server's log."""
+    try:
+        await _check(engine, folder)
+    except EngineError as error:
+        print(f"polyrl: error: check: {error}", file=sys.stderr)
+        _show_log(engine)
+        return EXIT_ILL
+    finally:
+        await engine.close()
+    return 0
+
+
+async def _check(engine: Engine, folder: str | None) -> None:
+    switch = _Switch()
+    began = time.monotonic()
+    info = await engine.start(switch)
+    _say(f"{info.engine} is up after {time.monotonic() - began:.1f} s: {_shown(info)}")
+    held = info.version
+    if held is None:
+        held = Version(0)
+        await _install(engine, held, folder)
+    await _write(engine, switch, LeaseId(1), held)
+    await _install(engine, Version(held + 1), folder)
+    await _write(engine, switch, LeaseId(2), Version(held + 1))
+    _say("all is well")
+
+
+def _shown(info: EngineInfo) -> str:
+    cache = f"{info.kv_tokens:,} tokens of cache" if info.kv_tokens else "a cache of unknown size"
+    return f"{info.model}, {info.slots} slots, {cache}"
+
+
+async def _write(engine: Engine, switch: _Switch, lease: LeaseId, version: Version) -> None:
+    hearing = switch.hearing = _Hearing()
+    began = time.monotonic()
+    engine.generate(Job(lease, SampleId(1), _PROMPT, [], _NUM_TOKENS, 1, Sampling(ignore_eos=True)))
+    try:
+        reason, detail = await asyncio.wait_for(hearing.end, _ANSWER_S)
+    except TimeoutError:
+        raise EngineError(f"a sample of {_NUM_TOKENS} tokens has no end after {_ANSWER_S:.0f} s") from None
+    if reason != "length":
+        raise EngineError(f"a sample ended in {reason}: {detail}")
+    if hearing.versions != [version] * _NUM_TOKENS:
+        raise EngineError(f"tokens are stamped {hearing.versions}; expected {_NUM_TOKENS} of version {version}")
+    first_s, whole_s = hearing.first_at - began, time.monotonic() - began
+    _say(f"wrote {_NUM_TOKENS} tokens of version {version} in {whole_s:.2f} s, the first after {first_s:.2f} s")
+
+
+async def _install(engine: Engine, version: Version, folder: str | None) -> None:
+    """The model's own weights, under another number."""
+    began = time.monotonic()
+    await engine.install(Weights(version, folder=folder))
+    _say(f"installed version {version}, the model's own weights, in {time.monotonic() - began:.2f} s")
+
+
+def _say(line: str) -> None:
+    print(f"check: {line}", flush=True)
+
+
+def _show_log(engine: Engine) -> None:
+    log_file = getattr(engine, "log_file", None)
+    if not isinstance(log_file, Path):
+        return
+    from polyrl.engines.served.process import tail
+
+    for line in tail(log_file, _TAIL_LINES):
+        print(f"  | {line[:300]}", file=sys.stderr)
