@@ -22,6 +22,7 @@ def test_a_problem_reads_as_the_page_shows_it():
     assert problem.prompt == "a3b5c4d2="
     assert problem.solution == "b5=8c4=12d2=14"
     assert problem.answer == "14"
+    assert problem.in_words == "3 + 5 + 4 + 2"
 
 
 @given(TASKS, st.integers(0, 1000), st.integers(0, 10**9), st.sampled_from(["train", "validation"]))
@@ -61,7 +62,10 @@ def test_most_answers_are_short_and_some_are_long():
         ("b5=8c4=012", False),
         ("", False),
         ("b5=8c4=12=", False),
-        ("b5=8c4=12 ", False),
+        ("b5=8c4=12 ", True),
+        ("3 + 9 = 12.", True),
+        ("3 + 9 = 12..", False),
+        ("3 + 9 = 12 apples", False),
         ("c4=-12", False),
     ],
 )

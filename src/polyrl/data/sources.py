@@ -78,8 +78,13 @@ class ArithmeticSource:
 
     def task(self, prompt: int) -> Task:
         problem = draw_problem(self._domain.arithmetic, self._seed, self._split, prompt)
-        fields = {"prompt": problem.prompt, "answer": problem.answer, "terms": list(problem.terms)}
-        domain = structs.replace(self._domain, prompt_key="prompt", answer_key="answer")
+        fields = {
+            "prompt": problem.prompt,
+            "sum": problem.in_words,
+            "answer": problem.answer,
+            "terms": list(problem.terms),
+        }
+        domain = structs.replace(self._domain, answer_key="answer")
         return to_task(Row(f"problem {prompt}", fields), domain, needs_answer=True)
 
     def tokens(self, prompt: int) -> Tokens:

