@@ -3,6 +3,7 @@
 python tests/gpu/check_run.py [STEPS] [ARCH] [PROMPTS] [MODE...]     published lengths (RollPacker, math), cap 8,192
 
 The model has random weights and its rewards mean nothing: only time is looked at. Prompts and lengths are the same.
+Beside the steps' times it says where generation's went: in bursts of decoding, in prompts, in making graphs, between.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
@@ -12,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
@@ -24,6 +26,7 @@ from polyrl.cli.loop import run_loop  # noqa: E402
 from polyrl.cli.training.run import train  # noqa: E402
 from polyrl.config import build  # noqa: E402
 from polyrl.config.recipe import Recipe  # noqa: E402
+from polyrl.engines.builtin.cuda_runner import CudaRunner  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
 from polyrl.trainer.model import Policy  # noqa: E402
 
@@ -33,6 +36,48 @@ MODES = {
     "streaming": {},
     "tail batching": {"rounds": {"tail_batching": "race"}},
 }
+
+
+class Watch:
+    """Where a runner's time goes. Calls that lie within others count for themselves."""
+
+    def __init__(self, runner_type) -> None:
+        self.seconds, self.counts, self.by_size = Counter(), Counter(), Counter()
+        self._last_end = None
+        for name, what in (("run_burst", "bursts"), ("run", "prompts"), ("_capture", "graphs"), ("wake", "waking")):
+            setattr(runner_type, name, self._timed(getattr(runner_type, name), what))
+
+    def _timed(self, call, what):
+        def timed(runner, *args, **kwargs):
+            began = time.perf_counter()
+            if what in ("bursts", "prompts") and self._last_end is not None and began - self._last_end < 1.0:
+                self.seconds["between"] += began - self._last_end  # longer: it had nothing to do
+            inside = sum(self.seconds.values())
+            result = call(runner, *args, **kwargs)
+            ended = time.perf_counter()
+            self.seconds[what] += ended - began - (sum(self.seconds.values()) - inside)
+            self.counts[what] += 1
+            if what == "bursts":
+                self.counts["steps"] += len(result)
+                self.counts["rows"] += len(result) * len(args[0])
+                most = 1 << (len(args[0]) - 1).bit_length()
+                self.counts[f"steps of up to {most}"] += len(result)
+                self.by_size[most] += ended - began
+            if what in ("bursts", "prompts"):
+                self._last_end = ended
+            return result
+
+        return timed
+
+    def take(self):
+        said = {
+            "seconds": {key: round(value, 2) for key, value in self.seconds.items() if value},
+            "counts": dict(self.counts),
+            "seconds in bursts of up to so many": {key: round(value, 2) for key, value in self.by_size.items()},
+        }
+        for one in (self.seconds, self.counts, self.by_size):
+            one.clear()
+        return said
 
 
 class Tasks:
@@ -68,6 +113,7 @@ def recipe_of(mode: str, folder: Path, steps: int, prompts: int) -> Recipe:
 
 def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
     root = Path(tempfile.mkdtemp())
+    watch = Watch(CudaRunner)
     torch.manual_seed(0)
     make_model(Work(arch, None, 1, 1, 1), "cuda").save_pretrained(root / "model")
     torch.cuda.empty_cache()
@@ -90,6 +136,7 @@ def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
             "publish_s": round(statistics.fmean(line["time/step_publish"] for line in lines), 2),
             "longest": [line["token/response_length/max"] for line in lines],
             "trained_tok_s": tokens / sum(seconds), "run_s": time.perf_counter() - began,
+            "generation, all steps": watch.take(),
         }), flush=True)  # fmt: skip
         del policy
         gc.collect()
