@@ -58,10 +58,12 @@ class _Answer:
 
 
 class ServedEngine:
-    def __init__(self, kind: Kind, config: ServedConfig) -> None:
+    """`pause_s`: how long after its death a server is started again. It grows while that is of no use."""
+
+    def __init__(self, kind: Kind, config: ServedConfig, *, pause_s: float = 0.5) -> None:
         self._kind: Kind = kind
         self._config = config
-        self._keeper = Keeper(NAMES[kind], self._make, config, self._went_down)
+        self._keeper = Keeper(NAMES[kind], self._make, config, self._went_down, pause_s)
         self._own = uuid.uuid4().hex[:8]
         """Several workers may share a server that runs already."""
         self._facts: Facts | None = None

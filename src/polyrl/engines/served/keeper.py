@@ -25,7 +25,6 @@ _PROGRESS_S = 10.0
 _LOAD_EVERY_S = 0.5
 _SILENCE_S = 60.0
 """A server that tells no figures for so long hangs."""
-_FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _MAX_DEATHS = 5
 """In a row, without a token in between."""
@@ -38,9 +37,15 @@ class Keeper:
     """`on_down` hears that a server ended, before anybody can use the next one."""
 
     def __init__(
-        self, name: str, make: Callable[[Http], Server], config: ServedConfig, on_down: Callable[[str], None]
+        self,
+        name: str,
+        make: Callable[[Http], Server],
+        config: ServedConfig,
+        on_down: Callable[[str], None],
+        pause_s: float,
     ) -> None:
         self._name, self._make, self._config, self._on_down = name, make, config, on_down
+        self._pause_s = pause_s
         self.server: Server | None = None
         """The one that is up."""
         self.down = ""
@@ -103,7 +108,7 @@ class Keeper:
     # One life after the other
 
     async def _keep(self, server: Server) -> None:
-        num_deaths, pause_s = 0, _FIRST_PAUSE_S
+        num_deaths, pause_s = 0, self._pause_s
         while True:
             why = await self._until_over(server)
             self._go_down(server, why)
@@ -113,7 +118,7 @@ class Keeper:
                 self.trouble = self.down
                 return
             num_deaths = 1 if self.wrote else num_deaths + 1
-            pause_s = _FIRST_PAUSE_S if self.wrote else min(_LONGEST_PAUSE_S, 2.0 * pause_s)
+            pause_s = self._pause_s if self.wrote else min(_LONGEST_PAUSE_S, 2.0 * pause_s)
             again = await self._again(num_deaths, pause_s)
             if again is None:
                 return

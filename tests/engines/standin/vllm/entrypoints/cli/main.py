@@ -1,0 +1,142 @@
+"""A stand-in for the vLLM server: its interface as far as PolyRL uses it, and no model. Starts within a second.
+
+    python -m vllm.entrypoints.cli.main serve DIR --port P [--tokens-per-s N] [--die-when-asked]
+
+What it writes is a function of the tokens before it, so that an answer that moves goes on as it would have. The
+contract suite that holds the real server holds this one too.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+
+def next_token(tokens: list[int], vocab: int) -> int:
+    return (31 * tokens[-1] + 17 * len(tokens) + 7) % vocab
+
+
+class Server:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+        self.slots = asyncio.Semaphore(args.max_num_seqs)
+        self.num_running = self.num_waiting = 0
+        self.aborted: set[str] = set()
+        self.known: set[str] = set()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self.health),
+            web.get("/server_info", self.server_info),
+            web.get("/weight_info", self.weight_info),
+            web.get("/metrics", self.metrics),
+            web.post("/abort_requests", self.abort),
+            web.post("/inference/v1/generate", self.generate),
+        ]
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        model = {"max_model_len": self.args.max_model_len}
+        cache, batch = {"kv_cache_size_tokens": 65_536}, {"max_num_seqs": self.args.max_num_seqs}
+        said = {"model_config": model, "cache_config": cache, "scheduler_config": batch}
+        return web.json_response({"vllm_config": said})
+
+    async def weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "default"})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        figures = {"num_requests_running": self.num_running, "num_requests_waiting": self.num_waiting}
+        lines = [f'vllm:{name}{{engine="0"}} {value}.0' for name, value in figures.items()]
+        return web.Response(text="\n".join(["# HELP vllm:num_requests_running x", *lines]) + "\n")
+
+    async def abort(self, request: web.Request) -> web.Response:
+        names = set((await request.json())["request_ids"]) & self.known
+        self.aborted |= names
+        return web.json_response({"status": "aborted", "aborted": len(names)})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        if self.args.die_when_asked:
+            print("RuntimeError: told to die", file=sys.stderr, flush=True)
+            os._exit(3)
+        asked = await request.json()
+        name, tokens, sampling = f"generate-tokens-{asked['request_id']}", asked["token_ids"], asked["sampling_params"]
+        if len(tokens) + sampling["max_tokens"] > self.args.max_model_len:
+            return web.json_response({"error": {"message": "too long", "code": 400}}, status=400)
+        if not 0 <= min(tokens) <= max(tokens) < self.vocab:
+            os.kill(os.getpid(), signal.SIGKILL)  # as the real one does, without a tokenizer
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        self.known.add(name)
+        self.num_waiting += 1
+        try:
+            async with self.slots:
+                self.num_waiting, self.num_running = self.num_waiting - 1, self.num_running + 1
+                try:
+                    await self.write(reply, name, tokens, sampling)
+                finally:
+                    self.num_running, self.num_waiting = self.num_running - 1, self.num_waiting + 1
+        finally:
+            self.num_waiting -= 1
+            self.known.discard(name)
+            self.aborted.discard(name)
+        await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+    async def write(self, reply: web.StreamResponse, name: str, tokens: list[int], sampling: dict) -> None:
+        made: list[int] = []
+        while True:
+            await asyncio.sleep(1.0 / self.args.tokens_per_s)
+            if name in self.aborted:
+                await self.event(reply, [], "abort", len(made))
+                return
+            token = next_token([*tokens, *made], self.vocab)
+            made.append(token)
+            ends = "stop" if token in sampling["stop_token_ids"] else None
+            ends = "length" if ends is None and len(made) == sampling["max_tokens"] else ends
+            await self.event(reply, [token], ends, len(made))
+            if ends is not None:
+                return
+
+    async def event(self, reply: web.StreamResponse, tokens: list[int], end: str | None, num: int) -> None:
+        content = [{"token_id": token, "logprob": -1.5, "rank": 1, "top_logprobs": []} for token in tokens]
+        spans = [{"version": "default", "start": 0, "end": num}] if end else None
+        choice = {"index": 0, "finish_reason": end, "token_ids": tokens, "weight_versions": spans}
+        choice["logprobs"] = {"content": content}
+        await reply.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("serve")
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--tokens-per-s", type=float, default=300.0)
+    parser.add_argument("--die-when-asked", action="store_true")
+    args, _ = parser.parse_known_args()
+    if args.tokens_per_s == 0:
+        sys.exit("ValueError: it cannot start")
+
+    async def serve() -> None:
+        server = web.Application()
+        server.add_routes(Server(args).routes())
+        runner = web.AppRunner(server, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", args.port).start()
+        print("it listens", flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

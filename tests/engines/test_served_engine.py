@@ -1,0 +1,288 @@
+"""The engine over a server of its own, on a stand-in of vLLM: the contract, and what happens when the server dies.
+
+test_servers.py holds the real servers to the same contract.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
+from tests.engines import standins
+from tests.engines.killing import Scenario
+from tests.engines.standin.vllm.entrypoints.cli.main import next_token
+from tests.integration.live import run
+
+from polyrl.engines.engine import Engine, EngineError, Job, Weights
+from polyrl.engines.served import process
+from polyrl.engines.served.engine import ServedEngine
+from polyrl.engines.served.metrics import read_gauges
+from polyrl.engines.served.server import ServedConfig, Span
+from polyrl.ids import LeaseId, SampleId, Version
+from polyrl.wire.frames import Sampling
+
+PROMPT = EngineContract.prompt
+VOCAB = standins.MODEL["vocab_size"]
+
+
+def answer(tokens: list[int], num: int) -> list[int]:
+    made: list[int] = []
+    while len(made) < num:
+        made.append(next_token([*tokens, *made], VOCAB))
+    return made
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    port = process.free_port()
+    module = ("-m", "vllm.entrypoints.cli.main", "serve", str(standins.save_model(folder / "model")))
+    server = subprocess.Popen([standins.python(folder), *module, "--port", str(port)], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"it listens\n"
+    yield f"http://127.0.0.1:{port}"
+    server.kill()
+    server.wait()
+
+
+class TestServedEngine(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, url: str, tmp_path: Path):
+        self.url, self.model = url, standins.save_model(tmp_path / "model")
+
+    def engine(self) -> Engine:
+        return ServedEngine("vllm", ServedConfig(model=str(self.model), url=self.url))
+
+    def test_after_an_install_tokens_carry_the_new_version_and_running_samples_fare_as_declared(self):
+        pytest.skip("the stand-in takes no weights; real servers do, in test_weights.py")
+
+
+def play(script, folder: Path, *flags: str, **settings) -> None:
+    contract = EngineContract()
+    contract.play(script, standins.engine(folder, *flags, **settings))
+
+
+# Jobs
+
+
+def test_what_would_harm_a_server_never_reaches_it(tmp_path):
+    async def script(stage: Stage) -> None:
+        leases = [stage.begin(prompt=[5, VOCAB]), stage.begin(so_far=[VOCAB]), stage.begin(prompt=[5] * 4096)]
+        for lease in leases:
+            assert await stage.sink.end_of(lease) == "refused"
+        assert len(await stage.text()) == 16
+        assert stage.engine.stats().num_outages == 0
+
+    play(script, tmp_path)
+
+
+def test_an_answer_ends_where_the_context_does(tmp_path):
+    async def script(stage: Stage) -> None:
+        text = await stage.text(prompt=[5] * 90, max_tokens=1000, sampling=ON)
+        assert len(text) == 10
+
+    play(script, tmp_path, max_context=100)
+
+
+def test_a_resumed_answer_goes_on_and_one_whose_end_was_not_heard_of_ends_at_once(tmp_path):
+    async def script(stage: Stage) -> None:
+        whole = answer(PROMPT, 12)
+        assert await stage.text(so_far=whole[:5], max_tokens=12, sampling=ON) == whole[5:]
+        ended = Sampling(ignore_eos=True, stop_ids=(whole[4],))
+        lease = stage.begin(so_far=whole[:5], max_tokens=12, sampling=ended)
+        assert await stage.sink.end_of(lease) == "stop"
+        assert lease not in stage.sink.texts
+        assert await stage.text(so_far=whole[:3], max_tokens=12, sampling=ended) == whole[3:5]
+
+    play(script, tmp_path)
+
+
+def test_more_samples_than_slots_wait_in_the_server_and_are_told_as_waiting(tmp_path):
+    async def script(stage: Stage) -> None:
+        leases = [stage.begin(max_tokens=200, sampling=ON) for _ in range(5)]
+        await stage.sink.some_of(leases[0])
+        stats = stage.engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.slots) == (2, 3, 2)
+        for lease in leases:
+            await stage.engine.abort(lease)
+        assert stage.engine.stats()[:2] == (0, 0)
+
+    play(script, tmp_path, slots=2)
+
+
+def test_stamps_that_the_server_contradicts_are_counted(tmp_path):
+    async def script(stage: Stage) -> None:
+        one = stage.engine
+        assert isinstance(one, ServedEngine)
+        await stage.text()
+        assert one.num_misstamped == 0
+        lease = stage.begin(max_tokens=50, sampling=ON)
+        await stage.sink.some_of(lease)
+        held = one._answers[lease]
+        one._compare(held, [Span("default", 0, 10), Span("7", 10, 50)])
+        one._compare(held, [Span("default", 0, 10), Span("default", 10, 50)])
+        assert one.num_misstamped == 1
+
+    play(script, tmp_path)
+
+
+def test_a_version_that_nobody_can_give_is_not_installed(tmp_path):
+    async def script(stage: Stage) -> None:
+        await stage.engine.install(Weights(Version(0)))
+        with pytest.raises(EngineError, match="nobody says where version 3 can be had"):
+            await stage.engine.install(Weights(Version(3)))
+
+    play(script, tmp_path)
+
+
+# The server dies
+
+
+async def until_up(one: Engine) -> None:
+    while one.stats().down:
+        await asyncio.sleep(0.01)
+
+
+def test_a_server_that_is_killed_is_started_again_and_what_ran_ends_after_it_is_said_to_be_down(tmp_path):
+    async def script(stage: Stage) -> None:
+        one = stage.engine
+        assert isinstance(one, ServedEngine)
+        for death in range(1, 3):
+            leases = [stage.begin(max_tokens=4000, sampling=ON) for _ in range(8)]
+            for lease in leases:
+                await stage.sink.some_of(lease)
+            assert one.pid is not None
+            os.kill(one.pid, signal.SIGKILL)
+            assert await stage.sink.end_of(leases[0]) == "engine_failed"
+            stats = one.stats()
+            assert stats.num_outages == death
+            assert stats.down == "was ended by SIGKILL"
+            late = stage.begin()
+            for lease in (*leases, late):
+                assert await stage.sink.end_of(lease) == "engine_failed"
+            assert one.health() is None
+            await until_up(one)
+            for lease in leases:
+                text = stage.sink.texts[lease]
+                rest = await stage.text(so_far=text, max_tokens=len(text) + 4, sampling=ON)
+                assert text + rest == answer(PROMPT, len(text) + 4)
+        assert tmp_path.joinpath("server.log").read_text().count("it listens") == 3
+
+    play(script, tmp_path)
+
+
+def test_a_server_that_dies_again_and_again_without_a_token_is_given_up_with_its_error(tmp_path):
+    async def script(stage: Stage) -> None:
+        while stage.engine.health() is None:
+            assert await stage.sink.end_of(stage.begin()) == "engine_failed"
+            await asyncio.sleep(0.05)
+        why = "the vLLM server died 5 times in a row: ended with code 3: RuntimeError: told to die"
+        assert stage.engine.health() == why
+
+    play(script, tmp_path, "--die-when-asked", pause_s=0.01)
+
+
+def test_a_server_that_cannot_start_says_why_in_a_line(tmp_path):
+    async def script() -> None:
+        one = standins.engine(tmp_path, "--tokens-per-s", "0")
+        with pytest.raises(
+            EngineError, match=r"server ended with code 1: ValueError: it cannot start \(its log: .*\)$"
+        ):
+            await one.start(RecordingSink())
+        await one.close()
+
+    asyncio.run(script())
+
+
+def test_a_server_that_is_not_installed_says_where_to_name_it(tmp_path):
+    async def script() -> None:
+        model = str(standins.save_model(tmp_path / "model"))
+        one = ServedEngine("sglang", ServedConfig(model=model, python=sys.executable, device="cpu"))
+        with pytest.raises(EngineError, match=r"No module named 'sglang'.*; name the environment .* --engine-python"):
+            await one.start(RecordingSink())
+        assert one.log_file is not None
+        one.log_file.unlink()
+
+    asyncio.run(script())
+
+
+def test_no_sample_is_lost_and_no_worker_either_when_their_servers_are_killed(tmp_path):
+    engines = {name: standins.engine(tmp_path / name, "--tokens-per-s", "150") for name in ("a", "b")}
+    scenario = Scenario(engines, answer, num_kills=4, num_tokens=150, patience_s=60.0)
+    run(scenario.play(tmp_path / "run"), timeout_s=60.0)
+    assert scenario.num_killed == 4
+
+
+def test_after_closing_no_process_of_the_server_is_left(tmp_path):
+    pids: list[int] = []
+
+    async def script(stage: Stage) -> None:
+        assert isinstance(stage.engine, ServedEngine)
+        assert stage.engine.pid is not None
+        pids.append(stage.engine.pid)
+
+    play(script, tmp_path)
+    assert not standins.is_alive(pids[0])
+
+
+def test_a_server_dies_with_its_worker_even_if_that_is_killed(tmp_path):
+    program = f"""
+        import asyncio
+        from pathlib import Path
+        from tests.contracts.engine_contract import RecordingSink
+        from tests.engines import standins
+
+        async def main():
+            one = standins.engine(Path({str(tmp_path)!r}))
+            await one.start(RecordingSink())
+            print(one.pid, flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+    worker = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+    assert standins.is_alive(pid)
+    worker.kill()
+    worker.wait()
+    until = time.monotonic() + 10.0
+    while standins.is_alive(pid):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_server_that_is_attached_to_and_goes_away_ends_the_engine(tmp_path):
+    async def script() -> None:
+        owner, guest_sink = standins.engine(tmp_path), RecordingSink()
+        await owner.start(RecordingSink())
+        server = owner._keeper.server
+        assert server is not None
+        guest = ServedEngine("vllm", ServedConfig(model=str(tmp_path / "model"), url=server.http.url))
+        await guest.start(guest_sink)
+        guest.generate(Job(LeaseId(1), SampleId(1), PROMPT, [], 4000, 1, ON))
+        await guest_sink.some_of(LeaseId(1))
+        await owner.close()
+        assert await guest_sink.end_of(LeaseId(1)) == "engine_failed"
+        while guest.health() is None:
+            await asyncio.sleep(0.01)
+        await guest.close()
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
+
+
+def test_figures_of_several_engines_are_added_up():
+    page = '# TYPE vllm:a gauge\nvllm:a{engine="0"} 1.0\nvllm:a{engine="1"} 2.0\nvllm:b 0.25\nother:a 9\nvllm:c no\n'
+    assert read_gauges(page, "vllm:") == {"a": 3.0, "b": 0.25}
