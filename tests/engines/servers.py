@@ -42,10 +42,11 @@ class Setup(NamedTuple):
 
 
 def python_of(kind: Kind) -> str:
-    """The interpreter of a server's environment; `make test-engines` installs it."""
-    python = CACHE / kind / "bin" / "python"
+    """The interpreter of a server's environment; `make test-engines` installs it, POLYRL_VLLM_PYTHON names another."""
+    named = os.environ.get(f"POLYRL_{kind.upper()}_PYTHON")
+    python = Path(named) if named else CACHE / kind / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"{kind} is not in {CACHE}; install it with: sh benchmarks/install_{kind}_cpu.sh")
+        pytest.skip(f"{kind}: {python} is not there; install it with: sh benchmarks/install_{kind}_cpu.sh")
     return str(python)
 
 

@@ -1,5 +1,7 @@
 """`polyrl worker`: what is wrong with its arguments is said before an engine is made."""
 
+import sys
+
 import pytest
 
 from polyrl.cli.main import main
@@ -13,6 +15,10 @@ from polyrl.cli.main import main
         (["--name", "no name"], "--name: 'no name' is not a name"),
         (["--price", "nan"], "--price: nan is not a price"),
         (["--drain-deadline", "nan"], "--drain-deadline: nan; expected seconds"),
+        (["--engine", "vllm"], "--model: missing; a vLLM server needs a Hugging Face model directory"),
+        (["--engine", "sglang", "--model", "/nowhere"], "--model: /nowhere holds no config.json"),
+        (["--engine-url", "http://127.0.0.1:1"], "--engine-url: the emulated engine has no server"),
+        (["--", "--max-num-seqs", "4"], "--: the emulated engine has no server"),
     ],
     ids=lambda one: one[0] if isinstance(one, list) else "",
 )
@@ -20,3 +26,44 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.C
     assert main(["worker", "--join", "http://127.0.0.1:1", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"polyrl: error: {said}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--engine-python", "/nowhere/python"], "--engine-python: /nowhere/python is not there"),
+        (["--engine-url", "127.0.0.1:8000"], "--engine-url: '127.0.0.1:8000' is no URL"),
+        (["--engine-url", "http://127.0.0.1:1", "--", "--dtype", "x"], "--engine-url: that server runs already"),
+        (["--engine-python", sys.executable, "--", "--port=80"], "--port=80: the worker chooses it"),
+        (["slot=4"], "slot: unknown key; did you mean slots?"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, list) else "",
+)
+def test_bad_input_about_a_server_is_one_line(arguments: list[str], said: str, capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    assert main(["worker", "--check", "--engine", "vllm", "--model", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"polyrl: error: {said}") and error.count("\n") == 1
+
+
+def test_a_manager_or_a_check_is_wanted(capsys: pytest.CaptureFixture[str]):
+    assert main(["worker"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "polyrl: error: --join: missing; expected the manager's address, or --check"
+    )
+
+
+def test_a_check_says_how_an_engine_fares(capsys: pytest.CaptureFixture[str]):
+    assert main(["worker", "--check", "--quiet", "speedup=50", "median_tokens=500"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("check: emulated is up after 0.0 s: none, 64 slots")
+    assert said[-1] == "check: all is well"
+
+
+def test_a_check_of_a_server_that_cannot_start_ends_with_a_line_and_its_log(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    arguments = ["--engine", "sglang", "--engine-python", sys.executable, "--model", str(tmp_path)]
+    assert main(["worker", "--check", "--quiet", *arguments, f"log={tmp_path}/log", "device=cpu"]) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[0].startswith("polyrl: error: check: the SGLang server ended with code 1: ")
+    assert error[1].startswith("  | ")
