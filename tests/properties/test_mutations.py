@@ -208,6 +208,18 @@ MUTATIONS = [
         "    desk.router.update(worker)\n    desk.pulls_due = True\n",
     ),
     Mutation(
+        "a worker whose engine is down is given samples",
+        "routing.py",
+        "            and not worker.down\n",
+        "",
+    ),
+    Mutation(
+        "an engine that is back is believed to run what it ran before it died",
+        "membership.py",
+        "    if not worker.local:  # that one has what the trainer has\n",
+        "    if False:\n",
+    ),
+    Mutation(
         "a failed pull is never tried again",
         "scheduler.py",
         '            case "retry_pull":\n                desk.pulls_due = True\n',

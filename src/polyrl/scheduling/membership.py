@@ -170,9 +170,9 @@ def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> 
         unknown = event.version is None or event.version > desk.state.published
         worker.version = NO_VERSION if unknown or event.version is None else event.version
     worker.down = False
+    _resource_pullers(desk, worker)
     _refresh_state(desk, worker, now)
     desk.router.update(worker)
-    _resource_pullers(desk, worker)
     desk.pulls_due = True
     desk.place_due = True
     desk.devices_due = True
