@@ -12,6 +12,7 @@ from tests.integration.live import Live, is_connected, manager, play_round, trai
 from polyrl.client import Group, Prompt
 from polyrl.engines.served.engine import ServedEngine
 from polyrl.manager.settings import ManagerSettings, StreamSettings
+from polyrl.manager.status import status
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire.dial import Dialer
 from polyrl.wire.frames import Sampling
@@ -55,7 +56,7 @@ class Scenario:
                 await until(lambda name=name: is_connected(live, name), f"{name} is there", self.patience_s)
             async with trainer(live, self._config(), prompts=prompt_of) as fleet:
                 await fleet.publish(0)
-                killer = asyncio.create_task(self._kill_often())
+                killer = asyncio.create_task(self._kill_often(live))
                 step = 0
                 while not killer.done() or step == 0:
                     self._check(await play_round(fleet, step))
@@ -79,7 +80,10 @@ class Scenario:
             fleet_rules=FleetRules(heartbeat_timeout_s=20.0),
         )
 
-    async def _kill_often(self) -> None:
+    def _num_down(self, live: Live) -> int:
+        return sum(one.state == "down" for one in status(live.service.executor, 0.0).workers)
+
+    async def _kill_often(self, live: Live) -> None:
         while self.num_killed < self.num_kills:
             busy = [one for one in self.engines.values() if one.pid is not None and one.stats().num_running]
             if not busy:
@@ -94,6 +98,7 @@ class Scenario:
             self.num_killed += 1
             while victim.stats().num_outages == num_outages:
                 await asyncio.sleep(0.01)
+            await until(lambda: self._num_down(live) > 0, "the manager knows that it is down", self.patience_s)
 
     def _check(self, groups: list[Group]) -> None:
         assert len(groups) == PROMPTS_PER_STEP

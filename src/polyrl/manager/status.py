@@ -59,7 +59,7 @@ def _worker(executor: Executor, session: WorkerSession, now: float) -> WorkerSta
     line = None if executor.scheduler is None else executor.scheduler.ledger.workers.get(session.name)
     return WorkerStatus(
         name=session.name,
-        state="joined" if seat is None else seat.state,
+        state="joined" if seat is None else "down" if seat.down else seat.state,
         connected=session.greeted,
         engine=facts.engine,
         model=facts.model,

@@ -83,7 +83,7 @@ class DrainRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class WorkerStatus(Struct, frozen=True, kw_only=True):
     name: str
     state: str
-    """waiting (for weights), pulling, active, draining; `joined` while there is no run."""
+    """waiting (for weights), pulling, active, draining; `down` while its engine is; `joined` while there is no run."""
     connected: bool
     engine: str
     model: str
