@@ -26,7 +26,7 @@ from polyrl.weights import tensors
 from polyrl.weights.shelf import HostCopy
 
 CACHE = Path("~/.cache/polyrl/engines").expanduser()
-START_S = 300.0
+START_S = 600.0
 CONTEXT = 1024
 
 
@@ -78,7 +78,11 @@ def running(setup: Setup, folder: Path) -> Iterator[Running]:
     models = [save(setup, folder / f"{setup}-{seed}", seed) for seed in range(3)]
     flag = "--tensor-parallel-size" if setup.kind == "vllm" else "--tp-size"
     config = ServedConfig(
-        model=str(models[0]), python=python_of(setup.kind), kv_tokens=16_384, flags=(flag, str(setup.num_slices))
+        model=str(models[0]),
+        python=python_of(setup.kind),
+        kv_tokens=16_384,
+        slots=16,
+        flags=(flag, str(setup.num_slices)),
     )
     port = free_port()
     url = f"http://127.0.0.1:{port}"

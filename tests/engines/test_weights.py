@@ -105,16 +105,18 @@ def test_twenty_versions_in_a_row_while_samples_run(server: Running, capsys: pyt
 
 
 def test_a_cache_that_is_kept_goes_on_over_an_install(server: Running):
+    prompt = [41, 42, 43]  # which no test before has put into the server's cache of prompts
+
     async def script(stage: Stage) -> None:
         await install(stage, server, 31)
-        lease = stage.begin(sampling=GREEDY, max_tokens=600)
+        lease = stage.begin(prompt=prompt, sampling=GREEDY, max_tokens=600)
         await stage.sink.some_of(lease)
         await install(stage, server, 32)
         assert await stage.sink.end_of(lease) == "length"
         assert set(stage.sink.versions[lease]) == {31, 32}
         assert stage.engine.num_misstamped == 0  # pyright: ignore[reportAttributeAccessIssue]
         first = stage.sink.versions[lease].index(Version(32))
-        assert stage.sink.texts[lease][:first] == server.reference(31).greedy(PROMPT, first)
+        assert stage.sink.texts[lease][:first] == server.reference(31).greedy(prompt, first)
 
     play(server, script, after_install="keep")
 

@@ -24,7 +24,7 @@ from tests.trainer.ranks_at_work import (
 from tests.trainer.small import draw_groups
 
 from polyrl.trainer import checkpoint
-from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.batch import TrainSample, Turn
 from polyrl.trainer.leading import decode_groups, encode_groups
 from polyrl.trainer.packing import make_parts, num_rows, plan_turns
 
@@ -132,7 +132,8 @@ def assert_goes_on(folder: Path, run: str) -> None:
 def test_samples_cross_as_they_are():
     arrays = {"prompt": np.arange(3, dtype=np.int32), "answer": np.arange(2, dtype=np.int32)}
     logprobs: dict[str, Any] = {"logprobs": np.array([-1.5, -0.1], np.float32), "old_logprobs": np.zeros(2, np.float32)}
-    given = [[TrainSample(**arrays, **logprobs, reward=0.1, group=7, finish="length", versions=(3, 4))], []]
+    turns = (Turn(3, 1, "vllm"), Turn(4, 1, "builtin"))
+    given = [[TrainSample(**arrays, **logprobs, reward=0.1, group=7, finish="length", written_by=turns)], []]
     (found,), nobody = decode_groups(encode_groups(given))
     assert nobody == []
     for name in TrainSample._fields:

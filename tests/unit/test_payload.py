@@ -78,32 +78,36 @@ def test_cells_with_a_gap_before_them_are_not_added():
 
 def test_segments_say_who_wrote_from_where_with_which_version():
     text = Text()
-    text.lease_to("a", 0)
+    text.lease_to("a", "vllm", 0)
     append_cells(text, 0, 0, cells(1, 2))
     append_cells(text, 2, 1, cells(3))
-    text.lease_to("b", 3)
+    text.lease_to("b", "vllm", 3)
     append_cells(text, 3, 1, cells(4))
-    assert text.segments == [Segment(0, 0, "a"), Segment(2, 1, "a"), Segment(3, 1, "b")]
+    assert text.segments == [
+        Segment(0, 0, "a", engine="vllm"),
+        Segment(2, 1, "a", engine="vllm"),
+        Segment(3, 1, "b", engine="vllm"),
+    ]
 
 
 def test_a_lease_from_an_earlier_token_forgets_what_came_after_it():
     text = Text()
-    text.lease_to("a", 0)
+    text.lease_to("a", "vllm", 0)
     append_cells(text, 0, 0, cells(1, 2))
     append_cells(text, 2, 1, cells(3, 4))
-    text.lease_to("b", 2)
-    assert (tokens_in(text), text.segments) == ([1, 2], [Segment(0, 0, "a")])
-    text.lease_to("a", 0)
+    text.lease_to("b", "vllm", 2)
+    assert (tokens_in(text), text.segments) == ([1, 2], [Segment(0, 0, "a", engine="vllm")])
+    text.lease_to("a", "vllm", 0)
     assert (tokens_in(text), text.segments) == ([], [])
 
 
 def test_the_same_worker_with_the_same_version_goes_on_in_its_segment():
     text = Text()
-    text.lease_to("a", 0)
+    text.lease_to("a", "vllm", 0)
     append_cells(text, 0, 0, cells(1))
-    text.lease_to("a", 1)
+    text.lease_to("a", "vllm", 1)
     append_cells(text, 1, 0, cells(2))
-    assert text.segments == [Segment(0, 0, "a")]
+    assert text.segments == [Segment(0, 0, "a", engine="vllm")]
 
 
 def test_a_step_that_is_over_takes_its_groups_with_it_and_no_others():

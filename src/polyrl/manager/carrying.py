@@ -106,7 +106,7 @@ def _generate(executor: Executor, command: c.Generate) -> None:
     text = executor.payload.text(command.sample)
     migrates = executor.scheduler.desk.config.fleet_rules.migrate
     from_token = text.num_tokens if migrates else command.from_token
-    text.lease_to(command.worker, from_token)
+    text.lease_to(command.worker, executor.engine_of(command.worker), from_token)
     granted = executor.granted
     granted.leases.append(command.lease)
     granted.samples.append(command.sample)

@@ -137,6 +137,11 @@ class Executor:
 
     # Peers
 
+    def engine_of(self, name: str) -> str:
+        """What kind of engine a worker said that it has; empty when it is gone."""
+        session = self.workers.get(WorkerName(name))
+        return "" if session is None else session.facts.engine
+
     def session(self, name: WorkerName) -> WorkerSession | None:
         """A worker that is to be told something."""
         session = self.workers.get(name)

@@ -29,14 +29,14 @@ _OFFERS_KEPT = 64
 
 
 class Text:
-    __slots__ = ("cells", "finish", "reward", "segments", "version", "worker")
+    __slots__ = ("cells", "engine", "finish", "reward", "segments", "version", "worker")
 
     def __init__(self) -> None:
         self.cells = bytearray()
         self.segments: list[Segment] = []
         self.version = -1
         """What wrote the last token under the present lease; -1 when it has none yet."""
-        self.worker = ""
+        self.worker = self.engine = ""
         self.finish = ""
         self.reward = 0.0
 
@@ -44,18 +44,18 @@ class Text:
     def num_tokens(self) -> int:
         return len(self.cells) // CELL_BYTES
 
-    def lease_to(self, worker: str, from_token: int) -> None:
+    def lease_to(self, worker: str, engine: str, from_token: int) -> None:
         """A worker goes on from this token. What came later, under an earlier lease, is not part of the answer."""
         del self.cells[from_token * CELL_BYTES :]
         self.segments = [one for one in self.segments if one.from_token < from_token]
-        self.worker, self.version = worker, -1
+        self.worker, self.engine, self.version = worker, engine, -1
 
     def begin_segment(self, version: int) -> None:
         """The next token is by this version."""
         self.version = version
         last = self.segments[-1] if self.segments else None
-        if last is None or (last.version, last.worker) != (version, self.worker):
-            self.segments.append(Segment(self.num_tokens, version, self.worker))
+        if last is None or (last.version, last.worker, last.engine) != (version, self.worker, self.engine):
+            self.segments.append(Segment(self.num_tokens, version, self.worker, engine=self.engine))
 
 
 class Payload:
@@ -152,6 +152,7 @@ class PayloadReader:
         self.payload = Payload()
         self._sample_of: dict[int, SampleId] = {}
         self._lease_of: dict[SampleId, int] = {}
+        self._engine_of: dict[str, str] = {}
 
     def granted(self, note: Granted) -> None:
         rows = zip(note.leases, note.samples, note.from_tokens, note.workers, strict=True)
@@ -163,7 +164,7 @@ class PayloadReader:
             self._sample_of.pop(self._lease_of.get(sample, 0), None)
             self._sample_of[lease] = sample
             self._lease_of[sample] = lease
-            self.payload.text(sample).lease_to(worker, from_token)
+            self.payload.text(sample).lease_to(worker, self._engine_of.get(worker, ""), from_token)
 
     def tokens(self, raw: bytes) -> None:
         frame = frames.decode_from_worker(raw)
@@ -191,7 +192,9 @@ class PayloadReader:
                 self.payload.text(SampleId(note.sample)).reward = note.value
             case VersionOffered():
                 self.payload.offer(note)
-            case SessionOpened() | RunOpened():
+            case SessionOpened():
+                self._engine_of[note.facts.name] = note.facts.engine
+            case RunOpened():
                 pass
 
     def finish(self, scheduler: Scheduler | None) -> Payload:

@@ -28,6 +28,7 @@ def recover(executor: Executor) -> str:
                 reader.tokens(item)
             case SessionOpened():
                 _reopen(executor, item)
+                reader.note(item)
             case RunOpened():
                 executor.trainer = TrainerSession(item.key, has_reward=item.has_reward, has_weights=item.has_weights)
             case _:
@@ -89,6 +90,7 @@ def _write_down_what_holds(executor: Executor) -> None:
     for lease, sample in desk.leases.items():
         text = executor.payload.text(sample.id)
         text.worker = desk.seats[sample.worker].name
+        text.engine = executor.engine_of(text.worker)
         granted.leases.append(lease)
         granted.samples.append(sample.id)
         granted.from_tokens.append(text.num_tokens)

@@ -46,6 +46,11 @@ METRICS: tuple[Metric, ...] = (
         "actor/skipped_updates", "", "updates that were left out because the gradient was no number, or there was none"
     ),
     Metric("actor/mismatch_kl", "nats", "KL between the engine's log-probabilities and the trainer's, same weights"),
+    Metric(
+        "actor/mismatch_kl/<engine>/<age>",
+        "nats",
+        "the same, of one kind of engine's tokens that are so many versions old; 0: the same weights",
+    ),
     Metric("actor/mismatch_abs", "nats", "mean difference of the two, without its sign"),
     Metric("mismatch_kl", "nats", "alias of `actor/mismatch_kl`"),
     # What the critic learns

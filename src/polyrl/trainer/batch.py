@@ -16,6 +16,15 @@ Logprobs = np.ndarray[Any, np.dtype[np.float32]]
 _SAME_REWARD = 1e-8
 
 
+class Turn(NamedTuple):
+    """So many tokens of an answer, by one worker with one version."""
+
+    version: int
+    num_tokens: int
+    engine: str = ""
+    """What kind the worker's engine is."""
+
+
 class TrainSample(NamedTuple):
     prompt: Tokens
     answer: Tokens
@@ -26,8 +35,8 @@ class TrainSample(NamedTuple):
     group: int = 0
     finish: str = "stop"
     """stop, or length: cut off at the cap."""
-    written_by: tuple[tuple[int, int], ...] = ()
-    """(version, number of tokens) of each turn at it, in order."""
+    written_by: tuple[Turn, ...] = ()
+    """The turns at it, in order."""
     old_logprobs: Logprobs | None = None
     """Of the weights at the step's start, where they were computed beforehand; the ratio's denominator."""
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from polyrl.errors import UserError
 from polyrl.trainer import sharding
-from polyrl.trainer.batch import Group, TrainSample
+from polyrl.trainer.batch import Group, TrainSample, Turn
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
@@ -179,11 +179,12 @@ def encode_groups(groups: Sequence[Group]) -> bytes:
 
 def decode_groups(data: bytes) -> list[list[TrainSample]]:
     groups = msgspec.msgpack.decode(data, ext_hook=_array_from_bytes)
-    return [[TrainSample(*map(_as_tuple, sample)) for sample in group] for group in groups]
+    return [[_sample(*sample) for sample in group] for group in groups]
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _sample(*fields: Any) -> TrainSample:
+    sample = TrainSample(*fields)
+    return sample._replace(written_by=tuple(Turn(*one) for one in sample.written_by))
 
 
 def _array_to_bytes(value: Any) -> msgspec.msgpack.Ext:

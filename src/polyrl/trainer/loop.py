@@ -25,7 +25,7 @@ from polyrl.client import Fleet, Group, RoundOver, Sample
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.errors import UserError
 from polyrl.scheduling.ledger import StepLine
-from polyrl.trainer.batch import TrainSample, is_zero_variance
+from polyrl.trainer.batch import TrainSample, Turn, is_zero_variance
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.step import StepAccumulator, StepStats
 
@@ -172,7 +172,7 @@ class Loop:
             [len(one.answer) for one in samples],
             [len(one.prompt) for one in samples],
             _tokens_by_age(step, samples),
-            sum(len({version for version, _ in one.written_by}) > 1 for one in samples),
+            sum(len({turn.version for turn in one.written_by}) > 1 for one in samples),
             len(filtered),
             seconds,
         )
@@ -261,18 +261,19 @@ def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, devic
     return num_samples >= least
 
 
-def _turns(sample: Sample) -> tuple[tuple[int, int], ...]:
+def _turns(sample: Sample) -> tuple[Turn, ...]:
     ends = [segment.from_token for segment in sample.segments[1:]] + [len(sample.tokens)]
     return tuple(
-        (segment.version, end - segment.from_token) for segment, end in zip(sample.segments, ends, strict=True)
+        Turn(segment.version, end - segment.from_token, segment.engine)
+        for segment, end in zip(sample.segments, ends, strict=True)
     )
 
 
 def _tokens_by_age(step: int, samples: Iterable[TrainSample]) -> dict[int, int]:
     ages: Counter[int] = Counter()
     for sample in samples:
-        for version, num_tokens in sample.written_by:
-            ages[step - version] += num_tokens
+        for turn in sample.written_by:
+            ages[step - turn.version] += turn.num_tokens
     return dict(sorted(ages.items()))
 
 

@@ -37,7 +37,7 @@ import torch
 from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
 from polyrl.scheduling.order import mix64
-from polyrl.trainer import aggregation, corrections, kl
+from polyrl.trainer import aggregation, corrections, kl, mismatch
 from polyrl.trainer.batch import Group, TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.model import Policy, Scores
@@ -163,7 +163,8 @@ class StepAccumulator:
         else:
             updates = [self._update(step)]
         self._step = None
-        metrics = self._tally.metrics(self._added.num_trained_tokens, self._peers) | self._counts()
+        metrics = mismatch.of_their_own(self._tally.metrics(self._added.num_trained_tokens, self._peers))
+        metrics |= self._counts()
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
@@ -349,6 +350,8 @@ class StepAccumulator:
         apart = [one.kl for one in ready if one.kl is not None]
         if apart:
             told["actor/reward_kl"] = self._send(np.concatenate(apart))
+        assert self._step is not None
+        told |= mismatch.by_writer(told["actor/mismatch_kl"], [one.sample for one in ready], self._step)
         tally.add(told)
 
     def _counts(self) -> dict[str, float]:

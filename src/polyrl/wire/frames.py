@@ -334,6 +334,8 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     worker: str
     digest: str = ""
     """Of the version; empty where versions are only numbers."""
+    engine: str = ""
+    """What kind of engine the worker has, by its own word."""
 
 
 class SampleText(Struct, frozen=True, array_like=True, gc=False):

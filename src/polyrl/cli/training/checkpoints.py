@@ -33,7 +33,7 @@ _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
 """At least: more than there can be versions in the open rounds."""
-_FREE = ("train.steps", "train.stop_at_reward", "train.micro_batch_tokens")
+_FREE = ("train.steps", "train.stop_at_reward", "train.micro_batch_tokens", "train.mismatch_warning")
 _FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "about")
 """What may be another in a run that goes on. Everything else decides what is trained on, or how, or is part of what the
 manager opened the run with (`scheduler_config`): its journal is replayed with that alone."""

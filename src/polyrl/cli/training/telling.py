@@ -16,6 +16,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.scheduling.ledger import StepLine
 from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
+from polyrl.trainer import mismatch
 from polyrl.trainer.loop import StepReport
 from polyrl.weights.interfaces import listening_addresses
 from polyrl.wire.dial import is_loopback
@@ -39,6 +40,8 @@ class Telling:
         )
         self._fleet: Fleet | None = None
         self._before: StepLine | None = None
+        self._far: dict[str, float] = {}
+        """Kinds of engines that were too far from the trainer in the last step."""
         self._validated: dict[str, float] = {}
         """Of the present version: told with the step that starts from it."""
         self._version = 0
@@ -69,6 +72,17 @@ class Telling:
         if not report.stats.added.num_groups and report.num_filtered:
             why = f"all rewards were equal in each of the {report.num_filtered} groups that came"
             self._display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
+        self._warn_of_mismatch(report)
+
+    def _warn_of_mismatch(self, report: StepReport) -> None:
+        """Once for each kind of engine, and again when it has been better in between."""
+        bound = self._recipe.train.mismatch_warning
+        far = dict(mismatch.too_far(report.stats.metrics, bound))
+        for engine in [one for one in far if one not in self._far]:
+            line = f"step {report.step}: log-probabilities of {engine} workers are {far[engine]:.3g} nats from the "
+            line += f"trainer's for the same weights, above train.mismatch_warning={bound:g}: docs/guides/engines.md"
+            self._display.say(Text(line, style="yellow"))
+        self._far = far
 
     async def validates(self) -> None:
         self._display.doing("validates")

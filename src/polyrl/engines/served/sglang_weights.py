@@ -33,7 +33,9 @@ class SglangWeighing:
         self._num_ranks: int | None = None
 
     def flags(self) -> list[str]:
-        return ["--custom-weight-loader", _LOADER]
+        flags = ["--custom-weight-loader", _LOADER]
+        # A cache of prompts cannot be emptied while samples run: one shared by all would stay at the first version.
+        return flags if self._config.after_install == "recompute" else [*flags, "--disable-radix-cache"]
 
     def environment(self) -> Mapping[str, str]:
         return {"PYTHONPATH": self._modules.path, SOCKET_VARIABLE: self._socket_name}

@@ -24,7 +24,9 @@ class VllmWeighing:
         self._modules = OurModules()
 
     def flags(self) -> list[str]:
-        return ["--worker-extension-cls", "polyrl.engines.served.vllm_extension.PolyrlExtension"]
+        flags = ["--worker-extension-cls", "polyrl.engines.served.vllm_extension.PolyrlExtension"]
+        # A cache of prompts cannot be emptied while samples run: one shared by all would stay at the first version.
+        return flags if self._config.after_install == "recompute" else [*flags, "--no-enable-prefix-caching"]
 
     def environment(self) -> Mapping[str, str]:
         return {"PYTHONPATH": self._modules.path, "VLLM_SERVER_DEV_MODE": "1"}
