@@ -1,6 +1,7 @@
 """A trainer that is killed at random moments and goes on: the same weights to the last bit as one that never was.
 
-Real processes: `polyrl train` in synchronous mode on the arithmetic task, with its manager and the builtin engine.
+Real processes: `polyrl train` on the arithmetic task, with its manager and the builtin engine. In synchronous mode
+results are compared to the last bit; with rounds written ahead, that nothing is lost whoever is killed.
 """
 
 import os
@@ -19,7 +20,7 @@ from polyrl.telemetry.metrics import read_metrics
 from polyrl.trainer import checkpoint, warm_start
 
 SETTINGS = (
-    "train.mode=synchronous", "manager.port=0", "data.prompts_per_step=4",
+    "manager.port=0", "data.prompts_per_step=4",
     "rounds.samples_per_prompt=4", "validation.every_steps=0", "validation.at_start=false",
     "train.min_micro_batch_samples=8",
 )  # fmt: skip
@@ -44,7 +45,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def train(model: Path, run_dir: Path, num_steps: int) -> subprocess.Popen[bytes]:
-    given = (f"model.path={model}", f"train.steps={num_steps}", *SETTINGS)
+    given = (f"model.path={model}", f"train.steps={num_steps}", "train.mode=synchronous", *SETTINGS)
     return polyrl("train", "arithmetic", *given, "--run-dir", str(run_dir))
 
 
@@ -102,3 +103,56 @@ def until_running(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 def rewards(run_dir: Path) -> dict[int, object]:
     return {int(line["step"] or 0): line["reward/mean"] for line in read_metrics(run_dir / "metrics.jsonl")}
+
+
+AHEAD = (
+    "train.mode=async", "train.max_staleness=2", "rounds.tail_batching=prompts", "fleet.workers=1", "fleet.wait=true",
+    "fleet.settings={ slots = 8, kv_tokens = 4096 }",
+)  # fmt: skip
+
+
+def children(pid: int, word: str) -> list[int]:
+    """Processes that this one started, of that command."""
+    found = []
+    for name in (entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            stat = (Path("/proc") / name / "stat").read_text()
+            words = (Path("/proc") / name / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(stat.rpartition(")")[2].split()[1]) == pid and word.encode() in words:
+            found.append(int(name))
+    return found
+
+
+def test_with_rounds_ahead_trainer_worker_and_manager_are_killed_and_nothing_is_lost(model: Path, tmp_path: Path):
+    num_steps, run_dir = 40, tmp_path / "ahead"
+    draw = random.Random(3)
+    given = (f"model.path={model}", f"train.steps={num_steps}", *SETTINGS, *AHEAD)
+    process = polyrl("train", "arithmetic", *given, "--run-dir", str(run_dir))
+    killed: list[str] = []
+    for victim in ("manager", "worker", "trainer", "manager", "trainer", "worker", "trainer"):
+        until_running(process, run_dir)
+        time.sleep(draw.uniform(0.0, 1.0))
+        while process.poll() is None and victim != "trainer" and not children(process.pid, victim):
+            time.sleep(0.05)  # it is still to be started
+        if process.poll() is not None:
+            break
+        if victim == "trainer":
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process = polyrl("train", "--resume", str(run_dir))
+        else:
+            for pid in children(process.pid, victim):
+                os.kill(pid, signal.SIGKILL)
+        killed.append(victim)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output.decode()[-2000:]
+    assert {"worker", "trainer", "manager"} <= set(killed)
+    assert end_of(run_dir, num_steps)
+    ages = [int(line["staleness/max"] or 0) for line in read_metrics(run_dir / "metrics.jsonl")]
+    assert len(ages) == num_steps and 0 < max(ages) <= 2
+    ledger = polyrl("ledger", str(run_dir), "--verify")
+    said, _ = ledger.communicate(timeout=120)
+    assert ledger.returncode == 0, said.decode()
+    assert f"trained {4 * num_steps}" in " ".join(said.decode().split()), said.decode()

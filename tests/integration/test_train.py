@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -97,10 +98,19 @@ def processes_in(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("train.mode=async", "train.max_staleness=2"),
+        ("train.mode=synchronous", "rounds.tail_batching=race", "rounds.prompt_factor=1.5"),
+    ],
+    ids=["streaming", "async", "synchronous-race"],
+)
 def test_a_run_trains_its_steps_and_samples_without_a_reward_are_dropped_never_zero(
-    desk: Path, capsys: pytest.CaptureFixture[str]
+    desk: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...]
 ):
-    process = start()
+    process = start(*settings)
     said, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     assert "done: all 2 steps are trained" in said and "polyrl worker --join http://127.0.0.1:" in said
@@ -281,6 +291,35 @@ def test_a_dry_run_shows_the_recipe_and_the_plan_and_starts_nothing(desk: Path, 
     for part in ("weights", "masters", "moments", "gradients", "activations", "reference"):
         assert re.search(rf"\b{part} [\d.]+ MiB", said)
     assert not (desk / "runs").exists()
+
+
+def test_a_dry_run_of_rounds_ahead_says_how_far_behind_and_what_is_done_about_it(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["train", "recipe.toml", "--dry-run", "train.mode=async", "train.max_staleness=2"]) == 0
+    said = capsys.readouterr().out
+    assert "async (at most 2 versions behind), 2 steps" in said and 'correction = "tis-token"' in said
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 3}, "missing keys in its weights: model.layers.2."),
+        ({"num_hidden_layers": 1}, "unexpected keys in its weights: model.layers.1."),
+        ({"vocab_size": 128}, "mismatched keys in its weights: "),
+    ],
+)
+def test_a_dry_run_refuses_a_model_whose_weights_are_not_those_of_its_config(
+    desk: Path, capsys: pytest.CaptureFixture[str], config: dict[str, int], message: str
+):
+    shutil.copytree(desk / "model", desk / "other")
+    path = desk / "other" / "config.json"
+    known = json.loads(path.read_text())
+    known.pop("layer_types", None)
+    path.write_text(json.dumps(known | config))
+    assert main(["train", "recipe.toml", "--dry-run", "model.path=other"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("polyrl: error: model.path: other: " + message) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -369,6 +369,8 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine: Literal["builtin", "emulated"] = "builtin"
     settings: dict[str, Any] = {}
     """Of the engine, as `polyrl worker --engine-config` takes them."""
+    wait: bool = False
+    """Begin when all of them have joined, not at once. For runs that are to be compared."""
     price_usd_per_hour: NotNegative = 0.0
     """Of one worker, for the ledger."""
     spot: bool = False

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from polyrl.cli.training.tasks import prompt_room
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
-from polyrl.engines.builtin.models import choose_device
+from polyrl.engines.builtin.models import check_headers, choose_device
+from polyrl.engines.engine import EngineError
 from polyrl.errors import ConfigError
 from polyrl.weights import folder as folders
 
@@ -74,6 +75,10 @@ def read_shape(path: str) -> ModelShape:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: {place} cannot be used: {type(error).__name__}: {error}") from error
     layout = folders.layout_in(Path(path))
+    try:
+        check_headers(path, {one.name: one.shape for one in layout.tensors})
+    except EngineError as error:
+        raise ConfigError(f"model.path: {error}") from error
     num = sum(one.num_elements for one in layout.tensors)
     context = config.get("max_position_embeddings")
     return ModelShape(layout.architecture, num, layers, hidden, inner, heads * width, kv_heads * width, context)

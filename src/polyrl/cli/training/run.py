@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -57,6 +58,7 @@ log = logging.getLogger("polyrl.train")
 LOCAL_WORKER = "trainer"
 _LOCAL_DRAIN_S = 2.0
 _DISMISS_S = 5.0
+_JOIN_TIMEOUT_S = 120.0
 _CPU_SLOTS, _GPU_SLOTS = 32, 256
 _PROMPT_ROOM = 512
 """Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
@@ -143,6 +145,7 @@ async def train(
             playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
             stack.push_async_callback(_end, playing)
         try:
+            await _until_joined(recipe, fleet, workers)
             why = await _first_of(loop.run(first_step), manager.failed(), worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
@@ -347,6 +350,18 @@ async def _workers(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIter
 async def start_worker(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
     arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
     return await processes.start(arguments, run_dir / "logs" / f"{name}.log")
+
+
+async def _until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
+    """All that were started here, where the recipe wants to begin with them."""
+    until = time.monotonic() + _JOIN_TIMEOUT_S
+    while recipe.fleet.wait and workers.keys() - {one.name for one in (await fleet.status()).workers}:
+        if time.monotonic() > until or any(one.returncode is not None for one in workers.values()):
+            log.warning(
+                "not all of the %d workers have joined; see the logs. The run begins without them", len(workers)
+            )
+            return
+        await asyncio.sleep(0.1)
 
 
 async def _end(task: "asyncio.Task[None]") -> None:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ ARCHITECTURES = frozenset(
     }
 )
 """Standard decoders: their attention goes through transformers' interface, with nothing else that keeps state."""
+_RENAMED = frozenset({"Qwen3MoeForCausalLM", "MixtralForCausalLM"})
+"""Their experts have other names in files than in the model."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -84,6 +86,27 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"device {device} cannot be used: {_line(error)}") from error
     return describe(model.eval(), folder)
+
+
+def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Whether these tensors are those of config.json, by name and shape; no weight is read. Raises EngineError."""
+    _check_config(folder)
+    with _quiet(), torch.device("meta"):
+        try:
+            config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+            if config.architectures[0] in _RENAMED:
+                return
+            model: Any = AutoModelForCausalLM.from_config(config)
+        except _REFUSALS as error:
+            raise EngineError(f"{folder}: its config.json cannot be used: {_line(error)}") from error
+    wanted = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    report = {
+        "missing_keys": wanted.keys() - shapes.keys() - tied,
+        "unexpected_keys": shapes.keys() - wanted.keys(),
+        "mismatched_keys": {name for name in wanted.keys() & shapes.keys() if tuple(shapes[name]) != wanted[name]},
+    }
+    _check_tensors(folder, report)
 
 
 def choose_device(wanted: str) -> str:

@@ -1,0 +1,93 @@
+"""benchmarks/learning.py: what it makes of runs that are there, and which it does again. The runs are made up here."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyrl.errors import UserError
+
+COMMAND = Path(__file__).parents[2] / "benchmarks" / "learning.py"
+SPEC = importlib.util.spec_from_file_location("learning", COMMAND)
+assert SPEC is not None and SPEC.loader is not None
+learning = importlib.util.module_from_spec(SPEC)
+sys.modules[SPEC.name] = learning
+SPEC.loader.exec_module(learning)
+
+NUM_STEPS = 8
+
+
+def write_run(runs: Path, variant: str, seed: int, better: float = 0.0) -> Path:
+    folder = runs / variant / f"seed-{seed}"
+    (folder / "run").mkdir(parents=True)
+    lines = []
+    for step in range(NUM_STEPS):
+        line = {
+            "step": step, "reward/mean": 0.1 * step + 0.01 * seed + better, "time/step_total": 2.0,
+            "fleet/workers": 1.0, "tokens/kept": 75, "tokens/discarded/speculation": 25,
+            "bias/trained_mean_length": 9.0, "bias/generated_mean_length": 10.0,
+            "staleness/mean": 0.5, "staleness/max": 1,
+            "staleness/mixed_samples": 0.1, "rounds/long": 0,
+            "bias/inclusion_by_bin/10": 0.5, "bias/inclusion_by_bin/9": 0.7,
+        }  # fmt: skip
+        lines.append(line | ({"validation/pass@1": 0.3} if step == 0 else {}))
+    lines.append({"step": NUM_STEPS, "validation/pass@1": 0.8 + better})
+    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / learning.OUTCOME).write_text(
+        json.dumps({"settings": ["x"], "wall_s": 1.0, "commit": "c", "machine": "m"})
+    )
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for seed in range(3):
+        write_run(tmp_path, "synchronous", seed)
+        write_run(tmp_path, "async-1", seed, better=-0.2 + 0.001 * seed)
+        write_run(tmp_path, "streaming", seed, better=0.1 * (seed - 1))
+    return tmp_path
+
+
+def test_a_run_becomes_a_curve_over_steps_seconds_and_dollars(runs: Path):
+    curve = learning.read_curve(runs / "synchronous" / "seed-0")
+    assert curve.reward == pytest.approx([0.1 * step for step in range(NUM_STEPS)])
+    assert curve.seconds[-1] == 2.0 * NUM_STEPS
+    assert curve.cents[-1] == pytest.approx(100 * 16.0 * (learning.TRAINER_USD + learning.WORKER_USD) / 3600)
+    assert curve.validation == {0: 0.3, NUM_STEPS: 0.8}
+    assert (curve.length, curve.ended_length, curve.inclusion, curve.discarded) == (9.0, 10.0, [0.7, 0.5], 0.25)
+    assert learning.first_enough(curve._replace(reward=[0.75] * 4), [1, 2, 3, 4]) == 3
+    assert learning.first_enough(curve._replace(reward=[0.6] * 4), [1, 2, 3, 4]) is None
+
+
+def test_only_a_difference_beyond_its_confidence_is_called_one(runs: Path):
+    found = learning.read_all(runs)
+    verdicts = {row[0]: row[-1] for row in learning.learned(found)}
+    assert verdicts == {"": "", "synchronous": "", "streaming": "within noise", "async-1": "worse"}
+    assert learning.verdict([0.3]) == "one seed tells nothing"
+    assert learning.spread([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
+
+
+def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "page" / "learning.md"
+    learning.write(learning.read_all(runs), runs, out, "the command")
+    page = out.read_text()
+    assert all(page.count(f"| {name} ") == 4 for name in ("synchronous", "streaming", "async-1"))
+    assert "race" not in [line.split()[1] for line in page.splitlines() if line.startswith("| ")]
+    assert "9 runs" in page and "`the command`" in page
+    for name in ("learning.png", "learning-cost.png"):
+        assert (out.parent / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in page
+
+
+def test_a_run_is_done_again_only_if_it_was_another(runs: Path):
+    folder = runs / "streaming" / "seed-0"
+    assert learning.is_done(folder, ("x",)) and not learning.is_done(folder, ("y",))
+    assert not learning.is_done(runs / "streaming" / "seed-9", ("x",))
+
+
+@pytest.mark.parametrize("text", ["", "a", "0-", "5-1", "0-99", "-1"])
+def test_seeds_that_make_no_sense_are_refused(text: str):
+    with pytest.raises(UserError, match="--seeds"):
+        learning.parse_seeds(text)
