@@ -21,7 +21,7 @@ def facts(section: type[msgspec.Struct]) -> Iterator[tuple[str, str, str]]:
 def allowed(kind: inspect.Type) -> str:
     match kind:
         case inspect.UnionType(types=types):
-            return allowed(next(one for one in types if not isinstance(one, inspect.NoneType)))
+            return " or ".join(allowed(one) for one in types if not isinstance(one, inspect.NoneType))
         case inspect.LiteralType(values=values):
             return ", ".join(f"`{value}`" for value in sorted(map(str, values)))
         case inspect.IntType() | inspect.FloatType():

@@ -21,6 +21,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "algorithm": r.AlgorithmConfig,
     "algorithm.critic": r.CriticConfig,
     "optimizer": r.OptimizerConfig,
+    "lora": r.LoraSection,
     "rollout": r.RolloutSection,
     "rollout.impose_lengths": r.ImposedLengths,
     "data": r.DataSection,

@@ -6,10 +6,12 @@ from pathlib import Path
 EXAMPLE = """\
 example:
   polyrl export runs/arithmetic models/trained
+  polyrl export runs/arithmetic-lora models/adapter --adapter
   polyrl generate --model models/trained --prompt 'a3b5c4='
 
 Writes the newest checkpoint (or the one of --step) in the dtype that the run serves, with the tokenizer, so that
-transformers and the engines load it."""
+transformers and the engines load it. Of a run with LoRA, base and changes are merged; with --adapter, the changes alone
+are written, for peft.PeftModel.from_pretrained."""
 
 _COPIED = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
 
@@ -19,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("run", metavar="RUN", help="the directory of a run")
     parser.add_argument("out", metavar="DIR", help="a new directory")
+    parser.add_argument(
+        "--adapter", action="store_true", help="of a run with LoRA: its changes alone, as peft has them"
+    )
     parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
 
 
@@ -35,9 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = checkpoints.read_recipe(run_dir, [])
     folder = exporting.choose(run_dir, args.step)
-    exporting.export(folder, recipe, out)
+    exporting.export(folder, recipe, out, adapter=args.adapter)
     for path in sorted(Path(recipe.model.path).iterdir()):
         if path.is_file() and path.name.startswith(_COPIED) and not (out / path.name).exists():
             (out / path.name).write_bytes(path.read_bytes())
-    print(f"{out}: the weights of {folder.name}, in {recipe.model.dtype}")
+    what = "the adapter" if args.adapter else "the weights"
+    print(f"{out}: {what} of {folder.name}, in {'float32' if args.adapter else recipe.model.dtype}")
     return 0

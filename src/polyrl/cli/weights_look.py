@@ -33,6 +33,8 @@ def _folders(args: argparse.Namespace, number: int) -> list[Path]:
 
 
 def _inspect(folder: Path, args: argparse.Namespace) -> int:
+    import msgspec
+
     from polyrl.weights import folder as folders
 
     manifest = folders.read_manifest(folder)
@@ -45,6 +47,7 @@ def _inspect(folder: Path, args: argparse.Namespace) -> int:
         "digest": None if manifest is None else manifest.digest,
         "parent": None if manifest is None else manifest.parent,
         "lossy": None if manifest is None else manifest.lossy,
+        "adapter": None if manifest is None or manifest.adapter is None else msgspec.to_builtins(manifest.adapter),
         "architecture": layout.architecture,
         "fingerprint": layout.fingerprint,
         "num_tensors": len(layout.tensors),

@@ -186,6 +186,10 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """AdamW on float32 weights."""
 
+    kind: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit keeps the moments in a byte an element; it needs `pip install 'polyrl[adam8bit]'`."""
+    offload: bool = False
+    """Keep moments, and float32 copies of half-precision weights, in the host's memory: slower, the same result."""
     lr: Positive = 1e-6
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: Positive = 1e-8
@@ -195,6 +199,35 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     warmup_steps: Count = 0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """After the warm-up: as it is, or down to zero at train.steps."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "adamw8bit" and self.offload:
+            raise ValueError('offload: is for kind = "adamw" alone; moments in 8 bits stay on the device')
+
+
+class LoraSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Train low-rank changes to some matrices, and leave the model as it is; docs/concepts/lora.md."""
+
+    rank: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Of the changes. 0: no LoRA, all weights are trained."""
+    alpha: Positive | None = None
+    """Changes are scaled by alpha / rank; none: twice the rank."""
+    dropout: BelowOne = 0.0
+    """Of what goes into the changes, while they are trained."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Which layers are changed, by the end of their names; or all matrices but the embedding and the head."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What travels to the fleet: whole weights, or the changes alone, which workers merge with their own base."""
+
+    def __post_init__(self) -> None:
+        if not self.rank and any((self.alpha, self.dropout, self.targets != "all-linear", self.publish != "merged")):
+            raise ValueError("rank: is 0, which is no LoRA; expected at least 1 beside the other keys")
+        if not self.targets:
+            raise ValueError('targets: got an empty list, expected names of layers or "all-linear"')
+
+    @property
+    def scaling(self) -> float:
+        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 class ImposedLengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -417,6 +450,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     train: TrainSection = TrainSection()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraSection = LoraSection()
     rollout: RolloutSection = RolloutSection()
     data: DataSection
     validation: ValidationSection = ValidationSection()

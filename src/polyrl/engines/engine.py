@@ -17,7 +17,7 @@ Rules every engine keeps:
 - The sink is called on the event loop that `start` ran on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from polyrl.ids import LeaseId, SampleId, Version
@@ -90,6 +90,8 @@ class Weights(NamedTuple):
     """It is in this machine's memory, verified. The engine must not keep it: the next version may take its place."""
     in_place: bool = False
     """It is where the engine's weights are: whoever shares them has changed them."""
+    write: Callable[[], None] | None = None
+    """With `in_place`: not yet. This puts it there, and is called while nothing runs."""
 
 
 class Sink(Protocol):

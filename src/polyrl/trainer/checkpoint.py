@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -22,6 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from polyrl.errors import UserError
+
+if TYPE_CHECKING:
+    from polyrl.trainer.model import Policy
 
 FOLDER = "checkpoints"
 _STATE = "state.json"
@@ -39,7 +42,9 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     digests: dict[int, str]
     """Of the versions published so far that a sample may still be written with."""
     fingerprint: str = ""
-    """Of the model: its tensors' names and shapes."""
+    """Of what is trained: its tensors' names and shapes."""
+    base: str = ""
+    """Of LoRA: the fingerprint of the weights that are changed. They are not in the checkpoint."""
     files: dict[str, str] = {}
     format: int = _FORMAT
 
@@ -123,6 +128,14 @@ def fingerprint(parameters: dict[str, Tensor]) -> str:
     """Of a model's shape."""
     facts: list[Any] = sorted((name, list(one.shape)) for name, one in parameters.items())
     return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()
+
+
+def check_model(state: TrainerState, policy: "Policy", name: str) -> None:
+    """Raises UserError where a checkpoint is not of this model, which is said to be that of `name`."""
+    if state.fingerprint != fingerprint(policy.parameters()):
+        raise UserError(f"the checkpoint is of another model than {name}: names or shapes of its tensors differ")
+    if state.base != policy.base_fingerprint:
+        raise UserError(f"the checkpoint holds changes to another model than {name}: its weights are not the same")
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint as a Hugging Face directory."""
+"""Writing a checkpoint as a Hugging Face directory, or its LoRA changes as a directory of peft's."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import torch
 
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint
+from polyrl.trainer import checkpoint, lora
+from polyrl.trainer.lora import LoraPolicy
 from polyrl.trainer.model import Policy
 
 _MASTER = "policy/master/"
@@ -26,16 +27,32 @@ def choose(run_dir: Path, step: int | None) -> Path:
     return wanted[0]
 
 
-def export(folder: Path, recipe: Recipe, out: Path) -> None:
-    """The model's own directory says what it is; the checkpoint has its weights."""
+def export(folder: Path, recipe: Recipe, out: Path, *, adapter: bool = False) -> None:
+    """The model's own directory says what it is; the checkpoint has its weights.
+
+    `adapter`: only the changes of LoRA, as peft has them; otherwise they are merged. Raises UserError.
+    """
     state, tensors = checkpoint.load(folder)
-    policy = Policy.load(recipe.model.path, recipe.model.dtype, "cpu")
-    if state.fingerprint != checkpoint.fingerprint(policy.parameters()):
-        raise UserError(f"{folder}: is of another model than {recipe.model.path}")
+    policy = _load(recipe)
+    if adapter and not isinstance(policy, LoraPolicy):
+        raise UserError(f"--adapter: {folder} is of a run that trains all weights (lora.rank = 0)")
+    checkpoint.check_model(state, policy, recipe.model.path)
     with torch.no_grad():
         for name, parameter in policy.parameters().items():
             parameter.copy_(tensors[_MASTER + name])
     try:
-        policy.model.save_pretrained(out)
+        if not isinstance(policy, LoraPolicy):
+            policy.model.save_pretrained(out)
+        elif adapter:
+            policy.save_adapter(out)
+        else:
+            policy.save_merged(out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
+
+
+def _load(recipe: Recipe) -> Policy:
+    model = recipe.model
+    if recipe.lora.rank:
+        return lora.load(model.path, model.dtype, "cpu", recipe.lora, seed=recipe.train.seed)
+    return Policy.load(model.path, model.dtype, "cpu")

@@ -165,9 +165,9 @@ class _Head(torch.autograd.Function):
                 ctx.temperature, ctx.settings.softcap,
             )  # fmt: skip
             torch.mm(of_logits, weight, out=of_hidden[part])
-            of_weight = _add_product(of_weight, of_logits, hidden[part])
-        assert of_weight is not None
-        return of_hidden, of_weight.to(weight.dtype), None, None
+            if ctx.needs_input_grad[1]:  # a head that is frozen has no use for the largest matrix of all
+                of_weight = _add_product(of_weight, of_logits, hidden[part])
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
 
 
 def _add_product(total: Tensor | None, of_logits: Tensor, hidden: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ Left out: who decides when the device generates and when it trains. Only one of 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +24,7 @@ from polyrl.errors import UserError
 from polyrl.trainer import logprobs
 from polyrl.trainer.logprobs import HeadSettings
 from polyrl.trainer.packing import Pack
+from polyrl.weights.manifest import AdapterFacts
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -51,6 +52,12 @@ class Divided(NamedTuple):
     dtype: torch.dtype
     """That it computes in."""
     num_ranks: int
+
+
+class Scorer(Protocol):
+    """Whatever gives log-probabilities: a policy, or the reference that it is compared with."""
+
+    def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores: ...
 
 
 class Policy:
@@ -91,6 +98,9 @@ class Policy:
         if self.compiled:
             self._compile_layers()
 
+    base_fingerprint: str = ""
+    """Of the weights that stay as they are, where only changes to them are trained."""
+
     @classmethod
     def load(
         cls,
@@ -103,12 +113,8 @@ class Policy:
         keep_logits_bytes: int = 0,
     ) -> "Policy":
         """Raises UserError, in a line that names the directory."""
-        try:
-            loaded = models.load(folder, dtype, device)
-        except EngineError as error:
-            raise UserError(str(error)) from error
         return cls(
-            loaded,
+            load_model(folder, dtype, device),
             gradient_checkpointing=gradient_checkpointing,
             compile_layers=compile_layers,
             keep_logits_bytes=keep_logits_bytes,
@@ -120,8 +126,25 @@ class Policy:
         return self
 
     def parameters(self) -> dict[str, Tensor]:
-        """By name; tied ones once."""
+        """What is trained, by name; tied ones once."""
         return dict(self.model.named_parameters())
+
+    # What others are given of it
+
+    def published(self) -> dict[str, Tensor]:
+        """The tensors of a version. Ask anew each time: an engine may have moved them."""
+        return self.parameters()
+
+    @property
+    def published_dtype(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    adapter: AdapterFacts | None = None
+    """Of versions that hold changes alone."""
+
+    def engine_writer(self) -> Callable[[], None] | None:
+        """What puts the present weights where the local engine has its own; none: it shares them."""
+        return None
 
     def max_cache_tokens(self) -> int:
         """Tokens that an engine on the same device may keep, beside the optimizer: it sleeps while we train."""
@@ -129,7 +152,7 @@ class Policy:
             return _MAX_CPU_CACHE_TOKENS
         one = self.loaded
         token_bytes = 2 * one.num_layers * one.num_kv_heads * one.head_dim * self.dtype.itemsize
-        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        num_parameters = sum(one.numel() for one in self.parameters().values())
         if self._divided is not None:
             num_parameters //= self._divided.num_ranks
         free = torch.cuda.mem_get_info(self.device)[0] - _OPTIMIZER_BYTES * num_parameters
@@ -193,3 +216,11 @@ class Policy:
         finally:
             for layer in self._layers:
                 layer.gradient_checkpointing = layer.training = False
+
+
+def load_model(folder: str, dtype: str, device: str) -> Loaded:
+    """Raises UserError, in a line that names the directory."""
+    try:
+        return models.load(folder, dtype, device)
+    except EngineError as error:
+        raise UserError(str(error)) from error

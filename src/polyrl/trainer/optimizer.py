@@ -5,7 +5,7 @@ beside it: after each backward pass its gradients are added to float32 sums and 
 masters are rounded into the model. Gradients arrive as sums; one division makes them means.
 
 Where ranks share the model, all of this is of the parts of it: a part is float32, and its own master.
-
+With `offload`, masters and moments lie in the host's memory (offload.py); with `adamw8bit`, moments take a byte each.
 Between two steps no gradient holds memory. Weight decay is for matrices: not for norms and biases.
 """
 
@@ -18,7 +18,9 @@ from torch.nn.utils import get_total_norm
 
 from polyrl.config.recipe import OptimizerConfig
 from polyrl.errors import UserError
-from polyrl.trainer import sharding
+from polyrl.trainer import adam8bit, sharding
+from polyrl.trainer.adam8bit import parts_of
+from polyrl.trainer.offload import Held, HostMemory, OffloadedAdamW, Sum
 
 Tensor = torch.Tensor
 
@@ -49,29 +51,44 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig, num_steps: int) -> None:
         self._config, self._num_steps = config, num_steps
         self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        memory = HostMemory(_num_host_elements(self._parameters)) if config.offload else None
         self._masters: dict[str, Tensor] = {}
+        self._sums: dict[str, Any] = {}
+        """What has a master's gradient: the master itself, where both are on one device."""
         for name, one in self._parameters.items():
             if one.dtype == torch.float32:
-                self._masters[name] = one
+                self._masters[name] = self._sums[name] = one
                 continue
-            master = self._masters[name] = one.detach().float().requires_grad_()
-            one.register_post_accumulate_grad_hook(_adder(master))  # type: ignore[attr-defined]
-        matrices = [one for one in self._masters.values() if one.dim() > 1]
-        others = [one for one in self._masters.values() if one.dim() <= 1]
-        self._adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+            master = self._masters[name] = _master_of(one, memory)
+            self._sums[name] = master if memory is None else Sum()
+            one.register_post_accumulate_grad_hook(_adder(self._sums[name]))  # type: ignore[attr-defined]
+        self._adamw = self._make(memory)
+
+    def _make(self, memory: HostMemory | None) -> Any:
+        config = self._config
+        if (memory is not None or config.kind != "adamw") and any(map(sharding.is_part, self._masters.values())):
+            raise UserError(
+                'optimizer: offload and kind = "adamw8bit" are for one rank; ranks divide its state already'
+            )
+        groups: list[dict[str, Any]] = [
+            {"params": [one for one in self._masters.values() if one.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [one for one in self._masters.values() if one.dim() <= 1], "weight_decay": 0.0},
+        ]
+        if memory is not None:
+            held = [Held(one, self._masters[name], self._sums[name]) for name, one in self._parameters.items()]
+            rule = {"beta1": config.betas[0], "beta2": config.betas[1], "eps": config.eps}
+            return OffloadedAdamW(held, groups, memory, **rule)
+        rule = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        if config.kind == "adamw8bit":
+            return adam8bit.make([group for group in groups if group["params"]], **rule)
+        return torch.optim.AdamW(groups, fused=True, **rule)
 
     def gradients(self) -> dict[str, Tensor]:
         """The sums so far, float32. Parameters that nothing reached are missing."""
-        return {name: one.grad for name, one in self._masters.items() if one.grad is not None}
+        return {name: one.grad for name, one in self._sums.items() if one.grad is not None}
 
     def discard(self) -> None:
-        for one in self._masters.values():
+        for one in self._sums.values():
             one.grad = None
         for one in self._parameters.values():
             one.grad = None
@@ -92,9 +109,10 @@ class Optimizer:
         for one in sums:
             one.mul_(factor / denominator)
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            _set_lr(group, lr)
         self._adamw.step()
-        self._round_into_model()
+        if not self._config.offload:  # it has done so already, on its way
+            self._round_into_model()
         self.discard()
         return Update(norm, lr, applied=True)
 
@@ -106,50 +124,84 @@ class Optimizer:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Not copies. Keys are `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `updates/NAME`."""
+        """Not copies. Keys are `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `updates/NAME`.
+
+        Moments that consist of several tensors have each as `exp_avg.PART/NAME`.
+        """
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             state[f"master/{name}"] = master.detach()
             moments: dict[str, Any] = self._adamw.state.get(master, {})
             if moments:
                 state[f"updates/{name}"] = moments["step"]
-                state |= {f"{kind}/{name}": moments[kind] for kind in _MOMENTS}
+                state |= _flat(moments, name)
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copies. Raises UserError where names or shapes are not those of this model; then nothing is changed."""
-        wanted = {f"master/{name}": one for name, one in self._masters.items()}
-        found = {key for key in state if key.startswith("master/")}
-        for key in sorted(found ^ wanted.keys()):
+        moments = {
+            name: self._new_moments(master) for name, master in self._masters.items() if f"updates/{name}" in state
+        }
+        wanted = {f"master/{name}": one.detach() for name, one in self._masters.items()}
+        for name, one in moments.items():
+            wanted |= _flat(one, name)
+        found = {key: one for key, one in state.items() if not key.startswith("updates/")}
+        for key in sorted(found.keys() ^ wanted.keys()):
             what = "is not in the model" if key in found else "is missing"
             raise UserError(f"the optimizer's state does not fit the model: {key} {what}")
-        for key, value in state.items():
-            kind, _, name = key.partition("/")
-            shape = self._masters[name].shape if name in self._masters else None
-            if kind != "updates" and value.shape != shape:
+        for key, value in found.items():
+            if value.shape != wanted[key].shape:
                 raise UserError(f"the optimizer's state does not fit the model: {key} is {list(value.shape)}")
+        for key, value in found.items():
+            wanted[key].copy_(sharding.like(value, wanted[key]))
         for name, master in self._masters.items():
-            master.copy_(sharding.like(state[f"master/{name}"], master))
             self._adamw.state.pop(master, None)
-            if f"updates/{name}" in state:
-                moments = {kind: sharding.like(state[f"{kind}/{name}"], master) for kind in _MOMENTS}
-                step = state[f"updates/{name}"].to(device=master.device, dtype=torch.float32, copy=True)
-                self._adamw.state[master] = {"step": step, **moments}
+            if name in moments:
+                device = "cpu" if self._config.kind == "adamw8bit" else self._parameters[name].device
+                count = state[f"updates/{name}"].to(device=device, dtype=torch.float32, copy=True)
+                self._adamw.state[master] = {"step": count, **moments[name]}
         self._round_into_model()
         self.discard()
 
+    def _new_moments(self, master: Tensor) -> dict[str, Tensor]:
+        if isinstance(self._adamw, torch.optim.AdamW):
+            return {kind: torch.zeros_like(master) for kind in _MOMENTS}
+        return self._adamw.new_moments(master)
 
-def _adder(master: Tensor) -> Any:
-    """Adds a parameter's new gradient to its master's, and lets it go."""
+
+def _flat(moments: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {f"{kind}{part}/{name}": one for kind in _MOMENTS for part, one in parts_of(moments[kind]).items()}
+
+
+def _num_host_elements(parameters: Mapping[str, Tensor]) -> int:
+    """Of moments, and of masters that are not the parameters themselves."""
+    return sum((2 if one.dtype == torch.float32 else 3) * one.numel() for one in parameters.values())
+
+
+def _master_of(parameter: Tensor, memory: HostMemory | None) -> Tensor:
+    if memory is None:
+        return parameter.detach().float().requires_grad_()
+    return memory.take(parameter).copy_(parameter.detach())
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group.get("lr"), Tensor):  # as torchao has it
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _adder(total: Any) -> Any:
+    """Adds a parameter's new gradient to the sum so far, and lets it go."""
 
     def add(parameter: Tensor) -> None:
         new = parameter.grad
         assert new is not None
         parameter.grad = None
-        if master.grad is None:
-            master.grad = new.float()
+        if total.grad is None:
+            total.grad = new.float()
         else:
-            master.grad.add_(new)
+            total.grad.add_(new)
 
     return add

@@ -1,7 +1,8 @@
 """Offering the trainer's present weights as a version: to the local engine, which shares them, and to the fleet.
 
 Rules kept here: the snapshot is taken in a thread, while nobody changes the weights. The layout is the model's, and
-never changes; tied tensors are sent once, in the dtype that they are served in.
+never changes; tied tensors are sent once, in the dtype that they are served in. An engine with weights of its own
+(lora.py) is given them first: what is sent may be read from there.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ class Publishing:
         """`known` are digests of versions that a process before this one published: one of them is a parent."""
         self._policy, self._server, self._engine = policy, server, engine
         self._known = dict(known or {})
-        self._layout = tensors.layout_of(policy.parameters(), str(policy.dtype).removeprefix("torch."))
+        self._layout = tensors.layout_of(policy.published(), policy.published_dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -34,13 +35,17 @@ class Publishing:
 
     async def publish(self, version: int) -> Offer:
         parent = self._known.get(version - 1, "")
-        publish = functools.partial(self._server.publish, version, self._layout, self._fill, parent=parent)
+        publish = functools.partial(
+            self._server.publish, version, self._layout, self._fill, parent=parent, adapter=self._policy.adapter
+        )
+        write = self._policy.engine_writer()
+        if self._engine is not None:
+            await self._engine.install(Weights(Version(version), in_place=True, write=write))
+        elif write is not None:
+            await asyncio.to_thread(write)
         offer = await asyncio.to_thread(publish)
         self._known = {version: offer.digest}
-        if self._engine is not None:
-            await self._engine.install(Weights(Version(version), in_place=True))
         return Offer(offer.version, offer.digest, offer.addresses)
 
     def _fill(self, out: memoryview) -> None:
-        # Asked for anew: an engine may have moved the parameters into one matrix since.
-        tensors.snapshot(self._policy.parameters(), self._layout, out)
+        tensors.snapshot(self._policy.published(), self._layout, out)

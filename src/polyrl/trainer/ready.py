@@ -21,7 +21,7 @@ from polyrl.trainer import gae, kl
 from polyrl.trainer.advantages import whiten
 from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
 from polyrl.trainer.critic import Critic
-from polyrl.trainer.model import Policy
+from polyrl.trainer.model import Policy, Scorer
 from polyrl.trainer.packing import Pack, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.registry import RewardBatch, find_advantage, find_batch_advantage
@@ -61,7 +61,7 @@ class Preparation:
         max_tokens: int,
         max_new_tokens: int,
         temperature: float,
-        reference: Policy | None,
+        reference: Scorer | None,
         critic: Critic | None,
         beforehand: bool,
         peers: Peers = ALONE,
@@ -114,7 +114,7 @@ class Preparation:
             scored[number] = samples[number]._replace(old_logprobs=logprobs)
         return scored
 
-    def logprobs(self, policy: Policy, samples: Sequence[TrainSample]) -> list[Logprobs]:
+    def logprobs(self, policy: Scorer, samples: Sequence[TrainSample]) -> list[Logprobs]:
         """Of every sample's answer, without gradients."""
         return self.of_answers(lambda pack: policy.score_only(pack, self._temperature).logprobs, samples)
 

@@ -67,6 +67,10 @@ def gather(named: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Ite
         yield name, part.full_tensor() if isinstance(part, DTensor) else part
 
 
+def is_part(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
 def total(tensor: Tensor) -> Tensor:
     """A number that is known in parts."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -40,7 +40,7 @@ from polyrl.scheduling.order import mix64
 from polyrl.trainer import aggregation, corrections, kl, mismatch
 from polyrl.trainer.batch import Group, TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
-from polyrl.trainer.model import Policy, Scores
+from polyrl.trainer.model import Policy, Scorer, Scores
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, Part, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
@@ -93,7 +93,7 @@ class StepAccumulator:
         max_tokens: int,
         max_new_tokens: int,
         temperature: float = 1.0,
-        reference: Policy | None = None,
+        reference: Scorer | None = None,
         critic: Critic | None = None,
         peers: Peers = ALONE,
     ) -> None:

@@ -1,7 +1,7 @@
 """What a weight version consists of, and what a delta consists of: canonical bytes, and one digest for the whole.
 
     Layout          which tensors, at which bytes; the same for every version of a model
-    Manifest        a version: a layout, the digests of its chunks, its parent
+    Manifest        a version: a layout, the digests of its chunks, its parent; of an adapter, also what it changes
     DeltaManifest   a difference: from which version to which, its parts, the digests of its chunks
 
 Rules kept here: a value has one encoding (JSON without spaces, fields in order), and `decode` refuses any other bytes
@@ -107,6 +107,16 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return {**found, **{alias: found[name] for alias, name in self.tied.items()}}
 
 
+class AdapterFacts(Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a version that holds low-rank changes alone (adapters.py): what they are to be added to, and how strongly."""
+
+    base: Hex
+    """The fingerprint of the weights that they change: numbers, not only shapes."""
+    dtype: Name
+    """Of the base, and of the sum."""
+    scaling: Annotated[float, Meta(gt=0)]
+
+
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A weight version. Its digest is what a sample says wrote it."""
 
@@ -117,6 +127,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The digest of the version before it; empty for the first."""
     lossy: Annotated[str, Meta(max_length=64)] = ""
     """Empty when the tensors are the trainer's own numbers in the serving dtype; otherwise how they were reduced."""
+    adapter: AdapterFacts | None = None
+    """None: the tensors are all of the model's."""
     format: Literal[1] = FORMAT
 
     @cached_property
@@ -183,6 +195,8 @@ def decode_manifest(data: bytes | memoryview, digest: str | None = None) -> Mani
     check_layout(manifest.layout)
     if manifest.chunks.num_bytes != manifest.layout.num_bytes:
         raise BadManifest(f"chunks of {manifest.chunks.num_bytes} bytes for a layout of {manifest.layout.num_bytes}")
+    if manifest.adapter is not None:
+        changes_in(manifest.layout)
     return manifest
 
 
@@ -213,6 +227,34 @@ def check_layout(layout: Layout) -> None:
     for alias, name in layout.tied.items():
         if alias in names or name not in names:
             raise BadManifest(f"{alias!r} tied to {name!r}; expected a name without bytes, tied to a tensor")
+
+
+class Change(NamedTuple):
+    """A low-rank change to one matrix of a model: b (rows, rank) times a (rank, columns)."""
+
+    target: str
+    """The matrix's name in the model."""
+    a: TensorEntry
+    b: TensorEntry
+
+
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""What an adapter's tensors are called, after the name of the layer that they change; as peft has it."""
+
+
+def changes_in(layout: Layout) -> list[Change]:
+    """What an adapter's layout holds. Raises BadManifest for tensors that are no pairs of a low-rank change."""
+    found: list[Change] = []
+    for one in layout.tensors:
+        layer = one.name.removesuffix(LORA_A).removesuffix(LORA_B)
+        a, b = layout.by_name.get(layer + LORA_A), layout.by_name.get(layer + LORA_B)
+        if layer == one.name or a is None or b is None:
+            raise BadManifest(f"tensor {one.name!r} in an adapter; expected pairs of {LORA_A} and {LORA_B}")
+        if (len(a.shape), len(b.shape), a.dtype, b.dtype) != (2, 2, "float32", "float32") or a.shape[0] != b.shape[1]:
+            raise BadManifest(f"{layer!r}: {list(b.shape)} times {list(a.shape)} is no low-rank change in float32")
+        if one is a:
+            found.append(Change(f"{layer}.weight", a, b))
+    return found
 
 
 def check_delta(delta: DeltaManifest, layout: Layout) -> None:

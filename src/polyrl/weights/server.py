@@ -16,7 +16,7 @@ import numpy as np
 from polyrl.weights import delta as codec
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import table_of
-from polyrl.weights.manifest import Encoding, Layout, Manifest, encode
+from polyrl.weights.manifest import AdapterFacts, Encoding, Layout, Manifest, encode
 from polyrl.weights.sender import Sender
 from polyrl.weights.settings import Tls, WeightSettings
 from polyrl.weights.store import Blob, Store
@@ -76,6 +76,7 @@ class WeightServer:
         *,
         lossy: str = "",
         parent: str | None = None,
+        adapter: AdapterFacts | None = None,
     ) -> Offer:
         """Offer a version. `fill` writes all of its tensors; what it raises is raised here, and nothing is offered.
 
@@ -92,7 +93,7 @@ class WeightServer:
             raise
         if parent is None:
             parent = self._kept[-1].manifest.digest if self._kept else ""
-        manifest = Manifest(version, layout, chunks, parent, lossy)
+        manifest = Manifest(version, layout, chunks, parent, lossy, adapter)
         blob = Blob(manifest.digest, "full", version, encode(manifest), chunks, buffer, complete=True)
         bases = [one for one in reversed(self._kept) if one.manifest.layout.fingerprint == layout.fingerprint]
         self._kept.append(_Kept(manifest, buffer))

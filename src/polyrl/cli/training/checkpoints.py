@@ -33,7 +33,13 @@ _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
 """At least: more than there can be versions in the open rounds."""
-_FREE = ("train.steps", "train.stop_at_reward", "train.micro_batch_tokens", "train.mismatch_warning")
+_FREE = (
+    "train.steps",
+    "train.stop_at_reward",
+    "train.micro_batch_tokens",
+    "train.mismatch_warning",
+    "optimizer.offload",
+)
 _FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "about")
 """What may be another in a run that goes on. Everything else decides what is trained on, or how, or is part of what the
 manager opened the run with (`scheduler_config`): its journal is replayed with that alone."""
@@ -124,7 +130,7 @@ class Saver:
         self._keep_last, self._run_dir = recipe.checkpoint.keep_last, run_dir
         self._digests_kept = max(_DIGESTS_KEPT, recipe.max_staleness + 2)
         self._optimizer, self._critic, self._fleet = optimizer, critic, fleet
-        self._fingerprint = checkpoint.fingerprint(policy.parameters())
+        self._fingerprint, self._base = checkpoint.fingerprint(policy.parameters()), policy.base_fingerprint
 
     async def save(self, next_step: int) -> None:
         """Raises UserError if the disk does not take it; the one before is still there."""
@@ -133,6 +139,7 @@ class Saver:
             next_step=next_step,
             digests={version: self._fleet.digests[version] for version in newest},
             fingerprint=self._fingerprint,
+            base=self._base,
         )
         try:
             await asyncio.to_thread(
@@ -151,8 +158,7 @@ class Saver:
 
 def restore(past: Past, policy: Policy, optimizer: Optimizer, critic: Critic | None) -> None:
     """Put a checkpoint's weights and moments in place. Raises UserError if they are of another model."""
-    if past.state.fingerprint != checkpoint.fingerprint(policy.parameters()):
-        raise UserError("the checkpoint is of another model than model.path: names or shapes of its tensors differ")
+    checkpoint.check_model(past.state, policy, "model.path")
     optimizer.load_state_dict(_part(past.tensors, "policy/"))
     if critic is not None:
         critic.optimizer.load_state_dict(_part(past.tensors, "critic/"))

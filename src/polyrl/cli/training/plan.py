@@ -15,8 +15,11 @@ from polyrl.engines.builtin.models import check_headers, choose_device
 from polyrl.engines.engine import EngineError
 from polyrl.errors import ConfigError
 from polyrl.weights import folder as folders
+from polyrl.weights.shards import is_table
 
 _FLOAT32_BYTES = 4
+_BLOCK = 256
+"""Elements that share a scale in eight bits."""
 _GIB = 1 << 30
 
 
@@ -32,12 +35,17 @@ class ModelShape(NamedTuple):
     """Elements of a token's queries; `key` of its keys."""
     key: int
     context: int | None
+    matrices: dict[str, tuple[int, int]]
+    """Of the layers, by name: what LoRA can change."""
 
 
 class Memory(NamedTuple):
-    """Bytes, on the trainer's device."""
+    """Bytes, on the trainer's device; and what lies in the host's memory instead."""
 
     weights: int
+    changes: int
+    """Of LoRA; `sums` are what the local engine has for itself beside them."""
+    sums: int
     masters: int
     moments: int
     gradients: int
@@ -45,10 +53,11 @@ class Memory(NamedTuple):
     reference: int
     critic: int
     """With its optimizer, as if it were as large as the policy."""
+    offloaded: int
 
     @property
     def total(self) -> int:
-        return sum(self)
+        return sum(self) - self.offloaded
 
 
 def show_plan(recipe: Recipe, run_dir: Path) -> str:
@@ -81,7 +90,14 @@ def read_shape(path: str) -> ModelShape:
         raise ConfigError(f"model.path: {error}") from error
     num = sum(one.num_elements for one in layout.tensors)
     context = config.get("max_position_embeddings")
-    return ModelShape(layout.architecture, num, layers, hidden, inner, heads * width, kv_heads * width, context)
+    matrices = {
+        one.name.removesuffix(".weight"): (one.shape[0], one.shape[1])
+        for one in layout.tensors
+        if len(one.shape) == 2 and not is_table(one.name)
+    }
+    return ModelShape(
+        layout.architecture, num, layers, hidden, inner, heads * width, kv_heads * width, context, matrices
+    )
 
 
 def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
@@ -94,16 +110,49 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
         elements = shape.hidden * shape.num_layers + layer
     else:
         elements = layer * shape.num_layers
-    masters = 0 if width == _FLOAT32_BYTES else _FLOAT32_BYTES * num
+    wanted, gae = recipe.lora, recipe.algorithm.advantage == "gae"
+    changed = _changed(recipe, shape)
+    num_changes = sum(wanted.rank * (rows + columns) for rows, columns in changed)
+    ours = _optimizer(recipe, num_changes, half=False) if wanted.rank else _optimizer(recipe, num, half=width == 2)
+    critics = _optimizer(recipe, num, half=width == 2) if gae else _Optimizer(0, 0, 0)
+    offload = recipe.optimizer.offload
+    has_reference = recipe.algorithm.kl != "none" and not (wanted.rank and not recipe.algorithm.reference)
     return Memory(
         weights=width * num,
-        masters=masters,
-        moments=2 * _FLOAT32_BYTES * num,
-        gradients=_FLOAT32_BYTES * num,
+        changes=_FLOAT32_BYTES * num_changes,
+        sums=width * sum(rows * columns for rows, columns in changed),
+        masters=0 if offload else ours.masters,
+        moments=0 if offload else ours.moments,
+        gradients=ours.gradients,
         activations=width * tokens * elements,
-        reference=0 if recipe.algorithm.kl == "none" else width * num,
-        critic=width * num + masters + 3 * _FLOAT32_BYTES * num if recipe.algorithm.advantage == "gae" else 0,
+        reference=width * num if has_reference else 0,
+        critic=width * num + (critics.gradients if offload else sum(critics)) if gae else 0,
+        offloaded=ours.masters + ours.moments + critics.masters + critics.moments if offload else 0,
     )
+
+
+class _Optimizer(NamedTuple):
+    masters: int
+    moments: int
+    gradients: int
+
+
+def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:
+    """Of so many parameters, which need masters where they are in half precision."""
+    moment = 1 + _FLOAT32_BYTES / _BLOCK if recipe.optimizer.kind == "adamw8bit" else _FLOAT32_BYTES
+    return _Optimizer(_FLOAT32_BYTES * num if half else 0, int(2 * moment * num), _FLOAT32_BYTES * num)
+
+
+def _changed(recipe: Recipe, shape: ModelShape) -> list[tuple[int, int]]:
+    """The matrices that LoRA changes. That all targets are there is seen when the model is loaded."""
+    wanted = recipe.lora
+    if not wanted.rank:
+        return []
+    return [
+        size
+        for name, size in shape.matrices.items()
+        if wanted.targets == "all-linear" or any(f".{name}".endswith(f".{one}") for one in wanted.targets)
+    ]
 
 
 def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
@@ -146,11 +195,13 @@ def _sizes(recipe: Recipe, shape: ModelShape, room: int | None) -> list[tuple[st
 
 def _memory(recipe: Recipe, shape: ModelShape) -> list[tuple[str, str]]:
     memory = estimate_memory(recipe, shape)
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in memory._asdict().items() if size)
+    sizes = {name: size for name, size in memory._asdict().items() if size and name != "offloaded"}
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())
     tokens = recipe.train.micro_batch_tokens
-    return [
-        ("memory", f"about {_size(memory.total)} while {tokens:,} tokens train (an estimate): {parts}"),
-    ]
+    rows = [("memory", f"about {_size(memory.total)} while {tokens:,} tokens train (an estimate): {parts}")]
+    if memory.offloaded:
+        rows.append(("host", f"{_size(memory.offloaded)} of the optimizer's state"))
+    return rows
 
 
 def _size(num_bytes: int) -> str:

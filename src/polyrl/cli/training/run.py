@@ -39,7 +39,7 @@ from polyrl.trainer.critic import Critic
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine, Question
 from polyrl.trainer.loop import Loop
-from polyrl.trainer.model import Policy
+from polyrl.trainer.model import Policy, Scorer
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.publishing import Publishing
 from polyrl.trainer.step import StepAccumulator
@@ -88,7 +88,7 @@ async def train(
     recipe: Recipe,
     run_dir: Path,
     policy: Policy,
-    reference: Policy | None,
+    reference: Scorer | None,
     tasks: Tasks,
     *,
     critic: Critic | None = None,
@@ -271,7 +271,7 @@ def sampling_of(recipe: Recipe) -> Sampling:
 
 
 def step_accumulator(
-    recipe: Recipe, policy: Policy, optimizer: Optimizer, reference: Policy | None, critic: Critic | None
+    recipe: Recipe, policy: Policy, optimizer: Optimizer, reference: Scorer | None, critic: Critic | None
 ) -> StepAccumulator:
     return StepAccumulator(
         policy,

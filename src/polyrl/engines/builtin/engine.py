@@ -12,6 +12,7 @@ devices can train; what it was given waits.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from polyrl.engines.builtin.installing import Staged
     from polyrl.engines.builtin.models import Loaded
     from polyrl.engines.builtin.runner import Drawn, Runner
+    from polyrl.weights.adapters import Base
 
 log = logging.getLogger("polyrl.engines.builtin")
 
@@ -110,6 +112,10 @@ class BuiltinEngine:
         self._trouble: str | None = None
         self._digest = ""
         """Of the version that was installed from a copy."""
+        self._base: Base | None = None
+        """What adapters are merged with; read when the first one comes."""
+        self._adapter_layout = ""
+        """The fingerprint of the installed adapter's layout; empty while no adapter is installed."""
         self.last_install_s = 0.0
         """How long samples stood still for the last install, and for the step before it to end."""
         self._is_closed = False
@@ -281,19 +287,22 @@ class BuiltinEngine:
         async with self._between_steps:
             if self._is_closed:
                 raise EngineError("the engine does not run")
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._put, staged)
+            write = weights.write if staged is None else staged.put
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._put, write)
             self._version = weights.version
-            self._digest = "" if weights.copy is None else weights.copy.manifest.digest
+            manifest = None if weights.copy is None else weights.copy.manifest
+            self._digest = "" if manifest is None else manifest.digest
+            self._adapter_layout = "" if manifest is None or manifest.adapter is None else manifest.layout.fingerprint
             if self._config.after_install == "recompute":
                 self._batch.recompute_all()
             else:
                 self._cache.forget()
         self.last_install_s = time.perf_counter() - began
 
-    def _put(self, staged: "Staged | None") -> None:
+    def _put(self, write: Callable[[], None] | None) -> None:
         assert self._runner is not None
-        if staged is not None:
-            staged.put()
+        if write is not None:
+            write()
         self._runner.weights_changed()
 
     def _stage(self, weights: Weights) -> "Staged | None":
@@ -301,6 +310,11 @@ class BuiltinEngine:
         from polyrl.engines.builtin import installing
 
         assert self._loaded is not None
+        if weights.copy is not None and weights.copy.manifest.adapter is not None:
+            if self._base is None:
+                self._base = installing.load_base(self._config.model, self._config.dtype)
+            is_on_base = self._adapter_layout == weights.copy.manifest.layout.fingerprint
+            return installing.stage_adapter(self._loaded, weights.copy, self._base, changed_only=is_on_base)
         if weights.copy is not None:
             return installing.stage_copy(self._loaded, weights.copy, held=self._digest)
         if weights.folder is not None:

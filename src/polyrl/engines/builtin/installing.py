@@ -1,10 +1,12 @@
 """Putting a version's weights into a model that runs: brought near while it goes on, copied in place while it stands.
 
 On a GPU everything is sent to the device first, so that the pause is a copy within its memory. On the CPU the version
-is in memory already. All of a version is put in place, or nothing.
+is in memory already. All of a version is put in place, or nothing. An adapter is merged with the base while the model
+goes on, and its sums are put in place like any other version's tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from polyrl.engines.builtin import models
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.engine import EngineError
 from polyrl.weights import tensors
+from polyrl.weights.adapters import Base
 from polyrl.weights.shelf import HostCopy
 
 Tensor = torch.Tensor
@@ -41,6 +44,21 @@ def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> Staged:
     return _near(pairs)
 
 
+def load_base(folder: str, dtype: str) -> Base:
+    """What adapters are for: the weights of the directory, whatever was installed since. Raises EngineError."""
+    return Base(dict(models.load(folder, dtype, "cpu").model.named_parameters()), folder)
+
+
+def stage_adapter(loaded: Loaded, copy: HostCopy, base: Base, *, changed_only: bool) -> Staged:
+    """A version that changes the base. `changed_only`: the model is such a version already. Raises EngineError."""
+    model = dict(loaded.model.named_parameters())
+    try:
+        with _beside(next(iter(model.values()))):
+            return Staged(list(base.pair_up(model, copy.manifest, copy.view, changed_only=changed_only)))
+    except tensors.BadTensors as error:
+        raise EngineError(f"version {copy.manifest.version} is {error}") from error
+
+
 def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:
     """A version in a Hugging Face directory. Raises EngineError."""
     fresh: Mapping[str, Tensor] = models.load(folder, dtype, "cpu").model.state_dict()
@@ -53,8 +71,17 @@ def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:
 def _near(pairs: list[tuple[Tensor, Tensor]]) -> Staged:
     if not pairs or not pairs[0][0].is_cuda:
         return Staged(pairs)
+    with _beside(pairs[0][0]):
+        return Staged([(ours, theirs.to(ours.device, non_blocking=True)) for ours, theirs in pairs])
+
+
+@contextmanager
+def _beside(ours: Tensor) -> Iterator[None]:
+    """On a GPU, in a stream beside the steps that go on. What is sent is there in the end."""
+    if not ours.is_cuda:
+        yield
+        return
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # beside the steps that go on
-        near = [(ours, theirs.to(ours.device, non_blocking=True)) for ours, theirs in pairs]
+    with torch.cuda.stream(stream):
+        yield
     stream.synchronize()
-    return Staged(near)

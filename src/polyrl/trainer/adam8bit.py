@@ -1,0 +1,41 @@
+"""AdamW with moments of a byte an element, from torchao: blocks of 256 numbers, a scale each.
+
+Matrices of fewer than 4096 numbers, or of a number that blocks do not divide, keep float32 moments: torchao does that.
+On a GPU it compiles its update. On a CPU it runs as it is, so that no compiler is needed.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from polyrl.errors import UserError
+
+Tensor = torch.Tensor
+
+_PARTS = ("codes", "scale")
+
+
+def make(groups: list[dict[str, Any]], **rule: Any) -> Any:
+    """An optimizer like torch's own, but that `lr` is a tensor to be filled. Raises UserError if torchao is missing."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("optimizer.kind: \"adamw8bit\" needs torchao: pip install 'polyrl[adam8bit]'")
+    from torchao.optim import AdamW8bit
+
+    class Adam8bit(AdamW8bit):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            on_gpu = any(one.is_cuda for group in self.param_groups for one in group["params"])
+            with torch.compiler.set_stance("default" if on_gpu else "force_eager"):
+                return super().step(closure)
+
+        def new_moments(self, master: Tensor) -> dict[str, Tensor]:
+            return {"exp_avg": self._new_buffer(master, True), "exp_avg_sq": self._new_buffer(master, False)}
+
+    return Adam8bit(groups, **rule)
+
+
+def parts_of(moment: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a moment consists of, by what they add to its name."""
+    if type(moment) is Tensor:
+        return {"": moment}
+    return {f".{name}": getattr(moment, name) for name in _PARTS}

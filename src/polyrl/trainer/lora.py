@@ -1,0 +1,231 @@
+"""LoRA, through peft: the model stays as it is, and low-rank changes to some of its matrices are trained.
+
+    policy = lora.load("DIR", "bfloat16", "cuda", config, seed=0)       a Policy like any other
+    policy.reference                                                    the model without its changes: no second copy
+
+The trainer computes base and change side by side, as peft does. Engines run their sum. The local engine has a model of
+its own for that: the matrices that are changed are its own, everything else it shares with the trainer. That costs as
+much memory as the changed matrices, and an exact way of taking changes out again would cost the same: no copy, no
+exact way back. What is published is that sum ("merged"), or the changes alone ("adapter").
+
+Rules kept here: the sum is always made by weights.adapters.merge, whose bits do not depend on the machine. Changes are
+float32, whatever the model is. Masks of dropout are a function of the tokens that they are drawn for, so that a
+run that goes on draws what it would have drawn.
+
+Left out: the output head and embeddings, experts that are no matrices, models of several ranks.
+"""
+
+import contextlib
+import copy
+import difflib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from polyrl.config.recipe import LoraSection
+from polyrl.engines.builtin.models import Loaded
+from polyrl.errors import UserError
+from polyrl.trainer.model import Policy, Scores, load_model
+from polyrl.trainer.packing import Pack
+from polyrl.weights import adapters
+from polyrl.weights.manifest import LORA_A, LORA_B, AdapterFacts
+
+Tensor = torch.Tensor
+
+_NAME = "default"
+"""What peft calls an adapter that nobody named. It is in the names of its parameters."""
+_NUM_NAMED = 6
+
+
+class _Changed(NamedTuple):
+    """A matrix of the model, and its change."""
+
+    layer: str
+    base: Tensor
+    a: Tensor
+    b: Tensor
+
+
+def load(folder: str, dtype: str, device: str, config: LoraSection, *, seed: int, **settings: Any) -> "LoraPolicy":
+    """`settings` are those of Policy. Raises UserError, in a line that names the directory, the key or the layer."""
+    return LoraPolicy(load_model(folder, dtype, device), config, seed=seed, **settings)
+
+
+class LoraPolicy(Policy):
+    def __init__(self, loaded: Loaded, config: LoraSection, *, seed: int, **settings: Any) -> None:
+        peft = _import_peft()
+        layers = find_targets(loaded.model, config.targets)
+        parameters: dict[str, Tensor] = dict(loaded.model.named_parameters())
+        self.base_fingerprint = adapters.fingerprint(parameters)
+        loaded.model.requires_grad_(False)
+        changed = {f"{layer}.weight" for layer in layers}
+        shared = {id(one): one for name, one in parameters.items() if name not in changed}
+        served = copy.deepcopy(loaded.model, shared)
+        with _seeded(seed, next(iter(parameters.values())).device):  # of the first changes
+            self._peft = peft.get_peft_model(loaded.model, _peft_config(config, layers, loaded.name))
+        super().__init__(loaded, **settings)
+        self.loaded = loaded._replace(model=served)
+        self._config = config
+        self._changed = [self._find(layer) for layer in layers]
+        self._dropouts = [one for name, one in self.model.named_modules() if name.endswith(f"lora_dropout.{_NAME}")]
+        if not config.dropout:
+            self._dropouts = []
+        for one in self._dropouts:
+            one.train()  # all the time, for layers that run again in the backward pass
+        if config.publish == "adapter":
+            dtype = str(self.dtype).removeprefix("torch.")
+            self.adapter = AdapterFacts(self.base_fingerprint, dtype, config.scaling)
+
+    def _find(self, layer: str) -> _Changed:
+        module = self.model.get_submodule(layer)
+        return _Changed(layer, module.base_layer.weight, module.lora_A[_NAME].weight, module.lora_B[_NAME].weight)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: one for its in self._changed for name, one in _named(its)}
+
+    # Scores
+
+    def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
+        if not (self._dropouts and torch.is_grad_enabled()):
+            return super().score(pack, temperature, entropy_grad=entropy_grad)
+        with _seeded(xxhash.xxh3_64_intdigest(pack.tokens.tobytes()) >> 1, self.device):
+            return super().score(pack, temperature, entropy_grad=entropy_grad)
+
+    @torch.no_grad()
+    def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores:
+        for one in self._dropouts:
+            one.eval()
+        try:
+            return super().score(pack, temperature)
+        finally:
+            for one in self._dropouts:
+                one.train()
+
+    @property
+    def reference(self) -> "Unchanged":
+        return Unchanged(self, self._peft)
+
+    # What others are given of it
+
+    def published(self) -> dict[str, Tensor]:
+        return self.parameters() if self.adapter is not None else dict(self.loaded.model.named_parameters())
+
+    @property
+    def published_dtype(self) -> str:
+        """Changes travel as they are: what a worker makes of them has to be what we make of them."""
+        return "float32" if self.adapter is not None else super().published_dtype
+
+    def engine_writer(self) -> Callable[[], None]:
+        return self.merge
+
+    def merge(self) -> None:
+        """Make the sums that the engine runs."""
+        for layer, base, a, b in self._changed:
+            adapters.merge(base, a, b, self._config.scaling, self.loaded.model.get_submodule(layer).weight.data)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def save_merged(self, out: Path) -> None:
+        self.merge()
+        self.loaded.model.save_pretrained(out)
+
+    def save_adapter(self, out: Path) -> None:
+        """As peft has it."""
+        self._peft.save_pretrained(str(out), save_embedding_layers=False)
+
+
+class Unchanged:
+    """The model that a policy's changes are to, as a reference."""
+
+    def __init__(self, policy: LoraPolicy, wrapped: Any) -> None:
+        self._policy, self._wrapped = policy, wrapped
+
+    def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores:
+        with self._wrapped.disable_adapter():
+            return self._policy.score_only(pack, temperature)
+
+
+def find_targets(model: Any, wanted: str | tuple[str, ...]) -> list[str]:
+    """The layers that are changed, in the order of the model. Raises UserError for one that cannot be."""
+    head = model.get_output_embeddings()
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    linear = [name for name, one in modules.items() if type(one) is nn.Linear and one is not head]
+    if wanted == "all-linear":
+        experts = [name for name, one in model.named_parameters() if one.dim() > 2]
+        if experts:
+            raise UserError(
+                f"lora.targets: all-linear: {experts[0]} holds experts, which are no single matrix and cannot be "
+                f"changed; name the layers: {_show(_ends(linear))}"
+            )
+        return linear
+    found: set[str] = set()
+    for target in wanted:
+        its = [name for name in linear if _is_called(name, target)]
+        if not its:
+            raise UserError(f"lora.targets: {_why_not(target, modules, linear, head)}")
+        found.update(its)
+    return [name for name in linear if name in found]
+
+
+def _why_not(target: str, modules: dict[str, nn.Module], linear: list[str], head: Any) -> str:
+    there = [one for name, one in modules.items() if name and _is_called(name, target)]
+    if head in there:
+        return f"{target} is the output head, which cannot be changed here; expected some of {_show(_ends(linear))}"
+    if there:
+        kind = type(there[0]).__name__
+        return f"{target} is a {kind}, not a plain matrix; expected some of {_show(_ends(linear))}"
+    near = difflib.get_close_matches(target, [*_ends(linear), *linear], n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"expected some of {_show(_ends(linear))}"
+    return f"no layer of the model is called {target}; {hint}"
+
+
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _ends(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _show(names: list[str]) -> str:
+    return ", ".join(names[:_NUM_NAMED]) + (", ..." if len(names) > _NUM_NAMED else "")
+
+
+def _named(one: _Changed) -> Iterator[tuple[str, Tensor]]:
+    yield one.layer + LORA_A, one.a
+    yield one.layer + LORA_B, one.b
+
+
+def _peft_config(config: LoraSection, layers: list[str], base: str) -> Any:
+    """`scaling` is alpha / rank there too."""
+    targets = _ends(layers) if config.targets == "all-linear" else list(config.targets)
+    return _import_peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.scaling * config.rank,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def _import_peft() -> Any:
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("lora.rank: LoRA needs peft: pip install 'polyrl[train]'")
+    import peft
+
+    return peft
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draws of torch depend on the seed within, and nobody else's depend on them."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

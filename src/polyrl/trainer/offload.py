@@ -1,0 +1,138 @@
+"""AdamW whose state lies in the host's memory, and visits the device a piece at a time.
+
+    device   weights in the model's dtype, gradient sums, a few pieces on their way
+    host     both moments, and the float32 masters of a half-precision model: 8 or 12 bytes a parameter, pinned
+
+A piece goes up, is updated by the kernel that would have updated it there anyway, and comes back; two pieces are under
+way at once, so that both directions of the bus are busy. The result is the same as without, to the last bit. On a CPU
+there is nothing to gain and nothing changes.
+
+Left out: gradients. They are sums over a step's micro-batches, and would cross the bus with each of those.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.adamw import adamw
+
+from polyrl.weights.tensors import pin
+
+log = logging.getLogger("polyrl.trainer")
+
+Tensor = torch.Tensor
+
+_PIECE_ELEMENTS = 32 << 20
+
+
+class Sum:
+    """Gradients of a parameter whose master is elsewhere."""
+
+    grad: Tensor | None = None
+
+
+class Held(NamedTuple):
+    """A parameter of the model, its float32 master, and what has its gradient. Of a float32 model all are one."""
+
+    parameter: Tensor
+    master: Tensor
+    sum: Any
+
+
+class HostMemory:
+    """One pinned block, handed out bit by bit: what CUDA allocates itself is rounded up to a power of two."""
+
+    def __init__(self, num_elements: int) -> None:
+        self._flat = torch.zeros(num_elements)
+        self._used = 0
+        data: Any = self._flat.numpy()
+        if num_elements and torch.cuda.is_available() and not pin(memoryview(data).cast("B")):
+            log.warning("%d bytes of the optimizer's state cannot be pinned: copies will be slow", 4 * num_elements)
+
+    def take(self, like: Tensor) -> Tensor:
+        """Zeros of its shape."""
+        start, self._used = self._used, self._used + like.numel()
+        return self._flat[start : self._used].view(like.shape)
+
+
+class OffloadedAdamW:
+    """Used like torch's own: `param_groups`, `state` by master, `step`."""
+
+    def __init__(self, held: Sequence[Held], groups: list[dict[str, Any]], memory: HostMemory, **rule: Any) -> None:
+        self.param_groups = groups
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self._held = {one.master: one for one in held}
+        self._memory = memory
+        self._rule = rule
+        self._moments: dict[Tensor, dict[str, Tensor]] = {}
+
+    def new_moments(self, master: Tensor) -> dict[str, Tensor]:
+        """Where they lie, with whatever was there before."""
+        if master not in self._moments:
+            self._moments[master] = {kind: self._memory.take(master) for kind in ("exp_avg", "exp_avg_sq")}
+        return dict(self._moments[master])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        devices = {one.parameter.device for one in self._held.values()}
+        streams = [torch.cuda.Stream(one) for one in devices if one.type == "cuda" for _ in range(2)]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        number = 0
+        for group in self.param_groups:
+            for master in group["params"]:
+                one = self._held[master]
+                if one.sum.grad is None:
+                    continue
+                if master not in self.state:
+                    count = torch.zeros((), device=one.parameter.device)
+                    fresh = {kind: its.zero_() for kind, its in self.new_moments(master).items()}
+                    self.state[master] = {"step": count, **fresh}
+                for piece in _pieces(master.numel()):
+                    with torch.cuda.stream(streams[number % 2]) if streams else nullcontext():
+                        self._update(one, piece, group)
+                    number += 1
+                self.state[master]["step"].add_(1)
+        for stream in streams:
+            stream.synchronize()
+
+    def _update(self, one: Held, piece: slice, group: dict[str, Any]) -> None:
+        device, state = one.parameter.device, self.state[one.master]
+
+        def near(tensor: Tensor) -> Tensor:
+            return tensor.view(-1)[piece].to(device, non_blocking=True)
+
+        weights, moments = near(one.master.detach()), {kind: near(state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
+        adamw(
+            [weights],
+            [one.sum.grad.reshape(-1)[piece]],
+            [moments["exp_avg"]],
+            [moments["exp_avg_sq"]],
+            [],
+            [state["step"].clone()],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            **self._rule,
+        )
+        for kind, tensor in moments.items():
+            _put_back(state[kind], piece, tensor)
+        _put_back(one.master.detach(), piece, weights)
+        if one.parameter is not one.master:
+            one.parameter.detach().view(-1)[piece].copy_(weights)
+
+
+def _put_back(home: Tensor, piece: slice, tensor: Tensor) -> None:
+    """Nothing to do where it never left."""
+    place = home.view(-1)[piece]
+    if place.data_ptr() != tensor.data_ptr():
+        place.copy_(tensor, non_blocking=True)
+
+
+def _pieces(num_elements: int) -> Iterator[slice]:
+    for start in range(0, num_elements, _PIECE_ELEMENTS):
+        yield slice(start, min(start + _PIECE_ELEMENTS, num_elements))
