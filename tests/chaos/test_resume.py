@@ -44,8 +44,11 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def train(model: Path, run_dir: Path, num_steps: int) -> subprocess.Popen[bytes]:
-    given = (f"model.path={model}", f"train.steps={num_steps}", "train.mode=synchronous", *SETTINGS)
+LORA = ("lora.rank=4", "lora.dropout=0.1", "optimizer.lr=3e-3", "algorithm.kl=loss")
+
+
+def train(model: Path, run_dir: Path, num_steps: int, more: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    given = (f"model.path={model}", f"train.steps={num_steps}", "train.mode=synchronous", *SETTINGS, *more)
     return polyrl("train", "arithmetic", *given, "--run-dir", str(run_dir))
 
 
@@ -56,18 +59,20 @@ def end_of(run_dir: Path, num_steps: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("num_kills", "at_least", "num_steps"), [(6, 2, 8), pytest.param(26, 20, 100, marks=pytest.mark.long)]
+    ("num_kills", "at_least", "num_steps", "more"),
+    [(6, 2, 8, ()), (3, 1, 5, LORA), pytest.param(26, 20, 100, (), marks=pytest.mark.long)],
+    ids=["all-weights", "lora", "often"],
 )
 def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(
-    model: Path, tmp_path: Path, num_kills: int, at_least: int, num_steps: int
+    model: Path, tmp_path: Path, num_kills: int, at_least: int, num_steps: int, more: tuple[str, ...]
 ):
-    whole = train(model, tmp_path / "whole", num_steps)
+    whole = train(model, tmp_path / "whole", num_steps, more)
     output, _ = whole.communicate(timeout=300)
     assert whole.returncode == 0, output.decode()[-2000:]
     draw = random.Random(num_kills)
     run_dir = tmp_path / "killed"
     kills = 0
-    process = train(model, run_dir, num_steps)
+    process = train(model, run_dir, num_steps, more)
     while True:
         until_running(process, run_dir)
         if kills == num_kills:

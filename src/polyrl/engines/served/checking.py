@@ -21,6 +21,11 @@ _MOST_PROBES = 8
 
 def offer_of(manifest: Manifest, model: Path) -> Offer:
     """What the ranks are told of a version. Raises EngineError when it is not of the model in this directory."""
+    if manifest.adapter is not None:
+        raise EngineError(
+            f"version {manifest.version} is an adapter, which a server cannot merge; "
+            'expected whole weights: lora.publish = "merged"'
+        )
     layout = manifest.layout
     tensors = []
     for name in _names(manifest, model):

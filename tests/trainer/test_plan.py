@@ -1,0 +1,55 @@
+"""The plan's estimate of memory knows LoRA, a reference, a critic, offloading and eight bits."""
+
+from pathlib import Path
+
+import pytest
+from tests.trainer.small import save_small
+
+from polyrl.cli.training.plan import Memory, estimate_memory, read_shape
+from polyrl.config import build
+from polyrl.config.recipe import Recipe
+from polyrl.trainer import lora
+from polyrl.trainer.model import Policy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small(tmp_path_factory.mktemp("model"))
+
+
+def plan(folder: Path, dtype: str = "bfloat16", **sections: dict[str, object]) -> Memory:
+    tree = {"name": "x", "model": {"path": str(folder), "dtype": dtype}, "data": {"source": "arithmetic"}, **sections}
+    return estimate_memory(build(tree, Recipe, source="test"), read_shape(str(folder)))
+
+
+def test_all_weights_offloaded_and_in_eight_bits(folder):
+    num = sum(one.numel() for one in Policy.load(str(folder)).parameters().values())
+    plain, away = plan(folder), plan(folder, optimizer={"offload": True})
+    assert (plain.weights, plain.masters, plain.moments, plain.gradients) == (2 * num, 4 * num, 8 * num, 4 * num)
+    assert (away.masters, away.moments, away.offloaded) == (0, 0, 12 * num)
+    assert away.total == plain.total - 12 * num
+    small = plan(folder, optimizer={"kind": "adamw8bit"})
+    assert 2 * num < small.moments < 2.1 * num
+    assert plan(folder, dtype="float32").masters == 0
+
+
+def test_changes_of_lora_are_counted_as_they_are_and_need_no_reference(folder):
+    config = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+    found = plan(folder, lora=config, algorithm={"kl": "loss"})
+    policy = lora.load(str(folder), "bfloat16", "cpu", build(config, lora.LoraSection, source="test"), seed=0)
+    changes = sum(one.numel() for one in policy.parameters().values())
+    assert (found.changes, found.gradients, found.moments, found.masters) == (4 * changes, 4 * changes, 8 * changes, 0)
+    assert found.sums == 2 * sum(its.base.numel() for its in policy._changed)
+    assert found.reference == 0
+    assert plan(folder, algorithm={"kl": "loss"}).reference == found.weights
+    assert plan(folder, lora=config, algorithm={"kl": "loss", "reference": "other"}).reference == found.weights
+
+
+def test_a_critic_has_an_optimizer_of_its_own(folder):
+    sections = {"algorithm": {"advantage": "gae"}, "lora": {"rank": 2}}
+    found = plan(folder, **sections)
+    num = found.weights // 2
+    assert found.critic == (2 + 4 + 8 + 4) * num
+    away = plan(folder, **sections, optimizer={"offload": True})
+    assert away.critic == (2 + 4) * num
+    assert away.offloaded == 12 * num + found.moments
