@@ -20,7 +20,7 @@ from polyrl.client import Fleet, Group, Prompt, connect
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.manager.http import Address, Front
 from polyrl.manager.service import Service
-from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
+from polyrl.manager.settings import LimitSettings, ManagerSettings, ServeSettings, StreamSettings
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.control import SESSION_HEADER, JoinReply, JoinRequest
@@ -34,6 +34,7 @@ PATIENCE_S = 20.0
 QUICK = ManagerSettings(
     stream=StreamSettings(flush_interval_s=0.01, heartbeat_interval_s=0.1),
     limits=LimitSettings(request_timeout_s=1.0),
+    serve=ServeSettings(token_timeout_s=0.5),
 )
 ENGINE = EmulatedConfig(slots=4, tokens_per_s=400.0, median_tokens=30.0, sigma=0.5)
 CONFIG = SchedulerConfig(
@@ -131,8 +132,7 @@ async def until(holds: Callable[[], bool], what: str, timeout_s: float = PATIENC
 
 
 @asynccontextmanager
-async def honest_worker(live: Live, engine: EmulatedConfig = ENGINE) -> AsyncIterator[None]:
-    name = "honest"
+async def honest_worker(live: Live, engine: EmulatedConfig = ENGINE, name: str = "honest") -> AsyncIterator[None]:
     agent = WorkerAgent(EmulatedEngine(engine), Dialer(live.url, live.token("worker")), WorkerOptions(name))
     life = asyncio.create_task(agent.run())
     try:

@@ -24,6 +24,7 @@ from tests.integration.live import CONFIG, QUICK, Live, Peer, is_connected, mana
 from polyrl.manager import joining, openapi
 from polyrl.manager.http import Front, JoinLimit, openapi_text
 from polyrl.manager.service import Service
+from polyrl.manager.serving.failures import AskErrorReply
 from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSettings
 from polyrl.scheduling.parameters import FleetRules
 from polyrl.wire import frames
@@ -36,13 +37,19 @@ SCHEMA = schemathesis.openapi.from_dict(
     openapi.document(),
     # A configuration may be well-formed and still contradict itself, or the run that is open.
     config=schemathesis.Config.from_dict(
-        {"checks": {"positive_data_acceptance": {"expected-statuses": ["2xx", "400", "404", "409", "410", "429"]}}}
+        {
+            "checks": {
+                "positive_data_acceptance": {"expected-statuses": ["2xx", "400", "404", "409", "410", "429", "503"]},
+                "not_a_server_error": {"expected-statuses": ["2xx", "4xx", "503"]},  # nobody is there to answer
+            }
+        }
     ),
 )
 ALL: Any = list(HealthCheck)
 OPERATIONS = [(path, method) for path, item in openapi.document()["paths"].items() for method in item]
 FREE = ("/v1/health",)
 FOR_WORKERS = ("/v1/openapi.json", "/v1/join", "/v1/worker")
+FOR_ASKERS = ("/v1/models", "/v1/completions", "/v1/chat/completions")
 JOIN = {"name": "w1", "protocol": frames.PROTOCOL, "engine": "script", "slots": 4}
 RUN = {"protocol": frames.PROTOCOL, "config": msgspec.to_builtins(CONFIG)}
 
@@ -88,24 +95,31 @@ def test_a_token_opens_what_its_scope_allows(live: Live, path: str, method: str)
     for headers in nobody:
         answer = ask(headers)
         assert answer.status_code == (200 if path in FREE else 401)
-        assert path in FREE or msgspec.json.decode(answer.content, type=ErrorReply).error.startswith("a valid token")
-    allowed = path in (*FREE, *FOR_WORKERS)
-    assert (ask(live.headers("worker")).status_code != 403) == allowed
+        assert path in FREE or told(path, answer).startswith("a valid token")
+    assert (ask(live.headers("worker")).status_code != 403) == (path in (*FREE, *FOR_WORKERS))
+    assert (ask(live.headers("generate")).status_code != 403) == (path in (*FREE, *FOR_ASKERS))
     assert ask(live.headers("admin")).status_code not in (401, 403)
 
 
+def told(path: str, answer: requests.Response) -> str:
+    """What is wrong, in the shape that the route's clients read."""
+    if path in FOR_ASKERS:
+        return msgspec.json.decode(answer.content, type=AskErrorReply).error.message
+    return msgspec.json.decode(answer.content, type=ErrorReply).error
+
+
 def test_tokens_are_in_files_that_only_their_owner_reads(live: Live):
-    for scope in ("worker", "admin"):
+    for scope in ("worker", "generate", "admin"):
         path = live.service.run_dir / f"{scope}.token"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert live.token("worker") != live.token("admin")
+    assert len({live.token(scope) for scope in ("worker", "generate", "admin")}) == 3
 
 
 def test_tokens_and_sessions_are_compared_in_constant_time():
     for function in (Tokens.scope_of, joining.find_worker):
         source = inspect.getsource(function)
         assert "compare_digest(" in source and "==" not in source
-    assert Tokens("w" * 20, "a" * 20).scope_of("\udcff\u00fc") is None
+    assert Tokens({"worker": "w" * 20, "admin": "a" * 20}).scope_of("\udcff\u00fc") is None
 
 
 # What is refused

@@ -73,6 +73,7 @@ class Books:
         self.scored: set[SampleId] = set()
         self.scoring: dict[SampleId, int] = {}
         self.groups: dict[GroupId, tuple[Step, Key]] = {}
+        self.asked: dict[GroupId, int] = {}
         self.settled: set[Key] = set()
         self.delivered: dict[Step, set[GroupId]] = {}
         self.paid: dict[tuple[WorkerName, str], float] = {}
@@ -110,6 +111,10 @@ class Books:
                 return event.incarnation <= self.newest_life.get(event.worker, -1)
             case e.SampleFinished() | e.LeaseEnded():
                 return event.lease not in scheduler.desk.leases
+            case e.GroupWithdrawn():
+                return event.group not in self.asked
+            case e.SampleStopped():
+                return group_of(event.sample) not in self.asked or event.sample in self.finished
             case e.RewardFinished():
                 return self.scoring.get(event.sample) != event.attempt
             case e.VersionPublished():
@@ -147,6 +152,9 @@ class Books:
                 self.tokens[sample] = max(self.tokens.get(sample, 0), min(cap, event.num_tokens))
                 if isinstance(event, e.SampleFinished):
                     self.finished.add(sample)
+            case e.SampleStopped():
+                self.tokens[event.sample] = max(self.tokens.get(event.sample, 0), min(cap, event.num_tokens))
+                self.finished.add(event.sample)
             case e.RewardFinished():
                 del self.scoring[event.sample]
                 if event.outcome != "infrastructure_failed":
@@ -236,6 +244,12 @@ class Books:
                     self.check_planned(scheduler, command.step, planned)
             case c.AddGroup():
                 self.check_planned(scheduler, command.step, command.group)
+            case c.AddAsked():
+                self.asked[command.group] = command.num_samples
+            case c.CloseAsked():
+                num = self.asked.pop(command.group)
+                ended = sum(group_of(one) == command.group for one in self.finished)
+                law(not command.answered or ended == num, f"{command} with {ended} of {num} answers")
             case c.DropGroup():
                 self.check_drop(scheduler, command)
             case c.DeliverGroup():
@@ -253,17 +267,22 @@ class Books:
         law(worker not in self.draining, f"{name} went to {worker}, which is draining")
         law(command.lease not in self.holder, f"lease {command.lease} was given before")
         self.holder[command.lease] = worker
-        self.steps[command.lease] = self.groups[group_of(command.sample)][0]
-        if command.from_token == 0 and not self.config.fleet_rules.migrate:
+        restarts = not self.config.fleet_rules.migrate and group_of(command.sample) not in self.asked
+        if command.from_token == 0 and restarts:
             self.tokens[command.sample] = 0  # its worker was lost
         known = self.tokens.get(command.sample, 0)
         law(command.from_token == known, f"{name} has {known} tokens and is resumed at {command.from_token}")
+        held = sum(self.holder.get(lease) == worker for lease in scheduler.desk.leases)
+        law(held <= self.slots[worker], f"{worker} has {self.slots[worker]} slots and {held} samples")
+        if group_of(command.sample) in self.asked:
+            self.steps[command.lease] = -1
+            law(worker not in self.local, f"{name} was asked for and went to the trainer's own {worker}")
+            return
         step, _ = self.groups[group_of(command.sample)]
+        self.steps[command.lease] = step
         oldest = step - self.config.max_staleness
         version = self.versions[worker]
         law(oldest <= version <= self.published, f"{name} of step {step} is written by version {version}")
-        held = sum(self.holder.get(lease) == worker for lease in scheduler.desk.leases)
-        law(held <= self.slots[worker], f"{worker} has {self.slots[worker]} slots and {held} samples")
 
     def check_hand_over(self, scheduler: Scheduler, command: c.HandOver, commands: list[c.Command]) -> None:
         """Nothing is taken from a worker that may stay unless somebody can go on with it, or training comes first."""
@@ -271,8 +290,8 @@ class Books:
         somebody = any(one.may_generate for one in others)
         stopped = [one for one in commands if isinstance(one, c.HandOver) and one.worker != command.worker]
         gone_since = stopped or any(isinstance(one, c.ForgetWorker | c.StartTraining) for one in commands)
-        oldest = next(iter(scheduler.desk.rounds.values()))
-        may_train = oldest.closed_at is not None and self.steps[command.lease] > oldest.step
+        oldest = next(iter(scheduler.desk.rounds.values()), None)
+        may_train = oldest is not None and oldest.closed_at is not None and self.steps[command.lease] > oldest.step
         excused = command.worker in self.draining or somebody or gone_since or may_train
         law(bool(excused), f"{command.worker} hands lease {command.lease} over to nobody: {command.why}")
 

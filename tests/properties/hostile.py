@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from polyrl.errors import LawViolation
-from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName
+from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName, sample_id
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.invariants import check
@@ -87,6 +87,10 @@ class HostileWorld:
         self.config = random_config(self.rng)
         self.driver_rng = random.Random(seed + 77)
         self.engine_rng = random.Random(seed + 78)
+        self.asker_rng = random.Random(seed + 79)
+        self.num_askers = self.asker_rng.choice([0, 0, 3])
+        """How much is asked at once, beside the trainer."""
+        self.asked: dict[GroupId, int] = {}
         self.scheduler = make(self.config)
         self.books = Books(self.scheduler)
         self.now = 0.0
@@ -126,6 +130,9 @@ class HostileWorld:
             self.old_news.append(event)
             if len(self.old_news) > 50:
                 del self.old_news[self.rng.randrange(50)]
+        if isinstance(event, e.StepRestarted):  # also when it is told again: what was taken comes once more
+            taken = [group for group in self.delivered if self.is_taken(group, event.step)]
+            self.delivered = {group: of for group, of in self.delivered.items() if group not in taken}
         self.books.before(self.scheduler, event, self.now, self.machines.values())
         commands = self.scheduler.handle(event, self.now)
         self.log.append((self.now, event, list(commands)))
@@ -173,9 +180,22 @@ class HostileWorld:
                 self.news.append(e.LeaseEnded(lease, num, "engine_failed"))
         machine.running.clear()
 
+    def askers(self) -> None:
+        """Somebody asks, has enough, or hangs up; now and then of what is long over."""
+        rng = self.asker_rng
+        draw = rng.random()
+        if draw < 0.06 and len(self.asked) < self.num_askers:
+            self.tell(e.GroupAsked(rng.randint(1, 3)))
+        elif draw < 0.08 and self.asked:
+            group = rng.choice(list(self.asked))
+            self.tell(e.SampleStopped(sample_id(group, rng.randrange(self.asked[group])), rng.randint(0, 9)))
+        elif draw < 0.10 and self.num_askers:
+            self.tell(e.GroupWithdrawn(rng.choice([*self.asked, GroupId(rng.randint(1, 30))]), "they hung up"))
+
     def malice(self) -> None:
         self.trouble_with_the_driver()
         self.trouble_with_engines()
+        self.askers()
         rng = self.rng
         draw = rng.random()
         if draw < 0.35 and self.news:
@@ -216,7 +236,7 @@ class HostileWorld:
                 self.kill(machine.name, noticed=False)
         target = self.steps_trained + FAIR_STEPS
         deadline = self.now + FAIR_SECONDS
-        while self.steps_trained < target and not self.data_ended:
+        while (self.steps_trained < target and not self.data_ended) or (self.asked and not without_fleet):
             if self.now > deadline:
                 raise LawViolation(f"stuck: {self.steps_trained} steps trained, wanted {target}; {self.waits()}")
             if not any(machine.local == without_fleet for machine in self.machines.values()):
@@ -310,7 +330,6 @@ class HostileWorld:
                 self.tell(e.GroupRejected(rejected, "its losses are not numbers"))
             self.now += 0.1
             if not self.fair and self.rng.random() < 0.05:  # it was killed, and has lost what it made of the step
-                self.delivered = {one: of for one, of in self.delivered.items() if not self.is_taken(one, step)}
                 self.tell(e.StepRestarted(step))
             else:
                 self.tell(e.MicroBatchTrained(step))
@@ -376,6 +395,10 @@ class HostileWorld:
                     raise LawViolation(f"group {command.group} was delivered empty")
                 self.delivered[command.group] = command.step
                 self.to_take.setdefault(command.step, []).append(command.group)
+            case c.AddAsked():
+                self.asked[command.group] = command.num_samples
+            case c.CloseAsked():
+                del self.asked[command.group]
             case c.CloseRound():
                 self.closed[command.step] = command.num_groups
             case c.EndData():

@@ -27,14 +27,14 @@ MUTATIONS = [
     Mutation(
         "a lost worker keeps its samples",
         "membership.py",
-        'leases.requeue(desk, sample, state.rounds[state.groups[sample.group].step], now, "lost")',
+        'leases.requeue(desk, sample, desk.round_of(sample), now, "lost")',
         "pass",
     ),
     Mutation(
         "a lost worker's samples start again although they had tokens",
         "leases.py",
-        'if cause == "lost" and not desk.config.fleet_rules.migrate:',
-        'if cause == "lost":',
+        'if cause == "lost" and not desk.config.fleet_rules.migrate and',
+        'if cause == "lost" and',
     ),
     Mutation(
         "a worker's word about somebody else's lease is believed",
@@ -204,8 +204,8 @@ MUTATIONS = [
     Mutation(
         "weights are pulled from a worker that is gone",
         "membership.py",
-        "    desk.router.update(worker)\n    _resource_pullers(desk, worker)\n    desk.pulls_due = True\n",
-        "    desk.router.update(worker)\n    desk.pulls_due = True\n",
+        "remove(worker, now)\n    desk.router.update(worker)\n    _resource_pullers(desk, worker)\n",
+        "remove(worker, now)\n    desk.router.update(worker)\n",
     ),
     Mutation(
         "a worker whose engine is down is given samples",
@@ -246,8 +246,32 @@ MUTATIONS = [
     Mutation(
         "a sample is resumed one token too far",
         "scheduler.py",
-        "        leases.note_tokens(desk, sample, event.num_tokens)\n        round_ = self._round_of(sample)\n",
-        "        leases.note_tokens(desk, sample, event.num_tokens + 1)\n        round_ = self._round_of(sample)\n",
+        "        leases.note_tokens(desk, sample, event.num_tokens)\n        round_ = desk.round_of(sample)\n",
+        "        leases.note_tokens(desk, sample, event.num_tokens + 1)\n        round_ = desk.round_of(sample)\n",
+    ),
+    Mutation(
+        "what was asked is answered on the trainer's own devices",
+        "leases.py",
+        "group.prefix_worker, remote=True)",
+        "group.prefix_worker)",
+    ),
+    Mutation(
+        "tokens that were answered are not in the ledger",
+        "asking.py",
+        "desk.ledger.tokens_answered += sum(",
+        "_ = sum(",
+    ),
+    Mutation(
+        "an answer of which there is enough goes on",
+        "asking.py",
+        "        desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens))\n",
+        "",
+    ),
+    Mutation(
+        "what was shown already is taken back when a worker is lost",
+        "leases.py",
+        "migrate and round_ is not desk.asked:",
+        "migrate:",
     ),
 ]
 

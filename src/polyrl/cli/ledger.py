@@ -86,6 +86,7 @@ def as_json(account: "Account", name: str, broken: list[str] | None) -> dict[str
         "samples": {
             "started": ledger.samples_started,
             "trained": ledger.samples_trained,
+            "answered": ledger.samples_answered,
             "discarded": dict(ledger.samples_discarded),
             "open": still.samples,
             "moves": dict(ledger.moves),
@@ -93,6 +94,7 @@ def as_json(account: "Account", name: str, broken: list[str] | None) -> dict[str
         "tokens": {
             "arrived": ledger.tokens_arrived,
             "kept": ledger.tokens_kept,
+            "answered": ledger.tokens_answered,
             "discarded": dict(ledger.tokens_discarded),
             "open": still.tokens,
             "reprefilled": ledger.tokens_reprefilled,
@@ -185,12 +187,16 @@ def _counts(account: "Account") -> Iterator[Row]:
     yield "  open", f"{still.prompts:,}", ""
     yield "samples started", f"{ledger.samples_started:,}", ""
     yield "  trained", f"{ledger.samples_trained:,}", ""
+    if ledger.samples_answered:
+        yield "  answered", f"{ledger.samples_answered:,}", "to whoever asked beside the trainer"
     yield from _causes(ledger.samples_discarded, "", CAUSES)
     yield "  open", f"{still.samples:,}", ""
     moves = ", ".join(f"{MOVES.get(cause, cause)} {num:,}" for cause, num in ledger.moves.items() if num)
     yield "samples moved", f"{sum(ledger.moves.values()):,}", moves
     yield "tokens arrived", f"{ledger.tokens_arrived:,}", ""
     yield "  kept", f"{ledger.tokens_kept:,}", "trained"
+    if ledger.tokens_answered:
+        yield "  answered", f"{ledger.tokens_answered:,}", "to whoever asked beside the trainer"
     yield from _causes(ledger.tokens_discarded, "", CAUSES)
     yield "  open", f"{still.tokens:,}", "of samples that are not decided"
     yield "prefilled again", f"{ledger.tokens_reprefilled:,}", "tokens, because a sample moved; not part of the sum"

@@ -6,13 +6,18 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polyrl.wire.control import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from polyrl.manager.serving.texts import Served
 
 EXAMPLE = """\
 example:
   polyrl manager --run-dir runs/first
   polyrl worker --join http://127.0.0.1:5000 --token-file runs/first/worker.token --engine emulated
+  polyrl manager --run-dir runs/answers --serve models/SmolLM2-135M-Instruct
 
 Killed at any moment, it goes on when it is started again with the same --run-dir: workers and trainer dial in by
 themselves, and no token that was acknowledged is lost. docs/reference/manager.md lists the settings."""
@@ -30,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a TOML file of settings")
     parser.add_argument("--tls-cert", metavar="FILE", help="serve https and wss with this certificate (PEM)")
     parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+    parser.add_argument(
+        "--serve",
+        metavar="MODEL_DIR",
+        help="open a run without a trainer, and answer OpenAI's clients with the tokenizer of this directory",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="MODEL_DIR", help="answer OpenAI's clients in text, beside a trainer's run"
+    )
     parser.add_argument("--verbose", action="store_true", help="log every join, loss and refusal")
 
 
@@ -43,23 +56,31 @@ def run(args: argparse.Namespace) -> int:
     settings = build(tree, ManagerSettings, source=args.config or "")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port: {args.port} is not a port")
+    if args.serve is not None and args.tokenizer is not None:
+        raise UserError("--serve has a tokenizer already; leave --tokenizer out")
     tls = server_tls(args.tls_cert, args.tls_key)
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     from polyrl.cli.loop import run_loop
 
-    return run_loop(_serve(Path(args.run_dir), settings, args.host, args.port, tls))
+    return run_loop(_serve(args, settings, tls))
 
 
-async def _serve(run_dir: Path, settings: object, host: str, port: int, tls: object) -> int:
+async def _serve(args: argparse.Namespace, settings: object, tls: object) -> int:
     from polyrl.manager.http import Front
     from polyrl.manager.service import Service
 
+    run_dir = Path(args.run_dir)
+    served = _load(args.serve or args.tokenizer)
     service = Service(run_dir, settings)  # type: ignore[arg-type]
-    front = Front(service)
-    address = await front.listen(host, port, tls)  # type: ignore[arg-type]
+    front = Front(service, served)
+    address = await front.listen(args.host, args.port, tls)  # type: ignore[arg-type]
+    if args.serve is not None:
+        await front.open_run()
     print(f"manager: {address.url}  run: {run_dir}  ({service.recovered})", flush=True)
     print(f"  join with: polyrl worker --join {address.url} --token-file {run_dir / 'worker.token'}", flush=True)
+    if served is not None:
+        print(f"  ask at: {address.url}/v1  model: {front.model_name}  token: {run_dir / 'generate.token'}", flush=True)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -75,3 +96,11 @@ async def _serve(run_dir: Path, settings: object, host: str, port: int, tls: obj
         service.close()
     print("manager: stopped; the run can go on with the same --run-dir", flush=True)
     return 0
+
+
+def _load(folder: str | None) -> "Served | None":
+    if folder is None:
+        return None
+    from polyrl.manager.serving.texts import load
+
+    return load(Path(folder))

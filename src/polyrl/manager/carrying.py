@@ -5,7 +5,7 @@ connected hears it when it dials again, from the state (from_workers.py, from_tr
 """
 
 from polyrl.errors import LawViolation
-from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of
 from polyrl.manager.executor import Executor
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
@@ -95,6 +95,12 @@ def _tell_trainer(executor: Executor, command: c.Command) -> None:
             executor.payload.drop_step(command.line.step)
             executor.last_line = command.line
             executor.say_to_trainer(frames.StepReported(command.line))
+        case c.AddAsked():
+            pass  # asking.py knows what it asked for
+        case c.CloseAsked():
+            executor.payload.drop_group(command.group)
+            if (question := executor.questions.pop(command.group, None)) is not None:
+                question.close(command)
         case c.AdviseFleet():
             executor.say_to_trainer(frames.FleetAdvised(command.num_workers, command.why))
         case _:
@@ -104,7 +110,8 @@ def _tell_trainer(executor: Executor, command: c.Command) -> None:
 def _generate(executor: Executor, command: c.Generate) -> None:
     assert executor.scheduler is not None
     text = executor.payload.text(command.sample)
-    migrates = executor.scheduler.desk.config.fleet_rules.migrate
+    is_asked = group_of(command.sample) in executor.questions
+    migrates = executor.scheduler.desk.config.fleet_rules.migrate or is_asked
     from_token = text.num_tokens if migrates else command.from_token
     text.lease_to(command.worker, executor.engine_of(command.worker), from_token)
     granted = executor.granted
@@ -129,14 +136,18 @@ def order(executor: Executor, lease: LeaseId) -> None:
     prompt = executor.payload.prompts.get(sample.group)
     if session is None or prompt is None:
         return
+    question = executor.questions.get(sample.group)
+    max_tokens, seed = (
+        (desk.max_new_tokens, desk.config.seed) if question is None else (question.max_tokens, question.seed)
+    )
     session.order(
         frames.Order(
             lease,
             sample.id,
             prompt.tokens,
             columns.tokens_of(executor.payload.text(sample.id).cells),
-            desk.max_new_tokens,
-            mix64(desk.config.seed, sample.id) >> 1,
+            max_tokens,
+            mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
         )
     )

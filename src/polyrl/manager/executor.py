@@ -20,6 +20,7 @@ from collections.abc import Callable
 from polyrl.ids import GroupId, Incarnation, LeaseId, Seconds, WorkerName
 from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened, VersionOffered
 from polyrl.manager.payload import Payload
+from polyrl.manager.question import Question
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling import commands as c
@@ -61,6 +62,8 @@ class Executor:
         self._telling = False
         self.granted = Granted([], [], [], [])
         """Leases that are not in the journal yet."""
+        self.questions: dict[GroupId, Question] = {}
+        """What was asked beside the trainer, and is not over."""
         self.no_prompt_yet: dict[GroupId, list[LeaseId]] = {}
         """Leases that wait for their group's prompt."""
         self.dirty: dict[str, WorkerSession] = {}
@@ -119,6 +122,8 @@ class Executor:
         self.dirty.clear()
         if self.trainer is not None:
             self.trainer.flush()
+        for question in self.questions.values():
+            question.look()
 
     def standing(self) -> list[SessionOpened | RunOpened | VersionOffered]:
         """What no step's end makes void."""

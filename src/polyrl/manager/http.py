@@ -22,11 +22,15 @@ from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.errors import UserError
 from polyrl.ids import WorkerName
-from polyrl.manager import from_trainer, from_workers, joining
+from polyrl.manager import asking, from_trainer, from_workers, joining
 from polyrl.manager.executor import Executor
 from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused, RequestError
 from polyrl.manager.service import Service
+from polyrl.manager.serving.failures import AskError, error_reply
+from polyrl.manager.serving.requests import ChatRequest, CompletionRequest
+from polyrl.manager.serving.routes import Answerer
+from polyrl.manager.serving.texts import Served
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
 from polyrl.scheduling import events as e
@@ -43,6 +47,14 @@ _LINGER_S = 1.0
 """How long the rest of a body that nobody wants is still read, so that its sender hears the answer."""
 _BURST_S = 10.0
 _MAX_ADDRESSES = 10_000
+
+_MAY: dict[Scope, tuple[Scope, ...]] = {
+    "worker": ("worker", "admin"),
+    "generate": ("generate", "admin"),
+    "admin": ("admin",),
+}
+_ASKED_AT = ("/v1/models", "/v1/completions", "/v1/chat/completions")
+"""Here whatever is refused has OpenAI's shape."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -71,8 +83,9 @@ def error(code: int, text: str) -> web.Response:
 class Front:
     """Routes, and who may use them."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, served: Served | None = None) -> None:
         self._service = service
+        self._answerer = Answerer(service, served)
         self._limits = service.settings.limits
         self._joins = JoinLimit(self._limits.joins_per_s)
         self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
@@ -97,9 +110,17 @@ class Front:
                 web.post("/v1/workers/{name}/drain", self._scoped("admin", self._drain)),
                 web.post("/v1/pause", self._scoped("admin", self._pause)),
                 web.post("/v1/resume", self._scoped("admin", self._resume)),
+                web.get("/v1/models", self._scoped("generate", self._models)),
+                web.post("/v1/completions", self._scoped("generate", self._complete)),
+                web.post("/v1/chat/completions", self._scoped("generate", self._chat)),
             ]
         )
         return app
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self._answerer.name
 
     # The port
 
@@ -139,6 +160,7 @@ class Front:
     async def close(self, why: str) -> None:
         for link in self._links:
             link.close(why)
+        self._answerer.close(why)
         if self._listener is not None:
             self._listener.close()
         await asyncio.sleep(0.05)  # goodbyes go out
@@ -172,13 +194,16 @@ class Front:
             return await handler(request)
         except web.HTTPException as failure:
             self._service.executor.refused["body" if failure.status == 413 else "route"] += 1
-            answer = error(failure.status, failure.reason)
+            answer = _refusal(request, failure.status, failure.reason)
             if "Allow" in failure.headers:
                 answer.headers["Allow"] = failure.headers["Allow"]
             return answer
         except _BadRequest as failure:
             self._service.executor.refused[failure.kind] += 1
-            return error(failure.code, str(failure))
+            return _refusal(request, failure.code, str(failure))
+        except AskError as failure:
+            self._service.executor.refused["ask"] += 1
+            return reply(failure.reply(), failure.status)
         finally:
             if request.protocol.transport is not None:
                 self._watch(request.protocol, _KEEPALIVE_S + self._limits.request_timeout_s)
@@ -191,8 +216,8 @@ class Front:
             has = self._scope(request)
             if has is None:
                 raise _BadRequest(401, "token", "a valid token is needed: Authorization: Bearer TOKEN")
-            if scope == "admin" and has != "admin":
-                raise _BadRequest(403, "scope", "a worker's token may not do this; the admin token may")
+            if has not in _MAY[scope]:
+                raise _BadRequest(403, "scope", f"the {has} token may not do this; the {scope} token may")
             return await handler(request)
 
         return checked
@@ -205,7 +230,7 @@ class Front:
             raise _BadRequest(408, "slow", "the body did not come in time") from failure
         try:
             return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as failure:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as failure:
             raise _BadRequest(400, "body", f"the body is not what was expected: {failure}") from failure
 
     # Control
@@ -264,6 +289,22 @@ class Front:
 
         await self._service.ask(tell)
         return web.json_response({"paused": isinstance(event, e.PlacingPaused)})
+
+    # Whoever asks
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return reply(self._answerer.models())
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answerer.complete(request, await self._read(request, CompletionRequest))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answerer.chat(request, await self._read(request, ChatRequest))
+
+    async def open_run(self) -> None:
+        """A run without a trainer, if there is none: whoever asks is answered by workers as they were started."""
+        config = asking.config_of(self._service.settings.serve)
+        await self._service.ask(lambda executor: joining.open_run_without_trainer(executor, config))
 
     # Streams
 
@@ -327,6 +368,10 @@ class Front:
             self._service.post(lambda: from_workers.said(executor, session, link, data))
         else:
             self._service.post(lambda: from_trainer.said(executor, session, link, data))
+
+
+def _refusal(request: web.Request, code: int, text: str) -> web.Response:
+    return reply(error_reply(code, text), code) if request.path in _ASKED_AT else error(code, text)
 
 
 class _BadRequest(RequestError):

@@ -116,4 +116,6 @@ def _ended(executor: Executor, worker: Worker, ended: frames.Ended) -> None:
     else:
         if ended.reason != "handed_over":
             log.warning("sample %s on %s: %s: %s", sample.id, worker.name, ended.reason, ended.detail)
+            if (question := executor.questions.get(sample.group)) is not None:
+                question.is_refused, question.detail = ended.reason == "refused", ended.detail
         executor.tell(e.LeaseEnded(sample.lease, ended.num_tokens, ended.reason))

@@ -107,10 +107,7 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
     """Open the run, or go on with it. Raises Refused for a configuration that is not the run's."""
     fresh = executor.scheduler is None
     if executor.scheduler is None:
-        scheduler = Scheduler(request.config)
-        executor.journal.begin_events(request.config, executor.about)
-        executor.scheduler = scheduler
-        executor.set_clock(0.0)
+        _begin(executor, request.config)
     elif request.config != executor.scheduler.desk.config:
         differs = _difference(request.config, executor.scheduler.desk.config)
         raise Refused("run", f"the run is open with another configuration: {differs}")
@@ -122,9 +119,8 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
     executor.trainer = trainer
     executor.journal.add_note(RunOpened(trainer.key, trainer.has_reward, trainer.has_weights))
     if fresh:
-        for session in executor.workers.values():
-            session.heard_at = session.told_at = executor.now()
-            _tell_joined(executor, session)
+        _seat_all(executor)
+    assert executor.scheduler is not None
     state = executor.scheduler.desk.state
     return RunReply(
         session=trainer.key,
@@ -134,6 +130,27 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
         open_steps=tuple(state.rounds),
         weights_key=executor.weights_key,
     )
+
+
+def open_run_without_trainer(executor: Executor, config: SchedulerConfig) -> None:
+    """For those who ask (asking.py): workers have the weights that they were started with, which are version 0."""
+    if executor.scheduler is None:
+        _begin(executor, config)
+        executor.tell(e.VersionPublished(Version(0)))
+        _seat_all(executor)
+
+
+def _begin(executor: Executor, config: SchedulerConfig) -> None:
+    executor.journal.begin_events(config, executor.about)
+    executor.scheduler = Scheduler(config)
+    executor.set_clock(0.0)
+
+
+def _seat_all(executor: Executor) -> None:
+    """Those who joined before there was a run."""
+    for session in executor.workers.values():
+        session.heard_at = session.told_at = executor.now()
+        _tell_joined(executor, session)
 
 
 def drain(executor: Executor, name: WorkerName, reason: str) -> bool:

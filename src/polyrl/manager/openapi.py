@@ -1,4 +1,4 @@
-"""The description of the manager's HTTP side, as OpenAPI 3.1. Schemas come from wire/control.py; http.py serves them.
+"""The description of the manager's HTTP side, as OpenAPI 3.1. Schemas come from wire/control.py and from serving/.
 
     python -m polyrl.manager.openapi > src/polyrl/manager/openapi.json
 
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from polyrl import __version__
+from polyrl.manager.serving import failures, replies, requests
 from polyrl.wire import control
 
 Schema = dict[str, Any]
@@ -30,6 +31,14 @@ _ERRORS = {
     429: "Too many joins from this address; try again in a second.",
 }
 _BODY_ERRORS = (400, 408, 413)
+_ASK_ERRORS = {
+    **_ERRORS,
+    403: "It is a worker's token; the generate token and the admin token may do this.",
+    404: "There is no model of that name.",
+    429: "More answers are being written than `serve.max_samples`; try again.",
+    500: "No worker could write the answer.",
+    503: "There is no run, no worker brought a token for `serve.token_timeout_s`, or the manager stops.",
+}
 _OPEN_TO_ALL: list[dict[str, list[str]]] = []
 
 
@@ -42,9 +51,10 @@ def document() -> Schema:
             "version": __version__,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             "description": (
-                "Control of a run: joining, opening, status. Every route but health wants a bearer token; a worker's "
-                "token may join and stream, the admin token may do everything. Whatever is refused is answered with "
-                "one line of JSON."
+                "Control of a run: joining, opening, status; and answers for whoever asks, as OpenAI's clients do. "
+                "Every route but health wants a bearer token; a worker's token may join and stream, the generate "
+                "token may ask, the admin token may do everything. Whatever is refused is answered with one line of "
+                "JSON."
             ),
         },
         "security": [{"token": []}],
@@ -69,6 +79,12 @@ def _schemas() -> Schema:
         control.DrainRequest,
         control.Status,
         control.ErrorReply,
+        requests.CompletionRequest,
+        requests.ChatRequest,
+        replies.ModelList,
+        replies.Completion,
+        replies.ChatReply,
+        failures.AskErrorReply,
     ]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     return schemas
@@ -108,6 +124,15 @@ def _paths() -> Schema:
         "/v1/workers/{name}/drain": {"post": _drain()},
         "/v1/pause": {"post": _pausing("pause", "Give no more leases; running ones go on.", paused=True)},
         "/v1/resume": {"post": _pausing("resume", "Give leases again.", paused=False)},
+        "/v1/models": {"get": _models()},
+        "/v1/completions": {
+            "post": _asking("complete", "Go on after a prompt.", requests.CompletionRequest, replies.Completion)
+        },
+        "/v1/chat/completions": {
+            "post": _asking(
+                "chat", "Answer a chat, with the model's template.", requests.ChatRequest, replies.ChatReply
+            )
+        },
         "/v1/worker": {"get": _stream("worker_stream", "A worker's stream of frames.", errors=(400, 401, 410))},
         "/v1/trainer": {
             "get": _stream("trainer_stream", "The trainer's stream of frames.", errors=(400, 401, 403, 410))
@@ -133,6 +158,25 @@ def _metrics() -> Schema:
     answer = operation["responses"]["200"]
     answer["content"] = {"text/plain": answer["content"]["application/json"]}
     return operation
+
+
+def _models() -> Schema:
+    operation = _operation("models", "The model that answers.", _ref(replies.ModelList))
+    return {**operation, "responses": {**operation["responses"], **_ask_errors(401, 403)}}
+
+
+def _asking(operation_id: str, summary: str, body: type[msgspec.Struct], reply: type[msgspec.Struct]) -> Schema:
+    """As OpenAI has it: whole, or with `stream` as server-sent events of chunks, the last one `[DONE]`."""
+    operation = _operation(operation_id, summary, _ref(reply), body=body)
+    done = operation["responses"]["200"]
+    done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    errors = _ask_errors(400, 401, 403, 404, 408, 413, 429, 500, 503)
+    return {**operation, "responses": {"200": done, **errors}}
+
+
+def _ask_errors(*codes: int) -> Schema:
+    line = {"application/json": {"schema": _ref(failures.AskErrorReply)}}
+    return {str(code): {"description": _ASK_ERRORS[code], "content": line} for code in codes}
 
 
 def _pausing(operation_id: str, summary: str, *, paused: bool) -> Schema:

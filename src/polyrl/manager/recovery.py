@@ -50,6 +50,8 @@ def recover(executor: Executor) -> str:
     for session in executor.workers.values():
         session.heard_at = session.told_at = executor.now()
     executor.tell(e.DriverResumed(found.away_s, executor.settings.restart_grace_s))
+    for group in list(found.scheduler.desk.asked.groups):  # whoever asked lost its connection with the former manager
+        executor.tell(e.GroupWithdrawn(group, "the manager was started again"))
     if executor.trainer is not None:
         executor.trainer.away_since = executor.now()
         executor.tell(e.TrainerLeft())
@@ -64,7 +66,7 @@ def recover(executor: Executor) -> str:
 def _check_answers(desk: Desk, payload: Payload) -> None:
     """A kill never parts an answer from its end. A machine without power may: half an answer must not be trained on."""
     for sample in desk.samples.values():
-        if sample.state in ("generated", "scoring", "scored"):
+        if sample.state in ("generated", "scoring", "scored") and sample.group not in desk.asked.groups:
             text = payload.texts.get(sample.id)
             num_tokens = 0 if text is None else text.num_tokens
             if text is None or num_tokens != sample.num_tokens or not text.finish:

@@ -35,9 +35,23 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
 
 
+class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answering whoever asks beside the trainer (docs/guides/serve.md)."""
+
+    model: Annotated[str, Meta(max_length=256)] = ""
+    """The name that clients give; empty: that of the model's directory."""
+    max_samples: Annotated[int, Meta(ge=0, le=65536)] = 256
+    """Answers that may be asked for at once. Whoever asks for more waits and tries again; 0: nobody may ask."""
+    max_new_tokens: Annotated[int, Meta(ge=1, le=262144)] = 8192
+    """The longest answer, where `--serve` opens the run; a trainer's run has its own bound."""
+    token_timeout_s: Seconds = 120.0
+    """An answer that gets no token for so long, from any worker, is given up."""
+
+
 class ManagerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     journal: JournalSettings = JournalSettings()
     stream: StreamSettings = StreamSettings()
     limits: LimitSettings = LimitSettings()
+    serve: ServeSettings = ServeSettings()
     restart_grace_s: Seconds = 10.0
     """How much longer than usual workers may take to dial in again after a restart of the manager."""

@@ -78,7 +78,7 @@ def _candidates(desk: Desk, worker: Worker) -> list[Candidate]:
     found: list[Candidate] = []
     for lease in worker.leases:
         sample = desk.leases[lease]
-        if sample.state == "leased":
+        if sample.state == "leased" and sample.group not in desk.asked.groups:
             remaining = lengths.expected_remaining(sample.num_tokens, cap)
             found.append(Candidate(lease, sample.num_tokens, sample.moved_at, remaining))
     return found

@@ -165,6 +165,22 @@ class CloseRound(CommandStruct, frozen=True, tag=True):
     why: str
 
 
+class AddAsked(CommandStruct, frozen=True, tag=True):
+    """A group that was asked for has its name now. Only tells."""
+
+    group: GroupId
+    num_samples: int
+    why: str
+
+
+class CloseAsked(CommandStruct, frozen=True, tag=True):
+    """An asked group is over: all of it is answered, or none of it will be. Only tells."""
+
+    group: GroupId
+    answered: bool
+    why: str
+
+
 class EndData(CommandStruct, frozen=True, tag=True):
     """There is no prompt left for this step. Only tells."""
 
@@ -209,6 +225,8 @@ Command = (
     | DeliverGroup
     | DropGroup
     | CloseRound
+    | AddAsked
+    | CloseAsked
     | EndData
     | ReportStep
     | AdviseFleet

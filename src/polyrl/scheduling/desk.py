@@ -59,6 +59,8 @@ class State(Struct):
     samples: dict[SampleId, Sample] = {}
     groups: dict[GroupId, Group] = {}
     rounds: dict[Step, Round] = {}
+    asked: Round = field(default_factory=Round.of_asked)
+    """Groups that no step trains on (asking.py)."""
     requested: list[Step] = []
     last_requested: Step = Step(-1)
     published: Version = NO_VERSION
@@ -102,6 +104,7 @@ class Desk:
         self.commands: list[Command] = []
         # The same objects as in the state, one look-up nearer: these are what every event touches.
         self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
+        self.asked = state.asked
         self.seats, self.ledger, self.scoring = state.fleet.seats, state.ledger, state.scoring
         self.budgets, self.num_domains, self.lengths = state.budgets, len(config.domains), state.lengths
         self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
@@ -116,3 +119,7 @@ class Desk:
         """A worker may need weights, or a source became free."""
         self.devices_due = False
         """What the trainer's own devices should do may have changed."""
+
+    def round_of(self, sample: Sample) -> Round:
+        """Where a sample is counted."""
+        return self.asked if sample.group in self.asked.groups else self.rounds[self.groups[sample.group].step]

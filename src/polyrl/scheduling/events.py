@@ -151,6 +151,29 @@ class RewardFinished(EventStruct, frozen=True, tag=True):
     cpu_s: Seconds = 0.0
 
 
+# Asked beside the trainer
+
+
+class GroupAsked(EventStruct, frozen=True, tag=True):
+    """Somebody wants so many answers to a prompt. No step trains on them."""
+
+    num_samples: int
+
+
+class SampleStopped(EventStruct, frozen=True, tag=True):
+    """Whoever asked has enough of this answer: it ends here, and counts."""
+
+    sample: SampleId
+    num_tokens: int
+
+
+class GroupWithdrawn(EventStruct, frozen=True, tag=True):
+    """Nobody waits for this asked group any longer."""
+
+    group: GroupId
+    reason: str
+
+
 # The trainer
 
 
@@ -247,6 +270,9 @@ Event = (
     | StepTrained
     | VersionPublished
     | RoundRequested
+    | GroupAsked
+    | SampleStopped
+    | GroupWithdrawn
     | PlacingPaused
     | PlacingResumed
     | DriverResumed

@@ -5,10 +5,10 @@ does not hold is a bug of the scheduler, whatever the environment did.
 """
 
 from polyrl.errors import LawViolation
-from polyrl.ids import Seconds, show_sample
+from polyrl.ids import Seconds, Version, show_sample
 from polyrl.scheduling.desk import Desk, State
 from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.samples import ASKED, NO_LEASE, NO_VERSION, Group, Round, Sample
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.scheduling.staleness import newest_step, oldest_version
 from polyrl.scheduling.tail_batching import num_extra
@@ -22,9 +22,13 @@ def check(scheduler: Scheduler, now: Seconds) -> None:
     for sample in desk.state.samples.values():
         _check_sample(desk, sample)
     for group in desk.state.groups.values():
-        _check_group(desk, group)
+        if group.step == ASKED:
+            _check_asked(desk, group)
+        else:
+            _check_group(desk, group)
     for round_ in desk.state.rounds.values():
         _check_round(desk, round_)
+    _check_queue(desk, desk.asked, "what was asked")
     _check_leases(desk)
     _check_fleet(desk, now)
     _check_scoring(desk)
@@ -81,18 +85,22 @@ def _check_group(desk: Desk, group: Group) -> None:
         _law(running == 0, f"{name} has its place and still generates")
 
 
+def _check_asked(desk: Desk, group: Group) -> None:
+    name = f"asked group {group.id}"
+    states = [desk.state.samples[one].state for one in group.sample_ids()]
+    _law(group.id in desk.asked.groups, f"{name} is not among those that were asked")
+    _law(all(one in ("waiting", *LEASED, "generated") for one in states), f"{name} has samples that are {states}")
+    _law(any(one != "generated" for one in states), f"{name} is answered and not closed")
+    for one in group.sample_ids():
+        worker = desk.seats.get(desk.state.samples[one].worker)
+        _law(worker is None or not worker.local, f"{name} is generated on the trainer's own devices")
+
+
 def _check_round(desk: Desk, round_: Round) -> None:
     name = f"round {round_.step}"
     state = desk.state
     groups = [state.groups[one] for one in round_.groups]
-    samples = [state.samples[one] for group in groups for one in group.sample_ids()]
-    waiting = [one for one in samples if one.state == "waiting"]
-    _law(round_.num_waiting == len(waiting), f"{name} counts {round_.num_waiting} waiting, has {len(waiting)}")
-    leased = sum(one.state in LEASED for one in samples)
-    _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
-    queued = frozenset(round_.fresh) | frozenset(one for _, one in round_.resumed)
-    for one in waiting:
-        _law(one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
+    _check_queue(desk, round_, name)
     for domain in range(len(round_.quotas)):
         mine = [group for group in groups if group.domain == domain]
         still_open = sum(group.state == "open" for group in mine)
@@ -110,6 +118,18 @@ def _check_round(desk: Desk, round_: Round) -> None:
     _law((round_.closed_at is not None) == complete, f"{name} is closed: {round_.closed_at}, complete: {complete}")
     _law(not (desk.config.streaming and ready), f"{name} holds {ready} complete groups back")
     _law(round_.step <= newest_step(state.published, desk.config.max_staleness), f"{name} opened too early")
+
+
+def _check_queue(desk: Desk, round_: Round, name: str) -> None:
+    state = desk.state
+    samples = [state.samples[one] for group in round_.groups for one in state.groups[group].sample_ids()]
+    waiting = [one for one in samples if one.state == "waiting"]
+    _law(round_.num_waiting == len(waiting), f"{name} counts {round_.num_waiting} waiting, has {len(waiting)}")
+    leased = sum(one.state in LEASED for one in samples)
+    _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
+    queued = frozenset(round_.fresh) | frozenset(one for _, one in round_.resumed)
+    for one in waiting:
+        _law(one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
 
 
 def _check_leases(desk: Desk) -> None:
@@ -150,7 +170,9 @@ def _check_fleet(desk: Desk, now: Seconds) -> None:
         if worker.pulling != NO_VERSION and worker.source != -1:
             _law(worker.source in fleet.seats, f"{name} pulls from an empty seat")
             _law(not _pulls_from_itself(fleet.seats, worker), f"{name} pulls, by others, from itself")
-        if worker.leases:
+        if any(
+            desk.leases[one].group not in desk.asked.groups for one in worker.leases
+        ):  # asked ones run on over a pull
             _law(worker.state in ("active", "draining"), f"{name} has samples and is {worker.state}")
         if worker.local:
             switching = ("switch", worker.seat) in desk.deadlines.entries
@@ -181,7 +203,7 @@ def _check_scoring(desk: Desk) -> None:
             sample is not None and sample.state == "scoring", f"a reward runs for {show_sample(one)}, which is {sample}"
         )
     for sample in state.samples.values():
-        if sample.state == "generated" and desk.config.rewards.as_finished:
+        if sample.state == "generated" and desk.config.rewards.as_finished and sample.group not in desk.asked.groups:
             raise LawViolation(f"sample {show_sample(sample.id)} was not sent to be scored")
         if sample.state == "scoring" and sample.id not in state.scoring.running and sample.id not in queued:
             raise LawViolation(f"sample {show_sample(sample.id)} waits for a reward that nobody runs")
@@ -190,7 +212,7 @@ def _check_scoring(desk: Desk) -> None:
 def _check_prompts(desk: Desk) -> None:
     state = desk.state
     tail, config = state.tail, desk.config
-    keys = [(group.domain, group.epoch, group.prompt) for group in state.groups.values()]
+    keys = [(group.domain, group.epoch, group.prompt) for group in state.groups.values() if group.step != ASKED]
     keys += [(d, one.epoch, one.prompt) for d, waiting in enumerate(tail.deferred) for one in waiting]
     _law(len(keys) == len(frozenset(keys)), "a prompt is in two places")
     for d, waiting in enumerate(tail.deferred):
@@ -214,18 +236,23 @@ def _most_extra(adaptive: bool, quota: int) -> int:
 def _check_sums(state: State) -> None:
     ledger = state.ledger
     open_samples = [one for one in state.samples.values() if one.state != "discarded"]
-    tokens = ledger.tokens_kept + sum(ledger.tokens_discarded.values()) + sum(one.num_tokens for one in open_samples)
+    gone = ledger.tokens_kept + ledger.tokens_answered + sum(ledger.tokens_discarded.values())
+    tokens = gone + sum(one.num_tokens for one in open_samples)
     _law(ledger.tokens_arrived == tokens, f"{ledger.tokens_arrived} tokens arrived, {tokens} are accounted for")
-    samples = ledger.samples_trained + sum(ledger.samples_discarded.values()) + len(open_samples)
+    ended = ledger.samples_trained + ledger.samples_answered + sum(ledger.samples_discarded.values())
+    samples = ended + len(open_samples)
     _law(ledger.samples_started == samples, f"{ledger.samples_started} samples started, {samples} are accounted for")
     deferred = sum(map(len, state.tail.deferred))
-    prompts = ledger.prompts_trained + sum(ledger.prompts_dropped.values()) + deferred + len(state.groups)
+    num_groups = len(state.groups) - len(state.asked.groups)
+    prompts = ledger.prompts_trained + sum(ledger.prompts_dropped.values()) + deferred + num_groups
     _law(ledger.prompts_started == prompts, f"{ledger.prompts_started} prompts started, {prompts} are accounted for")
 
 
 def _check_rest(desk: Desk) -> None:
     due = desk.scores_due or desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
     _law(not due, "something was left undone at the end of an event")
+    if desk.asked.num_waiting and not desk.state.paused:
+        _law(not desk.router.has_room(Version(0), remote=True), "an asked sample waits although a worker has room")
     may_place = any(round_.num_waiting for round_ in desk.state.rounds.values())
     if may_place and not desk.state.paused:
         oldest = min(round_.step for round_ in desk.state.rounds.values() if round_.num_waiting)

@@ -7,7 +7,7 @@ of it is late news.
 
 import heapq
 
-from polyrl.ids import LeaseId, SampleId, Seconds
+from polyrl.ids import LeaseId, SampleId, Seconds, Version
 from polyrl.scheduling.commands import Abort, Generate, HandOver, ReleaseWorker
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker, settle
@@ -15,14 +15,17 @@ from polyrl.scheduling.ledger import DiscardCause
 from polyrl.scheduling.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
 from polyrl.scheduling.staleness import oldest_version
 
+_ANY_VERSION = Version(0)
 _MORE_THAN_WERE_LOST = 1_000_000
 """Leases that no driver gives between two writes that reach the disk."""
 
 
 def place_waiting(desk: Desk, now: Seconds) -> None:
-    """Give waiting samples to workers with credit: earlier rounds first, moved samples before fresh ones."""
+    """Give waiting samples to workers with credit: asked ones, then earlier rounds; moved samples before fresh ones."""
     if desk.state.paused:
         return
+    if desk.asked.num_waiting:
+        _place_asked(desk, now)
     groups = desk.groups
     choose = desk.router.choose
     with_credit = desk.router.loads
@@ -41,6 +44,20 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
             if worker is None:
                 return
             _grant(desk, sample, group, round_, worker, now)
+
+
+def _place_asked(desk: Desk, now: Seconds) -> None:
+    """Any version may write what was asked; the trainer's own devices do not (asking.py)."""
+    asked, router = desk.asked, desk.router
+    while asked.num_waiting:
+        sample = _first_waiting(desk.samples, asked)
+        group = desk.groups[sample.group]
+        worker = router.choose(_ANY_VERSION, -1 if sample.num_tokens else group.prefix_worker, remote=True)
+        if worker is None:
+            return
+        _grant(desk, sample, group, asked, worker, now)
+    asked.fresh.clear()
+    asked.resumed.clear()
 
 
 def _first_waiting(samples: dict[SampleId, Sample], round_: Round) -> Sample:
@@ -85,7 +102,7 @@ def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Work
     desk.router.update(worker)
     why = "with its siblings" if group.prefix_worker == seat else "least loaded"
     group.prefix_worker = seat
-    if not worker.local and state.clock.first_remote_at is None:
+    if not worker.local and state.clock.first_remote_at is None and round_ is not desk.asked:
         state.clock.first_remote_at = now
     num_tokens = sample.num_tokens
     if num_tokens:
@@ -116,7 +133,9 @@ def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
 
 
 def note_length(desk: Desk, sample: Sample, round_: Round, *, finished: bool) -> None:
-    """Learn from an answer that ended, or was stopped and would have gone on."""
+    """Learn from an answer that ended, or was stopped and would have gone on. Not from asked ones: others' prompts."""
+    if round_ is desk.asked:
+        return
     desk.lengths.observe(sample.num_tokens, finished=finished)
     if desk.plans_parallelism:
         desk.state.lengths_by_kind[round_.kind].observe(sample.num_tokens, finished=finished)
@@ -136,7 +155,7 @@ def end_lease(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> Worker
     sample.lease = NO_LEASE
     sample.worker = -1
     round_.num_leased -= 1
-    if not worker.local:
+    if not worker.local and round_ is not desk.asked:
         desk.state.clock.last_remote_at = now
     if worker.state == "draining":
         release_if_drained(desk, worker)
@@ -162,7 +181,7 @@ def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str)
     round_.num_waiting += 1
     round_.num_moves += 1
     state.ledger.count_move(cause)
-    if cause == "lost" and not desk.config.fleet_rules.migrate:
+    if cause == "lost" and not desk.config.fleet_rules.migrate and round_ is not desk.asked:  # it was shown already
         state.ledger.discard_tokens("preemption", sample.num_tokens)
         sample.num_tokens = 0
         sample.version = NO_VERSION

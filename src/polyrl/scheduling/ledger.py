@@ -2,11 +2,12 @@
 
 Sums that must hold at any moment (invariants.py checks them):
 
-    tokens arrived   = tokens kept + tokens discarded by cause + tokens of samples still open
-    samples started  = trained + discarded by cause + open
+    tokens arrived   = tokens kept + answered + discarded by cause + of samples still open
+    samples started  = trained + answered + discarded by cause + open
     prompts started  = trained + dropped by reason + deferred + open
     a worker's seconds by activity add up to its time in the fleet; dollars are seconds times its price
 
+*Answered* is what somebody beside the trainer asked for and got (asking.py); it is no prompt of the data.
 `prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Tokens are
 those that reached us; what a dying worker had not yet sent was never counted.
 """
@@ -18,7 +19,9 @@ from msgspec import Struct, field
 from polyrl.ids import Seconds, Step, WorkerName
 
 Activity = Literal["starting", "pulling", "generating", "idle", "draining", "training"]
-DiscardCause = Literal["speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "not_taken"]
+DiscardCause = Literal[
+    "speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "not_taken", "withdrawn"
+]
 
 NUM_LENGTH_BINS = 24
 """Bin b holds answers of 2^(b-1) up to 2^b - 1 tokens."""
@@ -75,9 +78,11 @@ class Ledger(Struct):
     num_deferrals: int = 0
     samples_started: int = 0
     samples_trained: int = 0
+    samples_answered: int = 0
     samples_discarded: dict[str, int] = {}
     tokens_arrived: int = 0
     tokens_kept: int = 0
+    tokens_answered: int = 0
     tokens_discarded: dict[str, int] = {}
     discarded_told: dict[str, int] = {}
     """`tokens_discarded` at the last step's line."""

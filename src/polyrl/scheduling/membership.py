@@ -115,7 +115,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool) -> N
         desk.deadlines.clear((name, worker.seat))
     for lease in list(worker.leases):
         sample = desk.leases[lease]
-        leases.requeue(desk, sample, state.rounds[state.groups[sample.group].step], now, "lost")
+        leases.requeue(desk, sample, desk.round_of(sample), now, "lost")
     state.fleet.remove(worker, now)
     desk.router.update(worker)
     _resource_pullers(desk, worker)
@@ -141,7 +141,7 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
         desk.commands.append(
             Abort(worker.name, sample.lease, "it brought no token for too long", sample.id, sample.num_tokens)
         )
-        leases.requeue(desk, sample, desk.state.rounds[desk.state.groups[sample.group].step], now, "stalled")
+        leases.requeue(desk, sample, desk.round_of(sample), now, "stalled")
 
 
 # An engine that dies and comes back while its worker stays
@@ -165,7 +165,7 @@ def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> 
     for lease in list(worker.leases):
         sample = desk.leases[lease]
         desk.commands.append(Abort(worker.name, lease, "its engine was down", sample.id, sample.num_tokens))
-        leases.requeue(desk, sample, desk.state.rounds[desk.state.groups[sample.group].step], now, "engine_failed")
+        leases.requeue(desk, sample, desk.round_of(sample), now, "engine_failed")
     if not worker.local:  # that one has what the trainer has
         unknown = event.version is None or event.version > desk.state.published
         worker.version = NO_VERSION if unknown or event.version is None else event.version

@@ -46,8 +46,8 @@ class Router:
         else:
             self.loads.pop(seat, None)
 
-    def choose(self, min_version: Version, prefix_worker: int) -> Worker | None:
-        """The worker that takes the next sample, or None when none can."""
+    def choose(self, min_version: Version, prefix_worker: int, *, remote: bool = False) -> Worker | None:
+        """The worker that takes the next sample, or None when none can. `remote`: not one of the trainer's own."""
         skipped: list[Entry] = []
         chosen: Worker | None = None
         heap = self._heap
@@ -58,7 +58,7 @@ class Router:
                 heapq.heappop(heap)
                 continue
             worker = self._seats[seat]
-            if worker.version < min_version:
+            if worker.version < min_version or (remote and worker.local):
                 skipped.append(heapq.heappop(heap))
                 continue
             chosen = worker
@@ -77,8 +77,8 @@ class Router:
             return None
         return self._seats[seat]
 
-    def has_room(self, min_version: Version) -> bool:
-        return self.choose(min_version, -1) is not None
+    def has_room(self, min_version: Version, *, remote: bool = False) -> bool:
+        return self.choose(min_version, -1, remote=remote) is not None
 
     def valid_seats(self) -> list[int]:
         """Seats that could be chosen, for the invariants."""

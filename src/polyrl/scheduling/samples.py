@@ -8,6 +8,8 @@
              open -> deferred        its prompt waits for a long round; the group is forgotten
              any  -> dropped         with a reason in the ledger; forgotten too
 
+    asked:   open -> forgotten       when all its samples are generated, or it is withdrawn (asking.py)
+
 `open`: its samples race. `claimed`: enough of them have ended, its place in the step is sure. `ready`: all are scored.
 `delivered`: given to the trainer. `taken`: the trainer said so. Samples and groups of a step are forgotten when the
 step is trained; what remains of them is in the ledger.
@@ -26,6 +28,8 @@ GroupState = Literal["open", "claimed", "ready", "delivered", "taken"]
 
 NO_LEASE = LeaseId(0)
 NO_VERSION = Version(-1)
+ASKED = Step(-1)
+"""The step of groups that no step trains on (asking.py)."""
 
 
 class Sample(Struct, gc=False):
@@ -104,6 +108,11 @@ class Round(Struct):
     num_moves: int = 0
     closed_at: Seconds | None = None
     next_hand_back_share: float = 0.0
+
+    @classmethod
+    def of_asked(cls) -> "Round":
+        """What holds the asked groups: it never opens, closes or ends."""
+        return cls(ASKED, "short", 0.0, [], [], [], {}, 0, [], [])
 
     @property
     def is_generating(self) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds
-from polyrl.scheduling import balancing, devices, leases, membership, rounds, scoring, steps
+from polyrl.scheduling import asking, balancing, devices, leases, membership, rounds, scoring, steps
 from polyrl.scheduling.commands import Abort, Command
 from polyrl.scheduling.deadlines import Wait
 from polyrl.scheduling.desk import Desk, State, new_state
@@ -27,8 +27,10 @@ from polyrl.scheduling.events import (
     EngineBack,
     EngineDown,
     Event,
+    GroupAsked,
     GroupRejected,
     GroupsTaken,
+    GroupWithdrawn,
     LeaseEnded,
     MicroBatchTrained,
     PlacingPaused,
@@ -36,6 +38,7 @@ from polyrl.scheduling.events import (
     RewardFinished,
     RoundRequested,
     SampleFinished,
+    SampleStopped,
     StepRestarted,
     StepTrained,
     TimePassed,
@@ -53,7 +56,6 @@ from polyrl.scheduling.events import (
 from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.ledger import Ledger
 from polyrl.scheduling.parameters import SchedulerConfig
-from polyrl.scheduling.samples import Round, Sample
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -118,7 +120,10 @@ class Scheduler:
                     desk.state.ledger.late_news += 1
                     return
                 leases.note_tokens(desk, sample, event.num_tokens)
-                rounds.sample_generated(desk, sample, now)
+                if sample.group in desk.asked.groups:
+                    asking.sample_answered(desk, sample, now)
+                else:
+                    rounds.sample_generated(desk, sample, now)
             case TokensDiscarded():
                 num = max(0, event.num_tokens)
                 desk.state.ledger.tokens_arrived += num
@@ -185,6 +190,12 @@ class Scheduler:
                 membership.publish(desk, event.version, now)
             case RoundRequested():
                 self._round_requested(event)
+            case GroupAsked():
+                asking.ask(desk, event.num_samples)
+            case SampleStopped():
+                asking.stop(desk, event, now)
+            case GroupWithdrawn():
+                asking.withdraw(desk, event, now)
             case PlacingPaused():
                 desk.state.paused = True
             case PlacingResumed():
@@ -244,10 +255,6 @@ class Scheduler:
         membership.heard_from(self.desk, worker, self._now)
         return worker
 
-    def _round_of(self, sample: Sample) -> Round:
-        desk = self.desk
-        return desk.rounds[desk.groups[sample.group].step]
-
     # Events that need more than a line
 
     def _tokens_arrived(self, event: TokensArrived, now: Seconds) -> None:
@@ -284,17 +291,23 @@ class Scheduler:
             desk.state.ledger.late_news += 1
             return
         leases.note_tokens(desk, sample, event.num_tokens)
-        round_ = self._round_of(sample)
+        round_ = desk.round_of(sample)
         worker = desk.state.fleet.seats[sample.worker]
         blameless = worker.down and sample.num_tokens > sample.moved_at  # what kills an engine does so at its start
         leases.requeue(desk, sample, round_, now, event.reason)
         if event.reason == "handed_over" or blameless:
             return
+        if event.reason == "refused" and round_ is desk.asked:  # the asker's fault, not the worker's
+            asking.fail(desk, sample, now)
+            return
         limit = desk.config.fleet_rules.max_failures
         sample.num_failures += 1
         worker.num_failures += not worker.down  # one death, however many samples it took along
         if sample.num_failures >= limit:
-            rounds.sample_failed(desk, sample, round_, now)
+            if round_ is desk.asked:
+                asking.fail(desk, sample, now)
+            else:
+                rounds.sample_failed(desk, sample, round_, now)
         if worker.num_failures >= limit and worker.seat in desk.seats and worker.state != "draining":  # who drains goes
             membership.lose(desk, worker, f"{worker.num_failures} leases failed in a row", now, tell=True)
 
@@ -347,7 +360,7 @@ class Scheduler:
                 desk.commands.append(
                     Abort(worker.name, sample.lease, "it was not handed over in time", sample.id, sample.num_tokens)
                 )
-                leases.requeue(desk, sample, self._round_of(sample), now, "hand_over_timeout")
+                leases.requeue(desk, sample, desk.round_of(sample), now, "hand_over_timeout")
             case "pull":
                 worker = desk.state.fleet.seats[key]
                 event = WeightsFailed(worker.name, worker.incarnation, worker.pulling, "it took too long")

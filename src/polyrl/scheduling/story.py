@@ -15,8 +15,10 @@ from msgspec import structs
 from polyrl.ids import GroupId, SampleId, Seconds, WorkerName, group_of, index_of, sample_id, show_sample
 from polyrl.scheduling.commands import (
     Abort,
+    AddAsked,
     AddGroup,
     CancelScore,
+    CloseAsked,
     Command,
     DeliverGroup,
     DropGroup,
@@ -92,6 +94,7 @@ class _Teller:
         self._lines: list[str] = []
         self._title = ""
         self._why_dropped: str | None = None
+        self._is_answered = False
         # Where it stood after the last event.
         self._opened_at: Seconds | None = None
         self._now: Seconds = 0.0
@@ -137,6 +140,8 @@ class _Teller:
                         self._note_group(group, f"round {command.step} ({command.kind})", command.why, now)
                 case AddGroup():
                     self._note_group(command.group, f"round {command.step}", command.why, now)
+                case AddAsked():
+                    self._note_asked(command, now)
                 case _:
                     pass
 
@@ -152,6 +157,14 @@ class _Teller:
             f"one of {group.num_samples}; {where} opened at {now:.1f} s"
         )
         self._say(now, f"opened in {where}: {why}")
+
+    def _note_asked(self, command: AddAsked, now: Seconds) -> None:
+        self._known_groups[command.group] = command.num_samples
+        if command.group == self._group and index_of(self._id) < command.num_samples:
+            self._opened_at = self._since = now
+            self._phase = "waiting for a worker"
+            self._title = f"sample {show_sample(self._id)}: one of {command.num_samples} asked for at {now:.1f} s"
+            self._say(now, f"asked: {command.why}")
 
     def _remember(self, sample: Sample | None, now: Seconds) -> None:
         before = self._before
@@ -251,6 +264,8 @@ class _Teller:
                 self._say(now, f"its group was delivered to the trainer: {command.why}")
             case DropGroup(group=self._group):
                 self._why_dropped = command.why
+            case CloseAsked(group=self._group):
+                self._is_answered, self._why_dropped = command.answered, command.why
             case _:
                 pass
 
@@ -259,6 +274,9 @@ class _Teller:
         if isinstance(event, StepTrained) and "in training" in self._spent:
             self._until = f"it was trained in step {event.step}"
             self._say(now, f"trained in step {event.step}")
+        elif self._is_answered:
+            self._until = "it was answered"
+            self._say(now, f"answered: {self._why_dropped}")
         else:
             self._until = "it was discarded"
             self._say(now, f"discarded: {self._why_discarded(event, commands, sample)}")
@@ -328,6 +346,8 @@ def _phase_of(state: State, sample: Sample) -> Phase | None:
             return "waiting for a worker"
         case "leased" | "stopping":
             return "generating"
+        case "generated" if sample.group in state.asked.groups:
+            return "waiting for its siblings"
         case "generated":
             return "waiting for all answers of its round"
         case "scoring":

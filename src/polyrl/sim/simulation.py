@@ -227,6 +227,8 @@ class Simulation:
                 self.lines.append(command.line)
                 self.tokens_at_step.append(self._trainer.tokens_trained)
                 self._check_laws()
+            case c.AddAsked() | c.CloseAsked():
+                raise LawViolation(f"nobody here asks for anything: {command}")
             case _:
                 assert_never(command)
 

@@ -283,7 +283,7 @@ def _still_open(scheduler: Scheduler) -> Open:
     state = scheduler.desk.state
     samples = [one for one in state.samples.values() if one.state != "discarded"]
     return Open(
-        prompts=len(state.groups),
+        prompts=len(state.groups) - len(state.asked.groups),
         deferred_prompts=sum(map(len, state.tail.deferred)),
         samples=len(samples),
         tokens=sum(one.num_tokens for one in samples),

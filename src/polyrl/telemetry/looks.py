@@ -41,6 +41,7 @@ CAUSES = {
     "reward_failed": "rewards that failed",
     "failed": "samples that failed",
     "not_taken": "not taken by the trainer",
+    "withdrawn": "asked for beside the trainer, and no longer wanted",
 }
 MOVES = {
     "handed_over": "handed over",

@@ -25,10 +25,12 @@ def broken_sums(account: Account) -> list[str]:
 
 def _counts(account: Account) -> Iterator[str]:
     ledger, still = account.ledger, account.open
-    tokens = {"kept": ledger.tokens_kept, "discarded": sum(ledger.tokens_discarded.values()), "open": still.tokens}
+    used = {"kept": ledger.tokens_kept, "answered": ledger.tokens_answered}
+    tokens = {**used, "discarded": sum(ledger.tokens_discarded.values()), "open": still.tokens}
     yield from _equal("tokens arrived", ledger.tokens_arrived, tokens)
     discarded = sum(ledger.samples_discarded.values())
-    samples = {"trained": ledger.samples_trained, "discarded": discarded, "open": still.samples}
+    used = {"trained": ledger.samples_trained, "answered": ledger.samples_answered}
+    samples = {**used, "discarded": discarded, "open": still.samples}
     yield from _equal("samples started", ledger.samples_started, samples)
     dropped = sum(ledger.prompts_dropped.values())
     waiting = {"deferred": still.deferred_prompts, "open": still.prompts}

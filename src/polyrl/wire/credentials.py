@@ -1,7 +1,8 @@
 """Who may speak: tokens with a scope, made once a run, kept in files that only their owner reads.
 
-Two scopes. `worker` may join and stream; `admin` may do everything else too: open a run, submit rounds, read samples,
-drain. A token is compared in constant time, and never logged or printed.
+Three scopes. `worker` may join and stream; `generate` may ask for answers (docs/guides/serve.md); `admin` may do all of
+that and everything else: open a run, submit rounds, read samples, drain. A token is compared in constant time, and
+never logged or printed.
 
 A client finds its token, in this order: `--token-file`, the environment variable POLYRL_TOKEN.
 """
@@ -10,14 +11,15 @@ import hmac
 import os
 import secrets
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from polyrl.errors import UserError
 
-Scope = Literal["worker", "admin"]
+Scope = Literal["worker", "generate", "admin"]
 TOKEN_VARIABLE = "POLYRL_TOKEN"
-TOKEN_FILES: dict[Scope, str] = {"worker": "worker.token", "admin": "admin.token"}
+TOKEN_FILES: dict[Scope, str] = {"worker": "worker.token", "generate": "generate.token", "admin": "admin.token"}
 _TOKEN_BYTES = 32
 _MIN_TOKEN_CHARACTERS = 16
 
@@ -25,19 +27,18 @@ _MIN_TOKEN_CHARACTERS = 16
 class Tokens:
     """The tokens of a run, as the manager holds them."""
 
-    def __init__(self, worker: str, admin: str) -> None:
-        self._worker, self._admin = worker.encode(), admin.encode()
+    def __init__(self, tokens: Mapping[Scope, str]) -> None:
+        self._tokens: dict[Scope, bytes] = {scope: token.encode() for scope, token in tokens.items()}
 
     def scope_of(self, token: str) -> Scope | None:
         """What a token may do; None for one that we do not know. Takes as long for a wrong one as for a right one."""
         given = token.encode(errors="replace")
-        is_admin = hmac.compare_digest(given, self._admin)
-        is_worker = hmac.compare_digest(given, self._worker)
-        return "admin" if is_admin else "worker" if is_worker else None
+        fits: list[Scope] = [scope for scope, token in self._tokens.items() if hmac.compare_digest(given, token)]
+        return fits[-1] if fits else None
 
     def weights_key(self) -> str:
         """Of the run, and the same after a restart of the manager. It tells nothing about the tokens."""
-        return weights_key_of(self._worker.decode()).hex()
+        return weights_key_of(self._tokens["worker"].decode()).hex()
 
 
 def weights_key_of(worker_token: str) -> bytes:
@@ -47,7 +48,7 @@ def weights_key_of(worker_token: str) -> bytes:
 
 def ensure_tokens(run_dir: Path) -> Tokens:
     """The run's tokens; made, readable by their owner alone, if they are not there."""
-    return Tokens(_ensure(run_dir / TOKEN_FILES["worker"]), _ensure(run_dir / TOKEN_FILES["admin"]))
+    return Tokens({scope: _ensure(run_dir / name) for scope, name in TOKEN_FILES.items()})
 
 
 def _ensure(path: Path) -> str:
@@ -78,8 +79,8 @@ def find_token(token_file: str | None) -> str:
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token:
         raise UserError(
-            f"no token: set {TOKEN_VARIABLE}, or give --token-file; the manager keeps {TOKEN_FILES['admin']} and "
-            f"{TOKEN_FILES['worker']} in its run directory"
+            f"no token: set {TOKEN_VARIABLE}, or give --token-file; the manager keeps "
+            f"{', '.join(TOKEN_FILES.values())} in its run directory"
         )
     return token
 

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible side of the manager: docs/guides/serve.md."""

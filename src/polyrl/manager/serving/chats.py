@@ -1,0 +1,99 @@
+"""A chat as the model sees it: the model's own template, rendered as transformers' `apply_chat_template` does.
+
+Rules kept here: a template is a program of whoever made the model. It runs in Jinja's sandbox, reads the messages and
+nothing else, and what it refuses is told in its own words.
+"""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from polyrl.errors import UserError
+from polyrl.manager.serving.failures import wrong
+
+_TEMPLATE_FILE = "chat_template.jinja"
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant says, for training. Here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012  as Jinja has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens
+
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """Up to where the answer begins. Raises AskError for messages that the template refuses."""
+        given = {"add_generation_prompt": True, **self._special_tokens, **options}
+        try:
+            return self._template.render(messages=messages, tools=None, documents=None, **given)
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            line = " ".join(str(error).split())[:300]
+            raise wrong("messages", f"the model's chat template refuses them: {line}") from error
+
+
+def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    """The template of a model's directory, if it has one. Raises UserError for one that is none."""
+    source = _source(folder, config)
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source, _special_tokens(config))
+    except jinja2.TemplateError as error:
+        raise UserError(f"{folder}: its chat template cannot be used: {error}") from error
+
+
+def _source(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / _TEMPLATE_FILE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    said = config.get("chat_template")
+    if isinstance(said, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in said if isinstance(one, dict)}
+        said = named.get("default")
+    return said if isinstance(said, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and so on, which templates write."""
+    found: dict[str, str] = {}
+    for name, said in config.items():
+        text = said.get("content") if isinstance(said, dict) else said
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes what HTML would misread."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,168 @@
+"""Text to tokens, and tokens to text while they come: with the `tokenizer.json` of a model's directory alone.
+
+Rules kept here: what was shown is never taken back. A character that is not whole yet, and text that may turn out to be
+the beginning of a stop string, wait. All that was shown, put together, is what the tokenizer makes of the whole answer.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from polyrl.errors import UserError
+from polyrl.manager.serving.failures import AskError, wrong
+
+if TYPE_CHECKING:
+    from polyrl.manager.serving.chats import ChatTemplate
+
+_NOT_A_CHARACTER = "\ufffd"
+_LONGEST_WINDOW = 64
+"""Tokens that make no whole character, one after the other, before they are taken to be none."""
+
+
+class TextModel:
+    """What is needed of a model to talk in text."""
+
+    def __init__(self, tokenizer: Any, *, template: "ChatTemplate | None", end_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.end_ids = end_ids
+
+    async def tokens(self, text: str) -> list[int]:
+        """In a thread: a long text takes long, and others wait for the loop."""
+        encoded = await asyncio.to_thread(self._tokenizer.encode, text)
+        return encoded.ids
+
+    async def chat_tokens(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        if self._template is None:
+            raise AskError(400, "this model has no chat template; ask at /v1/completions")
+        template = self._template
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(template.render(messages, options), add_special_tokens=False).ids
+
+        return await asyncio.to_thread(encode)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def show(self, token: int) -> str:
+        """One token by itself, special or not."""
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+class Served(NamedTuple):
+    """A model's directory, as far as the manager needs it."""
+
+    name: str
+    text: TextModel
+    max_context: int | None
+
+
+def load(folder: Path) -> Served:
+    """Raises UserError for a directory that cannot be served in text."""
+    try:
+        from tokenizers import Tokenizer
+
+        from polyrl.manager.serving.chats import load_template
+    except ImportError as error:
+        raise UserError(f"text needs {error.name}: pip install 'polyrl[serve]'") from error
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{folder}: no tokenizer.json there; expected a Hugging Face model directory")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{file}: not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _read(folder / "config.json")
+    most = config.get("text_config", config).get("max_position_embeddings")
+    ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    end_ids = {one for said in ends for one in (said if isinstance(said, list) else [said]) if isinstance(one, int)}
+    written = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
+    text = TextModel(tokenizer, template=load_template(folder, written), end_ids=frozenset(end_ids))
+    return Served(folder.resolve().name, text, most if isinstance(most, int) else None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class Reader:
+    """Reads one answer as it comes. Without a model there is no text, and tokens are only counted."""
+
+    def __init__(self, model: TextModel | None, stops: Sequence[str]) -> None:
+        if stops and model is None:
+            raise wrong("stop", "this manager has no tokenizer, so there is no text; give stop_token_ids")
+        self._model = model
+        self._stops = stops
+        self._text = ""
+        self._num_shown = 0
+        """Characters that are sure: in front of any stop string, and of what may become one."""
+        self.num_tokens = 0
+        """Those that belong to the answer: all, or up to the one that completed a stop string."""
+        self.is_stopped = False
+        self._ids: list[int] = []
+        self._begin = 0
+        """The window that is decoded: from a whole character on. It begins one step back, so that a tokenizer that
+        writes a word's space before the word sees what stands in front of it."""
+        self._whole = 0
+        """Where the last whole character ended."""
+        self._num_known = 0
+        """Characters of the window that are in `_text`."""
+
+    @property
+    def text(self) -> str:
+        """What may be shown."""
+        return self._text[: self._num_shown]
+
+    def read(self, tokens: Sequence[int]) -> None:
+        if self._model is None:
+            self.num_tokens += len(tokens)
+            return
+        for token in tokens:
+            if self.is_stopped:
+                return
+            self.num_tokens += 1
+            if token not in self._model.end_ids:
+                self._ids.append(token)
+                self._decode(self._model, at_end=False)
+                self._look_for_stops(at_end=False)
+
+    def end(self) -> None:
+        """There is no more: what was held back is text."""
+        if self._model is not None and not self.is_stopped:
+            self._decode(self._model, at_end=True)
+            self._look_for_stops(at_end=True)
+
+    def _decode(self, model: TextModel, *, at_end: bool) -> None:
+        window = model.decode(self._ids[self._begin :])
+        sure = window if at_end else window.rstrip(_NOT_A_CHARACTER)
+        self._text += sure[self._num_known :]
+        self._num_known = max(self._num_known, len(sure))
+        is_whole = len(sure) == len(window) or len(self._ids) - self._whole > _LONGEST_WINDOW
+        if is_whole and not at_end:
+            num_next = len(model.decode(self._ids[self._whole :]))
+            if num_next:  # a window that begins with nothing but special tokens has no beginning
+                self._begin, self._num_known = self._whole, num_next
+            self._whole = len(self._ids)
+
+    def _look_for_stops(self, *, at_end: bool) -> None:
+        """Only behind what is sure: no stop string begins before."""
+        found = [at for at in (self._text.find(stop, self._num_shown) for stop in self._stops) if at >= 0]
+        if found:
+            self.is_stopped = True
+            self._text = self._text[: min(found)]
+        held = 0 if found or at_end else max((self._num_open(stop) for stop in self._stops), default=0)
+        self._num_shown = len(self._text) - held
+
+    def _num_open(self, stop: str) -> int:
+        """How much of the end of the text is the beginning of this stop string."""
+        most = min(len(stop) - 1, len(self._text) - self._num_shown)
+        return next((num for num in range(most, 0, -1) if self._text.endswith(stop[:num])), 0)
