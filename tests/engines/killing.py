@@ -11,6 +11,7 @@ from tests.integration.live import Live, is_connected, manager, play_round, trai
 
 from polyrl.client import Group, Prompt
 from polyrl.engines.served.engine import ServedEngine
+from polyrl.engines.served.process import members
 from polyrl.manager.settings import ManagerSettings, StreamSettings
 from polyrl.manager.status import status
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
@@ -94,7 +95,7 @@ class Scenario:
             if victim.pid is None or victim.stats().down or not victim.stats().num_running:
                 continue
             num_outages = victim.stats().num_outages
-            os.kill(self._rng.choice(_processes(victim.pid)), signal.SIGKILL)
+            os.kill(self._rng.choice(_vital(victim.pid)), signal.SIGKILL)
             self.num_killed += 1
             while victim.stats().num_outages == num_outages:
                 await asyncio.sleep(0.01)
@@ -131,14 +132,7 @@ class Scenario:
             assert left.ok, left
 
 
-def _processes(group: int) -> list[int]:
-    """All processes of a server."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                if os.getpgid(int(entry.name)) == group and "resource_tracker" not in (entry / "cmdline").read_text():
-                    found.append(int(entry.name))
-            except (ProcessLookupError, FileNotFoundError):
-                continue
-    return found
+def _vital(group: int) -> list[int]:
+    """Processes of a server that it cannot do without."""
+    idle = (b"resource_tracker", b"sleep")
+    return [pid for pid in members(group) if not any(one in Path(f"/proc/{pid}/cmdline").read_bytes() for one in idle)]

@@ -1,7 +1,6 @@
 """The stand-in of a vLLM server as an environment: a Python that finds it, and a model directory without weights."""
 
 import json
-import os
 import stat
 import sys
 from pathlib import Path
@@ -42,11 +41,3 @@ def engine(folder: Path, *flags: str, pause_s: float = 0.1, **settings: Any) -> 
     log = str(folder / "server.log")
     config = ServedConfig(model=model, python=python(folder), log=log, flags=flags, **given)
     return ServedEngine("vllm", config, pause_s=pause_s)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

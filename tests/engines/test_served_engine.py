@@ -24,7 +24,7 @@ from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.engines.served import process
 from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.metrics import read_gauges
-from polyrl.engines.served.server import ServedConfig, Span
+from polyrl.engines.served.server import ServedConfig, Server, ServerBroken, Span
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
@@ -44,11 +44,13 @@ def url(tmp_path_factory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     port = process.free_port()
     module = ("-m", "vllm.entrypoints.cli.main", "serve", str(standins.save_model(folder / "model")))
-    server = subprocess.Popen([standins.python(folder), *module, "--port", str(port)], stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        [standins.python(folder), *module, "--port", str(port)], stdout=subprocess.PIPE, process_group=0
+    )
     assert server.stdout is not None
     assert server.stdout.readline() == b"it listens\n"
     yield f"http://127.0.0.1:{port}"
-    server.kill()
+    os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
 
@@ -142,6 +144,100 @@ def test_a_version_that_nobody_can_give_is_not_installed(tmp_path):
     play(script, tmp_path)
 
 
+# Weights
+
+
+class Scripted:
+    """A way to take weights that does as it is told: nothing changes but the server's label."""
+
+    def __init__(self, server: Server, *, put: Exception | None = None, resume: Exception | None = None) -> None:
+        self._http = server.http
+        self._put, self._resume = put, resume
+
+    def flags(self) -> list[str]:
+        return []
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    async def stage(self, weights: Weights) -> Version:
+        return weights.version
+
+    async def pause(self) -> None:
+        await self._http.post("/pause", timeout_s=5.0)
+
+    async def put(self, staged: Version) -> None:
+        if self._put is not None:
+            raise self._put
+        await self._http.post("/update_weight_version", {"new_version": str(staged)}, timeout_s=5.0)
+
+    async def resume(self) -> None:
+        if self._resume is not None:
+            raise self._resume
+        await self._http.post("/resume", timeout_s=5.0)
+
+
+def give_way(one: Engine, **trouble: Exception) -> ServedEngine:
+    assert isinstance(one, ServedEngine)
+    server = one._keeper.server
+    assert server is not None
+    server.weighing = Scripted(server, **trouble)
+    return one
+
+
+def test_stamps_are_right_to_the_token_over_many_installs_and_the_server_agrees(tmp_path):
+    async def script(stage: Stage) -> None:
+        one = give_way(stage.engine)
+        leases = [stage.begin(max_tokens=300, sampling=ON) for _ in range(8)]
+        await stage.sink.some_of(leases[-1])
+        for version in range(1, 6):
+            await one.install(Weights(Version(version), folder="anywhere"))
+        for lease in leases:
+            assert await stage.sink.end_of(lease) == "length"
+            assert stage.sink.versions[lease][-1] == 5
+            assert stage.sink.texts[lease] == answer(PROMPT, 300)
+        assert one.num_misstamped == 0
+
+    play(script, tmp_path)
+
+
+def test_weights_that_a_server_refuses_change_nothing(tmp_path):
+    async def script(stage: Stage) -> None:
+        one = give_way(stage.engine, put=EngineError("not of this model"))
+        lease = stage.begin(max_tokens=200, sampling=ON)
+        await stage.sink.some_of(lease)
+        with pytest.raises(EngineError, match="not of this model"):
+            await one.install(Weights(Version(1), folder="anywhere"))
+        assert await stage.sink.end_of(lease) == "length"
+        assert set(stage.sink.versions[lease]) == {0}
+        assert one.stats().num_outages == 0
+
+    play(script, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [{"put": ServerBroken("half of it is there")}, {"resume": EngineError("no answer")}],
+    ids=["put", "resume"],
+)
+def test_a_server_that_breaks_over_an_install_writes_no_more_and_is_started_again(trouble, tmp_path):
+    async def script(stage: Stage) -> None:
+        one = give_way(stage.engine, **trouble)
+        lease = stage.begin(max_tokens=4000, sampling=ON)
+        await stage.sink.some_of(lease)
+        with pytest.raises(ServerBroken):
+            await one.install(Weights(Version(1), folder="anywhere"))
+        num = len(stage.sink.texts[lease])
+        assert await stage.sink.end_of(lease) == "engine_failed"
+        assert len(stage.sink.texts[lease]) == num
+        await until_up(one)
+        text = stage.begin()
+        await stage.sink.end_of(text)
+        assert set(stage.sink.versions[text]) == {0}
+
+    play(script, tmp_path)
+
+
 # The server dies
 
 
@@ -229,7 +325,7 @@ def test_after_closing_no_process_of_the_server_is_left(tmp_path):
         pids.append(stage.engine.pid)
 
     play(script, tmp_path)
-    assert not standins.is_alive(pids[0])
+    assert process.members(pids[0]) == []
 
 
 def test_a_server_dies_with_its_worker_even_if_that_is_killed(tmp_path):
@@ -255,11 +351,11 @@ def test_a_server_dies_with_its_worker_even_if_that_is_killed(tmp_path):
     )
     assert worker.stdout is not None
     pid = int(worker.stdout.readline())
-    assert standins.is_alive(pid)
+    assert len(process.members(pid)) == 2
     worker.kill()
     worker.wait()
     until = time.monotonic() + 10.0
-    while standins.is_alive(pid):
+    while process.members(pid):
         assert time.monotonic() < until
         time.sleep(0.02)
 

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from polyrl.engines.served.keeper import Keeper
 from polyrl.engines.served.server import Asked, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
 from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.order import mix64
+from polyrl.wire.frames import Sampling
 
 log = logging.getLogger("polyrl.engines.served")
 
@@ -158,9 +159,12 @@ class ServedEngine:
             num_outages=self._keeper.num_outages,
         )
 
-    def _went_down(self, why: str) -> None:
-        """The server ended, and its weights with it. Samples end by themselves, as their streams have."""
+    def _went_down(self) -> None:
+        """The server ended, and its weights with it. A stream that is left to itself may wait for ever."""
         self._version = self._base
+        for answer in self._answers.values():
+            if answer.server is not None and answer.task is not None:
+                answer.task.cancel()
 
     # Samples
 
@@ -171,7 +175,15 @@ class ServedEngine:
         answer.task = asyncio.create_task(self._run(answer))
 
     async def _run(self, answer: _Answer) -> None:
-        reason, detail = await self._write(answer)
+        try:
+            reason, detail = await self._write(answer)
+        except asyncio.CancelledError:
+            if answer.is_silent or not self._keeper.down:
+                raise
+            reason, detail = "engine_failed", self._keeper.down
+        except Exception as error:  # whoever waits for this sample would wait for ever
+            log.exception("lease %d", answer.job.lease)
+            reason, detail = "engine_failed", f"{type(error).__name__}: {error}"
         if answer.is_silent or self._sink is None:
             return
         self._answers.pop(answer.job.lease, None)
@@ -189,12 +201,14 @@ class ServedEngine:
         if job.so_far and job.so_far[-1] in answer.ends:
             return "stop", ""  # its end was made already, and not heard of
         answer.server = server
+        self._warn(server, job.sampling)
         try:
             async with aclosing(server.stream(answer.request, _asked(answer, facts))) as parts:
                 async for part in parts:
                     if self._take(answer, part):
                         if not part.end:  # the server would go on
-                            await server.abort(answer.request)
+                            with suppress(EngineError):
+                                await server.abort(answer.request)
                         return "stop", ""
                     if part.end == "aborted":
                         return "engine_failed", "the server ended it"
@@ -226,11 +240,14 @@ class ServedEngine:
         longest = min(len(job.prompt) + job.max_tokens, facts.max_context)
         if facts.kv_tokens and longest > facts.kv_tokens:
             return f"{longest} tokens do not fit into the cache of {facts.kv_tokens}"
-        sampling = job.sampling
-        if not self._has_warned and (sampling.top_p < 1.0 or sampling.top_k or sampling.min_p):
-            self._has_warned = True
-            log.warning("top-p, top-k or min-p: log-probabilities are those of the truncated distribution")
         return ""
+
+    def _warn(self, server: Server, sampling: Sampling) -> None:
+        """Once, where log-probabilities are not the policy's."""
+        is_truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+        if is_truncated and not server.tells_policy and not self._has_warned:
+            self._has_warned = True
+            log.warning("top-p, top-k or min-p: this server's log-probabilities are of the truncated distribution")
 
     def _take(self, answer: _Answer, part: Part) -> bool:
         """Tell of new tokens; whether the answer has come to its end with them."""
@@ -305,22 +322,33 @@ class ServedEngine:
             await self._put(server, staged, weights.version)
 
     async def _put(self, server: Server, staged: Any, version: Version) -> None:
+        """A server whose weights nobody knows does not go on: what it would write, nobody could stamp."""
         began = time.monotonic()
         try:
-            await server.weighing.pause()
             try:
+                await server.weighing.pause()
                 await self._hear_all(server)
                 await server.weighing.put(staged)
-                if self._keeper.server is not server:
-                    raise EngineError(self._keeper.down)
-                self._version = version
-            finally:
-                await server.weighing.resume()
+            except ServerBroken:
+                raise
+            except BaseException:
+                await self._resume(server)
+                raise
+            if self._keeper.server is not server:
+                raise EngineError(f"the server {self._keeper.down}")
+            self._version = version
+            await self._resume(server)
         except ServerBroken as error:
-            self._keeper.give_up_server(f"cannot be trusted any more: {error}")
+            self._keeper.give_up(server, f"cannot be trusted any more: {error}")
             raise
         self.last_install_s = time.monotonic() - began
         log.info("version %d is installed; the server stood still for %.3f s", version, self.last_install_s)
+
+    async def _resume(self, server: Server) -> None:
+        try:
+            await server.weighing.resume()
+        except EngineError as error:
+            raise ServerBroken(f"it does not go on after a pause: {error}") from error
 
     async def _hear_all(self, server: Server) -> None:
         """The server stands still. What it wrote is on its way through its own processes, and then to us."""

@@ -9,6 +9,7 @@ Whoever sees a stream fail asks `is_alive`: a server of several processes may an
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ log = logging.getLogger("polyrl.engines.served")
 _LOOK_S = 0.25
 _PROGRESS_S = 10.0
 _LOAD_EVERY_S = 0.5
+_LOOKS = 4
+"""Samples that wait in so many looks in a row are held back; fewer, and they have just come."""
 _SILENCE_S = 60.0
 """A server that tells no figures for so long hangs."""
 _LONGEST_PAUSE_S = 30.0
@@ -41,7 +44,7 @@ class Keeper:
         name: str,
         make: Callable[[Http], Server],
         config: ServedConfig,
-        on_down: Callable[[str], None],
+        on_down: Callable[[], None],
         pause_s: float,
     ) -> None:
         self._name, self._make, self._config, self._on_down = name, make, config, on_down
@@ -87,9 +90,9 @@ class Keeper:
             await server.http.close()
         await self._end_process(gently=True)
 
-    def give_up_server(self, why: str) -> None:
-        """It is up, and must not be used any more."""
-        if self._broken is not None and not self._broken.done():
+    def give_up(self, server: Server, why: str) -> None:
+        """It must not be used any more."""
+        if self.server is server and self._broken is not None and not self._broken.done():
             self._broken.set_result(why)
 
     async def is_alive(self, server: Server) -> bool:
@@ -98,7 +101,7 @@ class Keeper:
             if self.server is not server:
                 return False
             if (self._process is not None and self._process.has_ended) or not await server.is_ready():
-                self.give_up_server("does not answer any more")
+                self.give_up(server, "does not answer any more")
                 break
             await asyncio.sleep(_LOOK_S)
         while self.server is server and self._broken is not None and self._broken.done():
@@ -147,7 +150,7 @@ class Keeper:
         error = "" if self._process is None else self._process.first_error()
         self.server, self.down, self.load = None, f"{why}: {error}" if error else why, NOTHING
         self.num_outages += 1
-        self._on_down(f"the {self._name} server {why}")
+        self._on_down()
 
     async def _until_over(self, server: Server) -> str:
         assert self._broken is not None
@@ -167,10 +170,13 @@ class Keeper:
     async def _watch(self, server: Server) -> str:
         """Asks for its figures; returns when it has told none for too long."""
         heard_at = time.monotonic()
+        waiting = deque([0], maxlen=_LOOKS)
         while time.monotonic() - heard_at < _SILENCE_S:
             try:
-                self.load = await server.load()
+                load = await server.load()
                 heard_at = time.monotonic()
+                waiting.append(load.num_waiting)
+                self.load = load._replace(num_waiting=min(waiting))
             except EngineError:
                 if not self.is_ours and not await server.is_ready():
                     return f"at {self._config.url} is gone"

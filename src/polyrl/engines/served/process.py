@@ -1,7 +1,8 @@
 """A server as a child process: its port, its log, its end.
 
 Rules kept here: it has its own process group, so that a Ctrl+C meant for us does not reach it, and its end is that of
-all its processes. It dies with us, however we die. What it prints goes to a file that is kept.
+all its processes. They die with us, however we die: a guard, which reads from a pipe of ours, ends them when that is
+closed. Linux alone tells only the first of them. What it prints goes to a file that is kept.
 """
 
 import asyncio
@@ -53,9 +54,13 @@ def make_log(kind: str, given: str) -> Path:
     return Path(name)
 
 
+_GUARD = 'read -r _; kill -s KILL -- "-$0" 2>/dev/null'
+
+
 class ServerProcess:
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, guard: asyncio.subprocess.Process, log: Path) -> None:
         self._process = process
+        self._guard = guard
         self._log = log
 
     @classmethod
@@ -75,7 +80,11 @@ class ServerProcess:
                 )
         except OSError as error:
             raise EngineError(f"{command.argv[0]} cannot be started: {error.strerror}") from error
-        return cls(process, log)
+        guard = await asyncio.create_subprocess_exec(
+            "/bin/sh", "-c", _GUARD, str(process.pid),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        return cls(process, guard, log)
 
     @property
     def pid(self) -> int:
@@ -100,14 +109,15 @@ class ServerProcess:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _STOP_S)
-        self._signal(signal.SIGKILL)
-        await self._process.wait()
-        await self._group_gone()
+        await self.kill()
 
     async def kill(self) -> None:
         self._signal(signal.SIGKILL)
         await self._process.wait()
         await self._group_gone()
+        with contextlib.suppress(ProcessLookupError):
+            self._guard.kill()  # the number of the group may be another's from now on
+        await self._guard.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -116,11 +126,7 @@ class ServerProcess:
     async def _group_gone(self) -> None:
         """Memory, and on a GPU most of it, is free when the last of them is gone."""
         until = time.monotonic() + _GROUP_S
-        while time.monotonic() < until:
-            try:
-                os.killpg(self._process.pid, 0)
-            except (ProcessLookupError, PermissionError):
-                return
+        while members(self._process.pid) and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
 
     def first_error(self) -> str:
@@ -136,6 +142,17 @@ class ServerProcess:
         lines = tail(self._log, _LINES)
         begins = [at for at, line in enumerate(lines) if line.startswith(_HEAD)]
         return lines[begins[-1] + 1 if begins else 0 :][-num:]
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that run. Those that ended may stay in the list of a container's for ever."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = entry.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.append(int(entry.parent.name))
+    return found
 
 
 def tail(log: Path, num: int) -> list[str]:

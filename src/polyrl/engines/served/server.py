@@ -134,6 +134,8 @@ class Server(Protocol):
 
     http: Http
     weighing: Weighing
+    tells_policy: bool
+    """Log-probabilities are those before truncation (top-k, top-p, min-p)."""
 
     def command(self, port: int) -> Command:
         """How it is started: listening on loopback, at this port. Raises EngineError for what cannot be served."""

@@ -67,6 +67,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 class SglangServer:
     def __init__(self, http: Http, config: ServedConfig) -> None:
         self.http = http
+        self.tells_policy = True
         self.weighing: Weighing = SglangWeighing(http, config)
         self._config = config
 

@@ -70,6 +70,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 class VllmServer:
     def __init__(self, http: Http, config: ServedConfig) -> None:
         self.http = http
+        self.tells_policy = False
         self.weighing: Weighing = VllmWeighing(http, config)
         self._config = config
 

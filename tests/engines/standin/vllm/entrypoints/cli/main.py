@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class Server:
         self.vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         self.slots = asyncio.Semaphore(args.max_num_seqs)
         self.num_running = self.num_waiting = 0
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        self.label = "default"
         self.aborted: set[str] = set()
         self.known: set[str] = set()
 
@@ -37,6 +41,9 @@ class Server:
             web.get("/weight_info", self.weight_info),
             web.get("/metrics", self.metrics),
             web.post("/abort_requests", self.abort),
+            web.post("/pause", self.pause),
+            web.post("/resume", self.resume),
+            web.post("/update_weight_version", self.update_label),
             web.post("/inference/v1/generate", self.generate),
         ]
 
@@ -50,7 +57,19 @@ class Server:
         return web.json_response({"vllm_config": said})
 
     async def weight_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": "default"})
+        return web.json_response({"weight_version": self.label})
+
+    async def pause(self, _: web.Request) -> web.Response:
+        self.goes_on.clear()
+        return web.json_response({"status": "paused"})
+
+    async def resume(self, _: web.Request) -> web.Response:
+        self.goes_on.set()
+        return web.json_response({"status": "resumed"})
+
+    async def update_label(self, request: web.Request) -> web.Response:
+        self.label = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.label})
 
     async def metrics(self, _: web.Request) -> web.Response:
         figures = {"num_requests_running": self.num_running, "num_requests_waiting": self.num_waiting}
@@ -92,22 +111,25 @@ class Server:
 
     async def write(self, reply: web.StreamResponse, name: str, tokens: list[int], sampling: dict) -> None:
         made: list[int] = []
+        labels: list[str] = []
         while True:
             await asyncio.sleep(1.0 / self.args.tokens_per_s)
+            await self.goes_on.wait()
             if name in self.aborted:
-                await self.event(reply, [], "abort", len(made))
+                await self.event(reply, [], "abort", labels)
                 return
             token = next_token([*tokens, *made], self.vocab)
             made.append(token)
+            labels.append(self.label)
             ends = "stop" if token in sampling["stop_token_ids"] else None
             ends = "length" if ends is None and len(made) == sampling["max_tokens"] else ends
-            await self.event(reply, [token], ends, len(made))
+            await self.event(reply, [token], ends, labels)
             if ends is not None:
                 return
 
-    async def event(self, reply: web.StreamResponse, tokens: list[int], end: str | None, num: int) -> None:
+    async def event(self, reply: web.StreamResponse, tokens: list[int], end: str | None, labels: list[str]) -> None:
         content = [{"token_id": token, "logprob": -1.5, "rank": 1, "top_logprobs": []} for token in tokens]
-        spans = [{"version": "default", "start": 0, "end": num}] if end else None
+        spans = [{"version": one, "start": at, "end": at + 1} for at, one in enumerate(labels)] if end else None
         choice = {"index": 0, "finish_reason": end, "token_ids": tokens, "weight_versions": spans}
         choice["logprobs"] = {"content": content}
         await reply.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
@@ -125,6 +147,8 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     if args.tokens_per_s == 0:
         sys.exit("ValueError: it cannot start")
+
+    subprocess.Popen(["sleep", "600"])  # as the real one, it is several processes
 
     async def serve() -> None:
         server = web.Application()
