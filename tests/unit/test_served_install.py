@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tests.weights.copies import copy_of
 
 from polyrl.engines.engine import EngineError, Weights
@@ -18,6 +19,7 @@ from polyrl.engines.served.http import ServerAnswered
 from polyrl.engines.served.server import ServerBroken
 from polyrl.engines.served.taking import Rank, take
 from polyrl.ids import Version
+from polyrl.weights.manifest import AdapterFacts
 from polyrl.weights.shelf import HostCopy
 
 
@@ -168,6 +170,13 @@ def test_ranks_hang_up_when_the_worker_does(tmp_path: Path):
         rank.join(10)
     assert not rank.is_alive()
     assert torch.equal(model.embed_tokens.weight, before)
+
+
+def test_an_adapter_is_refused_with_the_key_that_sends_whole_weights(tmp_path: Path):
+    with copy_of(state(1), 1) as copy:
+        manifest = replace(copy.manifest, adapter=AdapterFacts("ab" * 32, "float32", 2.0))
+    with pytest.raises(EngineError, match=r'cannot merge; expected whole weights: lora.publish = "merged"'):
+        checking.offer_of(manifest, tmp_path)
 
 
 def test_what_is_read_back_are_tables_and_vectors_from_all_over_the_model():
