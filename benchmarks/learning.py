@@ -50,7 +50,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "predicted": ("train.mode=streaming", "rounds.tail_batching=predicted"),
     "async-2-prompts": ("train.mode=async", "train.max_staleness=2", "rounds.tail_batching=prompts"),
 }
-NUM_STEPS = 24
+NUM_STEPS = 32
 TRAINER_USD, WORKER_USD = 2.0, 0.4
 """An hour. What is compared is how far a dollar goes, not what a laptop costs."""
 SETTINGS = (
@@ -58,17 +58,19 @@ SETTINGS = (
     f"train.price_usd_per_hour={TRAINER_USD}", f"fleet.price_usd_per_hour={WORKER_USD}",
     f"train.steps={NUM_STEPS}", "train.min_micro_batch_samples=16", "optimizer.lr=1.5e-4",
     "data.num_prompts=128", "data.prompts_per_step=16", "rounds.samples_per_prompt=8",  # an epoch is 8 steps
-    "validation.every_steps=6", "validation.num_prompts=64", "seeding.initial_s=0.5", "seeding.max_step_s=0.5",
+    "validation.every_steps=8", "validation.num_prompts=64", "seeding.initial_s=0.5", "seeding.max_step_s=0.5",
     "checkpoint.enabled=false",
 )  # fmt: skip
 ENOUGH = 0.7
 """The reward whose reaching is timed."""
-LAST_STEPS = 6
-"""Whose mean reward is the reward at the end."""
+LAST_STEPS = 8
+"""An epoch: their mean reward is the reward at the end."""
 ATTEMPTS = 2
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t, 97.5%, by degrees of freedom from 1 on."""
 OUTCOME = "outcome.json"
+INCLUSION = "bias/inclusion_by_bin/"
+SHORT_BIN, LONG_BIN = 3, 6
 
 
 class Curve(NamedTuple):
@@ -85,8 +87,8 @@ class Curve(NamedTuple):
     """Of answers trained, the mean of the steps' means."""
     ended_length: float
     """Of all answers that ended by themselves, whether they were trained or not."""
-    inclusion: list[float]
-    """Of those, the share that was trained, by length: from the shortest bin to the longest."""
+    inclusion: dict[int, float]
+    """Of those, the share that was trained, by length: bin b holds 2^(b-1) to 2^b - 1 tokens."""
     discarded: float
     """Of all tokens."""
     staleness: float
@@ -195,21 +197,17 @@ def read_curve(folder: Path) -> Curve:
         validation=validation,
         length=fmean(number(line, "bias/trained_mean_length") for line in steps),
         ended_length=fmean(number(line, "bias/generated_mean_length") for line in steps),
-        inclusion=[number(steps[-1], name) for name in sorted(filter(is_inclusion, steps[-1]), key=bin_of)],
+        inclusion={
+            int(name.removeprefix(INCLUSION)): number(steps[-1], name)
+            for name in steps[-1]
+            if name.startswith(INCLUSION)
+        },
         discarded=lost / (kept + lost),
         staleness=fmean(number(line, "staleness/mean") for line in steps),
         max_staleness=max(number(line, "staleness/max") for line in steps),
         mixed=fmean(number(line, "staleness/mixed_samples") for line in steps),
         long_rounds=fmean(number(line, "rounds/long") for line in steps),
     )
-
-
-def is_inclusion(name: str) -> bool:
-    return name.startswith("bias/inclusion_by_bin/")
-
-
-def bin_of(name: str) -> int:
-    return int(name.rpartition("/")[2])
 
 
 def number(line: dict[str, MetricValue], name: str) -> float:
@@ -314,15 +312,15 @@ def paid(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
 
 def biased(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
     base = found.get(BASELINE, {})
-    rows = [["", "length trained", "against synchronous", "against all that ended", "inclusion, shortest to longest",
-             "long rounds", "mean age of tokens", "oldest", "of two versions"]]  # fmt: skip
+    rows = [["", "length trained", "against synchronous", "against all that ended", "trained of 4-7 tokens",
+             "of 32-63 tokens", "long rounds", "mean age of tokens", "oldest", "of two versions"]]  # fmt: skip
     for name, curves in found.items():
         every = list(curves.values())
         rows.append([
             name, show([one.length for one in every], ".2f"),
             show([one.length / base[seed].length for seed, one in curves.items() if seed in base]),
             show([one.length / one.ended_length for one in every]),
-            f"{fmean(one.inclusion[0] for one in every):.2f} to {fmean(one.inclusion[-1] for one in every):.2f}",
+            *(show([one.inclusion.get(b) for one in every], ".2f") for b in (SHORT_BIN, LONG_BIN)),
             f"{fmean(one.long_rounds for one in every):.0%}",
             show([one.staleness for one in every], ".2f"), f"{max(one.max_staleness for one in every):.0f}",
             f"{fmean(one.mixed for one in every):.1%}",
@@ -352,12 +350,13 @@ too, and two workers. The page is written by the command below."""
 HOW_TO_READ = """\
 **How to read it.** `+-` and bands are 95% confidence over seeds; differences are taken seed by seed. A reward is that
 of the samples that came to the trainer: where samples race, the race chooses them, and it says little about the
-policy. Validation, on problems that are never trained on, does not depend on the mode. Seconds and dollars are those
-of steps, without start and validation, and all processes share the cores of one machine: nobody has idle devices to
-gain from here. What overlap is worth to a fleet is [simulated](../concepts/staleness.md)."""
+policy; in async runs it is that of the older policies which wrote them. Validation, on problems that are never
+trained on, does not depend on the mode. Seconds and dollars are those of steps, without start and validation, and all
+processes share the cores of one machine: nobody has idle devices to gain from here. What overlap is worth to a fleet
+is [simulated](../concepts/staleness.md)."""
 ABOUT_BIAS = """\
 Answers that a race ends early never end by themselves, so that what a race does to lengths shows against synchronous
-runs. Inclusion is of answers that ended: those whose groups came too late, or that were extra, are not trained.
+runs. Of answers that ended, those whose groups came too late, or that were extra, are not trained.
 `predicted` knows nothing before the second epoch, which begins with step 8."""
 
 

@@ -9,6 +9,7 @@ from msgspec import structs
 from tests.integration.live import CONFIG, manager, run
 from tests.integration.test_versions import trainer, worker
 
+from polyrl.client import RoundOver
 from polyrl.scheduling.ledger import Ledger
 from polyrl.scheduling.parameters import DomainData, RoundsConfig
 from polyrl.weights.peer import WeightPeer
@@ -60,3 +61,28 @@ def test_with_tail_batching_only_what_lost_its_race_is_thrown_away(tmp_path):
     assert 0 < max(ages) <= 2
     assert ledger.samples_trained == 16 * NUM_STEPS and ledger.rounds["long"] >= 1
     assert set(ledger.samples_discarded) == {"speculation", "deferral"}
+
+
+@pytest.mark.parametrize("tail_batching", ["off", "prompts"])
+def test_data_that_ends_while_rounds_are_asked_for_ahead_is_trained_to_its_last_prompt(tmp_path, tail_batching):
+    async def to_the_end() -> Ledger:
+        rounds = RoundsConfig(samples_per_prompt=4, tail_batching=tail_batching)
+        domains = (DomainData(name="d", prompts_per_step=4, num_prompts=10),)
+        config = structs.replace(CONFIG, max_staleness=2, rounds=rounds, domains=domains, num_epochs=1)
+        peers: list[WeightPeer] = []
+        async with manager(tmp_path) as live, trainer(live, config) as one, worker(live, "a", peers):
+            await one.publish(0)
+            with pytest.raises(RoundOver):
+                for step in range(NUM_STEPS):
+                    for ahead in range(step, step + 3):
+                        await one.fleet.request(ahead)
+                    async for group in one.fleet.round(step):
+                        await one.fleet.take(group)
+                    await one.fleet.step_done(step)
+                    await one.publish(step + 1)
+            scheduler = live.service.executor.scheduler
+            assert scheduler is not None
+            return scheduler.ledger
+
+    ledger = run(to_the_end())
+    assert (ledger.prompts_started, ledger.prompts_trained, ledger.prompts_dropped) == (10, 10, {})

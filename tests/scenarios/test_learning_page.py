@@ -30,7 +30,7 @@ def write_run(runs: Path, variant: str, seed: int, better: float = 0.0) -> Path:
             "bias/trained_mean_length": 9.0, "bias/generated_mean_length": 10.0,
             "staleness/mean": 0.5, "staleness/max": 1,
             "staleness/mixed_samples": 0.1, "rounds/long": 0,
-            "bias/inclusion_by_bin/10": 0.5, "bias/inclusion_by_bin/9": 0.7,
+            "bias/inclusion_by_bin/6": 0.5, "bias/inclusion_by_bin/3": 0.7,
         }  # fmt: skip
         lines.append(line | ({"validation/pass@1": 0.3} if step == 0 else {}))
     lines.append({"step": NUM_STEPS, "validation/pass@1": 0.8 + better})
@@ -56,7 +56,7 @@ def test_a_run_becomes_a_curve_over_steps_seconds_and_dollars(runs: Path):
     assert curve.seconds[-1] == 2.0 * NUM_STEPS
     assert curve.cents[-1] == pytest.approx(100 * 16.0 * (learning.TRAINER_USD + learning.WORKER_USD) / 3600)
     assert curve.validation == {0: 0.3, NUM_STEPS: 0.8}
-    assert (curve.length, curve.ended_length, curve.inclusion, curve.discarded) == (9.0, 10.0, [0.7, 0.5], 0.25)
+    assert (curve.length, curve.ended_length, curve.inclusion, curve.discarded) == (9.0, 10.0, {6: 0.5, 3: 0.7}, 0.25)
     assert learning.first_enough(curve._replace(reward=[0.75] * 4), [1, 2, 3, 4]) == 3
     assert learning.first_enough(curve._replace(reward=[0.6] * 4), [1, 2, 3, 4]) is None
 

@@ -323,11 +323,16 @@ async def _local_worker(
         return
     options = WorkerOptions(LOCAL_WORKER, is_local=True, relays=False, drain_deadline_s=_LOCAL_DRAIN_S)
     agent = WorkerAgent(engine, _dialer(run_dir, address), options, turn_to=devices.turn_to)
-    task = asyncio.create_task(agent.run(), name="the trainer's own worker")
+
+    async def live() -> Left:
+        await engine.installed.wait()  # an open round would give it samples that it has to refuse
+        return await agent.run()
+
+    task = asyncio.create_task(live(), name="the trainer's own worker")
     try:
         yield task
     finally:
-        if not task.done():
+        if engine.installed.is_set() and not task.done():
             agent.drain("the run is over")
             await asyncio.wait((task,), timeout=2 * _LOCAL_DRAIN_S)
         task.cancel()
