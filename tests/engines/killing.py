@@ -53,8 +53,11 @@ class Scenario:
         async with asyncio.timeout(self.patience_s), manager(run_dir, SETTINGS) as live:
             agents = {name: self._agent(live, name) for name in self.engines}
             lives = [asyncio.create_task(one.run()) for one in agents.values()]
-            for name in agents:
-                await until(lambda name=name: is_connected(live, name), f"{name} is there", self.patience_s)
+            for name, life in zip(agents, lives, strict=True):
+                await until(
+                    lambda n=name, one=life: one.done() or is_connected(live, n), "it is there", self.patience_s
+                )
+                assert not life.done(), life.result()
             async with trainer(live, self._config(), prompts=prompt_of) as fleet:
                 await fleet.publish(0)
                 killer = asyncio.create_task(self._kill_often(live))

@@ -146,7 +146,7 @@ def test_no_sample_is_lost_when_servers_are_killed_in_mid_answer(kind, tmp_path)
         log = str(tmp_path / f"{name}.log")
         return ServedEngine(kind, ServedConfig(model=str(model), python=python_of(kind), log=log, kv_tokens=16_384))
 
-    engines = {name: engine(name) for name in ("a", "b", "c")}
+    engines = {name: engine(name) for name in ("a", "b")}
     scenario = Scenario(
         engines,
         lambda prompt, _: expected[prompts.index(prompt)],

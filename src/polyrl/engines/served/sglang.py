@@ -31,6 +31,8 @@ from polyrl.engines.served.server import (
 from polyrl.engines.served.sglang_weights import SglangWeighing
 
 _ASK_S = 10.0
+_FACTS_S = 120.0
+"""It has just started, and so may have others on the same machine."""
 _ENDS: dict[str, End] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _MARGIN_TOKENS = 8
 """It keeps a few tokens of a context to itself."""
@@ -111,11 +113,11 @@ class SglangServer:
 
     async def facts(self) -> Facts:
         try:
-            said = await self.http.get("/server_info", timeout_s=_ASK_S)
+            said = await self.http.get("/server_info", timeout_s=_FACTS_S)
             slots = sum(int(one["effective_max_running_requests_per_dp"]) for one in said["internal_states"])
             kv_tokens = int(said["max_total_num_tokens"])
             context = int(said["max_req_input_len"]) - _MARGIN_TOKENS
-            label = str((await self.http.get("/model_info", timeout_s=_ASK_S))["weight_version"])
+            label = str((await self.http.get("/model_info", timeout_s=_FACTS_S))["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"/server_info says something else than expected: {error!r}") from error
         if not said.get("incremental_streaming_output"):

@@ -32,6 +32,8 @@ from polyrl.engines.served.server import (
 from polyrl.engines.served.vllm_weights import VllmWeighing
 
 _ASK_S = 10.0
+_FACTS_S = 120.0
+"""It has just started, and so may have others on the same machine."""
 _CPU_BLOCK_TOKENS = 128
 _GPU_BLOCK_TOKENS = 16
 _FLOAT32_BYTES = 4
@@ -110,11 +112,11 @@ class VllmServer:
 
     async def facts(self) -> Facts:
         try:
-            said = (await self.http.get("/server_info?config_format=json", timeout_s=_ASK_S))["vllm_config"]
+            said = (await self.http.get("/server_info?config_format=json", timeout_s=_FACTS_S))["vllm_config"]
             model, cache, batch = said["model_config"], said["cache_config"], said["scheduler_config"]
             slots, context = int(batch["max_num_seqs"]), int(model["max_model_len"])
             kv_tokens = int(cache.get("kv_cache_size_tokens") or 0)
-            label = str((await self.http.get("/weight_info", timeout_s=_ASK_S))["weight_version"])
+            label = str((await self.http.get("/weight_info", timeout_s=_FACTS_S))["weight_version"])
         except ServerAnswered as error:
             raise EngineError(f"{error}; a vLLM server needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out") from error
         except (KeyError, TypeError, ValueError) as error:
