@@ -4,10 +4,12 @@ import asyncio
 import time
 from pathlib import Path
 
-from tests.integration.live import ENGINE, Live, manager, run, trainer, until
+from tests.integration.live import ENGINE, Live, manager, play_round, run, trainer, until
 
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
-from polyrl.ids import WorkerName
+from polyrl.engines.engine import EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.ids import LeaseId, WorkerName
+from polyrl.manager.status import status
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
@@ -90,3 +92,96 @@ def test_a_worker_that_is_cancelled_leaves_no_task_behind(tmp_path: Path):
             assert not [one for one in left if "WorkerAgent" in one or "EmulatedEngine" in one]
 
     run(scenario())
+
+
+class MortalEngine(EmulatedEngine):
+    """Dies and comes back when it is told to, as one with a server of its own does."""
+
+    def __init__(self, config: EmulatedConfig) -> None:
+        super().__init__(config)
+        self._listener: Sink | None = None
+        self._runs: set[LeaseId] = set()
+        self._down = ""
+        self._num_outages = 0
+        self.num_installs = 0
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        self._listener = sink
+        return await super().start(sink)
+
+    def generate(self, job: Job) -> None:
+        self._runs.add(job.lease)
+        super().generate(job)
+
+    async def install(self, weights: Weights) -> None:
+        if self._down:
+            raise EngineError(self._down)
+        self.num_installs += 1
+        await super().install(weights)
+
+    def stats(self) -> EngineStats:
+        return super().stats()._replace(down=self._down, num_outages=self._num_outages)
+
+    async def die(self) -> None:
+        assert self._listener is not None
+        self._down, self._num_outages = "it was killed", self._num_outages + 1
+        for lease in self._runs:
+            await self.abort(lease)
+            self._listener.ended(lease, "engine_failed", self._down)
+        self._runs.clear()
+
+    def come_back(self) -> None:
+        self._version, self._down = None, ""
+
+
+def test_a_worker_whose_engine_dies_stays_and_gets_its_weights_again(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet:
+            engine = MortalEngine(ENGINE)
+            worker = WorkerAgent(engine, Dialer(live.url, live.token("worker")), WorkerOptions(name=NAME))
+            life = asyncio.create_task(worker.run())
+            for step in range(3):
+                await fleet.publish(step)
+                playing = asyncio.create_task(play_round(fleet, step))
+                await until(lambda: engine.stats().num_running > 0, "it writes")
+                num_installs = engine.num_installs
+                await engine.die()
+                await until(lambda: state_of(live) == "down", "the manager knows that it is down")
+                engine.come_back()
+                assert len(await playing) == 2
+                assert engine.num_installs > num_installs
+            assert live.service.executor.scheduler is not None
+            ledger = live.service.executor.scheduler.ledger
+            assert (ledger.workers[NAME].num_joins, ledger.workers[NAME].num_losses) == (1, 0)
+            assert ledger.samples_discarded == {}
+            assert live.refused == {}
+            worker.drain("the test is over")
+            assert (await life).ok
+
+    run(scenario())
+
+
+def test_an_engine_that_died_and_came_back_behind_a_break_is_believed_to_be_empty(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet:
+            engine = MortalEngine(ENGINE)
+            worker = WorkerAgent(engine, Dialer(live.url, live.token("worker")), WorkerOptions(name=NAME))
+            life = asyncio.create_task(worker.run())
+            await fleet.publish(0)
+            playing = asyncio.create_task(play_round(fleet, 0))
+            await until(lambda: engine.stats().num_running > 0, "it writes")
+            link = live.service.executor.workers[NAME].link
+            assert link is not None
+            link.close("a break")
+            await engine.die()
+            engine.come_back()
+            assert len(await playing) == 2
+            assert engine.num_installs == 2
+            worker.drain("the test is over")
+            assert (await life).ok
+
+    run(scenario())
+
+
+def state_of(live: Live) -> str:
+    return next((one.state for one in status(live.service.executor, 0.0).workers if one.name == NAME), "")
