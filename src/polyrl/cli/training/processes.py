@@ -71,8 +71,10 @@ async def stop(process: Process, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
 class ManagerProcess:
     """The run's manager, for as long as the run lasts."""
 
-    def __init__(self, run_dir: Path, host: str, port: int) -> None:
+    def __init__(self, run_dir: Path, host: str, port: int, *, model: Path | None = None) -> None:
+        """`model`: whose tokenizer it is to answer OpenAI's clients with, if there is one."""
         self._run_dir, self._host, self._port = run_dir, host, port
+        self._tokenizer = () if model is None else ("--tokenizer", str(model))
         self._log_file = run_dir / "logs" / "manager.log"
         self._process: Process | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -93,7 +95,7 @@ class ManagerProcess:
         address_file = self._run_dir / "manager.json"
         address_file.unlink(missing_ok=True)
         arguments = ("manager", "--run-dir", str(self._run_dir), "--host", self._host, "--port", str(self._port))
-        self._process = await start((*arguments, "--verbose"), self._log_file)
+        self._process = await start((*arguments, *self._tokenizer, "--verbose"), self._log_file)
         deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
         while self._process.returncode is None and asyncio.get_running_loop().time() < deadline:
             with contextlib.suppress(OSError, ValueError, KeyError):

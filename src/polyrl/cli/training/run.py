@@ -105,7 +105,9 @@ async def train(
         checkpoints.restore(past, policy, optimizer, critic)
     async with AsyncExitStack() as stack:
         port = recipe.manager.port if past is None or recipe.manager.port else past.port
-        manager = ManagerProcess(run_dir, recipe.manager.host, port)
+        model = Path(recipe.model.path)
+        text = model if (model / "tokenizer.json").is_file() else None
+        manager = ManagerProcess(run_dir, recipe.manager.host, port, model=text)
         stack.push_async_callback(manager.stop)
         address = await manager.start()
         checkpoints.write_port(run_dir, address.port)

@@ -91,7 +91,8 @@ class Answerer:
     async def _head(self, prefix: str, model: str | None) -> Head:
         version = await self._service.ask(_published)
         number = f"{prefix}-{secrets.token_hex(12)}"
-        return Head(number, int(time.time()), model or self.name, f"version-{version}")
+        weights = f"version-{version}" if version >= 0 else "no-version"
+        return Head(number, int(time.time()), model or self.name, weights)
 
     async def _wanted(self, prompts: Sequence[list[int]], choices: Choices) -> list[Wanted]:
         most = self._service.settings.serve.max_samples
