@@ -164,6 +164,7 @@ class Fleet:
         self._unacknowledged: deque[tuple[int, frames.Statement]] = deque()
         self._rounds: dict[int, _Round] = {}
         self._last_requested = -1
+        self._has_published = False
         self._first_open_step = 0
         """What is told of steps before it is old: a break came before the manager heard that they are done."""
         self._wanted: dict[int, frames.GroupPlan] = {}
@@ -182,6 +183,15 @@ class Fleet:
         if digest:
             self.digests[version] = digest
         await self._state(lambda seq: frames.Published(seq, version, digest, tuple(addresses)))
+        self._has_published = True
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def until_published(self) -> None:
+        """Wait until a version that was published here is on file at the manager."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._has_published or self._has_failed)
+        await self.settled()
 
     async def request(self, step: int) -> None:
         """Ask for a step's round ahead of `round`: it opens as soon as `max_staleness` and the data allow."""
@@ -245,9 +255,12 @@ class Fleet:
             return next(one for one in self.lines if one.step == step)
 
     async def settled(self) -> None:
-        """Wait until all that was said is on file at the manager."""
+        """Wait until all that was said up to now is on file at the manager; others go on speaking meanwhile."""
+        last = self._seq
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._unacknowledged or self._has_failed)
+            await self._changed.wait_for(
+                lambda: not self._unacknowledged or self._unacknowledged[0][0] > last or self._has_failed
+            )
             self._raise_failure()
 
     # Saying

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tests.integration.live import CONFIG, PATIENCE_S, Live, honest_worker, manager, play_round, run, trainer
 
+from polyrl.client import Fleet
 from polyrl.errors import UserError
 from polyrl.scheduling.ledger import StepLine
 from polyrl.wire import frames
@@ -121,3 +122,27 @@ async def hear_of_a_step_that_is_done(run_dir: Path) -> None:
 
 def test_nothing_is_kept_of_a_step_that_is_told_again_after_it_is_done(tmp_path):
     run(hear_of_a_step_that_is_done(tmp_path))
+
+
+async def speak_on(run_dir: Path) -> None:
+    async def keep_speaking(fleet: Fleet) -> None:
+        while True:
+            await fleet.micro_batch_done(0)
+            await asyncio.sleep(0)
+
+    async with manager(run_dir) as live, trainer(live) as fleet:
+        early = asyncio.create_task(fleet.until_published())
+        speaking = asyncio.create_task(keep_speaking(fleet))
+        await asyncio.sleep(0.05)
+        assert not early.done()
+        await fleet.publish(0)
+        async with asyncio.timeout(PATIENCE_S):
+            await fleet.settled()
+            await early
+        assert live.service.executor.scheduler is not None
+        assert live.service.executor.scheduler.desk.state.published == 0
+        speaking.cancel()
+
+
+def test_what_was_said_is_on_file_although_others_go_on_speaking(tmp_path):
+    run(speak_on(tmp_path))

@@ -50,8 +50,6 @@ class LocalEngine:
         self._texts: dict[LeaseId, list[int]] = {}
         self._waited_for: dict[LeaseId, asyncio.Future[str]] = {}
         self._next_lease = -1
-        self.installed = asyncio.Event()
-        """Its weights have a version's name: from then on it can write."""
 
     # For the fleet
 
@@ -70,7 +68,6 @@ class LocalEngine:
 
     async def install(self, weights: Weights) -> None:
         await self._engine.install(weights)
-        self.installed.set()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

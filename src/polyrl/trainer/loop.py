@@ -248,6 +248,7 @@ class Loop:
         if self._recipe.max_staleness:
             for step in range(version, min(version + self._recipe.max_staleness + 1, self._recipe.train.steps)):
                 await self._fleet.request(step)
+            await self._fleet.settled()  # a local engine that wakes before would sign with a version nobody heard of
         return time.monotonic() - began
 
 

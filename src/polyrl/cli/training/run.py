@@ -126,7 +126,7 @@ async def train(
         stack.callback(server.close)
         devices = Devices(engine, generates=recipe.train.local_generation)
         stack.callback(devices.close)
-        worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, engine, devices))
+        worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, fleet, engine, devices))
         workers = await stack.enter_async_context(_workers(recipe, run_dir, address))
         display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
@@ -317,7 +317,7 @@ def weight_settings(recipe: Recipe, address: Address) -> WeightSettings:
 
 @asynccontextmanager
 async def _local_worker(
-    recipe: Recipe, run_dir: Path, address: Address, engine: LocalEngine, devices: Devices
+    recipe: Recipe, run_dir: Path, address: Address, fleet: Fleet, engine: LocalEngine, devices: Devices
 ) -> "AsyncIterator[asyncio.Task[Left] | None]":
     """The trainer's devices as a member of the fleet. None, and only validation has the engine, if it is to be none."""
     if not recipe.train.local_generation:
@@ -326,15 +326,19 @@ async def _local_worker(
     options = WorkerOptions(LOCAL_WORKER, is_local=True, relays=False, drain_deadline_s=_LOCAL_DRAIN_S)
     agent = WorkerAgent(engine, _dialer(run_dir, address), options, turn_to=devices.turn_to)
 
+    has_joined = False
+
     async def live() -> Left:
-        await engine.installed.wait()  # an open round would give it samples that it has to refuse
+        nonlocal has_joined
+        await fleet.until_published()  # an open round would give it samples that it cannot write, or sign, yet
+        has_joined = True
         return await agent.run()
 
     task = asyncio.create_task(live(), name="the trainer's own worker")
     try:
         yield task
     finally:
-        if engine.installed.is_set() and not task.done():
+        if has_joined and not task.done():
             agent.drain("the run is over")
             await asyncio.wait((task,), timeout=2 * _LOCAL_DRAIN_S)
         task.cancel()
