@@ -89,13 +89,13 @@ class Scenario:
 
     async def _kill_often(self, live: Live) -> None:
         while self.num_killed < self.num_kills:
-            busy = [one for one in self.engines.values() if one.pid is not None and one.stats().num_running]
+            busy = [one for one in self.engines.values() if _writes(one)]
             if not busy:
                 await asyncio.sleep(0.01)
                 continue
             victim = self._rng.choice(busy)
             await asyncio.sleep(self._rng.random() * 0.3)
-            if victim.pid is None or victim.stats().down or not victim.stats().num_running:
+            if victim.pid is None or not _writes(victim):
                 continue
             num_outages = victim.stats().num_outages
             os.kill(self._rng.choice(_vital(victim.pid)), signal.SIGKILL)
@@ -133,6 +133,11 @@ class Scenario:
             one.drain("the test is over")
         for left in await asyncio.gather(*lives):
             assert left.ok, left
+
+
+def _writes(one: ServedEngine) -> bool:
+    """In mid-answer: this server has written, and has more to write."""
+    return one._keeper.wrote and not one.stats().down and one.stats().num_running > 0
 
 
 def _vital(group: int) -> list[int]:
