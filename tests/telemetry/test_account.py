@@ -59,6 +59,8 @@ def test_the_timeline_says_the_same_as_the_ledger(world, tmp_path):
         for span in account.timeline.rows[name]:
             seen[span.activity] = seen.get(span.activity, 0.0) + span.end_s - span.start_s
         told = {activity: seconds for activity, seconds in line.seconds.items() if seconds > 0}
+        # A machine that starts while another of its name still runs is paid, and has no place in their row.
+        assert seen.pop("starting", 0.0) <= told.pop("starting", 0.0) + 1e-6, name
         assert seen == pytest.approx(told), name
 
 
