@@ -295,6 +295,16 @@ def learned(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
     return rows
 
 
+def in_short(found: dict[str, dict[int, Curve]]) -> str:
+    """Which variants are judged how, by validation at the end."""
+    judged: dict[str, list[str]] = {}
+    for row in learned(found)[1:]:
+        if row[-1]:
+            judged.setdefault(row[-1], []).append(row[0])
+    said = "; ".join(f"{what}: {', '.join(names)}" for what, names in judged.items())
+    return f"**In short**, against synchronous runs, by validation at the end: {said or 'nothing to compare'}."
+
+
 def paid(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
     rows = [["", "seconds a step", f"seconds to reward {ENOUGH:g}", f"cents to reward {ENOUGH:g}",
              f"steps to reward {ENOUGH:g}", "tokens discarded"]]  # fmt: skip
@@ -363,9 +373,10 @@ runs. Of answers that ended, those whose groups came too late, or that were extr
 def page(found: dict[str, dict[int, Curve]], origin: str, pictures: Sequence[str]) -> str:
     variants = [["variant", "settings"], *([name, f"`{' '.join(VARIANTS[name])}`"] for name in found)]
     parts = [
-        "# Learning is unharmed",
+        "# What every mode learns",
         ABOUT,
         origin,
+        in_short(found),
         HOW_TO_READ,
         "## What was learned",
         as_markdown(learned(found)),
@@ -387,6 +398,7 @@ def page(found: dict[str, dict[int, Curve]], origin: str, pictures: Sequence[str
 
 _COLOURS = ("#d55e00", "#3a86c8", "#009e73", "#cc79a7", "#c9b400", "#7a4fa3", "#8c564b", "#e0218a")
 _COLUMNS = 4
+SMOOTH = 4
 
 
 def draw_steps(found: dict[str, dict[int, Curve]], path: Path) -> None:
@@ -423,7 +435,9 @@ def draw_cost(found: dict[str, dict[int, Curve]], path: Path) -> None:
             colour = PALE_INK if name == BASELINE else _COLOURS[(place - 1) % len(_COLOURS)]
             band(axes, over(curves, what), colour, name if what == "seconds" else None, alpha=0.08)
         plain(axes)
-        set_titles(axes, f"Reward over {about}", "mean over seeds, 95% band", about, "reward")
+        set_titles(
+            axes, f"Reward over {about}", f"running mean of {SMOOTH} steps, mean over seeds, 95% band", about, "reward"
+        )
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     save(figure, path)
 
@@ -450,8 +464,12 @@ def over(curves: dict[int, Curve], axis: str) -> Band:
     """On a common axis, from where all have a reward to where the first one ends."""
     axes = [getattr(one, axis) for one in curves.values()]
     x = np.linspace(max(one[0] for one in axes), min(one[-1] for one in axes), 100)
-    rows = [np.interp(x, its, one.reward) for its, one in zip(axes, curves.values(), strict=True)]
+    rows = [np.interp(x, its, running_mean(one.reward)) for its, one in zip(axes, curves.values(), strict=True)]
     return _banded(x.tolist(), rows)
+
+
+def running_mean(numbers: Sequence[float]) -> list[float]:
+    return [fmean(numbers[max(0, end - SMOOTH) : end]) for end in range(1, len(numbers) + 1)]
 
 
 def _banded(x: Sequence[float], rows: Sequence[Any]) -> Band:

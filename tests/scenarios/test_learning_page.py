@@ -76,6 +76,7 @@ def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, t
     page = out.read_text()
     assert all(page.count(f"| {name} ") == 4 for name in ("synchronous", "streaming", "async-1"))
     assert "race" not in [line.split()[1] for line in page.splitlines() if line.startswith("| ")]
+    assert "within noise: streaming; worse: async-1." in page
     assert "9 runs" in page and "`the command`" in page
     for name in ("learning.png", "learning-cost.png"):
         assert (out.parent / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in page
