@@ -23,12 +23,12 @@ import torch  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model  # noqa: E402
 from polyrl.cli.loop import run_loop  # noqa: E402
+from polyrl.cli.training.models import load_crew  # noqa: E402
 from polyrl.cli.training.run import train  # noqa: E402
 from polyrl.config import build  # noqa: E402
 from polyrl.config.recipe import Recipe  # noqa: E402
 from polyrl.engines.builtin.cuda_runner import CudaRunner  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
-from polyrl.trainer.model import Policy  # noqa: E402
 
 QUANTILES = [[0.05, 151], [0.25, 415], [0.5, 661], [0.75, 1129], [0.9, 2566], [0.95, 4101], [0.99, 16384]]
 MODES = {
@@ -122,9 +122,9 @@ def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
         (run_dir / "logs").mkdir(parents=True)
         num = 5 * max(1, steps // 3) if mode == "tail batching" else steps  # whole periods
         recipe = recipe_of(mode, root / "model", num + 1, prompts)
-        policy = Policy.load(str(root / "model"), "bfloat16", "cuda", compile_layers=True)
+        crew = load_crew(recipe)
         began = time.perf_counter()
-        run_loop(train(recipe, run_dir, policy, None, Tasks()))
+        run_loop(train(recipe, run_dir, crew, Tasks()))
         lines = read_metrics(run_dir / "metrics.jsonl")[1:]  # the first one compiles
         seconds = [line["time/step_total"] for line in lines]
         tokens = sum(line["tokens/kept"] for line in lines)
@@ -138,7 +138,7 @@ def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
             "trained_tok_s": tokens / sum(seconds), "run_s": time.perf_counter() - began,
             "generation, all steps": watch.take(),
         }), flush=True)  # fmt: skip
-        del policy
+        del crew
         gc.collect()
         torch.cuda.empty_cache()
 

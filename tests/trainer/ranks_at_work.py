@@ -128,13 +128,14 @@ def every_case() -> dict[str, tuple[AlgorithmConfig, dict[str, Any]]]:
 
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.join(Seat(rank, size, str(folder / f"meeting-{size}")), "cpu")
+    ranks = Ranks.join(Seat(rank, size, str(folder / f"meeting-{size}")))
+    ranks.use("cpu")
     for name, (config, shape) in every_case().items():
         crew = make_crew(folder, ranks, config, shape)
         if rank != 0:
             follow(ranks, crew)
             continue
-        leader = Leader(ranks, crew, lambda: None)
+        leader = Leader(ranks, crew, lambda error: None)
         metrics = two_steps(leader, samples(folder, shape))
         state, served = leader.state(), dict(leader.weights())
         leader.stop()
@@ -151,11 +152,11 @@ def go_on(ranks: Ranks, folder: Path) -> None:
     for given, left in ((None, ("from-two", "from-two-later")), ("from-one", ("from-one-again", "from-one-later"))):
         crew = make_crew(folder, ranks, WITH_CRITIC, {})
         if given is not None:
-            restore(crew, checkpoint.load(checkpoint.found(folder / given)[-1])[1])
+            crew.restore(checkpoint.load(checkpoint.found(folder / given)[-1])[1])
         if ranks.rank != 0:
             follow(ranks, crew)
             continue
-        leader = Leader(ranks, crew, lambda: None)
+        leader = Leader(ranks, crew, lambda error: None)
         if given is None:
             two_steps(leader, samples(folder, {}))
         save(folder / left[0], leader.state())
@@ -166,13 +167,6 @@ def go_on(ranks: Ranks, folder: Path) -> None:
 
 def save(run_dir: Path, tensors: dict[str, torch.Tensor]) -> None:
     checkpoint.save(run_dir, TrainerState(next_step=2, digests={}), tensors)
-
-
-def restore(crew: Crew, tensors: dict[str, torch.Tensor]) -> None:
-    for prefix, optimizer in (("policy/", crew.optimizer), ("critic/", crew.critic and crew.critic.optimizer)):
-        if optimizer is not None:
-            its = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
-            optimizer.load_state_dict(its)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from polyrl.cli.training.checkpoints import Past
+    from polyrl.cli.training.ranks import Team
     from polyrl.cli.training.run import Beside
     from polyrl.config.recipe import Recipe
+    from polyrl.trainer.leading import Crew
 
 EXAMPLE = """\
 examples:
@@ -18,6 +21,8 @@ examples:
   polyrl train recipe.toml fleet.workers=2 train.mode=synchronous
   polyrl train recipe.toml --dry-run
   polyrl train --resume runs/arithmetic train.steps=80
+  polyrl train recipe.toml --ranks 4
+  torchrun --nproc-per-node 4 -m polyrl train recipe.toml
 
 A recipe is a TOML file, or the name of one that ships with PolyRL; docs/reference/recipes.md lists every key. The run's
 directory holds journal, metrics and logs. Workers may join and leave at any time: the command for that is printed."""
@@ -30,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example train.steps=40")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (default: runs/NAME)")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run of this directory, in place of a recipe")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes that share the model: train.ranks=N")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and the plan, and stop")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
 
@@ -40,12 +46,17 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.errors import UserError
 
     builtin.check_libraries()
-    overrides = list(args.settings)
+    from polyrl.cli.training import ranks
+
+    seat = ranks.seat_of(os.environ)
+    if seat is not None and seat.rank > 0:
+        return 0 if args.dry_run else ranks.follow(seat)
+    overrides = list(args.settings) + ([] if args.ranks is None else [f"train.ranks={args.ranks}"])
     if args.resume is not None:
         return _resume(args, overrides)
     if args.recipe is None:
         raise UserError("a recipe is missing: expected a TOML file, the name of one that ships, or --resume DIR")
-    recipe = load_recipe(args.recipe, overrides)
+    recipe = ranks.with_ranks(load_recipe(args.recipe, overrides), seat)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
     if args.dry_run:
         from polyrl.cli.training.plan import show_plan
@@ -56,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
-    from polyrl.cli.training import checkpoints
+    from polyrl.cli.training import checkpoints, ranks
     from polyrl.errors import UserError
 
     if args.run_dir is not None or args.dry_run:
@@ -64,7 +75,7 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.recipe is not None:  # the first override was taken for one
         overrides.insert(0, args.recipe)
     run_dir = Path(args.resume)
-    recipe = checkpoints.read_recipe(run_dir, overrides)
+    recipe = ranks.with_ranks(checkpoints.read_recipe(run_dir, overrides), ranks.seat_of(os.environ))
     past = checkpoints.read_past(run_dir)
     if past.state.next_step >= recipe.train.steps:
         raise UserError(
@@ -98,7 +109,7 @@ def start(
 ) -> str | None:
     """Train to the end, and say why it ended; None if it was interrupted. `past`: what the run goes on from."""
     from polyrl.cli.loop import run_loop
-    from polyrl.cli.training import checkpoints, models
+    from polyrl.cli.training import checkpoints, models, ranks
     from polyrl.cli.training.run import Interrupted, train, until_interrupted
     from polyrl.cli.training.tasks import load_tasks
     from polyrl.errors import UserError
@@ -114,12 +125,11 @@ def start(
     console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logging.getLogger().addHandler(console)
     tasks = load_tasks(recipe)
-    policy, reference = models.load(recipe)
-    critic = models.load_critic(recipe)
+    folder = None if past is None else past.folder
 
-    async def train_and_close() -> str:
+    async def train_and_close(crew: "Crew", team: "Team | None") -> str:
         training = asyncio.ensure_future(
-            until_interrupted(train(recipe, run_dir, policy, reference, tasks, critic=critic, past=past, beside=beside))
+            until_interrupted(train(recipe, run_dir, crew, tasks, past=past, team=team, beside=beside))
         )
         watching = asyncio.ensure_future(tasks.hopeless())
         try:
@@ -132,7 +142,11 @@ def start(
             await tasks.close()
 
     try:
-        return run_loop(train_and_close())
+        with ranks.assembled(recipe, run_dir, ranks.seat_of(os.environ), folder) as team:
+            crew = models.load_crew(recipe, None if team is None else team.ranks, past and past.tensors)
+            if past is not None:
+                checkpoints.check_model(past.state, crew.policy)
+            return run_loop(train_and_close(crew, team))
     except Interrupted:
         return None
 

@@ -77,6 +77,8 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     min_micro_batch_samples: AtLeastOne | None = None
     """A micro-batch starts when so many samples are complete, or `micro_batch_tokens`, or the round; none: 16 on a
     CPU, and on a GPU only tokens count."""
+    ranks: AtLeastOne = 1
+    """Processes on this machine that share the model, a GPU each."""
     local_generation: bool = True
     """The trainer's own device generates too. With no workers it is the only one that does."""
     mismatch_warning: NotNegative = 0.01

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from polyrl.errors import UserError
+from polyrl.trainer import sharding
 
 Tensor = torch.Tensor
 
@@ -36,6 +37,6 @@ def make(groups: list[dict[str, Any]], **rule: Any) -> Any:
 
 def parts_of(moment: Tensor) -> dict[str, Tensor]:
     """The plain tensors that a moment consists of, by what they add to its name."""
-    if type(moment) is Tensor:
+    if type(moment) is Tensor or sharding.is_part(moment):
         return {"": moment}
     return {f".{name}": getattr(moment, name) for name in _PARTS}

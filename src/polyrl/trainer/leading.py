@@ -10,8 +10,7 @@ Rank zero alone has a client, a manager, rewards and files. The others hear one 
 same as it does, in the same order: that is what makes their collectives meet.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,6 +46,16 @@ class Crew(NamedTuple):
             tensors |= {f"critic/{name}": one for name, one in self.critic.optimizer.state_dict().items()}
         return tensors
 
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """From a checkpoint, of however many ranks. Raises UserError if it is of another model."""
+        self.optimizer.load_state_dict(_of("policy/", state))
+        if self.critic is not None:
+            self.critic.optimizer.load_state_dict(_of("critic/", state))
+
+
+def _of(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
+
 
 class Begin(Struct, frozen=True, tag=True):
     step: int
@@ -80,14 +89,16 @@ Command = Begin | Add | Finish | Abort | GatherWeights | GatherState | Stop
 
 
 class Leader:
-    """Keeps the contract of the loop's `Steps`. `lost` says which rank is gone, in a line; None if all are there. It is
-    asked when a collective fails.
+    """Keeps the contract of `Steps`; one thread at a time. `lost` is asked when something fails: which rank is gone, in
+    a line, or None if that is not why.
     """
 
-    def __init__(self, ranks: Ranks, crew: Crew, lost: Callable[[], str | None]) -> None:
+    def __init__(self, ranks: Ranks, crew: Crew, lost: Callable[[RuntimeError], str | None]) -> None:
         self._ranks, self._crew, self._lost = ranks, crew, lost
-        self._talking = threading.Lock()
-        """A thread that nobody waits for any more may still be in the middle of a command."""
+
+    @property
+    def device_type(self) -> str:
+        return self._crew.steps.device_type
 
     def begin(self, step: int) -> None:
         with self._all(Begin(step)):
@@ -107,10 +118,13 @@ class Leader:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """In the precision that they are served in. The engine's own copy takes each as it passes."""
-        served = dict(self._crew.policy.loaded.model.named_parameters())
+        policy = self._crew.policy
+        served: dict[str, Tensor] = {}
+        if policy.loaded.model is not policy.model:
+            served = dict(policy.loaded.model.named_parameters())
         with self._all(GatherWeights()):
             for name, one in _weights(self._crew):
-                if self._crew.policy.loaded.model is not self._crew.policy.model:
+                if name in served:
                     with torch.no_grad():
                         served[name].copy_(one)
                 yield name, one
@@ -130,15 +144,14 @@ class Leader:
 
     @contextmanager
     def _all(self, command: Command) -> Iterator[None]:
-        with self._talking:
-            try:
-                self._ranks.broadcast(msgspec.msgpack.encode(command))
-                yield
-            except RuntimeError as error:
-                why = self._lost()
-                if why is None:
-                    raise
-                raise UserError(why) from error
+        try:
+            self._ranks.broadcast(msgspec.msgpack.encode(command))
+            yield
+        except RuntimeError as error:
+            why = self._lost(error)
+            if why is None:
+                raise
+            raise UserError(why) from error
 
 
 def follow(ranks: Ranks, crew: Crew) -> None:

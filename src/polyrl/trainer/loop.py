@@ -27,7 +27,7 @@ from polyrl.errors import UserError
 from polyrl.scheduling.ledger import StepLine
 from polyrl.trainer.batch import TrainSample, Turn, is_zero_variance
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.step import StepAccumulator, StepStats
+from polyrl.trainer.step import Steps, StepStats
 
 log = logging.getLogger("polyrl.trainer")
 
@@ -90,7 +90,7 @@ class Loop:
         self,
         recipe: Recipe,
         fleet: Fleet,
-        steps: StepAccumulator,
+        steps: Steps,
         devices: Devices,
         publisher: Publisher,
         prompts: Prompts,
@@ -254,7 +254,7 @@ class Loop:
 
 def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, device_type: str) -> bool:
     """Whether so much is worth a turn on the device. A GPU takes as long for a part of a pack as for all of it."""
-    if num_tokens >= train.micro_batch_tokens:
+    if num_tokens >= train.micro_batch_tokens * train.ranks:
         return True
     least = train.min_micro_batch_samples
     if least is None:

@@ -1,8 +1,9 @@
 """Ranks: processes on one host that train one model together, each with a part of it and a part of every batch.
 
-    ranks = Ranks.join(Seat(rank, size), "cuda")     every process says which one it is; returns when all are there
-    ranks.broadcast(data)                            rank zero's bytes, at every rank
-    ranks.exchange(data)                             everybody's bytes, at every rank
+    ranks = Ranks.join(Seat(rank, size))     every process says which one it is; returns when all are there
+    ranks.broadcast(data)                    rank zero's bytes, at every rank
+    ranks.exchange(data)                     everybody's bytes, at every rank
+    ranks.use("cuda")                        where the model is to be; a GPU for each
 
 Rules kept here: what ranks say to each other are bytes in tensors, which nobody unpickles. It goes over gloo on the CPU
 and waits for as long as it takes: between two steps the others wait for rank zero, which waits for answers. A rank that
@@ -61,29 +62,40 @@ ALONE = Alone()
 
 
 class Ranks:
-    def __init__(self, seat: Seat, device: torch.device, mesh: DeviceMesh, talk: dist.ProcessGroup) -> None:
-        self.rank, self.size, self.device, self.mesh = seat.rank, seat.size, device, mesh
+    def __init__(self, seat: Seat, talk: dist.ProcessGroup) -> None:
+        self.rank, self.size = seat.rank, seat.size
+        self.device = torch.device("cpu")
         self._talk = talk
+        self._mesh: DeviceMesh | None = None
 
     @classmethod
-    def join(cls, seat: Seat, device: str) -> "Ranks":
-        """`device` is cpu or cuda. Raises UserError where there are not as many GPUs."""
-        own = torch.device(device, seat.rank) if device == "cuda" else torch.device("cpu")
-        if device == "cuda":
-            check_gpus(seat.size)
-            torch.cuda.set_device(own)
+    def join(cls, seat: Seat) -> "Ranks":
         for name, value in _LOOPBACK.items():  # nobody beyond this machine takes part
             os.environ.setdefault(name, value)
-        backend, patience = ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"), timedelta(seconds=_MEETING_S)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        patience = timedelta(seconds=_MEETING_S)
         if seat.meeting_point:
             store = FileStore(seat.meeting_point, seat.size)
             dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=patience)
         else:
             dist.init_process_group(backend, timeout=patience)
-        mesh = init_device_mesh(device, (seat.size,))
         talk = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(talk, dist.ProcessGroup)
-        return cls(seat, own, mesh, talk)
+        return cls(seat, talk)
+
+    def use(self, device: str) -> None:
+        """cpu or cuda. Raises UserError where there are not as many GPUs."""
+        if device == "cuda":
+            check_gpus(self.size)
+            self.device = torch.device(device, self.rank)
+            torch.cuda.set_device(self.device)
+        self._mesh = init_device_mesh(device, (self.size,))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        if self._mesh is None:
+            raise RuntimeError("the ranks were not told which devices to use")
+        return self._mesh
 
     def broadcast(self, data: bytes = b"") -> bytes:
         """Rank zero's. What others give is not looked at."""

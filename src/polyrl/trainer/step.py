@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +77,21 @@ class StepStats(NamedTuple):
     updated: bool
     """False: nothing was trained, or no gradient was finite. The weights are as they were."""
     metrics: dict[str, float]
+
+
+class Steps(Protocol):
+    """A step of one process, or of all ranks."""
+
+    @property
+    def device_type(self) -> str: ...
+
+    def begin(self, step: int) -> None: ...
+
+    def add(self, groups: Sequence[Group]) -> Added: ...
+
+    def finish(self) -> StepStats: ...
+
+    def abort(self) -> None: ...
 
 
 class StepAccumulator:

@@ -43,13 +43,14 @@ def layout_of(
 ) -> Layout:
     """The layout of a model's versions, from its state dict or `named_parameters`.
 
-    Floating-point tensors take the serving dtype, others keep theirs. Of names that share memory the first one counts.
+    Floating-point tensors take the serving dtype, others keep theirs. Of names that share memory the first one counts;
+    a tensor without memory of its own, whose parts are at several ranks, shares none.
     """
     specs: list[Spec] = []
     tied: dict[str, str] = {}
     owners: dict[tuple[object, ...], str] = {}
     for name, tensor in state.items():
-        owner = owners.setdefault(_identity(tensor), name) if tensor.numel() else name
+        owner = owners.setdefault(_identity(tensor), name) if tensor.numel() and tensor.data_ptr() else name
         if owner != name:
             tied[name] = owner
             continue
@@ -76,15 +77,20 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
     return _NAMES[tensor.dtype]
 
 
-def snapshot(state: Mapping[str, Tensor], layout: Layout, out: View) -> None:
+def snapshot(state: Mapping[str, Tensor] | Iterator[tuple[str, Tensor]], layout: Layout, out: View) -> None:
     """Write a model's tensors into the bytes of a version. They are all there when it returns.
 
-    The bytes between tensors are not touched: the buffer is zero where nobody wrote. From a GPU, the cast is done there
-    and the copy goes through pinned memory, or straight into `out` where that is pinned (see `pin`).
+    They may come one after the other: no more than one is held at a time. The bytes between tensors are not touched:
+    the buffer is zero where nobody wrote. From a GPU, the cast is done there and the copy goes through pinned memory,
+    or straight into `out` where that is pinned (see `pin`).
     """
-    sources = [(entry, _source(entry, state)) for entry in _owners(layout)]
-    staging = None
-    for owner, tensor in sources:
+    if isinstance(state, Mapping):
+        given = ((entry, _source(entry, state)) for entry in _owners(layout))
+    else:
+        given = _one_by_one(state, layout)
+    staging, devices = None, set[torch.device]()
+    for owner, tensor in given:
+        devices.add(tensor.device)
         for entry, value in _values(owner, tensor, layout):
             target = entry_bytes(entry, out)
             if value.device.type == "cpu" or target.is_pinned():
@@ -94,7 +100,16 @@ def snapshot(state: Mapping[str, Tensor], layout: Layout, out: View) -> None:
                 staging.copy(_as_bytes(value), target)
     if staging is not None:
         staging.finish()
-    _wait({tensor.device for _, tensor in sources})
+    _wait(devices)
+
+
+def _one_by_one(state: Iterator[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[TensorEntry, Tensor]]:
+    owners = {entry.name: entry for entry in _owners(layout)}
+    for name, tensor in state:
+        if name in owners:
+            yield owners[name], _source(owners.pop(name), {name: tensor})
+    for entry in owners.values():
+        _source(entry, {})
 
 
 def _source(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import asyncio
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint
 from polyrl.trainer.checkpoint import TrainerState
-from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
-from polyrl.trainer.optimizer import Optimizer
 
 _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
 _LOCK_FILE = "manager.lock"
@@ -38,6 +37,7 @@ _FREE = (
     "train.stop_at_reward",
     "train.micro_batch_tokens",
     "train.mismatch_warning",
+    "train.ranks",
     "optimizer.offload",
 )
 _FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "about")
@@ -48,6 +48,7 @@ manager opened the run with (`scheduler_config`): its journal is replayed with t
 class Past(NamedTuple):
     """What a run goes on from."""
 
+    folder: Path
     state: TrainerState
     tensors: dict[str, Any]
     port: int
@@ -94,7 +95,7 @@ def read_past(run_dir: Path) -> Past:
         port = int((run_dir / _PORT_FILE).read_text())
     except (OSError, ValueError):
         port = 0
-    return Past(state, tensors, port)
+    return Past(found[-1], state, tensors, port)
 
 
 def write_port(run_dir: Path, port: int) -> None:
@@ -125,11 +126,12 @@ class Saver:
     """Writes a checkpoint after every step."""
 
     def __init__(
-        self, recipe: Recipe, run_dir: Path, policy: Policy, optimizer: Optimizer, critic: Critic | None, fleet: Fleet
+        self, recipe: Recipe, run_dir: Path, policy: Policy, gather: Callable[[], dict[str, Any]], fleet: Fleet
     ) -> None:
+        """`gather` gives all tensors of a checkpoint, whole."""
         self._keep_last, self._run_dir = recipe.checkpoint.keep_last, run_dir
         self._digests_kept = max(_DIGESTS_KEPT, recipe.max_staleness + 2)
-        self._optimizer, self._critic, self._fleet = optimizer, critic, fleet
+        self._gather, self._fleet = gather, fleet
         self._fingerprint, self._base = checkpoint.fingerprint(policy.parameters()), policy.base_fingerprint
 
     async def save(self, next_step: int) -> None:
@@ -142,34 +144,17 @@ class Saver:
             base=self._base,
         )
         try:
-            await asyncio.to_thread(
-                checkpoint.save,
-                self._run_dir,
-                state,
-                _tensors(self._optimizer, self._critic),
-                keep_last=self._keep_last,
-            )
+            await asyncio.to_thread(self._save, state)
         except OSError as error:
             raise UserError(
                 f"{self._run_dir}: the checkpoint of step {next_step} cannot be written: {error.strerror or error}; "
                 "the one before is whole: make room, and go on with --resume"
             ) from error
 
-
-def restore(past: Past, policy: Policy, optimizer: Optimizer, critic: Critic | None) -> None:
-    """Put a checkpoint's weights and moments in place. Raises UserError if they are of another model."""
-    checkpoint.check_model(past.state, policy, "model.path")
-    optimizer.load_state_dict(_part(past.tensors, "policy/"))
-    if critic is not None:
-        critic.optimizer.load_state_dict(_part(past.tensors, "critic/"))
+    def _save(self, state: TrainerState) -> None:
+        checkpoint.save(self._run_dir, state, self._gather(), keep_last=self._keep_last)
 
 
-def _tensors(optimizer: Optimizer, critic: Critic | None) -> dict[str, Any]:
-    tensors = {f"policy/{name}": one for name, one in optimizer.state_dict().items()}
-    if critic is not None:
-        tensors |= {f"critic/{name}": one for name, one in critic.optimizer.state_dict().items()}
-    return tensors
-
-
-def _part(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+def check_model(state: TrainerState, policy: Policy) -> None:
+    """Raises UserError if a checkpoint is of another model."""
+    checkpoint.check_model(state, policy, "model.path")

@@ -1,49 +1,106 @@
-"""The models of a training run: the policy, the reference that KL is measured against, the critic."""
+"""The models of a training run: the policy, the reference that KL is measured against, the critic; what moves them."""
 
 import os
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin import models
 from polyrl.engines.builtin.models import choose_device
+from polyrl.trainer import sharding
 from polyrl.trainer.critic import Critic
-from polyrl.trainer.model import Policy, Scorer
+from polyrl.trainer.leading import Crew
+from polyrl.trainer.model import Divided, Policy, Scorer, load_model
+from polyrl.trainer.optimizer import Optimizer
+from polyrl.trainer.ranks import ALONE, Ranks
+from polyrl.trainer.step import StepAccumulator
 
 
-def load(recipe: Recipe) -> tuple[Policy, Scorer | None]:
+def load_crew(recipe: Recipe, ranks: Ranks | None = None, state: dict[str, Any] | None = None) -> Crew:
+    """All that a rank trains with; `state` is of a checkpoint. Raises UserError."""
+    policy, reference = load(recipe, ranks)
+    critic = load_critic(recipe, ranks)
+    optimizer = Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps)
+    steps = StepAccumulator(
+        policy,
+        optimizer,
+        recipe.algorithm,
+        max_tokens=recipe.train.micro_batch_tokens,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        temperature=recipe.rollout.temperature,
+        reference=reference,
+        critic=critic,
+        peers=ALONE if ranks is None else ranks,
+    )
+    crew = Crew(policy, optimizer, critic, steps)
+    if state is not None:
+        crew.restore(state)
+    return crew
+
+
+def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | None]:
     """The policy, and the reference if the recipe has a use for one. Raises UserError."""
     device = choose_device(recipe.model.device)
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # two on a busy machine have been seen to be 20 times slower than one
     model, wanted = recipe.model, recipe.algorithm
-    settings = {"gradient_checkpointing": model.gradient_checkpointing, "compile_layers": device == "cuda"}
     unchanged: Scorer | None = None
     if recipe.lora.rank:
         from polyrl.trainer import lora
 
+        settings = _settings(recipe)
         policy = lora.load(model.path, model.dtype, device, recipe.lora, seed=recipe.train.seed, **settings)
         unchanged = policy.reference
     else:
-        policy = Policy.load(model.path, model.dtype, device, **settings)
+        policy = _load(recipe, model.path, ranks, serves=uses_engine(recipe) and ranks is not None and ranks.rank == 0)
     if wanted.kl == "none":
         return policy, None
     if unchanged is not None and not wanted.reference:
         return policy, unchanged
-    return policy, Policy.load(wanted.reference or model.path, model.dtype, device).freeze()
+    return policy, _load(recipe, wanted.reference or model.path, ranks, is_trained=False)
 
 
-def load_critic(recipe: Recipe) -> Critic | None:
+def load_critic(recipe: Recipe, ranks: Ranks | None = None) -> Critic | None:
     """If the recipe has a use for one. Raises UserError."""
     if recipe.algorithm.advantage != "gae":
         return None
-    device, wanted = choose_device(recipe.model.device), recipe.algorithm.critic
-    trunk = Policy.load(
-        wanted.path or recipe.model.path,
-        recipe.model.dtype,
-        device,
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
-        compile_layers=device == "cuda",
-    )
+    wanted = recipe.algorithm.critic
+    trunk = _load(recipe, wanted.path or recipe.model.path, ranks, has_head=False)
     optimizer = replace(recipe.optimizer, lr=wanted.lr, grad_clip=wanted.grad_clip)
-    return Critic(trunk, optimizer, recipe.train.steps)
+    return Critic(trunk, optimizer, recipe.train.steps, ranks)
+
+
+def uses_engine(recipe: Recipe) -> bool:
+    """Whether the trainer's own device generates anything."""
+    return recipe.train.local_generation or recipe.validation.at_start or recipe.validation.every_steps > 0
+
+
+def _load(
+    recipe: Recipe,
+    path: str,
+    ranks: Ranks | None,
+    *,
+    is_trained: bool = True,
+    has_head: bool = True,
+    serves: bool = False,
+) -> Policy:
+    """`serves`: of a model that ranks share, there is a whole copy beside it for the engine."""
+    device = choose_device(recipe.model.device)
+    settings = _settings(recipe) if is_trained else {}
+    if ranks is None:
+        policy = Policy.load(path, recipe.model.dtype, device, **settings)
+        return policy if is_trained else policy.freeze()
+    loaded = load_model(path, recipe.model.dtype, "cpu")
+    model, dtype = loaded.model.requires_grad_(is_trained), models.DTYPES[recipe.model.dtype]
+    if not has_head:
+        model.set_output_embeddings(torch.nn.Identity())
+    divided = Divided(model, sharding.shard(model, ranks, dtype), dtype, ranks.size)
+    served = load_model(path, recipe.model.dtype, str(ranks.device)) if serves else loaded
+    return Policy(served, divided=divided, **settings)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    on_gpu = choose_device(recipe.model.device) == "cuda"
+    return {"gradient_checkpointing": recipe.model.gradient_checkpointing, "compile_layers": on_gpu}

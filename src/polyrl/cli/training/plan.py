@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from polyrl.cli.training.models import uses_engine
 from polyrl.cli.training.tasks import prompt_room
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
@@ -101,7 +102,7 @@ def read_shape(path: str) -> ModelShape:
 
 
 def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
-    """While a micro-batch trains; the engine's cache is let go meanwhile."""
+    """Of rank zero, while a micro-batch trains; the engine's cache is let go meanwhile."""
     width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
     num = shape.num_parameters
     tokens = recipe.train.micro_batch_tokens
@@ -110,23 +111,26 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
         elements = shape.hidden * shape.num_layers + layer
     else:
         elements = layer * shape.num_layers
+    ranks = recipe.train.ranks
+    part, has_masters = num // ranks, width == 2 or ranks > 1
+    copy = width * num if ranks == 1 or uses_engine(recipe) else 0  # of several ranks, rank zero's for its engine
     wanted, gae = recipe.lora, recipe.algorithm.advantage == "gae"
     changed = _changed(recipe, shape)
     num_changes = sum(wanted.rank * (rows + columns) for rows, columns in changed)
-    ours = _optimizer(recipe, num_changes, half=False) if wanted.rank else _optimizer(recipe, num, half=width == 2)
-    critics = _optimizer(recipe, num, half=width == 2) if gae else _Optimizer(0, 0, 0)
+    ours = _optimizer(recipe, num_changes, half=False) if wanted.rank else _optimizer(recipe, part, half=has_masters)
+    critics = _optimizer(recipe, part, half=has_masters) if gae else _Optimizer(0, 0, 0)
     offload = recipe.optimizer.offload
     has_reference = recipe.algorithm.kl != "none" and not (wanted.rank and not recipe.algorithm.reference)
     return Memory(
-        weights=width * num,
+        weights=copy,
         changes=_FLOAT32_BYTES * num_changes,
         sums=width * sum(rows * columns for rows, columns in changed),
         masters=0 if offload else ours.masters,
         moments=0 if offload else ours.moments,
         gradients=ours.gradients,
         activations=width * tokens * elements,
-        reference=width * num if has_reference else 0,
-        critic=width * num + (critics.gradients if offload else sum(critics)) if gae else 0,
+        reference=width * part if has_reference else 0,
+        critic=(width * num if ranks == 1 else 0) + (critics.gradients if offload else sum(critics)) if gae else 0,
         offloaded=ours.masters + ours.moments + critics.masters + critics.moments if offload else 0,
     )
 
@@ -161,9 +165,10 @@ def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
     port = recipe.manager.port or "any free port"
     wanted = recipe.fleet
     workers = f"{wanted.workers} on this machine, {wanted.engine} engine" if wanted.workers else "none to start with"
+    ranks = "" if recipe.train.ranks == 1 else f"{recipe.train.ranks} ranks, "
     return [
         ("run", str(run_dir)),
-        ("trainer", f"{device}: {generates}, {_mode(recipe)}, {recipe.train.steps} steps; serves weights"),
+        ("trainer", f"{ranks}{device}: {generates}, {_mode(recipe)}, {recipe.train.steps} steps; serves weights"),
         ("manager", f"a process, CPU, {recipe.manager.host}, {port}"),
         ("workers", f"{workers}; others may join at any time"),
         ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
@@ -198,7 +203,8 @@ def _memory(recipe: Recipe, shape: ModelShape) -> list[tuple[str, str]]:
     sizes = {name: size for name, size in memory._asdict().items() if size and name != "offloaded"}
     parts = ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())
     tokens = recipe.train.micro_batch_tokens
-    rows = [("memory", f"about {_size(memory.total)} while {tokens:,} tokens train (an estimate): {parts}")]
+    whose = "" if recipe.train.ranks == 1 else " of rank zero"
+    rows = [("memory", f"about {_size(memory.total)}{whose} while {tokens:,} tokens train (an estimate): {parts}")]
     if memory.offloaded:
         rows.append(("host", f"{_size(memory.offloaded)} of the optimizer's state"))
     return rows

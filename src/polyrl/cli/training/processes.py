@@ -43,11 +43,11 @@ async def start(arguments: Sequence[str], log_file: Path) -> Process:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "polyrl", *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True, preexec_fn=_end_with_parent,
+            start_new_session=True, preexec_fn=end_with_parent,
         )  # fmt: skip
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Linux tells the child when the thread that started it is gone. Elsewhere it is told by nobody."""
     with contextlib.suppress(OSError, AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -15,7 +15,7 @@ import logging
 import signal
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +24,11 @@ import numpy as np
 from msgspec import structs
 from rich.text import Text
 
-from polyrl.cli.training import checkpoints, processes
+from polyrl.cli.training import checkpoints, models, processes
 from polyrl.cli.training.checkpoints import Past, Saver
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address, ManagerProcess
+from polyrl.cli.training.ranks import Team
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.client import Fleet, Prompt, Sample, connect
@@ -35,14 +36,12 @@ from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe, scheduler_config
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.errors import PolyrlError, UserError
-from polyrl.trainer.critic import Critic
 from polyrl.trainer.devices import Devices
+from polyrl.trainer.leading import Crew
 from polyrl.trainer.local_engine import LocalEngine, Question
 from polyrl.trainer.loop import Loop
-from polyrl.trainer.model import Policy, Scorer
-from polyrl.trainer.optimizer import Optimizer
+from polyrl.trainer.model import Policy
 from polyrl.trainer.publishing import Publishing
-from polyrl.trainer.step import StepAccumulator
 from polyrl.trainer.validation import pass_rates
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
@@ -87,22 +86,19 @@ Beside = Callable[[Stage], Coroutine[Any, Any, None]]
 async def train(
     recipe: Recipe,
     run_dir: Path,
-    policy: Policy,
-    reference: Scorer | None,
+    crew: Crew,
     tasks: Tasks,
     *,
-    critic: Critic | None = None,
     past: Past | None = None,
+    team: Team | None = None,
     beside: Beside | None = None,
 ) -> str:
     """Train to the end, or until interrupted. Returns why it ended.
 
-    `past` is what the run goes on from; `beside` is played meanwhile.
+    `past` is what the run goes on from; `team` are the other ranks; `beside` is played meanwhile.
     """
-    first_step = 0 if past is None else past.state.next_step
-    optimizer = Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps)
-    if past is not None:
-        checkpoints.restore(past, policy, optimizer, critic)
+    first_step, policy = 0 if past is None else past.state.next_step, crew.policy
+    leader = None if team is None else team.lead(crew)
     async with AsyncExitStack() as stack:
         port = recipe.manager.port if past is None or recipe.manager.port else past.port
         model = Path(recipe.model.path)
@@ -111,11 +107,7 @@ async def train(
         stack.push_async_callback(manager.stop)
         address = await manager.start()
         checkpoints.write_port(run_dir, address.port)
-        engine = local_engine(recipe, policy)
-        stack.push_async_callback(engine.close)
-        await engine.start()
-        if not recipe.train.local_generation:
-            await engine.sleep()  # only validation wakes it: training has the memory of its cache
+        engine = await stack.enter_async_context(_engine(recipe, policy))
         fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks))
         assert fleet.opened is not None
         if past is not None:
@@ -134,13 +126,15 @@ async def train(
         loop = Loop(
             recipe,
             fleet,
-            step_accumulator(recipe, policy, optimizer, reference, critic),
+            crew.steps if leader is None else leader,
             devices,
-            Publishing(policy, server, engine, fleet.digests),
+            Publishing(policy, server, engine, fleet.digests, None if leader is None else leader.weights),
             tasks.tokens,
             telling,
             validator(recipe, engine, devices, tasks, telling),
-            Saver(recipe, run_dir, policy, optimizer, critic, fleet).save if recipe.checkpoint.enabled else None,
+            Saver(recipe, run_dir, policy, (crew if leader is None else leader).state, fleet).save
+            if recipe.checkpoint.enabled
+            else None,
         )
         telling.begin(fleet)
         if beside is not None:
@@ -148,7 +142,8 @@ async def train(
             stack.push_async_callback(_end, playing)
         try:
             await _until_joined(recipe, fleet, workers)
-            why = await _first_of(loop.run(first_step), manager.failed(), worker)
+            failures = (manager.failed(), *([] if team is None else [team.failed()]))
+            why = await _first_of(loop.run(first_step), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
             raise
@@ -181,23 +176,29 @@ async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
         await asyncio.gather(running, stopping, return_exceptions=True)
 
 
-async def _first_of(run: object, failed: object, worker: "asyncio.Task[Left] | None") -> str:
+async def _first_of(
+    run: Coroutine[Any, Any, str],
+    failures: Sequence[Coroutine[Any, Any, None]],
+    worker: "asyncio.Task[Left] | None",
+) -> str:
     """The run's own end, or whatever ends it before."""
-    running = asyncio.ensure_future(run)  # type: ignore[call-overload]
-    failing = asyncio.ensure_future(failed)  # type: ignore[call-overload]
-    waited = {running, failing, *([] if worker is None else [worker])}
+    running = asyncio.ensure_future(run)
+    failing = [asyncio.ensure_future(one) for one in failures]
+    waited = {running, *failing, *([] if worker is None else [worker])}
     try:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if worker is not None and worker.done():
             raise UserError(f"the trainer's own worker has left: {worker.result()}")
         if running.done():
             return running.result()
-        failing.result()
-        raise AssertionError("a manager is kept alive until it fails")
+        for one in failing:
+            if one.done():
+                one.result()
+        raise AssertionError("a manager is kept alive until it fails, and so are ranks")
     finally:
-        for task in (running, failing):
+        for task in (running, *failing):
             task.cancel()
-        await asyncio.gather(running, failing, return_exceptions=True)
+        await asyncio.gather(running, *failing, return_exceptions=True)
 
 
 async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
@@ -272,19 +273,20 @@ def sampling_of(recipe: Recipe) -> Sampling:
     )
 
 
-def step_accumulator(
-    recipe: Recipe, policy: Policy, optimizer: Optimizer, reference: Scorer | None, critic: Critic | None
-) -> StepAccumulator:
-    return StepAccumulator(
-        policy,
-        optimizer,
-        recipe.algorithm,
-        max_tokens=recipe.train.micro_batch_tokens,
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        temperature=recipe.rollout.temperature,
-        reference=reference,
-        critic=critic,
-    )
+@asynccontextmanager
+async def _engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalEngine | None]:
+    """On the trainer's own device; None if it never generates."""
+    if not models.uses_engine(recipe):
+        yield None
+        return
+    engine = local_engine(recipe, policy)
+    try:
+        await engine.start()
+        if not recipe.train.local_generation:
+            await engine.sleep()  # only validation wakes it: training has the memory of its cache
+        yield engine
+    finally:
+        await engine.close()
 
 
 def local_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
@@ -317,10 +319,10 @@ def weight_settings(recipe: Recipe, address: Address) -> WeightSettings:
 
 @asynccontextmanager
 async def _local_worker(
-    recipe: Recipe, run_dir: Path, address: Address, fleet: Fleet, engine: LocalEngine, devices: Devices
+    recipe: Recipe, run_dir: Path, address: Address, fleet: Fleet, engine: LocalEngine | None, devices: Devices
 ) -> "AsyncIterator[asyncio.Task[Left] | None]":
     """The trainer's devices as a member of the fleet. None, and only validation has the engine, if it is to be none."""
-    if not recipe.train.local_generation:
+    if engine is None or not recipe.train.local_generation:
         yield None
         return
     options = WorkerOptions(LOCAL_WORKER, is_local=True, relays=False, drain_deadline_s=_LOCAL_DRAIN_S)
@@ -398,11 +400,11 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
 
 
 def validator(
-    recipe: Recipe, engine: LocalEngine, devices: Devices, tasks: Tasks, telling: Telling
+    recipe: Recipe, engine: LocalEngine | None, devices: Devices, tasks: Tasks, telling: Telling
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
     """Validates a version; none where the recipe wants no validation."""
     wanted = recipe.validation
-    if not wanted.every_steps and not wanted.at_start:
+    if engine is None or (not wanted.every_steps and not wanted.at_start):
         return None
 
     async def validate(version: int) -> None:

@@ -1,0 +1,217 @@
+"""The processes of a run whose model is trained by several ranks: started, told what to train, watched, and ended.
+
+    polyrl train recipe.toml train.ranks=4                      this process is rank zero, and starts the others
+    torchrun --nproc-per-node 4 -m polyrl train recipe.toml     torchrun has started all four
+
+Rank zero reads the recipe, the data and the checkpoint's place, and runs everything but the model; the others are told.
+Rules kept here: no rank outlives rank zero. Ctrl+C is rank zero's to hear. A rank that ends before it is told to ends
+the run, with a line that says which one and why; its log is RUN/logs/rank-N.log.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from polyrl.cli.training import processes
+from polyrl.config.recipe import Recipe
+from polyrl.errors import UserError
+
+if TYPE_CHECKING:
+    from polyrl.trainer.leading import Crew, Leader
+    from polyrl.trainer.ranks import Ranks, Seat
+
+log = logging.getLogger("polyrl.train")
+
+_SEAT = "POLYRL_RANK"
+"""RANK/SIZE:FILE, for a rank that rank zero has started."""
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_LOOK_EVERY_S = 0.2
+_DEATH_IS_SEEN_S = 3.0
+"""A connection may be known to be closed before its process is known to have ended."""
+_GRACE_S = 10.0
+
+
+class Setup(Struct, frozen=True):
+    """What the others are told at first."""
+
+    recipe: Recipe
+    run_dir: str
+    checkpoint: str | None
+    """That the run goes on from."""
+
+
+def seat_of(environment: Mapping[str, str]) -> "Seat | None":
+    """Which rank this process is; None: the only one, or the one that starts the others. Raises UserError."""
+    from polyrl.trainer.ranks import Seat
+
+    if _SEAT in environment:
+        numbers, _, meeting_point = environment[_SEAT].partition(":")
+        rank, _, size = numbers.partition("/")
+        return Seat(int(rank), int(size), meeting_point)
+    if _TORCHRUN not in environment or environment["WORLD_SIZE"] == "1":
+        return None
+    if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
+        raise UserError(
+            f"torchrun: {environment['WORLD_SIZE']} ranks on several machines; expected all on one machine: "
+            "more machines take part as workers, see docs/guides/ranks.md"
+        )
+    return Seat(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+
+
+def with_ranks(recipe: Recipe, seat: "Seat | None") -> Recipe:
+    """The recipe with as many ranks as there are. Raises UserError if it says another number."""
+    if seat is None:
+        return recipe
+    if recipe.train.ranks not in (1, seat.size):
+        raise UserError(
+            f"train.ranks: {recipe.train.ranks}, and torchrun has started {seat.size}; leave one of them out"
+        )
+    return msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, ranks=seat.size))
+
+
+class Team:
+    """The other ranks, as rank zero sees them. `started` are those that it started itself, from rank one on."""
+
+    def __init__(self, ranks: "Ranks", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> None:
+        self.ranks = ranks
+        self._run_dir, self._started = run_dir, started
+        self._leader: Leader | None = None
+
+    def lead(self, crew: "Crew") -> "Leader":
+        from polyrl.trainer.leading import Leader
+
+        self._leader = Leader(self.ranks, crew, self._lost)
+        return self._leader
+
+    async def failed(self) -> None:
+        """Waits for as long as all is well; raises UserError when a rank has ended."""
+        while (why := self._ended()) is None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self.ranks.break_off()
+        raise UserError(why)
+
+    def _lost(self, error: RuntimeError) -> str | None:
+        until = time.monotonic() + _DEATH_IS_SEEN_S
+        while self._started and time.monotonic() < until:
+            if (why := self._ended()) is not None:
+                return why
+            time.sleep(_LOOK_EVERY_S)
+        if self._started or not any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
+            return None
+        return f"another rank has ended: see {self._run_dir / 'logs'}; {_go_on(self._run_dir)}"
+
+    def _ended(self) -> str | None:
+        for number, process in enumerate(self._started, 1):
+            code = process.poll()
+            if code is not None:
+                place = log_file(self._run_dir, number)
+                said = f": {processes.last_line(place)}" if code > 0 else f", see {place}"
+                return f"rank {number} has ended ({processes.show_code(code)}){said}; {_go_on(self._run_dir)}"
+        return None
+
+    def close(self) -> None:
+        """Tell the others to stop; end those that do not hear it."""
+        if self._leader is not None:
+            self._leader.stop()
+        until = time.monotonic() + _GRACE_S
+        for process in self._started:
+            if self._leader is None:
+                process.kill()
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                until = 0.0
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def assembled(recipe: Recipe, run_dir: Path, seat: "Seat | None", checkpoint: Path | None) -> Iterator[Team | None]:
+    """All ranks of a run, told what it is; None where there is only this one."""
+    if recipe.train.ranks == 1:
+        yield None
+        return
+    from polyrl.engines.builtin.models import choose_device
+    from polyrl.trainer.ranks import Ranks, Seat, check_gpus
+
+    device = choose_device(recipe.model.device)
+    if device == "cuda":
+        check_gpus(recipe.train.ranks)
+    started: list[subprocess.Popen[bytes]] = []
+    team: Team | None = None
+    with tempfile.TemporaryDirectory(prefix="polyrl-ranks-") as folder:
+        try:
+            if seat is None:
+                seat = Seat(0, recipe.train.ranks, f"{folder}/meeting-point")
+                started += (_start(run_dir, seat._replace(rank=rank)) for rank in range(1, seat.size))
+            ranks = Ranks.join(seat)
+            ranks.broadcast(msgspec.msgpack.encode(Setup(recipe, str(run_dir), checkpoint and str(checkpoint))))
+            ranks.use(device)
+            team = Team(ranks, run_dir, started)
+            yield team
+        finally:
+            if team is not None:
+                team.close()
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+def _start(run_dir: Path, seat: "Seat") -> "subprocess.Popen[bytes]":
+    with log_file(run_dir, seat.rank).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "polyrl", "train"],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            env={**os.environ, _SEAT: f"{seat.rank}/{seat.size}:{seat.meeting_point}"},
+            start_new_session=True, preexec_fn=processes.end_with_parent,  # noqa: PLW1509  it takes no lock
+        )  # fmt: skip
+
+
+def follow(seat: "Seat") -> int:
+    """The life of every rank but zero. What goes wrong is in its log: rank zero says it to the user."""
+    from polyrl.cli.training import checkpoints, models
+    from polyrl.engines.builtin.models import choose_device
+    from polyrl.trainer import leading
+    from polyrl.trainer.ranks import Ranks
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not seat.meeting_point:  # torchrun tells all to end at once; rank zero still needs the others while it does so
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ranks = Ranks.join(seat)
+    setup = msgspec.msgpack.decode(ranks.broadcast(), type=Setup)
+    run_dir, recipe = Path(setup.run_dir), setup.recipe
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, seat.rank))
+    try:
+        ranks.use(choose_device(recipe.model.device))
+        tensors = None if setup.checkpoint is None else checkpoints.checkpoint.load(Path(setup.checkpoint))[1]
+        crew = models.load_crew(recipe, ranks, tensors)
+        log.info("rank %d of %d is ready, on %s", seat.rank, seat.size, ranks.device)
+        leading.follow(ranks, crew)
+    except UserError as error:
+        log.error("%s", error)
+        return 1
+    except RuntimeError:
+        log.exception("rank %d cannot go on", seat.rank)
+        return 1
+    ranks.close()
+    return 0
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank-{rank}.log"
+
+
+def _go_on(run_dir: Path) -> str:
+    return f"go on with `polyrl train --resume {run_dir}`"
