@@ -63,6 +63,14 @@ def test_the_context_is_what_the_model_says(tmp_path: Path):
     assert make(tmp_path).max_context is None
 
 
+def test_a_tokenizer_of_another_model_is_one_line(tmp_path: Path):
+    largest = int(make(tmp_path).tokens(["1a2="])[0].max())
+    make(tmp_path, config={"model_type": "llama", "vocab_size": largest + 1}).tokens(["1a2="])
+    tokenizer = make(tmp_path, config={"model_type": "llama", "vocab_size": largest})
+    with pytest.raises(ConfigError, match=rf"does not match the model: it writes token {largest}, .* {largest}$"):
+        tokenizer.tokens(["1a2="])
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

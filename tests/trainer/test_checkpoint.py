@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all, verified when read, kept by rule."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint
-from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer.checkpoint import Best, Keep, TrainerState
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -33,8 +34,70 @@ def test_what_is_saved_is_loaded(tmp_path: Path):
 
 def test_only_the_last_are_kept_and_a_step_may_be_saved_again(tmp_path: Path):
     for step in (1, 2, 3, 3):
-        save(tmp_path, step, keep_last=2)
+        save(tmp_path, step, keep=Keep(2))
     assert [one.name for one in checkpoint.found(tmp_path)] == ["step-000002", "step-000003"]
+
+
+def test_checkpoints_are_kept_by_rule(tmp_path: Path):
+    for step in range(8):
+        save(tmp_path, step, keep=Keep(last=1, every=3))
+        if step in (2, 4, 5):
+            value = {2: 0.5, 4: 0.5, 5: 0.7}[step]
+            assert checkpoint.note_best(tmp_path, Best(step, "validation/pass@1", value)) is (step != 4)
+        assert checkpoint.found(tmp_path)[-1].name == checkpoint.name_of(step), "the newest is always there"
+    assert [checkpoint.step_of(one) for one in checkpoint.found(tmp_path)] == [3, 5, 6, 7]
+    assert checkpoint.read_best(tmp_path) == Best(5, "validation/pass@1", 0.7)
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "expected"),
+    [
+        (Keep(1), None, [9]),
+        (Keep(2), None, [8, 9]),
+        (Keep(20), None, list(range(10))),
+        (Keep(1, 4), None, [4, 8, 9]),
+        (Keep(1), 0, [0, 9]),
+        (Keep(2, 3), 7, [3, 6, 7, 8, 9]),
+    ],
+)
+def test_the_rules(keep: Keep, best: int | None, expected: list[int]):
+    assert checkpoint.kept(range(10), keep, best) == expected
+
+
+def test_another_metric_begins_anew_and_a_best_that_is_gone_is_none(tmp_path: Path):
+    save(tmp_path, 1)
+    assert checkpoint.note_best(tmp_path, Best(1, "validation/pass@1", 0.9))
+    save(tmp_path, 2)
+    assert checkpoint.note_best(tmp_path, Best(2, "validation/pass@8", 0.1))
+    shutil.rmtree(tmp_path / checkpoint.FOLDER / checkpoint.name_of(2))
+    assert checkpoint.read_best(tmp_path) is None
+    (tmp_path / checkpoint.FOLDER / "best.json").write_text("{")
+    assert checkpoint.read_best(tmp_path) is None
+
+
+def test_steps_are_in_order_whatever_their_number(tmp_path: Path):
+    for step in (999_999, 1_000_000):
+        save(tmp_path, step)
+    (tmp_path / checkpoint.FOLDER / "step-of-mine").mkdir()
+    assert [checkpoint.step_of(one) for one in checkpoint.found(tmp_path)] == [999_999, 1_000_000]
+
+
+def test_a_disk_that_is_full_in_the_middle_leaves_the_old_one_usable(tmp_path: Path):
+    """A process that may write no file beyond 6 kB: what a full disk answers, at the same place."""
+    save(tmp_path, 1)
+    code = (
+        "import resource, sys; from pathlib import Path; from tests.trainer.test_checkpoint import save\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))\n"
+        "try: save(Path(sys.argv[1]), 2)\n"
+        "except OSError as error: print(error)"
+    )
+    root = Path(__file__).parents[2]
+    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, capture_output=True, check=True)
+    assert b"File too large" in child.stdout
+    assert [one.name for one in (tmp_path / checkpoint.FOLDER).iterdir()] == ["step-000001"], "and nothing is left over"
+    state, found = checkpoint.load(checkpoint.found(tmp_path)[-1])
+    assert state.next_step == 1
+    assert torch.equal(found["master/a"], tensors(1)["master/a"])
 
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.999])

@@ -1,6 +1,8 @@
 """Several ranks train one model: the same losses, gradients, weights and checkpoints as one, to rounding."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,23 +32,41 @@ from polyrl.trainer.packing import make_parts, num_rows, plan_turns
 Tensors = dict[str, torch.Tensor]
 
 
+pytestmark = pytest.mark.timeout(400)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With what two ranks left in it."""
-    place = tmp_path_factory.mktemp("ranks")
-    make_models(place)
+    """With what two ranks left in it: once, however many processes run these tests."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    place = shared / "two-ranks"
+    with (shared / "two-ranks.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "done").exists():
+            place.mkdir()
+            make_models(place)
+            leave_a_checkpoint(place)
+            run_two_ranks(place)
+            (place / "done").touch()
+    return place
+
+
+def leave_a_checkpoint(place: Path) -> None:
     crew = make_crew(place, None, WITH_CRITIC, {})
     two_steps(crew.steps, samples(place, {}))
     save(place / "from-one", crew.state())
+
+
+def run_two_ranks(place: Path) -> None:
     command = [sys.executable, "-m", "tests.trainer.ranks_at_work"]
     root = Path(__file__).parents[2]
     started = [subprocess.Popen([*command, str(rank), "2", str(place)], cwd=root) for rank in range(2)]
     try:
-        assert [one.wait(timeout=120) for one in started] == [0, 0]
+        assert [one.wait(timeout=300) for one in started] == [0, 0]
     finally:
         for one in started:
             one.kill()
-    return place
 
 
 def part(tensors: Tensors, prefix: str) -> Tensors:

@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+from tests.trainer.small import save_small
 
-from polyrl.cli.training.checkpoints import read_recipe, write_recipe
+from polyrl.cli.training.checkpoints import Past, check_past, read_recipe, tokenizer_digest, write_recipe
 from polyrl.config.recipe import scheduler_config
 from polyrl.config.recipe_files import load_recipe
-from polyrl.errors import UserError
+from polyrl.errors import ConfigError, UserError
+from polyrl.trainer import checkpoint
+from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer.model import Policy
 
 
 @pytest.fixture
@@ -29,6 +33,8 @@ def run_dir(tmp_path: Path) -> Path:
         "track.tensorboard=true",
         "validation.every_steps=3",
         "checkpoint.keep_last=9",
+        "checkpoint.keep_every=9",
+        "train.ranks=2",
     ],
 )
 def test_what_may_be_changed_leaves_what_the_manager_was_told(run_dir: Path, override: str):
@@ -51,3 +57,43 @@ def test_what_may_be_changed_leaves_what_the_manager_was_told(run_dir: Path, ove
 def test_everything_else_is_refused_by_its_name(run_dir: Path, override: str):
     with pytest.raises(UserError, match=f"^{override.partition('=')[0]}: cannot be changed"):
         read_recipe(run_dir, [override])
+
+
+def test_a_checkpoint_goes_with_its_own_model_and_tokenizer(tmp_path: Path):
+    folder = save_small(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("one")
+    recipe = load_recipe("arithmetic", [f"model.path={folder}"])
+    policy = Policy.load(str(folder))
+    ours = checkpoint.fingerprint(policy.parameters())
+    state = TrainerState(next_step=3, digests={}, fingerprint=ours, tokenizer=tokenizer_digest(folder))
+    check_past(past := Past(tmp_path / "step-000003", state, {}, 0), recipe, policy)
+    (folder / "tokenizer.json").write_text("two")
+    with pytest.raises(UserError, match=f"^{folder}: its tokenizer is not the one that .*step-000003 was trained with"):
+        check_past(past, recipe, policy)
+    (folder / "tokenizer.json").write_text("one")
+    other = Policy.load(str(save_small(tmp_path / "other", "llama")))
+    with pytest.raises(UserError, match=f"^the checkpoint is of another model than {folder}: names or shapes"):
+        check_past(past, recipe, other)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["validation.every_steps=0"], "nothing is compared while validation.every_steps = 0"),
+        (
+            ["validation.every_steps=2", "checkpoint.keep_best=reward/mean"],
+            'got "reward/mean", expected validation/pass@1',
+        ),
+    ],
+)
+def test_the_best_is_by_a_metric_that_validation_has(overrides: list[str], message: str):
+    load_recipe("arithmetic", ["validation.every_steps=5", "checkpoint.keep_best=validation/pass@1"])
+    with pytest.raises(ConfigError, match=f"^checkpoint.keep_best: {message}"):
+        load_recipe("arithmetic", ["checkpoint.keep_best=validation/pass@1", *overrides])
+
+
+def test_ranks_divide_all_weights_and_the_plain_optimizer():
+    load_recipe("arithmetic", ["train.ranks=2"])
+    for override in ("lora.rank=4", "optimizer.offload=true", "optimizer.kind=adamw8bit"):
+        with pytest.raises(ConfigError, match=r"^train\.ranks: expected 1, since"):
+            load_recipe("arithmetic", ["train.ranks=2", override])

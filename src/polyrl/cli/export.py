@@ -9,9 +9,9 @@ example:
   polyrl export runs/arithmetic-lora models/adapter --adapter
   polyrl generate --model models/trained --prompt 'a3b5c4='
 
-Writes the newest checkpoint (or the one of --step) in the dtype that the run serves, with the tokenizer, so that
-transformers and the engines load it. Of a run with LoRA, base and changes are merged; with --adapter, the changes alone
-are written, for peft.PeftModel.from_pretrained."""
+Writes the newest checkpoint (or the one of --step, or the --best) in the dtype that the run serves, with the tokenizer,
+so that transformers and the engines load it. Of a run with LoRA, base and changes are merged; with --adapter, the
+changes alone are written, for peft.PeftModel.from_pretrained."""
 
 _COPIED = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
 
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="of a run with LoRA: its changes alone, as peft has them"
     )
-    parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint that checkpoint.keep_best has kept")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.trainer import exporting
 
     recipe = checkpoints.read_recipe(run_dir, [])
-    folder = exporting.choose(run_dir, args.step)
+    folder = exporting.choose(run_dir, _best(run_dir) if args.best else args.step)
     exporting.export(folder, recipe, out, adapter=args.adapter)
     for path in sorted(Path(recipe.model.path).iterdir()):
         if path.is_file() and path.name.startswith(_COPIED) and not (out / path.name).exists():
@@ -47,3 +49,15 @@ def run(args: argparse.Namespace) -> int:
     what = "the adapter" if args.adapter else "the weights"
     print(f"{out}: {what} of {folder.name}, in {'float32' if args.adapter else recipe.model.dtype}")
     return 0
+
+
+def _best(run_dir: Path) -> int:
+    from polyrl.errors import UserError
+    from polyrl.trainer import checkpoint
+
+    best = checkpoint.read_best(run_dir)
+    if best is None:
+        raise UserError(
+            f"--best: {run_dir} has kept none; expected a run with checkpoint.keep_best, after its first validation"
+        )
+    return best.step

@@ -143,9 +143,10 @@ def start(
 
     try:
         with ranks.assembled(recipe, run_dir, ranks.seat_of(os.environ), folder) as team:
-            crew = models.load_crew(recipe, None if team is None else team.ranks, past and past.tensors)
+            crew = models.load_crew(recipe, None if team is None else team.ranks)
             if past is not None:
-                checkpoints.check_model(past.state, crew.policy)
+                checkpoints.check_past(past, recipe, crew.policy)
+                crew.restore(past.tensors)
             return run_loop(train_and_close(crew, team))
     except Interrupted:
         return None

@@ -435,6 +435,10 @@ class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     enabled: bool = True
     """After every step. Off: a trainer that dies takes its run with it."""
     keep_last: AtLeastOne = 2
+    keep_every: AtLeastOne | None = None
+    """Also those after every so many steps, for good."""
+    keep_best: str = ""
+    """Also the one that does best by a metric of validation, validation/pass@1 for example."""
 
 
 class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -478,6 +482,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_who_generates()
         self._check_tokens()
         self._check_groups()
+        self._check_best()
+        self._check_ranks()
         self._choose_correction()
 
     def _choose_correction(self) -> None:
@@ -490,6 +496,26 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _check_who_generates(self) -> None:
         if self.train.mode == "synchronous" and not self.train.local_generation:
             raise ValueError("train.local_generation: expected true, since a synchronous run generates there")
+
+    def _check_ranks(self) -> None:
+        if self.train.ranks > 1 and self.lora.rank:
+            raise ValueError("train.ranks: expected 1, since LoRA is for one rank so far; its optimizer is small")
+        if self.train.ranks > 1 and (self.optimizer.offload or self.optimizer.kind != "adamw"):
+            raise ValueError(
+                'train.ranks: expected 1, since optimizer.offload and optimizer.kind = "adamw8bit" are for one rank; '
+                "ranks divide the optimizer's state already"
+            )
+
+    def _check_best(self) -> None:
+        wanted, validation = self.checkpoint.keep_best, self.validation
+        if not wanted:
+            return
+        if not validation.every_steps:
+            raise ValueError("checkpoint.keep_best: nothing is compared while validation.every_steps = 0")
+        places = ["validation", *(f"validation/{domain.name}" for domain in self.data.all_domains)]
+        known = [f"{place}/pass@{k}" for place in places for k in validation.pass_at]
+        if wanted not in known:
+            raise ValueError(f'checkpoint.keep_best: got "{wanted}", expected {", ".join(known)}')
 
     def _check_groups(self) -> None:
         algorithm, num_samples = self.algorithm, self.rounds.samples_per_prompt

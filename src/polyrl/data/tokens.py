@@ -6,7 +6,7 @@ begins; plain text gets what the tokenizer puts around any text. An answer is re
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ class ModelTokenizer:
         self._tokenizer = _load(folder)
         self._tokenizer("")  # sets truncation and padding aside, once: while it does, no other thread may use it
         self._end_ids = frozenset(_end_ids(Path(folder), self._tokenizer))
-        self.max_context: int | None = _max_context(Path(folder))
+        self._vocabulary = _said_in_config(Path(folder), "vocab_size")
+        self.max_context: int | None = _said_in_config(Path(folder), "max_position_embeddings")
         """What the model can, as its config.json says it."""
 
     def written(self, prompt: str | Messages) -> str:
@@ -52,7 +53,17 @@ class ModelTokenizer:
             if places:
                 lists = self._tokenizer([texts[place] for place in places], add_special_tokens=special)["input_ids"]
                 found |= {place: np.array(ids, dtype=np.int32) for place, ids in zip(places, lists, strict=True)}
+        self._check(found.values())
         return [found[place] for place in range(len(prompts))]
+
+    def _check(self, found: Iterable[Tokens]) -> None:
+        """Some tokenizers know tokens that their model lacks; what matters is whether the data has them."""
+        largest = max((int(one.max()) for one in found if len(one)), default=0)
+        if self._vocabulary is not None and largest >= self._vocabulary:
+            raise ConfigError(
+                f"{_KEY}: {self._folder}: its tokenizer does not match the model: it writes token {largest}, and "
+                f"config.json has vocab_size {self._vocabulary}"
+            )
 
     def text(self, answer: Sequence[int]) -> str:
         """What an answer says, without the tokens that end it."""
@@ -87,9 +98,9 @@ def _end_ids(folder: Path, tokenizer: Any) -> list[int]:
     return ends
 
 
-def _max_context(folder: Path) -> int | None:
+def _said_in_config(folder: Path, key: str) -> int | None:
     config = _read_config(folder / "config.json")
-    said = config.get("text_config", config).get("max_position_embeddings")
+    said = config.get("text_config", config).get(key)
     return said if isinstance(said, int) else None
 
 

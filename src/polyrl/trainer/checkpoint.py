@@ -2,18 +2,22 @@
 
     RUN/checkpoints/step-000012/   state.json              the next step, digests of versions and of the other file
                                    optimizer.safetensors   float32 weights and both moments
+    RUN/checkpoints/best.json      which step validated best so far
 
 Data order, deferred prompts, the open round and the ledger are in the manager's journal, and are not repeated here.
 
 Rules kept here: a checkpoint is written beside the others under another name, flushed, and then renamed: killed at any
-moment, the last one is whole. It is verified when it is read. A disk that is full leaves the old ones usable.
+moment, the last one is whole. It is verified when it is read. A disk that is full leaves the old ones usable. Old ones
+go by rule (`Keep`), after the new one is there.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 FOLDER = "checkpoints"
 _STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
+_BEST = "best.json"
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
 
@@ -45,8 +50,28 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     """Of what is trained: its tensors' names and shapes."""
     base: str = ""
     """Of LoRA: the fingerprint of the weights that are changed. They are not in the checkpoint."""
+    tokenizer: str = ""
+    """Of the tokenizer's files."""
     files: dict[str, str] = {}
     format: int = _FORMAT
+
+
+class Keep(NamedTuple):
+    """Which checkpoints stay: the `last` ones, those of every so many steps, and the best."""
+
+    last: int = 2
+    every: int | None = None
+
+
+KEEP = Keep()
+
+
+class Best(Struct, frozen=True):
+    """The checkpoint that did best."""
+
+    step: int
+    metric: str
+    value: float
 
 
 class _Sealed(Struct, frozen=True):
@@ -54,7 +79,7 @@ class _Sealed(Struct, frozen=True):
     state: msgspec.Raw
 
 
-def save(run_dir: Path, state: TrainerState, tensors: dict[str, Tensor], *, keep_last: int = 2) -> Path:
+def save(run_dir: Path, state: TrainerState, tensors: dict[str, Tensor], *, keep: Keep = KEEP) -> Path:
     """Write a checkpoint, and let go of those no longer wanted. Raises OSError; the old ones are whole then."""
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,18 +104,66 @@ def save(run_dir: Path, state: TrainerState, tensors: dict[str, Tensor], *, keep
     except OSError:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    for old in found(run_dir)[:-keep_last]:
-        shutil.rmtree(old, ignore_errors=True)
+    _prune(run_dir, keep)
     return final
+
+
+def kept(steps: Sequence[int], keep: Keep, best: int | None) -> list[int]:
+    """Of all steps that have a checkpoint, in order, those whose checkpoint stays."""
+    return [
+        step
+        for number, step in enumerate(steps)
+        if number >= len(steps) - keep.last or step == best or (keep.every and step and step % keep.every == 0)
+    ]
+
+
+def _prune(run_dir: Path, keep: Keep) -> None:
+    known, best = found(run_dir), read_best(run_dir)
+    wanted = kept([step_of(one) for one in known], keep, best and best.step)
+    for one in known:
+        if step_of(one) not in wanted:
+            shutil.rmtree(one, ignore_errors=True)
+
+
+def note_best(run_dir: Path, candidate: Best) -> bool:
+    """Whether it is better than all before, by the same metric. It stays then. Raises OSError."""
+    before = read_best(run_dir)
+    if before is not None and before.metric == candidate.metric and before.value >= candidate.value:
+        return False
+    path = run_dir / FOLDER / _BEST
+    fresh = path.with_name(f".{_BEST}")
+    fresh.write_bytes(msgspec.json.encode(candidate))
+    _sync(fresh)
+    fresh.rename(path)
+    _sync(path.parent)
+    return True
+
+
+def read_best(run_dir: Path) -> Best | None:
+    """None where there is none that can be read, or its checkpoint is gone."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        best = msgspec.json.decode((run_dir / FOLDER / _BEST).read_bytes(), type=Best)
+        if (run_dir / FOLDER / name_of(best.step) / _STATE).is_file():
+            return best
+    return None
 
 
 def name_of(step: int) -> str:
     return f"step-{step:06}"
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
 def found(run_dir: Path) -> list[Path]:
     """Those that were finished, oldest first."""
-    return sorted(one for one in (run_dir / FOLDER).glob("step-*") if (one / _STATE).is_file())
+    steps = [one for one in (run_dir / FOLDER).glob("step-*") if _is_ours(one)]
+    return sorted(steps, key=step_of)
+
+
+def _is_ours(folder: Path) -> bool:
+    return folder.name.removeprefix("step-").isdecimal() and (folder / _STATE).is_file()
 
 
 def load(folder: Path) -> tuple[TrainerState, dict[str, Tensor]]:

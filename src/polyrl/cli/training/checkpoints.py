@@ -10,9 +10,10 @@ apart: a step is done for the manager only when it is on disk here.
 
 import asyncio
 import fcntl
+import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,11 @@ from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint
-from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer.checkpoint import Best, Keep, TrainerState
 from polyrl.trainer.model import Policy
 
 _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
+_TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
 _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
@@ -129,7 +131,9 @@ class Saver:
         self, recipe: Recipe, run_dir: Path, policy: Policy, gather: Callable[[], dict[str, Any]], fleet: Fleet
     ) -> None:
         """`gather` gives all tensors of a checkpoint, whole."""
-        self._keep_last, self._run_dir = recipe.checkpoint.keep_last, run_dir
+        wanted = recipe.checkpoint
+        self._keep, self._metric = Keep(wanted.keep_last, wanted.keep_every), wanted.keep_best
+        self._run_dir, self._tokenizer = run_dir, tokenizer_digest(Path(recipe.model.path))
         self._digests_kept = max(_DIGESTS_KEPT, recipe.max_staleness + 2)
         self._gather, self._fleet = gather, fleet
         self._fingerprint, self._base = checkpoint.fingerprint(policy.parameters()), policy.base_fingerprint
@@ -142,6 +146,7 @@ class Saver:
             digests={version: self._fleet.digests[version] for version in newest},
             fingerprint=self._fingerprint,
             base=self._base,
+            tokenizer=self._tokenizer,
         )
         try:
             await asyncio.to_thread(self._save, state)
@@ -152,9 +157,34 @@ class Saver:
             ) from error
 
     def _save(self, state: TrainerState) -> None:
-        checkpoint.save(self._run_dir, state, self._gather(), keep_last=self._keep_last)
+        checkpoint.save(self._run_dir, state, self._gather(), keep=self._keep)
+
+    def validated(self, version: int, rates: Mapping[str, float]) -> None:
+        """The newest checkpoint is of that version. Raises UserError if the disk does not take it."""
+        if self._metric not in rates:
+            return
+        try:
+            checkpoint.note_best(self._run_dir, Best(version, self._metric, rates[self._metric]))
+        except OSError as error:
+            raise UserError(
+                f"{self._run_dir}: that version {version} is the best so far cannot be written: "
+                f"{error.strerror or error}; make room, and go on with --resume"
+            ) from error
 
 
-def check_model(state: TrainerState, policy: Policy) -> None:
-    """Raises UserError if a checkpoint is of another model."""
-    checkpoint.check_model(state, policy, "model.path")
+def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
+    """Raises UserError if a checkpoint is of another model, or of another tokenizer."""
+    path = recipe.model.path
+    if past.state.tokenizer and past.state.tokenizer != tokenizer_digest(Path(path)):
+        raise UserError(f"{path}: its tokenizer is not the one that {past.folder} was trained with; put that one back")
+    checkpoint.check_model(past.state, policy, path)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Of all files that say what a text's tokens are."""
+    hashing = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(_TOKENIZER_FILES):
+            data = path.read_bytes()
+            hashing.update(f"{path.name} {len(data)} ".encode() + data)
+    return hashing.hexdigest()

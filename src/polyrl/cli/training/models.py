@@ -18,8 +18,8 @@ from polyrl.trainer.ranks import ALONE, Ranks
 from polyrl.trainer.step import StepAccumulator
 
 
-def load_crew(recipe: Recipe, ranks: Ranks | None = None, state: dict[str, Any] | None = None) -> Crew:
-    """All that a rank trains with; `state` is of a checkpoint. Raises UserError."""
+def load_crew(recipe: Recipe, ranks: Ranks | None = None) -> Crew:
+    """All that a rank trains with. Raises UserError."""
     policy, reference = load(recipe, ranks)
     critic = load_critic(recipe, ranks)
     optimizer = Optimizer(policy.parameters(), recipe.optimizer, recipe.train.steps)
@@ -34,10 +34,7 @@ def load_crew(recipe: Recipe, ranks: Ranks | None = None, state: dict[str, Any] 
         critic=critic,
         peers=ALONE if ranks is None else ranks,
     )
-    crew = Crew(policy, optimizer, critic, steps)
-    if state is not None:
-        crew.restore(state)
-    return crew
+    return Crew(policy, optimizer, critic, steps)
 
 
 def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | None]:

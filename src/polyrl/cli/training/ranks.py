@@ -78,7 +78,10 @@ def with_ranks(recipe: Recipe, seat: "Seat | None") -> Recipe:
         raise UserError(
             f"train.ranks: {recipe.train.ranks}, and torchrun has started {seat.size}; leave one of them out"
         )
-    return msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, ranks=seat.size))
+    try:
+        return msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, ranks=seat.size))
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 class Team:
@@ -181,9 +184,9 @@ def _start(run_dir: Path, seat: "Seat") -> "subprocess.Popen[bytes]":
 
 def follow(seat: "Seat") -> int:
     """The life of every rank but zero. What goes wrong is in its log: rank zero says it to the user."""
-    from polyrl.cli.training import checkpoints, models
+    from polyrl.cli.training import models
     from polyrl.engines.builtin.models import choose_device
-    from polyrl.trainer import leading
+    from polyrl.trainer import checkpoint, leading
     from polyrl.trainer.ranks import Ranks
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -195,8 +198,9 @@ def follow(seat: "Seat") -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, seat.rank))
     try:
         ranks.use(choose_device(recipe.model.device))
-        tensors = None if setup.checkpoint is None else checkpoints.checkpoint.load(Path(setup.checkpoint))[1]
-        crew = models.load_crew(recipe, ranks, tensors)
+        crew = models.load_crew(recipe, ranks)
+        if setup.checkpoint is not None:
+            crew.restore(checkpoint.load(Path(setup.checkpoint))[1])
         log.info("rank %d of %d is ready, on %s", seat.rank, seat.size, ranks.device)
         leading.follow(ranks, crew)
     except UserError as error:

@@ -123,6 +123,8 @@ async def train(
         display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
+        gather = (crew if leader is None else leader).state
+        saver = Saver(recipe, run_dir, policy, gather, fleet) if recipe.checkpoint.enabled else None
         loop = Loop(
             recipe,
             fleet,
@@ -131,10 +133,8 @@ async def train(
             Publishing(policy, server, engine, fleet.digests, None if leader is None else leader.weights),
             tasks.tokens,
             telling,
-            validator(recipe, engine, devices, tasks, telling),
-            Saver(recipe, run_dir, policy, (crew if leader is None else leader).state, fleet).save
-            if recipe.checkpoint.enabled
-            else None,
+            validator(recipe, engine, devices, tasks, telling, saver),
+            None if saver is None else saver.save,
         )
         telling.begin(fleet)
         if beside is not None:
@@ -400,7 +400,12 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
 
 
 def validator(
-    recipe: Recipe, engine: LocalEngine | None, devices: Devices, tasks: Tasks, telling: Telling
+    recipe: Recipe,
+    engine: LocalEngine | None,
+    devices: Devices,
+    tasks: Tasks,
+    telling: Telling,
+    saver: Saver | None = None,
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
     """Validates a version; none where the recipe wants no validation."""
     wanted = recipe.validation
@@ -423,6 +428,8 @@ def validator(
         rates |= {f"validation/pass@{k}": rate for k, rate in pass_rates(all_rewards, wanted.pass_at).items()}
         if rates:
             await telling.validated(version, rates)
+            if saver is not None:
+                saver.validated(version, rates)
 
     return validate
 
