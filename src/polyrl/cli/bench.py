@@ -15,16 +15,20 @@ examples:
                                     the builtin engine against what memory allows, and a peer
   polyrl bench train                two minutes: the trainer against the matrix limit and plain loops
   polyrl bench weights              about five minutes: versions over loopback beside iperf3, memcpy and mooncake;
-                                    deltas; with root, late joiners in network namespaces"""
+                                    deltas; with root, late joiners in network namespaces
+  polyrl bench served --server vllm --batch 32 --prompt 64 --new 256
+                                    about three minutes: a server straight, and through worker and manager"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("part", choices=["scheduler", "relay", "engine", "train", "weights"], help="what to measure")
+    parser.add_argument(
+        "part", choices=["scheduler", "relay", "engine", "train", "weights", "served"], help="what to measure"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, for trying the command out")
-    engine = parser.add_argument_group("engine")
+    engine = parser.add_argument_group("engine and served")
     models = parser.add_argument_group("engine and train")
     models.add_argument("--arch", metavar="NAME", help="random weights of this shape: qwen3-1.7b, tiny-qwen3 (default)")
     models.add_argument("--model", metavar="DIR", help="or a Hugging Face directory")
@@ -38,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--batch", type=int, default=8, help="samples at once (default: %(default)s)")
     engine.add_argument("--prompt", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
     engine.add_argument("--new", type=int, default=64, help="tokens of an answer (default: %(default)s)")
+    served = parser.add_argument_group("served")
+    served.add_argument(
+        "--server", choices=["vllm", "sglang"], default="vllm", help="which server (default: %(default)s)"
+    )
     engine.add_argument("--peer", choices=["transformers", "vllm"], help="measure it on the same work, in the same run")
 
 
@@ -47,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         lines = [f"{key:<20}{value}" for key, value in result.items()]
     elif args.part == "train":
         result, lines = _measure_train(args)
+    elif args.part == "served":
+        result, lines = _measure_served(args)
     elif args.part == "relay":
         from polyrl.cli.bench_relay import compare
 
@@ -72,6 +82,20 @@ def _measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     arch = _arch(args, "batch", "prompt", "new")
     work = Work(arch, args.model, args.batch, args.prompt, args.new, not args.eager)
     return measure(work, peer=args.peer)
+
+
+def _measure_served(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from polyrl.cli import bench_served
+    from polyrl.errors import UserError
+
+    _arch(args, "batch", "prompt", "new")
+    if args.batch % 8:
+        raise UserError(f"--batch: {args.batch}; expected a multiple of 8, the samples of a prompt")
+    work = bench_served.ServedWork(args.server, args.model, args.batch, args.prompt, args.new)
+    if args.quick:
+        work = work._replace(turns=1, repetitions=4, new=min(work.new, 32))
+    result = bench_served.measure(work)
+    return result, bench_served.table(result)
 
 
 def _measure_train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

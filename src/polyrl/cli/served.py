@@ -32,7 +32,7 @@ def engine(args: argparse.Namespace, tree: dict[str, Any], source: str) -> Serve
     for flag in config.flags:
         if flag.partition("=")[0] in _OURS:
             raise UserError(f"{flag}: the worker chooses it; leave it out after --")
-    config = build({**tree, "python": _python(args.engine, config.python)}, ServedConfig, source=source)
+    config = build({**tree, "python": python_for(args.engine, config.python)}, ServedConfig, source=source)
     return ServedEngine(args.engine, config)
 
 
@@ -43,7 +43,7 @@ def _check_attached(config: ServedConfig) -> None:
         raise UserError("--engine-url: that server runs already; it takes no flags and no --engine-python")
 
 
-def _python(kind: Kind, given: str) -> str:
+def python_for(kind: Kind, given: str = "") -> str:
     """The interpreter that has the server: the one that was named, ours, or the one that our script installs."""
     if given:
         path = Path(given).expanduser()

@@ -86,6 +86,11 @@ class ServedEngine:
         return self._keeper.log_file
 
     @property
+    def server(self) -> Server | None:
+        """The one that is up."""
+        return self._keeper.server
+
+    @property
     def pid(self) -> int | None:
         """Of our server, while there is one."""
         return self._keeper.pid

@@ -85,7 +85,8 @@ class SglangServer:
             kv_tokens, context = machine.cpu_kv_tokens(config), machine.cpu_context(config, model.max_context)
             flags += ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
             flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            flags += ["--mem-fraction-static", "0.1", "--sleep-on-idle"]
+            # What others take of the memory while it loads counts as its own. Its cache has a size of its own, below.
+            flags += ["--mem-fraction-static", "0.8", "--sleep-on-idle"]
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.threads)}
         if kv_tokens is not None:
             flags += ["--max-total-tokens", str(kv_tokens)]

@@ -1,0 +1,288 @@
+"""What it costs to go through worker and manager instead of straight to a server, and what an install costs.
+
+One server, one run. The same work goes to it directly, over its own interface of token ids, and through a worker and a
+manager in processes of their own, in turns:
+
+    tokens a second    many samples at once; a turn ends when the last of them is here, whole
+    added latency      one short sample at a time; from asking to the whole answer. It holds the wait for a flush
+
+A version is installed out of shared memory, in turns with the server's own way to load weights from disk (a directory
+in memory): in all, and how long the server stood still. No sample runs meanwhile.
+"""
+
+import asyncio
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyrl.cli.bench_engine import Work, make_model
+from polyrl.cli.bench_scheduler import commit
+from polyrl.cli.served import python_for
+from polyrl.cli.training.processes import ManagerProcess, start, stop
+from polyrl.client import Fleet, Prompt, connect
+from polyrl.engines.engine import EngineError, Weights
+from polyrl.engines.served.engine import Kind, ServedEngine
+from polyrl.engines.served.server import Asked, ServedConfig, Server
+from polyrl.errors import UserError
+from polyrl.ids import LeaseId, Version
+from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.weights import folder
+from polyrl.weights.buffers import Buffer
+from polyrl.weights.chunks import table_of
+from polyrl.weights.manifest import Manifest, encode
+from polyrl.weights.shelf import HostCopy
+from polyrl.weights.store import Blob
+from polyrl.wire.credentials import read_token_file
+from polyrl.wire.frames import Sampling
+
+GOALS = {"tok_s_ratio": 0.97, "added_latency_p50_ms": 60.0}
+SAMPLING = Sampling(temperature=1.0, ignore_eos=True)
+_GROUP = 8
+"""Samples of a prompt."""
+_SHORT = 16
+"""Tokens of an answer whose latency is measured."""
+_WAIT_S = 600.0
+
+
+class ServedWork(NamedTuple):
+    kind: Kind
+    model: str | None
+    """A Hugging Face directory; none: random weights of a tiny shape."""
+    batch: int
+    """Samples at once: a multiple of the size of a group."""
+    prompt: int
+    new: int
+    turns: int = 3
+    repetitions: int = 20
+    """Of short samples, and half as many of installs."""
+
+
+def measure(work: ServedWork) -> dict[str, Any]:
+    """Raises UserError when the server is not installed or does not start."""
+    python = python_for(work.kind)
+    with tempfile.TemporaryDirectory(prefix="polyrl-bench-", dir=_memory()) as scratch:
+        model = Path(work.model) if work.model else _tiny_model(Path(scratch) / "model")
+        try:
+            return asyncio.run(_measure(work, model, python, Path(scratch)))
+        except EngineError as error:
+            raise UserError(f"the {work.kind} server: {error}") from error
+
+
+def _memory() -> str | None:
+    """A directory in memory, where there is one: weights from disk then come from there."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _tiny_model(where: Path) -> Path:
+    make_model(Work("tiny-qwen3", None, 1, 1, 1), "cpu").save_pretrained(where)
+    return where
+
+
+async def _measure(work: ServedWork, model: Path, python: str, scratch: Path) -> dict[str, Any]:
+    config = ServedConfig(model=str(model), python=python, slots=work.batch, log=str(scratch / "server.log"))
+    engine = ServedEngine(work.kind, config)
+    try:
+        began = time.perf_counter()
+        await engine.start(_Nobody())
+        start_s = time.perf_counter() - began
+        server = engine.server
+        assert server is not None
+        direct, through = await _in_turns(work, server, config, scratch, work.batch, work.new, work.turns)
+        alone, led = await _in_turns(work, server, config, scratch, 1, _SHORT, work.repetitions)
+        # Last: a worker that attaches takes the server's label for its version, and the manager asks for version 0.
+        installs = await _installs(work.kind, engine, server, model, work.repetitions // 2)
+    finally:
+        await engine.close()
+    num_tokens = work.batch * work.new
+    added = statistics.median(led) - statistics.median(alone)
+    return {
+        "server": work.kind,
+        "batch": work.batch,
+        "prompt": work.prompt,
+        "new": work.new,
+        "start_s": round(start_s, 1),
+        "direct_tok_s": round(num_tokens / statistics.median(direct)),
+        "tok_s": round(num_tokens / statistics.median(through)),
+        "tok_s_ratio": round(statistics.median(direct) / statistics.median(through), 3),
+        "direct_latency_p50_ms": round(1e3 * statistics.median(alone), 1),
+        "added_latency_p50_ms": round(1e3 * added, 1),
+        **installs,
+        "goals": GOALS,
+        "machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()},
+        "commit": commit(),
+    }
+
+
+class _Nobody:
+    """The engine in this process only keeps the server, and installs: no sample is given to it."""
+
+    def tokens(self, lease: LeaseId, tokens: object, logprobs: object, version: Version) -> None: ...
+
+    def ended(self, lease: LeaseId, reason: object, detail: str = "") -> None: ...
+
+
+# The same work in two ways
+
+
+async def _in_turns(
+    work: ServedWork, server: Server, config: ServedConfig, scratch: Path, batch: int, new: int, turns: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of every turn, straight and through a fleet. The first of each is not counted."""
+    straight: list[float] = []
+    led: list[float] = []
+    async with _fleet(work, config, server.http.url, scratch, batch, new) as fleet:
+        for turn in range(turns + 1):
+            straight.append(await _straight(server, _prompts(work, batch, turn), new))
+            led.append(await _led(fleet, turn, batch, new))
+    return straight[1:], led[1:]
+
+
+def _prompts(work: ServedWork, batch: int, turn: int) -> list[list[int]]:
+    return [_prompt(work, turn * batch + number // _GROUP) for number in range(batch)]
+
+
+def _prompt(work: ServedWork, number: int) -> list[int]:
+    """Prompts differ from their first token on, so that none is in the server's cache."""
+    return [(7 + 13 * number + 5 * place) % 1000 + 3 for place in range(work.prompt)]
+
+
+async def _straight(server: Server, prompts: list[list[int]], new: int) -> float:
+    async def answer(number: int, prompt: list[int]) -> None:
+        asked = Asked(prompt, new, number, SAMPLING, [])
+        async with aclosing(server.stream(f"bench-{time.monotonic_ns()}-{number}", asked)) as parts:
+            num_tokens = sum([len(part.tokens) async for part in parts])
+        if num_tokens != new:
+            raise UserError(f"the server wrote {num_tokens} tokens; expected {new}")
+
+    began = time.perf_counter()
+    await asyncio.gather(*(answer(number, prompt) for number, prompt in enumerate(prompts)))
+    return time.perf_counter() - began
+
+
+async def _led(fleet: Fleet, step: int, batch: int, new: int) -> float:
+    began = time.perf_counter()
+    num_tokens = 0
+    async for group in fleet.round(step):
+        num_tokens += sum(len(sample.tokens) for sample in group.samples)
+        await fleet.take(group)
+    seconds = time.perf_counter() - began
+    await fleet.step_done(step)
+    await fleet.settled()
+    if num_tokens != batch * new:
+        raise UserError(f"the fleet wrote {num_tokens} tokens; expected {batch * new}")
+    return seconds
+
+
+@asynccontextmanager
+async def _fleet(
+    work: ServedWork, config: ServedConfig, url: str, scratch: Path, batch: int, new: int
+) -> AsyncIterator[Fleet]:
+    """A manager and a worker, in processes of their own; the worker uses the server that runs already."""
+    run_dir = scratch / f"run-{batch}"
+    (run_dir / "logs").mkdir(parents=True)
+    manager = ManagerProcess(run_dir, "127.0.0.1", 0)
+    worker = None
+    try:
+        address = await manager.start()
+        where = ("worker", "--join", address.url, "--token-file", str(run_dir / "worker.token"), "--name", "bench")
+        engine = ("--engine", work.kind, "--engine-url", url, "--model", config.model, "--no-relay")
+        worker = await start((*where, *engine), run_dir / "logs" / "worker.log")
+        group = min(batch, _GROUP)
+        scheduler = SchedulerConfig(
+            domains=(DomainData(name="bench", prompts_per_step=batch // group, num_prompts=1_000_000),),
+            max_new_tokens=new,
+            max_staleness=1000,
+            rounds=RoundsConfig(samples_per_prompt=group),
+            fleet_rules=FleetRules(heartbeat_timeout_s=30.0),
+        )
+        token = read_token_file(run_dir / "admin.token")
+
+        def prompt_of(_domain: int, prompt: int, _epoch: int) -> Prompt:
+            return Prompt(_prompt(work, 100_000 + prompt), SAMPLING)
+
+        async with connect(address.url, token, scheduler, prompts=prompt_of) as fleet:
+            await fleet.publish(0)
+            async with asyncio.timeout(_WAIT_S):
+                while not any(one.state == "active" for one in (await fleet.status()).workers):
+                    await asyncio.sleep(0.2)
+            yield fleet
+    finally:
+        if worker is not None:
+            await stop(worker)
+        await manager.stop()
+
+
+# Weights
+
+
+async def _installs(kind: Kind, engine: ServedEngine, server: Server, model: Path, num: int) -> dict[str, Any]:
+    total: list[float] = []
+    stood: list[float] = []
+    disk: list[float] = []
+    copy = _copy_of(model)
+    try:
+        for number in range(num + 1):
+            began = time.perf_counter()
+            await engine.install(Weights(Version(number + 1), copy=copy))
+            total.append(time.perf_counter() - began)
+            stood.append(engine.last_install_s)
+            disk.append(await _from_disk(kind, server, model))
+        num_bytes = copy.manifest.layout.num_bytes
+    finally:
+        copy.close()
+    return {
+        "weights_bytes": num_bytes,
+        "install_s": round(statistics.median(total[1:]), 4),
+        "install_stood_still_s": round(statistics.median(stood[1:]), 4),
+        "from_disk_stood_still_s": round(statistics.median(disk[1:]), 4),
+    }
+
+
+async def _from_disk(kind: Kind, server: Server, model: Path) -> float:
+    """The server's own way, from a directory: how long it stands still."""
+    began = time.perf_counter()
+    await server.weighing.pause()
+    try:
+        if kind == "vllm":
+            body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+            await server.http.post("/collective_rpc", body, timeout_s=_WAIT_S)
+        else:
+            body = {"model_path": str(model), "flush_cache": True}
+            await server.http.post("/update_weights_from_disk", body, timeout_s=_WAIT_S)
+    finally:
+        await server.weighing.resume()
+    return time.perf_counter() - began
+
+
+def _copy_of(model: Path) -> HostCopy:
+    """A model's weights as a worker holds them that has fetched them."""
+    found = folder.scan(model)
+    layout = folder.layout_in(model, found)
+    buffer = Buffer(layout.num_bytes)
+    folder.copy_into(layout, found, model, buffer.view)
+    manifest = Manifest(1, layout, table_of(buffer.view), "")
+    blob = Blob(manifest.digest, "full", 1, encode(manifest), manifest.chunks, buffer, complete=True)
+    return HostCopy(blob, manifest)
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    goals = result["goals"]
+    return [
+        f"{result['server']}, {result['batch']} samples of {result['prompt']} + {result['new']} tokens; up after "
+        f"{result['start_s']} s",
+        f"straight to the server      {result['direct_tok_s']:>10,} tokens/s",
+        f"through worker and manager  {result['tok_s']:>10,} tokens/s   {result['tok_s_ratio']:.1%}, goal: at least "
+        f"{goals['tok_s_ratio']:.0%}",
+        f"added latency, p50          {result['added_latency_p50_ms']:>10} ms         goal: below "
+        f"{goals['added_latency_p50_ms']:g}; straight: {result['direct_latency_p50_ms']} ms",
+        f"install of {result['weights_bytes'] / 1e6:,.1f} MB        {result['install_s']:>10} s",
+        f"  the server stood still    {result['install_stood_still_s']:>10} s          from disk, its own way: "
+        f"{result['from_disk_stood_still_s']} s",
+        f"load of the machine: {result['machine']['load']:.1f} on {result['machine']['cores']} cores",
+    ]
