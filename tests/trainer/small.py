@@ -119,7 +119,7 @@ def plain_gradient(
         old = plain_logprobs(start, one, temperature)[0].detach().numpy()
         old = engine if config.old_logprobs == "engine" else old
         loss, slope = _loss(config, values, old, gain)
-        corrected = formulas.correction(config.correction, old, engine, *config.correction_range)
+        corrected = formulas.correction(config.correction or "none", old, engine, *config.correction_range)
         loss, slope = loss * corrected, slope * corrected
         total += weight * loss.sum() / over
         if config.kl == "loss":

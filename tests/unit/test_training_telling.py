@@ -32,7 +32,8 @@ def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display)
     seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "publish": 0.1}
     stats = StepStats(0, Added(), updated=False, metrics={})
-    asyncio.run(telling.step_ended(StepReport(0, stats, a_line(0, num_groups=0), [0.1, 0.1], [], [], 1, seconds)))
+    report = StepReport(0, stats, a_line(0, num_groups=0), [0.1, 0.1], [], [], {}, 0, 1, seconds)
+    asyncio.run(telling.step_ended(report))
     telling.close()
     [line] = read_metrics(tmp_path / "metrics.jsonl")
     assert line["reward/mean"] == 0.1

@@ -21,7 +21,7 @@ def make(groups: list[dict[str, Any]], **rule: Any) -> Any:
     """An optimizer like torch's own, but that `lr` is a tensor to be filled. Raises UserError if torchao is missing."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError("optimizer.kind: \"adamw8bit\" needs torchao: pip install 'polyrl[adam8bit]'")
-    from torchao.optim import AdamW8bit
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  an extra
 
     class Adam8bit(AdamW8bit):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
