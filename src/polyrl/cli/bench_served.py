@@ -31,6 +31,7 @@ from polyrl.engines.served.engine import Kind, ServedEngine
 from polyrl.engines.served.server import Asked, ServedConfig, Server
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, Version
+from polyrl.scheduling.order import mix64
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.weights import folder
 from polyrl.weights.buffers import Buffer
@@ -148,8 +149,8 @@ def _prompts(work: ServedWork, batch: int, turn: int) -> list[list[int]]:
 
 
 def _prompt(work: ServedWork, number: int) -> list[int]:
-    """Prompts differ from their first token on, so that none is in the server's cache."""
-    return [(7 + 13 * number + 5 * place) % 1000 + 3 for place in range(work.prompt)]
+    """Prompts differ from their first tokens on, so that none is in the server's cache."""
+    return [mix64(number, place) % 1000 + 3 for place in range(work.prompt)]
 
 
 async def _straight(server: Server, prompts: list[list[int]], new: int) -> float:
