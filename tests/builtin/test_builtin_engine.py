@@ -324,6 +324,7 @@ def kept(logprobs: torch.Tensor, one: Sampling) -> torch.Tensor:
         Sampling(top_k=1),
         Sampling(top_p=0.35, temperature=0.8),
         Sampling(top_p=1e-6),
+        Sampling(top_p=1e-300),
         Sampling(min_p=0.3),
         Sampling(min_p=1.0),
         Sampling(top_k=40, top_p=0.7, min_p=0.05, temperature=1.3),

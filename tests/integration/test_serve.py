@@ -110,6 +110,8 @@ def test_a_chat_streams_its_role_first_and_its_log_probabilities_with_its_tokens
     assert whole.logprobs is not None
     assert streamed == [one.logprob for one in whole.logprobs.content or ()]
     assert len(streamed) == 25
+    for one in whole.logprobs.content or ():  # half a character's bytes are not known
+        assert one.bytes == (None if "\ufffd" in one.token else list(one.token.encode()))
 
 
 def test_a_hundred_streams_at_once_are_all_answered_and_each_is_its_own(fleet: ServedFleet):
@@ -154,6 +156,7 @@ def test_so_does_one_that_waits_for_the_whole_answer(fleet: ServedFleet):
         )
     fleet.until_idle()
     assert fleet.status()["ledger"]["samples_discarded"]["withdrawn"] == before + 1
+    assert "Traceback" not in (fleet.folder / "manager.log").read_text(), "to hang up is no failure of the manager"
 
 
 def test_who_asks_for_more_than_is_allowed_at_once_is_told_to_try_again(fleet: ServedFleet):
@@ -188,6 +191,7 @@ def test_who_asks_for_more_than_is_allowed_at_once_is_told_to_try_again(fleet: S
         ({"extra_body": {"colour": "red"}}, "colour"),
         ({"frequency_penalty": 0.5}, "frequency_penalty: not supported"),
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
     ],
 )
 def test_what_is_wrong_is_named(fleet: ServedFleet, fields: dict[str, Any], words: str):

@@ -73,6 +73,36 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, way_out: str):
         asyncio.run(model.chat_tokens(CHATS[0], {}))
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "documents"])
+def test_what_we_give_a_template_nobody_else_does(tmp_path: Path, name: str):
+    model = load(save_tokenizer(tmp_path / "model")).text
+    with pytest.raises(AskError, match=f"chat_template_kwargs: {name} is not") as caught:
+        asyncio.run(model.chat_tokens(CHATS[0], {name: []}))
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_template_without_end_is_refused_as_any_other(tmp_path: Path):
+    model = load(save_tokenizer(tmp_path / "model", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}")).text
+    with pytest.raises(AskError, match="the model's chat template refuses them: maximum recursion"):
+        asyncio.run(model.chat_tokens(CHATS[0], {}))
+
+
+def test_everybody_else_goes_on_while_a_long_text_becomes_tokens(tmp_path: Path):
+    """The tokenizer's plain `encode` holds the interpreter's lock for seconds: workers were cut off meanwhile."""
+    model = load(save_tokenizer(tmp_path / "model")).text
+
+    async def turns_of_others() -> int:
+        tokens = asyncio.create_task(model.tokens("a" * 2_000_000))
+        num = 0
+        while not tokens.done():
+            await asyncio.sleep(0.001)
+            num += 1
+        assert len(await tokens) == 2_000_000
+        return num
+
+    assert asyncio.run(turns_of_others()) > 10
+
+
 def test_a_model_without_a_template_has_no_chats(tmp_path: Path):
     model = load(save_tokenizer(tmp_path / "model", None)).text
     with pytest.raises(AskError, match="no chat template"):

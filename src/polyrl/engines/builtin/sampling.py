@@ -102,5 +102,6 @@ def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
         ordered, index = torch.sort(out, descending=True)
         mass = torch.softmax(ordered, -1)
         beyond = mass.cumsum(-1) - mass >= sampling.top_p
+        beyond[0] = False  # a top_p that float32 does not know is zero
         out = out.masked_fill(torch.zeros_like(beyond).scatter(0, index, beyond), float("-inf"))
     return out

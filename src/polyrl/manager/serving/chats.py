@@ -19,6 +19,17 @@ from polyrl.errors import UserError
 from polyrl.manager.serving.failures import wrong
 
 _TEMPLATE_FILE = "chat_template.jinja"
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template fails with, over messages that it was not made for."""
 
 
 class _Generation(Extension):
@@ -44,10 +55,12 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """Up to where the answer begins. Raises AskError for messages that the template refuses."""
-        given = {"add_generation_prompt": True, **self._special_tokens, **options}
+        ours = {"messages": messages, "tools": None, "documents": None}
+        for name in ours.keys() & options.keys():
+            raise wrong("chat_template_kwargs", f"{name} is not among what a template may be given here")
         try:
-            return self._template.render(messages=messages, tools=None, documents=None, **given)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            return self._template.render({"add_generation_prompt": True, **self._special_tokens, **options, **ours})
+        except _REFUSALS as error:
             line = " ".join(str(error).split())[:300]
             raise wrong("messages", f"the model's chat template refuses them: {line}") from error
 

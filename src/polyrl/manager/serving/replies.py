@@ -67,7 +67,7 @@ class Completion(_Reply, frozen=True, kw_only=True):
 class ChatLogprob(_Reply, frozen=True, kw_only=True):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[Any] = []
     """Those of tokens that were not drawn are not known."""
 

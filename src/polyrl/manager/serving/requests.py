@@ -27,7 +27,6 @@ TokenId = Annotated[int, Meta(ge=0, le=_LARGEST_TOKEN)]
 
 class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class _Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,6 +36,8 @@ from polyrl.manager.serving.texts import Reader, Served
 _NAME_WITHOUT_MODEL = "polyrl"
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _DONE = b"data: [DONE]\n\n"
+_HUNG_UP = 499
+"""As nginx has it."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -121,12 +123,15 @@ class Answerer:
     ) -> web.StreamResponse:
         wanted = await self._wanted(prompts, choices)
         readers = [[Reader(self._model, choices.stops) for _ in range(choices.num)] for _ in prompts]
-        async with self._open.answering(http, wanted, readers) as answers:
-            if choices.is_streamed:
-                return await self._stream(http, answers, choices, shape)
-            async for _ in answers.pieces():
-                pass
-            return web.Response(body=_encode(shape.whole(answers.choices)), content_type="application/json")
+        try:
+            async with self._open.answering(http, wanted, readers) as answers:
+                if choices.is_streamed:
+                    return await self._stream(http, answers, choices, shape)
+                async for _ in answers.pieces():
+                    pass
+                return web.Response(body=_encode(shape.whole(answers.choices)), content_type="application/json")
+        except ConnectionError:  # to hang up is no failure of ours, and nobody reads what is answered
+            return web.Response(status=_HUNG_UP)
 
     async def _stream(self, http: web.Request, answers: Answers, choices: Choices, shape: Shape) -> web.StreamResponse:
         stream = _Events(http, self._service.settings.stream.send_timeout_s)

@@ -8,7 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 from polyrl.manager.serving import replies
 from polyrl.manager.serving.answers import Answer, Piece
 from polyrl.manager.serving.requests import Choices
-from polyrl.manager.serving.texts import TextModel
+from polyrl.manager.serving.texts import NOT_A_CHARACTER, TextModel
 
 
 class Head(NamedTuple):
@@ -135,7 +135,8 @@ class Chats:
         content: list[replies.ChatLogprob] = []
         for token, logprob in zip(piece.tokens, piece.logprobs, strict=True):
             text = _show(self._model, token)
-            content.append(replies.ChatLogprob(token=text, logprob=logprob, bytes=list(text.encode())))
+            data = None if NOT_A_CHARACTER in text else list(text.encode())  # half a character's bytes are not known
+            content.append(replies.ChatLogprob(token=text, logprob=logprob, bytes=data))
         return replies.ChatLogprobs(content=content)
 
 

@@ -6,7 +6,8 @@ the beginning of a stop string, wait. All that was shown, put together, is what 
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,8 @@ from polyrl.manager.serving.failures import AskError, wrong
 if TYPE_CHECKING:
     from polyrl.manager.serving.chats import ChatTemplate
 
-_NOT_A_CHARACTER = "\ufffd"
+NOT_A_CHARACTER = "\ufffd"
+_NUM_THREADS = 2
 _LONGEST_WINDOW = 64
 """Tokens that make no whole character, one after the other, before they are taken to be none."""
 
@@ -28,21 +30,26 @@ class TextModel:
         self._tokenizer = tokenizer
         self._template = template
         self.end_ids = end_ids
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     async def tokens(self, text: str) -> list[int]:
-        """In a thread: a long text takes long, and others wait for the loop."""
-        encoded = await asyncio.to_thread(self._tokenizer.encode, text)
-        return encoded.ids
+        return await self._in_thread(lambda: self._encode(text, special=True))
 
     async def chat_tokens(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         if self._template is None:
             raise AskError(400, "this model has no chat template; ask at /v1/completions")
         template = self._template
 
-        def encode() -> list[int]:
-            return self._tokenizer.encode(template.render(messages, options), add_special_tokens=False).ids
+        return await self._in_thread(lambda: self._encode(template.render(messages, options), special=False))
 
-        return await asyncio.to_thread(encode)
+    async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
+        """A long text takes seconds, and all of the manager would wait: in threads of our own, so that the journal's
+        writes, which have those of the loop, do not wait either."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        """As a batch of one: `encode` holds the interpreter's lock until it is done, a batch lets go of it."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -143,7 +150,7 @@ class Reader:
 
     def _decode(self, model: TextModel, *, at_end: bool) -> None:
         window = model.decode(self._ids[self._begin :])
-        sure = window if at_end else window.rstrip(_NOT_A_CHARACTER)
+        sure = window if at_end else window.rstrip(NOT_A_CHARACTER)
         self._text += sure[self._num_known :]
         self._num_known = max(self._num_known, len(sure))
         is_whole = len(sure) == len(window) or len(self._ids) - self._whole > _LONGEST_WINDOW
