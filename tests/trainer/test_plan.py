@@ -8,6 +8,7 @@ from tests.trainer.small import save_small
 from polyrl.cli.training.plan import Memory, estimate_memory, read_shape
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
+from polyrl.errors import ConfigError
 from polyrl.trainer import lora
 from polyrl.trainer.model import Policy
 
@@ -43,6 +44,14 @@ def test_changes_of_lora_are_counted_as_they_are_and_need_no_reference(folder):
     assert found.reference == 0
     assert plan(folder, algorithm={"kl": "loss"}).reference == found.weights
     assert plan(folder, lora=config, algorithm={"kl": "loss", "reference": "other"}).reference == found.weights
+
+
+@pytest.mark.parametrize("target", ["q_prj", "lm_head", "embed_tokens"])
+def test_a_target_that_is_none_is_seen_before_anything_is_started(folder, target):
+    with pytest.raises(
+        ConfigError, match=f"lora.targets: no matrix of a layer is called {target}; there are down_proj"
+    ):
+        plan(folder, lora={"rank": 4, "targets": ["q_proj", target]})
 
 
 def test_a_critic_has_an_optimizer_of_its_own(folder):

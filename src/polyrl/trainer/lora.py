@@ -202,13 +202,12 @@ def _named(one: _Changed) -> Iterator[tuple[str, Tensor]]:
 
 
 def _peft_config(config: LoraSection, layers: list[str], base: str) -> Any:
-    """`scaling` is alpha / rank there too."""
-    targets = _ends(layers) if config.targets == "all-linear" else list(config.targets)
+    """`scaling` is alpha / rank there too. Layers are named in full: an end of a name may fit others as well."""
     return _import_peft().LoraConfig(
         r=config.rank,
         lora_alpha=config.scaling * config.rank,
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=layers,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,

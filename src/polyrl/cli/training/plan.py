@@ -148,15 +148,20 @@ def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:
 
 
 def _changed(recipe: Recipe, shape: ModelShape) -> list[tuple[int, int]]:
-    """The matrices that LoRA changes. That all targets are there is seen when the model is loaded."""
+    """The matrices that LoRA changes. Raises ConfigError for a target that none is called."""
     wanted = recipe.lora
     if not wanted.rank:
         return []
-    return [
-        size
-        for name, size in shape.matrices.items()
-        if wanted.targets == "all-linear" or any(f".{name}".endswith(f".{one}") for one in wanted.targets)
-    ]
+    if wanted.targets == "all-linear":
+        return list(shape.matrices.values())
+    found: dict[str, tuple[int, int]] = {}
+    for target in wanted.targets:
+        its = {name: size for name, size in shape.matrices.items() if f".{name}".endswith(f".{target}")}
+        if not its:
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in shape.matrices)
+            raise ConfigError(f"lora.targets: no matrix of a layer is called {target}; there are {', '.join(ends)}")
+        found |= its
+    return list(found.values())
 
 
 def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
