@@ -168,7 +168,7 @@ def test_what_is_nowhere_is_said_in_json_too(live: Live):
 
 def test_a_body_that_is_too_large_is_refused(live: Live):
     answer = post(live, "/v1/join", {**JOIN, "model": "x" * (5 << 20)})
-    assert answer.status_code == 413
+    assert (answer.status_code, answer.json()["error"]) == (413, "the body is larger than 4 MB (limits.max_body_mb)")
     assert live.refused["body"] >= 1
 
 

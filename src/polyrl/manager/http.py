@@ -193,8 +193,10 @@ class Front:
         try:
             return await handler(request)
         except web.HTTPException as failure:
-            self._service.executor.refused["body" if failure.status == 413 else "route"] += 1
-            answer = _refusal(request, failure.status, failure.reason)
+            is_large = isinstance(failure, web.HTTPRequestEntityTooLarge)
+            self._service.executor.refused["body" if is_large else "route"] += 1
+            most = f"the body is larger than {self._limits.max_body_mb:g} MB (limits.max_body_mb)"
+            answer = _refusal(request, failure.status, most if is_large else failure.reason)
             if "Allow" in failure.headers:
                 answer.headers["Allow"] = failure.headers["Allow"]
             return answer
