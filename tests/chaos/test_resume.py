@@ -91,7 +91,9 @@ def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(
     expected, found = end_of(tmp_path / "whole", num_steps), end_of(run_dir, num_steps)
     assert expected.keys() == found.keys()
     assert all(torch.equal(one, found[name]) for name, one in expected.items())
-    assert rewards(run_dir) == rewards(tmp_path / "whole")
+    lines, whole_lines = rewards(run_dir), rewards(tmp_path / "whole")
+    assert lines.items() <= whole_lines.items()
+    assert len(lines) >= len(whole_lines) - kills  # between its checkpoint and its line, a step can lose the latter
     ledger = polyrl("ledger", str(run_dir), "--verify")
     said, _ = ledger.communicate(timeout=120)
     assert ledger.returncode == 0, said.decode()

@@ -17,7 +17,7 @@ from tests.builtin.reference import Reference
 from tests.builtin.tiny_models import save_tiny
 from tests.weights.copies import copy_of
 
-from polyrl.engines.served.between import SOCKET_VARIABLE
+from polyrl.engines.served.between import KEY_VARIABLE, SOCKET_VARIABLE
 from polyrl.engines.served.engine import Kind, ServedEngine
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import free_port
@@ -27,6 +27,7 @@ from polyrl.weights.shelf import HostCopy
 
 CACHE = Path("~/.cache/polyrl/engines").expanduser()
 START_S = 600.0
+KEY = "the-key-of-the-tests"
 CONTEXT = 1024
 
 
@@ -86,7 +87,7 @@ def running(setup: Setup, folder: Path) -> Iterator[Running]:
     )
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    server: Server = ServedEngine(setup.kind, config)._make(Http(url))
+    server: Server = ServedEngine(setup.kind, config)._make(Http(url, KEY))
     command = server.command(port)
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     log = folder / f"{setup}.log"
@@ -94,15 +95,16 @@ def running(setup: Setup, folder: Path) -> Iterator[Running]:
         process = subprocess.Popen(
             command.argv, env=environment | command.environment, stdout=output, stderr=output, process_group=0
         )
-    before = os.environ.get(SOCKET_VARIABLE)
-    os.environ[SOCKET_VARIABLE] = command.environment.get(SOCKET_VARIABLE, "")
+    ours = {SOCKET_VARIABLE: command.environment.get(SOCKET_VARIABLE, ""), KEY_VARIABLE: KEY}
+    before = {name: os.environ[name] for name in ours if name in os.environ}
+    os.environ.update(ours)
     try:
         asyncio.run(_until_ready(server, process, log))
         yield Running(setup, url, models)
     finally:
-        os.environ.pop(SOCKET_VARIABLE)
-        if before is not None:
-            os.environ[SOCKET_VARIABLE] = before
+        for name in ours:
+            os.environ.pop(name)
+        os.environ.update(before)
         _end(process)
 
 

@@ -22,7 +22,9 @@ from tests.integration.live import run
 
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.engines.served import process
+from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.engine import ServedEngine
+from polyrl.engines.served.http import Http, ServerAnswered
 from polyrl.engines.served.metrics import read_gauges
 from polyrl.engines.served.server import ServedConfig, Server, ServerBroken, Span
 from polyrl.ids import LeaseId, SampleId, Version
@@ -360,12 +362,17 @@ def test_a_server_dies_with_its_worker_even_if_that_is_killed(tmp_path):
         time.sleep(0.02)
 
 
-def test_a_server_that_is_attached_to_and_goes_away_ends_the_engine(tmp_path):
+def test_a_server_that_is_attached_to_and_goes_away_ends_the_engine(tmp_path, monkeypatch):
     async def script() -> None:
         owner, guest_sink = standins.engine(tmp_path), RecordingSink()
         await owner.start(RecordingSink())
         server = owner._keeper.server
         assert server is not None
+        stranger = Http(server.http.url, "a guess")
+        with pytest.raises(ServerAnswered, match="/health answered 401"):
+            await stranger.get("/health", timeout_s=5.0)
+        await stranger.close()
+        monkeypatch.setenv(KEY_VARIABLE, server.http.key)
         guest = ServedEngine("vllm", ServedConfig(model=str(tmp_path / "model"), url=server.http.url))
         await guest.start(guest_sink)
         guest.generate(Job(LeaseId(1), SampleId(1), PROMPT, [], 4000, 1, ON))

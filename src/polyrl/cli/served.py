@@ -13,7 +13,7 @@ from polyrl.errors import UserError
 
 _CACHED = Path("~/.cache/polyrl/engines").expanduser()
 """Where benchmarks/install_*.sh put them."""
-_OURS = ("--host", "--port", "--model", "--model-path", "--served-model-name")
+_OURS = ("--host", "--port", "--model", "--model-path", "--served-model-name", "--api-key", "--admin-api-key")
 """Flags that a server gets from us alone."""
 
 

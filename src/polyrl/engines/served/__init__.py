@@ -5,7 +5,7 @@
     vllm sglang                    a kind of server: its flags, what it says of itself, a stream of tokens, its load
     vllm_weights sglang_weights    a kind of server's `Weighing`: how it takes weights, through public hooks only
     process   the child process: its port, its log, its death
-    http      requests and event streams, with deadlines and errors in a line
+    http      requests and event streams, with deadlines and errors in a line; every request carries the server's key
 
 An install, as ServedEngine plays it; everything but the first stage happens while the server stands still:
 

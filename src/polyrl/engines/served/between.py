@@ -5,6 +5,8 @@ import struct
 
 SOCKET_VARIABLE = "POLYRL_WEIGHTS_SOCKET"
 """Where a server finds the name that its worker listens under. For a server that runs already, both are given it."""
+KEY_VARIABLE = "POLYRL_ENGINE_KEY"
+"""What a server that we start asks of whoever speaks to it; for one that runs already, its own, if it has one."""
 LENGTH = struct.Struct("<Q")
 """Before every message, which is JSON."""
 HEAD_BYTES = 1 << 20

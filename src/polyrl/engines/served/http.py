@@ -9,6 +9,8 @@ import msgspec
 from polyrl.engines.engine import EngineError
 
 _CONNECT_S = 5.0
+_KEEPALIVE_S = 2.0
+"""These servers close what was idle for five seconds, also while a request is on its way."""
 _LARGEST_EVENT_BYTES = 64 << 20
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -29,10 +31,11 @@ class ServerAnswered(EngineError):
 
 
 class Http:
-    """Speaks with one server. `close` ends all that is under way."""
+    """Speaks with one server, which knows us by `key`. `close` ends all that is under way."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
+        self.key = key
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -41,7 +44,9 @@ class Http:
         if self._is_closed:
             raise ServerUnreachable("the server is not used any more")
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=1 << 20)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+            headers = {"Authorization": f"Bearer {self.key}"} if self.key else None
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=1 << 20)
         return self._session
 
     async def close(self) -> None:

@@ -8,6 +8,8 @@ Whoever sees a stream fail asks `is_alive`: a server of several processes may an
 
 import asyncio
 import logging
+import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served import process as processes
+from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import ServerProcess
 from polyrl.engines.served.server import Facts, Load, ServedConfig, Server
@@ -196,7 +199,8 @@ class Keeper:
 
     async def _begin_once(self) -> tuple[Server, Facts]:
         port = processes.free_port()
-        server = self._make(Http(self._config.url or f"http://127.0.0.1:{port}"))
+        key = secrets.token_urlsafe(32) if self.is_ours else os.environ.get(KEY_VARIABLE, "")
+        server = self._make(Http(self._config.url or f"http://127.0.0.1:{port}", key))
         try:
             if self.is_ours:
                 assert self.log_file is not None

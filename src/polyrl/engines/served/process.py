@@ -45,7 +45,7 @@ def make_log(kind: str, given: str) -> Path:
         if given:
             path = Path(given).expanduser()
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("ab").close()
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))  # servers print their settings
             return path
         handle, name = tempfile.mkstemp(prefix=f"polyrl-{kind}-", suffix=".log")
     except OSError as error:

@@ -5,8 +5,10 @@ under the sampling temperature before truncation; greedy: that at temperature 1.
 started with --enable-deterministic-inference, which its CPU backend refuses.
 """
 
+import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -72,6 +74,7 @@ class SglangServer:
         self.tells_policy = True
         self.weighing: Weighing = SglangWeighing(http, config)
         self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="polyrl-sglang-")
 
     def command(self, port: int) -> Command:
         config = self._config
@@ -95,10 +98,19 @@ class SglangServer:
         slots = machine.slots(config)
         if slots is not None:
             flags += ["--max-running-requests", str(slots)]
+        if "--config" in config.flags:
+            raise EngineError("--config: the worker has one of its own; give SGLang its flags one by one")
+        flags += ["--config", self._write_key()]
         argv = [machine.python_of(config), "-m", "sglang.launch_server"]
         return Command(
             [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}
         )
+
+    def _write_key(self) -> str:
+        """A file that only we can read: other users see the flags of a process."""
+        path = Path(self._folder.name) / "key.yaml"
+        path.write_bytes(msgspec.json.encode({"api-key": self.http.key}))
+        return str(path)
 
     async def is_ready(self) -> bool:
         """While it is paused it calls itself unready, and is well all the same."""

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served import machine, model_files
+from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.http import Http, ServerAnswered, ServerUnreachable
 from polyrl.engines.served.metrics import read_gauges
 from polyrl.engines.served.server import (
@@ -82,7 +83,13 @@ class VllmServer:
         flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "polyrl"]
         flags += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm"]
         flags += ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        flags += ["--middleware", "polyrl.engines.served.vllm_guard.Guard"]
+        environment = {
+            KEY_VARIABLE: self.http.key,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
         context = config.max_context
         if machine.is_cpu(config):
             context = machine.cpu_context(config, model.max_context)

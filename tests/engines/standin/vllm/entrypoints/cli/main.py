@@ -16,10 +16,20 @@ import sys
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 
 def next_token(tokens: list[int], vocab: int) -> int:
     return (31 * tokens[-1] + 17 * len(tokens) + 7) % vocab
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """As `vllm_guard` has it, which the real server is given by a flag. Some tests start one without a key."""
+    key = os.environ.get("POLYRL_ENGINE_KEY")
+    if key and request.headers.get("Authorization") != f"Bearer {key}":
+        return web.Response(status=401)
+    return await handler(request)
 
 
 class Server:
@@ -151,7 +161,7 @@ def main() -> None:
     subprocess.Popen(["sleep", "600"])  # as the real one, it is several processes
 
     async def serve() -> None:
-        server = web.Application()
+        server = web.Application(middlewares=[guard])
         server.add_routes(Server(args).routes())
         runner = web.AppRunner(server, access_log=None)
         await runner.setup()
