@@ -372,6 +372,9 @@ def test_a_server_that_is_attached_to_and_goes_away_ends_the_engine(tmp_path, mo
         with pytest.raises(ServerAnswered, match="/health answered 401"):
             await stranger.get("/health", timeout_s=5.0)
         await stranger.close()
+        guest = ServedEngine("vllm", ServedConfig(model=str(tmp_path / "model"), url=server.http.url))
+        with pytest.raises(EngineError, match="wants another key; POLYRL_ENGINE_KEY"):
+            await guest.start(guest_sink)
         monkeypatch.setenv(KEY_VARIABLE, server.http.key)
         guest = ServedEngine("vllm", ServedConfig(model=str(tmp_path / "model"), url=server.http.url))
         await guest.start(guest_sink)

@@ -27,7 +27,9 @@ from polyrl.cli.served import python_for
 from polyrl.cli.training.processes import ManagerProcess, start, stop
 from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
+from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.engine import Kind, ServedEngine
+from polyrl.engines.served.http import Http
 from polyrl.engines.served.server import Asked, ServedConfig, Server
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, Version
@@ -137,7 +139,7 @@ async def _in_turns(
     """Seconds of every turn, straight and through a fleet. The first of each is not counted."""
     straight: list[float] = []
     led: list[float] = []
-    async with _fleet(work, config, server.http.url, scratch, batch, new) as fleet:
+    async with _fleet(work, config, server.http, scratch, batch, new) as fleet:
         for turn in range(turns + 1):
             straight.append(await _straight(server, _prompts(work, batch, turn), new))
             led.append(await _led(fleet, turn, batch, new))
@@ -182,7 +184,7 @@ async def _led(fleet: Fleet, step: int, batch: int, new: int) -> float:
 
 @asynccontextmanager
 async def _fleet(
-    work: ServedWork, config: ServedConfig, url: str, scratch: Path, batch: int, new: int
+    work: ServedWork, config: ServedConfig, http: Http, scratch: Path, batch: int, new: int
 ) -> AsyncIterator[Fleet]:
     """A manager and a worker, in processes of their own; the worker uses the server that runs already."""
     run_dir = scratch / f"run-{batch}"
@@ -192,8 +194,8 @@ async def _fleet(
     try:
         address = await manager.start()
         where = ("worker", "--join", address.url, "--token-file", str(run_dir / "worker.token"), "--name", "bench")
-        engine = ("--engine", work.kind, "--engine-url", url, "--model", config.model, "--no-relay")
-        worker = await start((*where, *engine), run_dir / "logs" / "worker.log")
+        engine = ("--engine", work.kind, "--engine-url", http.url, "--model", config.model, "--no-relay")
+        worker = await start((*where, *engine), run_dir / "logs" / "worker.log", {KEY_VARIABLE: http.key})
         group = min(batch, _GROUP)
         scheduler = SchedulerConfig(
             domains=(DomainData(name="bench", prompts_per_step=batch // group, num_prompts=1_000_000),),

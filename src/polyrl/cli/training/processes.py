@@ -10,10 +10,11 @@ import contextlib
 import ctypes
 import json
 import logging
+import os
 import signal
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,13 +38,13 @@ class Address(NamedTuple):
     port: int
 
 
-async def start(arguments: Sequence[str], log_file: Path) -> Process:
-    """`polyrl` with these arguments; what it prints goes to the end of the file."""
+async def start(arguments: Sequence[str], log_file: Path, more: Mapping[str, str] | None = None) -> Process:
+    """`polyrl` with these arguments, and more environment; what it prints goes to the end of the file."""
     with log_file.open("ab") as output:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "polyrl", *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True, preexec_fn=end_with_parent,
+            env={**os.environ, **(more or {})}, start_new_session=True, preexec_fn=end_with_parent,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import msgspec
 from polyrl.engines.engine import EngineError
 
 _CONNECT_S = 5.0
+_UNAUTHORIZED = 401
 _KEEPALIVE_S = 2.0
 """These servers close what was idle for five seconds, also while a request is on its way."""
 _LARGEST_EVENT_BYTES = 64 << 20
@@ -36,6 +37,8 @@ class Http:
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/")
         self.key = key
+        self.is_refused = False
+        """Its last answer was that this is not its key."""
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -74,6 +77,7 @@ class Http:
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as reply:
                 raw = await reply.read()
+                self.is_refused = reply.status == _UNAUTHORIZED
                 if reply.status >= 400:
                     raise ServerAnswered(path, reply.status, _error_line(raw))
         except TimeoutError as error:

@@ -222,6 +222,8 @@ class Keeper:
                 how, line = await process.ended(), process.first_error() or self._last_said()
                 hint = "; name the environment that it is in with --engine-python" if "No module named" in line else ""
                 raise EngineError(f"the {name} server {how}: {line}{hint} (its log: {self.log_file})")
+            if server.http.is_refused:
+                raise EngineError(f"{self._where} wants another key; {KEY_VARIABLE} is where it belongs")
             if now - began > self._config.start_timeout_s:
                 raise EngineError(f"{self._where} is not ready after {now - began:.0f} s")
             if now - told > _PROGRESS_S:
