@@ -102,6 +102,25 @@ class Sink(Protocol):
     def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None: ...
 
 
+def why_not_begun(job: Job, version: Version | None) -> str:
+    """Why no engine would begin this job now; empty when one would."""
+    if version is None:
+        return "no weights are installed"
+    if not job.prompt:
+        return "the prompt is empty"
+    if job.max_tokens <= len(job.so_far):
+        return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+    return ""
+
+
+def why_no_tokens(job: Job, vocab: int) -> str:
+    """Why its ids are no tokens of a vocabulary of this size; empty when they are."""
+    for tokens in (job.prompt, job.so_far):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+            return f"token ids go from 0 to {vocab - 1}; got {min(tokens)} to {max(tokens)}"
+    return ""
+
+
 class EngineError(Exception):
     """An engine could not start, install, or go on. The message is a line for a person."""
 

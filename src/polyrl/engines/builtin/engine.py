@@ -20,7 +20,17 @@ from msgspec import Meta, Struct
 
 from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
 from polyrl.engines.builtin.kv_cache import KvCache
-from polyrl.engines.engine import Capabilities, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.engines.engine import (
+    Capabilities,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    Job,
+    Sink,
+    Weights,
+    why_no_tokens,
+    why_not_begun,
+)
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Version
 from polyrl.wire.frames import Sampling
@@ -240,18 +250,12 @@ class BuiltinEngine:
         """Why the job is refused; empty when it is not."""
         assert self._loaded is not None
         num = len(job.prompt) + len(job.so_far)
-        vocab = self._loaded.vocab
-        if self._version is None:
-            return "no weights are installed"
-        if not job.prompt:
-            return "the prompt is empty"
-        if job.max_tokens <= len(job.so_far):
-            return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+        if why := why_not_begun(job, self._version):
+            return why
         if job.sampling.stop and self._tokenizer is None:
             return f"stop strings need a tokenizer, and there is none in {self._config.model}; give stop ids"
-        for tokens in (job.prompt, job.so_far):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-                return f"token ids go from 0 to {vocab - 1}; got {min(tokens)} to {max(tokens)}"
+        if why := why_no_tokens(job, self._loaded.vocab):
+            return why
         if num >= self._max_context:
             return f"prompt and answer so far are {num} tokens, and the model's context is {self._max_context}"
         if not self._batch.fits(min(len(job.prompt) + job.max_tokens, self._max_context)):

@@ -36,7 +36,17 @@ from polyrl.engines.emulated.text import (
     ending_of,
     read_lengths,
 )
-from polyrl.engines.engine import Capabilities, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.engines.engine import (
+    Capabilities,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    Job,
+    Sink,
+    Weights,
+    why_no_tokens,
+    why_not_begun,
+)
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Seconds, Version
 from polyrl.scheduling.order import mix64
@@ -136,17 +146,12 @@ class EmulatedEngine:
 
     def _why_not(self, job: Job) -> str:
         """Why the job is refused; empty when it is not."""
-        if self._version is None:
-            return "no weights are installed"
-        if not job.prompt:
-            return "the prompt is empty"
-        if job.max_tokens <= len(job.so_far):
-            return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+        if why := why_not_begun(job, self._version):
+            return why
         if job.sampling.stop:
             return "stop strings are not supported: there is no text; give stop ids"
-        for tokens in (job.prompt, job.so_far):
-            if tokens and not 0 <= min(tokens) <= max(tokens) <= LARGEST_TOKEN:
-                return f"token ids go from 0 to {LARGEST_TOKEN}; got {min(tokens)} to {max(tokens)}"
+        if why := why_no_tokens(job, LARGEST_TOKEN + 1):
+            return why
         context, capacity = len(job.prompt) + len(job.so_far), self._config.kv_tokens
         if capacity and context >= capacity:
             return f"prompt and answer so far are {context} tokens, and the cache holds {capacity}"

@@ -16,7 +16,18 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from polyrl.engines.engine import Capabilities, EngineEnd, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
+from polyrl.engines.engine import (
+    Capabilities,
+    EngineEnd,
+    EngineError,
+    EngineInfo,
+    EngineStats,
+    Job,
+    Sink,
+    Weights,
+    why_no_tokens,
+    why_not_begun,
+)
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.keeper import Keeper
 from polyrl.engines.served.server import Asked, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
@@ -229,17 +240,12 @@ class ServedEngine:
     def _why_not(self, job: Job, facts: Facts) -> str:
         """Why the job is refused; empty when it is not."""
         num = len(job.prompt) + len(job.so_far)
-        if self._version is None:
-            return "no weights are installed"
-        if not job.prompt:
-            return "the prompt is empty"
-        if job.max_tokens <= len(job.so_far):
-            return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+        if why := why_not_begun(job, self._version):
+            return why
         if job.sampling.stop:
             return "stop strings need a tokenizer, and the server runs without one; give stop ids"
-        for tokens in (job.prompt, job.so_far):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < facts.vocab:
-                return f"token ids go from 0 to {facts.vocab - 1}; got {min(tokens)} to {max(tokens)}"
+        if why := why_no_tokens(job, facts.vocab):
+            return why
         if num >= facts.max_context:
             return f"prompt and answer so far are {num} tokens, and the context is {facts.max_context}"
         longest = min(len(job.prompt) + job.max_tokens, facts.max_context)

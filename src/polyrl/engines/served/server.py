@@ -6,6 +6,7 @@ A server speaks in token ids only. What it gives is told as it is: `Part` holds 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
+import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.engines.engine import EngineError, Weights
@@ -80,10 +81,10 @@ class Asked(NamedTuple):
     """The answer ends with the first of these; nothing else ends it before `max_new`."""
 
 
-class Span(NamedTuple):
-    """These tokens of an answer were written under that label."""
+class Span(Struct, frozen=True):
+    """These tokens of an answer were written under that label. Both kinds of server write it so."""
 
-    label: str
+    label: str = msgspec.field(name="version")
     start: int
     end: int
 

@@ -46,16 +46,10 @@ class _Finish(Struct):
     status_code: int | None = None
 
 
-class _WeightSpan(Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Meta(Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float, int, Any]] = []
-    weight_versions: list[_WeightSpan] | None = None
+    weight_versions: list[Span] | None = None
     completion_tokens: int = 0
 
 
@@ -192,5 +186,5 @@ def _part(event: _Event) -> Part:
         return Part(event.output_ids, logprobs)
     if finish.type not in _ENDS:
         raise EngineError(f"the server ended an answer with {finish.type!r}")
-    spans = [Span(one.version, one.start, one.end) for one in meta.weight_versions or ()]
+    spans = meta.weight_versions or ()
     return Part(event.output_ids, logprobs, _ENDS[finish.type], spans)

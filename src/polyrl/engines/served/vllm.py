@@ -49,17 +49,11 @@ class _Logprobs(Struct):
     content: list[_Logprob] = []
 
 
-class _WeightSpan(Struct):
-    version: str
-    start: int
-    end: int
-
-
 class _Choice(Struct):
     token_ids: list[int] = []
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[_WeightSpan] | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _Event(Struct):
@@ -188,5 +182,5 @@ def _part(choice: _Choice) -> Part:
         return Part(choice.token_ids, logprobs)
     if choice.finish_reason not in _ENDS:
         raise EngineError(f"the server ended an answer with {choice.finish_reason!r}")
-    spans = [Span(one.version, one.start, one.end) for one in choice.weight_versions or ()]
+    spans = choice.weight_versions or ()
     return Part(choice.token_ids, logprobs, _ENDS[choice.finish_reason], spans)
