@@ -1,17 +1,21 @@
 """Whole runs on one GPU: synchronous, streaming, and streaming with tail batching, with imposed lengths; step times.
 
-python tests/gpu/check_run.py [STEPS] [ARCH] [PROMPTS] [MODE...]     published lengths (RollPacker, math), cap 8,192
+python tests/gpu/check_run.py [--steps N] [--arch A] [--prompts N] [--cap TOKENS] [MODE...]
 
-The model has random weights and its rewards mean nothing: only time is looked at. Prompts and lengths are the same.
-Beside the steps' times it says where generation's went: in bursts of decoding, in prompts, in making graphs, between.
+Lengths are as published (RollPacker, math). The model has random weights and its rewards mean nothing: only time is
+looked at. Prompts and lengths are the same for all. Every ten seconds it says where generation's time went: in bursts
+of decoding, in prompts, in making graphs, in waking, between them.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
+import argparse
 import gc
 import json
+import logging
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -94,13 +98,13 @@ class Tasks:
         return []
 
 
-def recipe_of(mode: str, folder: Path, steps: int, prompts: int) -> Recipe:
+def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int = 8192) -> Recipe:
     tree = {
         "name": "timing",
         "model": {"path": str(folder), "dtype": "bfloat16", "device": "cuda"},
         "train": {"steps": steps, "micro_batch_tokens": 16_384},
         "algorithm": {"zero_variance": "keep"},
-        "rollout": {"max_new_tokens": 8192, "impose_lengths": {"kind": "quantiles", "quantiles": QUANTILES}},
+        "rollout": {"max_new_tokens": cap, "impose_lengths": {"kind": "quantiles", "quantiles": QUANTILES}},
         "rounds": {"samples_per_prompt": 8},
         "data": {"source": "arithmetic", "prompts_per_step": prompts},
         "manager": {"port": 0},
@@ -111,9 +115,10 @@ def recipe_of(mode: str, folder: Path, steps: int, prompts: int) -> Recipe:
     return build(tree, Recipe, source="")
 
 
-def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
+def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str]) -> None:
     root = Path(tempfile.mkdtemp())
     watch = Watch(CudaRunner)
+    threading.Thread(target=report, args=(watch,), daemon=True).start()
     torch.manual_seed(0)
     make_model(Work(arch, None, 1, 1, 1), "cuda").save_pretrained(root / "model")
     torch.cuda.empty_cache()
@@ -121,7 +126,7 @@ def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
         run_dir = root / mode.replace(" ", "-")
         (run_dir / "logs").mkdir(parents=True)
         num = 5 * max(1, steps // 3) if mode == "tail batching" else steps  # whole periods
-        recipe = recipe_of(mode, root / "model", num + 1, prompts)
+        recipe = recipe_of(mode, root / "model", num + 1, prompts, cap)
         crew = load_crew(recipe)
         began = time.perf_counter()
         run_loop(train(recipe, run_dir, crew, Tasks()))
@@ -129,20 +134,31 @@ def main(steps: int, arch: str, prompts: int, modes: list[str]) -> None:
         seconds = [line["time/step_total"] for line in lines]
         tokens = sum(line["tokens/kept"] for line in lines)
         print(json.dumps({
-            "mode": mode, "lengths": "imposed", "arch": arch, "prompts": prompts,
+            "mode": mode, "lengths": "imposed", "arch": arch, "prompts": prompts, "cap": cap,
             "mean_step_s": statistics.fmean(seconds),
             "steps_s": [round(one, 1) for one in seconds], "kinds": [line["rounds/kind"][0] for line in lines],
             "train_s": round(statistics.fmean(line["time/step_train"] for line in lines), 2),
             "publish_s": round(statistics.fmean(line["time/step_publish"] for line in lines), 2),
             "longest": [line["token/response_length/max"] for line in lines],
             "trained_tok_s": tokens / sum(seconds), "run_s": time.perf_counter() - began,
-            "generation, all steps": watch.take(),
         }), flush=True)  # fmt: skip
         del crew
         gc.collect()
         torch.cuda.empty_cache()
 
 
+def report(watch: Watch) -> None:
+    while True:
+        time.sleep(10)
+        print(time.strftime("%X"), json.dumps(watch.take()), flush=True)
+
+
 if __name__ == "__main__":
-    steps, arch, prompts, *wanted = [*sys.argv[1:], *("5", "qwen3-1.7b", "32")[len(sys.argv) - 1 :]]
-    main(int(steps), arch, int(prompts), wanted or list(MODES))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%X")
+    parser = argparse.ArgumentParser()
+    for name, default in (("steps", 5), ("prompts", 32), ("cap", 8192)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--arch", default="qwen3-1.7b")
+    parser.add_argument("modes", nargs="*", metavar="MODE")
+    options = parser.parse_args()
+    main(options.steps, options.arch, options.prompts, options.cap, options.modes or list(MODES))
