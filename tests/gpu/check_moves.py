@@ -79,9 +79,15 @@ async def compare(model, *, invariant: bool) -> None:
     cuts = [16 + 5 * n % 200 for n in range(64)]
     rest = await finish(engine, sink, [job(4000, n, crowd[n][: cuts[n]]) for n in range(64)])
     moved = [crowd[n][: cuts[n]] + rest[n] for n in range(64)]
+    await engine.sleep()
+    taken = torch.full((1 << 33,), 255, dtype=torch.uint8, device="cuda")  # somebody writes where the cache was
+    del taken
+    torch.cuda.empty_cache()
+    await engine.wake()
+    again = await finish(engine, sink, [job(8000, n) for n in range(64)])
     print(json.dumps({
         "invariant": invariant, "alone": agreement(crowd[:8], alone), "in fours": agreement(crowd[:32], few),
-        "moved": agreement(crowd, moved),
+        "moved": agreement(crowd, moved), "after sleeping": agreement(crowd, again),
     }), flush=True)  # fmt: skip
     if not invariant:
         await sleep_and_wake(engine, sink, [job(5000, n) for n in range(64)])

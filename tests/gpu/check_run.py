@@ -1,6 +1,6 @@
 """Whole runs on one GPU: synchronous, streaming, and streaming with tail batching, with imposed lengths; step times.
 
-python tests/gpu/check_run.py [--steps N] [--arch A] [--prompts N] [--cap TOKENS] [MODE...]
+python tests/gpu/check_run.py [--steps N] [--arch A] [--prompts N] [--cap TOKENS] [--no-checkpoints] [MODE...]
 
 Lengths are as published (RollPacker, math). The model has random weights and its rewards mean nothing: only time is
 looked at. Prompts and lengths are the same for all. Every ten seconds it says where generation's time went: in bursts
@@ -98,7 +98,7 @@ class Tasks:
         return []
 
 
-def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int = 8192) -> Recipe:
+def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int, *, checkpoints: bool) -> Recipe:
     tree = {
         "name": "timing",
         "model": {"path": str(folder), "dtype": "bfloat16", "device": "cuda"},
@@ -109,13 +109,14 @@ def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int = 8192
         "data": {"source": "arithmetic", "prompts_per_step": prompts},
         "manager": {"port": 0},
         "validation": {"at_start": False},
+        "checkpoint": {"enabled": checkpoints},
     }
     for section, keys in MODES[mode].items():
         tree[section] = {**tree.get(section, {}), **keys}
     return build(tree, Recipe, source="")
 
 
-def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str]) -> None:
+def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, checkpoints: bool) -> None:
     root = Path(tempfile.mkdtemp())
     watch = Watch(CudaRunner)
     threading.Thread(target=report, args=(watch,), daemon=True).start()
@@ -126,7 +127,7 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str]) -> Non
         run_dir = root / mode.replace(" ", "-")
         (run_dir / "logs").mkdir(parents=True)
         num = 5 * max(1, steps // 3) if mode == "tail batching" else steps  # whole periods
-        recipe = recipe_of(mode, root / "model", num + 1, prompts, cap)
+        recipe = recipe_of(mode, root / "model", num + 1, prompts, cap, checkpoints=checkpoints)
         crew = load_crew(recipe)
         began = time.perf_counter()
         run_loop(train(recipe, run_dir, crew, Tasks()))
@@ -138,6 +139,7 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str]) -> Non
             "mean_step_s": statistics.fmean(seconds),
             "steps_s": [round(one, 1) for one in seconds], "kinds": [line["rounds/kind"][0] for line in lines],
             "train_s": round(statistics.fmean(line["time/step_train"] for line in lines), 2),
+            "generate_s": round(statistics.fmean(line["time/step_generate"] for line in lines), 2),
             "publish_s": round(statistics.fmean(line["time/step_publish"] for line in lines), 2),
             "longest": [line["token/response_length/max"] for line in lines],
             "trained_tok_s": tokens / sum(seconds), "run_s": time.perf_counter() - began,
@@ -159,6 +161,10 @@ if __name__ == "__main__":
     for name, default in (("steps", 5), ("prompts", 32), ("cap", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--arch", default="qwen3-1.7b")
+    parser.add_argument("--no-checkpoints", dest="checkpoints", action="store_false")
     parser.add_argument("modes", nargs="*", metavar="MODE")
     options = parser.parse_args()
-    main(options.steps, options.arch, options.prompts, options.cap, options.modes or list(MODES))
+    main(
+        options.steps, options.arch, options.prompts, options.cap, options.modes or list(MODES),
+        checkpoints=options.checkpoints,
+    )  # fmt: skip

@@ -101,7 +101,9 @@ def test_the_devices_finish_a_micro_batch_before_they_come_back():
     run.turn("t", "training")
     run.take(0, 1)
     assert not only(run.leave("a"), c.StartGenerating)
-    assert only(run.tell(e.MicroBatchTrained(Step(0))), c.StartGenerating)
+    assert not only(run.wait(0.5), c.StartGenerating)
+    (back,) = only(run.tell(e.MicroBatchTrained(Step(0))), c.StartGenerating)
+    assert back.why == "samples wait and no other worker is there"
 
 
 def test_all_devices_with_nothing_to_train_for_a_while_generate_again():

@@ -110,15 +110,39 @@ def test_a_worker_goes_from_waiting_to_pulling_to_active_to_draining_to_gone():
     assert run.scheduler.desk.state.fleet.seats == {}
 
 
+def report(run, one, num_waiting):
+    run.tell(e.WorkerReported(one.name, one.incarnation, num_waiting=num_waiting))
+
+
 def test_an_engine_that_holds_samples_back_gets_fewer_and_then_slowly_more():
     run = Driver(small_config(prompts=10, samples=1))
     run.begin()
     run.join("a", slots=8)
     one = run.scheduler.desk.state.fleet.seats[1]
     assert (len(one.leases), one.plateau) == (8, 8)
-    run.tell(e.WorkerReported(one.name, one.incarnation, num_waiting=3))
+    report(run, one, 3)
+    run.bring("a", s1_0=4)
+    report(run, one, 3)
     assert one.plateau == 5
     assert not leased(run.finish("1/0", "2/0", "3/0"))
     assert len(leased(run.finish("4/0"))) == 1
-    run.tell(e.WorkerReported(one.name, one.incarnation, num_waiting=0))
+    report(run, one, 0)
     assert one.plateau == 6
+
+
+def test_samples_that_wait_for_prompts_to_be_computed_say_nothing_about_an_engine():
+    run = Driver(small_config(prompts=10, samples=1))
+    run.begin()
+    run.join("a", slots=8)
+    one = run.scheduler.desk.state.fleet.seats[1]
+    report(run, one, 7)  # the first prompt
+    report(run, one, 7)  # it compiles: no token came between the two
+    assert (one.plateau, one.num_waiting) == (8, 0)
+    run.bring("a", s1_0=4)
+    report(run, one, 4)  # it takes more and more of them in
+    run.bring("a", s1_0=8)
+    report(run, one, 1)
+    assert (one.plateau, one.num_waiting) == (8, 0)
+    run.bring("a", s1_0=12)
+    report(run, one, 1)  # and now no more
+    assert (one.plateau, one.num_waiting) == (7, 1)

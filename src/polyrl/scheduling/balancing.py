@@ -22,6 +22,7 @@ def learn_speed(desk: Desk, worker: Worker, num_running: int, num_steps: int, no
 
     Samples decode in lock step, so the most that any of them gained is the number of steps; the others came later.
     """
+    worker.has_progressed = True
     span = now - worker.last_tokens_at
     if span < _MIN_SPAN_S:
         return
@@ -36,14 +37,20 @@ def learn_speed(desk: Desk, worker: Worker, num_running: int, num_steps: int, no
 def learn_plateau(desk: Desk, worker: Worker, num_waiting: int) -> None:
     """An engine that holds samples back has too many; one that runs all it has may be given a few more.
 
-    What it runs at once depends on its cache and on how long contexts are now, and it is the one who knows. A report of
-    more samples held back than it has is old news.
+    What it runs at once depends on its cache and on how long contexts are now, and it is the one who knows. But samples
+    also wait while it computes prompts, or compiles: so it counts as full only when it held some back at the report
+    before too, brought tokens since, and runs no more than then. A report of more held back than it has is old news.
     """
-    worker.num_waiting = num_waiting
     num = len(worker.leases)
+    num_running = num - num_waiting
+    holds_back = 0 < num_waiting < num
+    is_full = holds_back and worker.has_progressed and num_running <= worker.held_back_at
+    worker.num_waiting = num_waiting if is_full else 0
+    worker.held_back_at = num_running if holds_back else -1
+    worker.has_progressed = False
     plateau = worker.plateau
-    if 0 < num_waiting < num:
-        plateau = min(plateau, num - num_waiting)
+    if is_full:
+        plateau = min(plateau, num_running)
     elif num_waiting == 0 and num >= plateau:
         plateau = min(worker.slots, plateau + max(1, plateau // _PLATEAU_GROWTH))
     if plateau != worker.plateau:

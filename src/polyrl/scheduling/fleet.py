@@ -94,7 +94,11 @@ class Worker(Struct):
     relays: bool = True
     num_failures: int = 0
     num_waiting: int = 0
-    """Samples that its engine itself holds back."""
+    """Samples that its engine itself holds back, and not only because it computes prompts."""
+    held_back_at: int = -1
+    """Samples that its engine ran at its last report, if it held others back then; otherwise -1."""
+    has_progressed: bool = False
+    """It brought tokens since its last report."""
     num_preemptions: int = 0
     leases: dict[LeaseId, SampleId] = {}
     last_tokens_at: Seconds = 0.0

@@ -59,6 +59,8 @@ _LOCAL_DRAIN_S = 2.0
 _DISMISS_S = 5.0
 _JOIN_TIMEOUT_S = 120.0
 _CPU_SLOTS, _GPU_SLOTS = 32, 256
+_CPU_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 8192
+"""Of prompts, in one step: running samples wait meanwhile, on a GPU some 50 ms for two billion parameters."""
 _PROMPT_ROOM = 512
 """Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
 _LOOPBACK = ("127.0.0.0/8",)
@@ -303,6 +305,7 @@ def local_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
         slots=slots,
         kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
         block_tokens=32 if on_gpu else 16,
+        chunk_tokens=_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS,
     )
     return LocalEngine(config, policy.loaded)
 

@@ -12,6 +12,7 @@ stretch that the random number falls into.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ import torch
 # pyright: reportOperatorIssue=false, reportIndexIssue=false
 import triton
 import triton.language as tl
+
+from polyrl.engines.builtin.cuda_memory import Memory
 
 Tensor = torch.Tensor
 
@@ -132,25 +135,34 @@ class BlockedKeysAndValues:
     """The cache's memory on a GPU, a block at a time. One block more than is given out takes what nobody wants."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, num_heads: int, block_tokens: int, dim: int, like: Tensor
+        self, num_layers: int, num_blocks: int, num_heads: int, block_tokens: int, dim: int, dtype: torch.dtype
     ) -> None:
         shape = (num_blocks + 1, num_heads, block_tokens, dim)
-        self.keys = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
+        self._memory = Memory(2 * num_layers * math.prod(shape) * dtype.itemsize)
+        parts = self._memory.tensors(2 * num_layers, shape, dtype)
+        self._keys, self._values = parts[:num_layers], parts[num_layers:]
 
     def attach(self, model: Any) -> None:
         """Give every attention its own part, as buffers that are never saved: a compiled layer then serves for all."""
+        self._memory.take()
+        for one in (*self._keys, *self._values):
+            one.zero_()  # what lies beyond a context is multiplied by zero, and might be no number
         for module in model.modules():
             layer = getattr(module, "layer_idx", None)
             if layer is not None and hasattr(module, "q_proj"):
-                module.register_buffer("paged_keys", self.keys[layer], persistent=False)
-                module.register_buffer("paged_values", self.values[layer], persistent=False)
+                module.register_buffer("paged_keys", self._keys[layer], persistent=False)
+                module.register_buffer("paged_values", self._values[layer], persistent=False)
 
+    def detach(self, model: Any) -> None:
+        """Give the memory back. Its place stays the same, for graphs that know it."""
+        for module in model.modules():
+            if hasattr(module, "paged_keys"):
+                del module.paged_keys, module.paged_values
+        self._memory.give_back()
 
-def detach(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "paged_keys"):
-            del module.paged_keys, module.paged_values
+    def close(self) -> None:
+        """After `detach`, for good."""
+        self._memory.close()
 
 
 class DecodeStep(NamedTuple):
@@ -191,15 +203,9 @@ def attend(
         return paged_decode(
             query, key, value, keys, values, step.slots, step.tables, step.lengths, scale, wide, step.splits
         )
-    num, num_kv, dim = key.shape
-    key, value = key.contiguous(), value.contiguous()
-    _write_kernel[(num, num_kv)](
-        key, value, keys, values, step.slots, key.stride(0), value.stride(0),
-        NUM_KV=num_kv, DIM=dim, BLOCK=keys.shape[2], num_warps=1,
-    )  # fmt: skip
-    groups = query.shape[1] // num_kv
-    its_keys = keys[step.blocks, :, step.within].repeat_interleave(groups, 1)
-    its_values = values[step.blocks, :, step.within].repeat_interleave(groups, 1)
+    its_keys, its_values = write_and_gather(key, value, keys, values, step.slots, step.blocks, step.within)
+    groups = query.shape[1] // key.shape[1]
+    its_keys, its_values = its_keys.repeat_interleave(groups, 1), its_values.repeat_interleave(groups, 1)
     if query.dtype == torch.float32:  # flash attention has none; correct, a chunk at a time
         return _one_by_one(query, its_keys, its_values, step, scale, window)
     return _varlen(
@@ -252,6 +258,34 @@ def _varlen(
     )
 
 
+# What writes to the cache is an operation of its own that says so: compiled as part of the rest, the cache was copied.
+
+
+@torch.library.custom_op("polyrl::write_and_gather", mutates_args=("keys", "values"))
+def write_and_gather(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, blocks: Tensor, within: Tensor
+) -> tuple[Tensor, Tensor]:
+    """key and value (rows, kv heads, dim): write them; then the keys and values of all context tokens, in a row."""
+    _write(_rows(key), _rows(value), keys, values, slots)
+    return keys[blocks, :, within], values[blocks, :, within]
+
+
+@write_and_gather.register_fake
+def _(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, blocks: Tensor, within: Tensor
+) -> tuple[Tensor, Tensor]:
+    shape = (blocks.shape[0], keys.shape[1], keys.shape[3])
+    return keys.new_empty(shape), values.new_empty(shape)
+
+
+def _write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    num, num_kv, dim = key.shape
+    _write_kernel[(num, num_kv)](
+        key, value, keys, values, slots, key.stride(0), value.stride(0),
+        NUM_KV=num_kv, DIM=dim, BLOCK=keys.shape[2], num_warps=1,
+    )  # fmt: skip
+
+
 @torch.library.custom_op("polyrl::paged_decode", mutates_args=("keys", "values"))
 def paged_decode(
     query: Tensor,
@@ -270,19 +304,7 @@ def paged_decode(
     num, num_heads, dim = query.shape
     num_kv, block = keys.shape[1], keys.shape[2]
     query, key, value = query.contiguous(), _rows(key), _rows(value)
-    _write_kernel[(num, num_kv)](
-        key,
-        value,
-        keys,
-        values,
-        slots,
-        key.stride(0),
-        value.stride(0),
-        NUM_KV=num_kv,
-        DIM=dim,
-        BLOCK=block,
-        num_warps=1,
-    )
+    _write(key, value, keys, values, slots)
     group = num_heads // num_kv
     out = torch.empty_like(query)
     parts, sums = out, lengths

@@ -63,17 +63,24 @@ class CudaRunner:
         self._device = self._parameter.device
         self._num_processors = cuda.num_processors()
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
-        self._paged: BlockedKeysAndValues | None = None
+        heads, dim = loaded.num_kv_heads, loaded.head_dim
+        self._paged = BlockedKeysAndValues(
+            loaded.num_layers, num_blocks, heads, block_tokens, dim, self._parameter.dtype
+        )
+        self._is_awake = False
         self._graphs: dict[int, _Graph] = {}
+        self._graph_memory = torch.cuda.graph_pool_handle()
+        """Of all graphs: only one of them runs at a time."""
         self._invariant_tokens = invariant_tokens
         self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
         self._interrupted = threading.Event()
         width = -(-max_context // block_tokens) + 1
-        self._tables = torch.full((slots, width), num_blocks, dtype=torch.int32, device=self._device)
+        rows = slots + 1  # never all of them: what is compiled for a part of a tensor is not for the whole
+        self._tables = torch.full((rows, width), num_blocks, dtype=torch.int32, device=self._device)
         self._tokens, self._positions, self._answers, self._seeds = (
-            torch.zeros(slots, dtype=torch.int64, device=self._device) for _ in range(4)
+            torch.zeros(rows, dtype=torch.int64, device=self._device) for _ in range(4)
         )
-        self._temperatures = torch.ones(slots, dtype=torch.float32, device=self._device)
+        self._temperatures = torch.ones(rows, dtype=torch.float32, device=self._device)
         self._drawn = torch.zeros((MAX_BURST, slots), dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros((MAX_BURST, slots), dtype=torch.float32, device=self._device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -88,19 +95,21 @@ class CudaRunner:
             self._uniforms = torch.compile(cuda.uniforms, dynamic=True)
 
     def wake(self) -> None:
-        if self._paged is None:
-            one = self._loaded
-            self._paged = BlockedKeysAndValues(
-                one.num_layers, self._num_blocks, one.num_kv_heads, self._block_tokens, one.head_dim, self._parameter
-            )
-            self._paged.attach(one.model)
+        if not self._is_awake:
+            self._paged.attach(self._loaded.model)
+            self._is_awake = True
 
     def sleep(self) -> None:
-        """Free the cache and the graphs that write into it."""
-        self._graphs.clear()
-        cuda.detach(self._loaded.model)
-        self._paged = None
+        """Give back the cache's memory. Graphs stay: they find it at the same place again."""
+        if self._is_awake:
+            self._paged.detach(self._loaded.model)
+            self._is_awake = False
         torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self.sleep()
+        self._graphs.clear()
+        self._paged.close()
 
     def weights_changed(self) -> None:
         """Nothing is derived from them: graphs read them where they are."""
@@ -109,9 +118,26 @@ class CudaRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
-        """Any step, row by row. `wanted` has an entry for each chunk that samples, in order."""
-        if self._invariant_tokens and len(chunks) > 1:
-            return self._one_by_one(chunks, wanted)
+        """Any step. `wanted` has an entry for each chunk that samples, in order.
+
+        Those that decode, which come first, are a step from a graph: it reads their contexts where they are, and the
+        other way copies them. Batch-invariant, every other chunk is a step by itself.
+        """
+        num = _num_from_graph(chunks, wanted)
+        drawn = Drawn([], [])
+        if num:
+            drawn = self.run_burst(chunks[:num], wanted[:num], 1)[0]
+        at_once = 1 if self._invariant_tokens else len(chunks)
+        for first in range(num, len(chunks), at_once):
+            some = chunks[first : first + at_once]
+            num_wanted = sum(chunk.samples for chunk in some)
+            tokens, logprobs = self._run_packed(some, wanted[len(drawn.tokens) : len(drawn.tokens) + num_wanted])
+            drawn.tokens.extend(tokens)
+            drawn.logprobs.extend(logprobs)
+        return drawn
+
+    def _run_packed(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
+        """Row by row, of whatever lengths."""
         step, tokens, positions, rows = self._lay_out(chunks)
         hidden = self._hidden(tokens, positions, step)
         logits = self._loaded.model.lm_head(hidden[0].index_select(0, rows))
@@ -128,22 +154,6 @@ class CudaRunner:
         else:
             drawn, logprobs = cuda.draw(logits, draws.temperatures, draws.uniforms)
         return Drawn(drawn.tolist(), logprobs.tolist())
-
-    def _one_by_one(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
-        """What decodes is a step by itself, if it can come from a graph; every other chunk is one."""
-        left = iter(wanted)
-        its = [[next(left)] if chunk.samples else [] for chunk in chunks]
-        num = 0
-        drawn = Drawn([], [])
-        while num < len(chunks) and chunks[num].count == 1 and not any(map(_truncates, its[num])):
-            num += 1
-        if num:
-            drawn = self.run_burst(chunks[:num], [one for some in its[:num] for one in some], 1)[0]
-        for chunk, some in zip(chunks[num:], its[num:], strict=True):
-            tokens, logprobs = self.run([chunk], some)
-            drawn.tokens.extend(tokens)
-            drawn.logprobs.extend(logprobs)
-        return drawn
 
     def _hidden(self, tokens: Tensor, positions: Tensor, step: DecodeStep | PrefillStep) -> Tensor:
         return self._loaded.model.model(
@@ -270,7 +280,7 @@ class CudaRunner:
         graph = torch.cuda.CUDAGraph()
         self._cursor.zero_()
         self._positions.zero_()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._graph_memory):
             self._decode(size)
         for buffer, one in zip((self._tokens, self._positions, self._answers), saved, strict=True):
             buffer.copy_(one)
@@ -294,6 +304,14 @@ class CudaRunner:
         positions += 1
         self._answers[:size] += 1
         self._cursor += 1
+
+
+def _num_from_graph(chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> int:
+    """How many chunks, from the first on, decode and are not truncated: there is a graph for those alone."""
+    num = 0
+    while num < len(chunks) and chunks[num].count == 1 and chunks[num].samples and not _truncates(wanted[num]):
+        num += 1
+    return num
 
 
 def _truncates(one: Wanted) -> bool:

@@ -191,7 +191,7 @@ class BuiltinEngine:
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._runner is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.sleep)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.close)
         self._thread.shutdown(wait=True)
         self._runner = self._cuda = None
 
@@ -370,7 +370,9 @@ class BuiltinEngine:
             return 0
         if self._cuda is not None and any(_truncates(sequence.data.job.sampling) for sequence, _, _, _ in chunks):
             return 0  # there is no graph for it
-        left = min(sequence.max_total - len(sequence.tokens) for sequence, _, _, _ in chunks)
+        # On a GPU a row that is over costs next to nothing, and a look at all of them does.
+        last = max if self._cuda is not None else min
+        left = last(sequence.max_total - len(sequence.tokens) for sequence, _, _, _ in chunks)
         wanted = max(1, min(MAX_BURST, left))
         return wanted if self._batch.reserve(wanted) else 1
 

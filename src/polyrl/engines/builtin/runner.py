@@ -77,6 +77,9 @@ class Runner:
         if self._decoder is not None:
             self._decoder.drop()
 
+    def close(self) -> None:
+        self.sleep()
+
     def weights_changed(self) -> None:
         if self._decoder is not None and self._paged is not None:
             self._decoder.pack()

@@ -1,0 +1,96 @@
+"""Memory of a GPU at an address that stays, although what is behind it comes and goes.
+
+    memory = Memory(num_bytes)      an address, and memory behind it
+    memory.tensors(num, shape, dtype)
+    memory.give_back(); memory.take()
+
+CUDA graphs hold addresses: those that were made before `give_back` are right again after `take`. What was there is
+gone, though. Between the two, nobody may touch it.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+# It comes with a torch for NVIDIA GPUs, and is only there with one.
+from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+
+
+class Memory:
+    """Raises torch.OutOfMemoryError where there is none left, also from `take`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        torch.cuda.init()
+        self._device = torch.cuda.current_device()
+        self._kind = driver.CUmemAllocationProp()
+        self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._kind.location.id = self._device
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        grain = _ask(driver.cuMemGetAllocationGranularity(self._kind, recommended))
+        self._num_bytes = -(-num_bytes // grain) * grain
+        self._address = int(_ask(driver.cuMemAddressReserve(self._num_bytes, 0, 0, 0)))
+        self._is_there = False
+        self.take()
+
+    def take(self) -> None:
+        if self._is_there:
+            return
+        error, handle = driver.cuMemCreate(self._num_bytes, self._kind, 0)
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:  # torch keeps what it once had
+            torch.cuda.empty_cache()
+            error, handle = driver.cuMemCreate(self._num_bytes, self._kind, 0)
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free, total = torch.cuda.mem_get_info()
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: {self._num_bytes / 2**30:.1f} GiB of cache are wanted, {free / 2**30:.1f} of "
+                f"{total / 2**30:.1f} GiB are free"
+            )
+        _ask((error, handle))
+        _ask(driver.cuMemMap(self._address, self._num_bytes, 0, handle, 0))
+        access = driver.CUmemAccessDesc()
+        access.location = self._kind.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        _ask(driver.cuMemSetAccess(self._address, self._num_bytes, [access], 1))
+        _ask(driver.cuMemRelease(handle))  # it goes when it is no longer mapped
+        self._is_there = True
+
+    def give_back(self) -> None:
+        if self._is_there:
+            torch.cuda.synchronize(self._device)
+            _ask(driver.cuMemUnmap(self._address, self._num_bytes))
+            self._is_there = False
+
+    def close(self) -> None:
+        """No tensor of it may be used after that."""
+        self.give_back()
+        if self._address:
+            _ask(driver.cuMemAddressFree(self._address, self._num_bytes))
+            self._address = 0
+
+    def tensors(self, num: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """So many of one shape, one after the other.
+
+        None is a view of anything: compiled code looks for what a view is a part of, and takes its type for the view's.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        assert num * size <= self._num_bytes and self._is_there
+        places = (_Bytes(self._address + number * size, size) for number in range(num))
+        storages = [torch.as_tensor(one, device="cuda").untyped_storage() for one in places]
+        nothing: Any = torch.empty(0, dtype=dtype, device="cuda")
+        return [nothing.clone().set_(one, 0, shape) for one in storages]
+
+
+class _Bytes:
+    """As other libraries describe memory of a GPU to each other."""
+
+    def __init__(self, address: int, num: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (num,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _ask(answer: tuple[Any, ...]) -> Any:
+    error, *values = answer
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA error: {error.name}")
+    return values[0] if values else None
