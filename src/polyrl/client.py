@@ -146,8 +146,9 @@ class Fleet:
     ) -> None:
         self._dialer = dialer
         self._has_weights = has_weights
-        self.digests: dict[int, str] = {}
-        """Of the versions that were published with weights. A trainer that goes on puts those of its past in."""
+        self.digests: dict[int, tuple[str, ...]] = {}
+        """Of the versions that were published with weights, the newest last: a version that is made again after a
+        restart may come out otherwise. A trainer that goes on puts those of its past in."""
         self._config = config
         self._prompt_of = prompts
         self._reward_of = reward
@@ -178,11 +179,17 @@ class Fleet:
 
     # What a trainer does
 
-    async def publish(self, version: int, digest: str = "", addresses: Sequence[str] = ()) -> None:
-        """Offer a version to the fleet. Step t trains on what version t wrote, and makes version t + 1."""
+    async def publish(
+        self, version: int, digest: str = "", addresses: Sequence[str] = (), *, replaces: Sequence[str] = ()
+    ) -> None:
+        """Offer a version to the fleet. Step t trains on what version t wrote, and makes version t + 1.
+
+        `replaces`: what processes before this one published as this version. What that wrote is still trained on.
+        """
+        former = tuple(one for one in replaces if one != digest)[-frames.MAX_REPLACED :]
         if digest:
-            self.digests[version] = digest
-        await self._state(lambda seq: frames.Published(seq, version, digest, tuple(addresses)))
+            self.digests[version] = (*former, digest)
+        await self._state(lambda seq: frames.Published(seq, version, digest, tuple(addresses), former))
         self._has_published = True
         async with self._changed:
             self._changed.notify_all()
@@ -428,7 +435,7 @@ class Fleet:
             return None
         for sample in group.samples:
             for segment in sample.segments:
-                if not segment.digest or self.digests.get(segment.version) != segment.digest:
+                if not segment.digest or segment.digest not in self.digests.get(segment.version, ()):
                     return f"version {segment.version} ({segment.digest[:12] or 'no digest'})"
         return None
 

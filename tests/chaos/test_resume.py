@@ -22,7 +22,7 @@ from polyrl.trainer import checkpoint, warm_start
 SETTINGS = (
     "manager.port=0", "data.prompts_per_step=4",
     "rounds.samples_per_prompt=4", "validation.every_steps=0", "validation.at_start=false",
-    "train.min_micro_batch_samples=8",
+    "train.min_micro_batch_samples=8", "checkpoint.every_steps=3",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
 from polyrl.weights.shelf import HostCopy
-from polyrl.wire import frames
+from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
@@ -48,9 +48,9 @@ class Trainer:
         self.server = WeightServer(SETTINGS, bytes.fromhex(fleet.opened.weights_key))
         self.server.start()
 
-    async def publish(self, version: int) -> str:
-        offer = await asyncio.to_thread(self.server.publish, version, LAYOUT, fill(version))
-        await self.fleet.publish(version, offer.digest, offer.addresses)
+    async def publish(self, version: int, *, seed: int | None = None, replaces: Sequence[str] = ()) -> str:
+        offer = await asyncio.to_thread(self.server.publish, version, LAYOUT, fill(version if seed is None else seed))
+        await self.fleet.publish(version, offer.digest, offer.addresses, replaces=replaces)
         return offer.digest
 
 
@@ -183,6 +183,120 @@ def test_a_version_that_was_published_never_becomes_another(tmp_path: Path):
         async with manager(tmp_path) as live, trainer(live) as ours:
             digest = await ours.publish(0)
             await ours.fleet.publish(0, "ab" * 32, ours.server.addresses)
+            with pytest.raises(UserError, match=f"version 0 is {digest}"):
+                await ours.fleet.settled()
+            assert live.service.executor.payload.digest_of(0) == digest
+
+    run(scenario())
+
+
+# A trainer that trained its steps again, and not to the same bits
+
+
+async def write_some(peer: Peer, ours: Trainer, digest: str) -> None:
+    """Of two samples: two tokens of the first, and all of the second."""
+    await peer.hear(frames.Pull)
+    await peer.say(frames.Installed(0, digest))
+    await ours.fleet.request(0)
+    while len(peer.orders) < 2:
+        await peer.hear(frames.Generate)
+    first, second = peer.orders[:2]
+    await peer.say(tokens(first.lease, ids=(7, 8)))
+    await peer.say(tokens(second.lease, ids=(7, 8, 9), ended=(frames.Ended(second.lease, 3, "stop"),)))
+
+
+async def digests_by_sample(ours: Trainer) -> dict[int, list[tuple[int, str, str]]]:
+    """Where each segment of each sample begins, who wrote it, and its digest."""
+    found: dict[int, list[tuple[int, str, str]]] = {}
+    async for group in ours.fleet.round(0):
+        await ours.fleet.take(group)
+        for sample in group.samples:
+            found[sample.id] = [(one.from_token, one.worker, one.digest) for one in sample.segments]
+    return found
+
+
+def test_what_a_replaced_version_wrote_keeps_its_digest_and_late_news_of_it_harms_nobody(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live, version=None) as peer:
+            await peer.enter()
+            async with trainer(live) as ours:
+                before = await ours.publish(0)
+                await write_some(peer, ours, before)
+                payload = live.service.executor.payload
+                await until(lambda: sum(len(one.cells) for one in payload.texts.values()) == 5 * 8, "all has come")
+            first, second = peer.orders[:2]
+            async with trainer(live) as ours:
+                ours.fleet.digests[0] = (before,)
+                after = await ours.publish(0, seed=100, replaces=(before,))
+                pull = await peer.hear(frames.Pull)
+                assert (pull.version, pull.digest) == (0, after) and before != after
+                await peer.say(tokens(first.lease, offset=2))  # it was on its way
+                await peer.say(frames.Installed(0, before))
+                await until(lambda: live.refused.get("late_lease", 0) == 1, "they are late")
+                assert live.service.executor.workers[WorkerName("mallory")].greeted
+                peer.orders.clear()
+                await peer.say(frames.Installed(0, after))
+                while all(one.sample != first.sample for one in peer.orders):
+                    await peer.hear(frames.Generate)
+                again = next(one for one in peer.orders if one.sample == first.sample)
+                assert again.so_far == columns.pack_tokens([7, 8])
+                await peer.say(tokens(again.lease, offset=2, ended=(frames.Ended(again.lease, 3, "stop"),)))
+                await peer.say(frames.Goodbye("it has done enough"))
+                async with worker(live, "honest", []):
+                    found = await digests_by_sample(ours)
+                assert found[first.sample] == [(0, "mallory", before), (2, "mallory", after)]
+                assert found[second.sample] == [(0, "mallory", before)]
+                others = [one for sample in found.keys() - {first.sample, second.sample} for one in found[sample]]
+                assert {(name, digest) for _, name, digest in others} == {("honest", after)}
+
+    run(scenario())
+
+
+def test_a_replaced_version_is_remembered_by_the_next_manager(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live, version=None) as peer, trainer(live) as ours:
+            await peer.enter()
+            before = await ours.publish(0)
+            await write_some(peer, ours, before)
+            payload = live.service.executor.payload
+            await until(lambda: sum(len(one.cells) for one in payload.texts.values()) == 5 * 8, "all has come")
+            first, second = peer.orders[:2]
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            after = await ours.publish(0, seed=100, replaces=("cd" * 32, before))
+            await ours.fleet.settled()
+        async with manager(tmp_path) as live, trainer(live) as ours, worker(live, "honest", []):
+            assert live.service.executor.payload.digest_of(0) == after
+            ours.fleet.digests[0] = (before, after)
+            await ours.publish(0, seed=100, replaces=(before, after))
+            found = await digests_by_sample(ours)
+            assert found[first.sample] == [(0, "mallory", before), (2, "honest", after)]
+            assert found[second.sample] == [(0, "mallory", before)]
+
+    run(scenario())
+
+
+def test_a_worker_that_holds_what_was_replaced_fetches_it_anew(tmp_path: Path):
+    async def scenario() -> None:
+        peers: list[WeightPeer] = []
+        async with manager(tmp_path) as live, worker(live, "a", peers), worker(live, "b", peers):
+            async with trainer(live) as ours:
+                before = await ours.publish(0)
+                await until(lambda: len(peers) == 2 and all(one.held == (0, before) for one in peers), "both have it")
+            async with trainer(live) as ours:
+                after = await ours.publish(0, seed=100, replaces=(before,))
+                await until(lambda: all(one.held == (0, after) for one in peers), "both have the other one")
+                found = await digests_by_sample(ours)
+                assert {digest for segments in found.values() for _, _, digest in segments} == {after}
+            assert live.refused == {}
+
+    run(scenario())
+
+
+def test_only_what_is_known_of_a_version_can_be_replaced(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as ours:
+            digest = await ours.publish(0)
+            await ours.publish(0, seed=100, replaces=("ab" * 32,))
             with pytest.raises(UserError, match=f"version 0 is {digest}"):
                 await ours.fleet.settled()
             assert live.service.executor.payload.digest_of(0) == digest

@@ -142,6 +142,10 @@ class Books:
                 if event.worker not in self.local and event.worker not in self.draining:
                     known = event.version is not None and event.version <= self.published
                     self.versions[event.worker] = event.version if known and event.version is not None else Version(-1)
+            case e.VersionReplaced():
+                for name in self.versions.keys() - self.local:
+                    if self.versions[name] == event.version:
+                        self.versions[name] = Version(-1)
             case e.TokensArrived():
                 for lease, num in zip(event.leases, event.num_tokens, strict=True):
                     sample = scheduler.desk.leases.get(lease)

@@ -149,7 +149,7 @@ class HostileWorld:
         self.now = end
 
     def trouble_with_the_driver(self) -> None:
-        """A person pauses and resumes; the driver dies and comes back with its journal."""
+        """A person pauses and resumes; the driver dies and comes back with its journal; a version is replaced."""
         draw = self.driver_rng.random()
         if draw < 0.005:
             self.tell(e.PlacingPaused())
@@ -163,6 +163,9 @@ class HostileWorld:
             self.tell(e.TrainerLeft())
         elif draw < 0.05 and self.scheduler.desk.state.trainer_away_since is not None:
             self.tell(e.TrainerReturned())
+        elif draw < 0.055:
+            published = self.scheduler.desk.state.published
+            self.tell(e.VersionReplaced(Version(max(0, published - self.driver_rng.choice([0, 0, 1])))))
 
     def trouble_with_engines(self) -> None:
         """One dies under its worker, with or without ending what ran; one comes back, with whatever version."""

@@ -53,10 +53,10 @@ class Recording(Optimizer):
 
     first: dict[str, torch.Tensor] | None = None
 
-    def update(self, step: int, denominator: float) -> Update:
+    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
         if self.first is None:
             self.first = {name: one / denominator for name, one in sharding.gather(self.gradients())}
-        return super().update(step, denominator)
+        return super().update(step, denominator, num_steps)
 
 
 def make_models(folder: Path) -> None:
@@ -137,7 +137,7 @@ def main(rank: int, size: int, folder: Path) -> None:
             continue
         leader = Leader(ranks, crew, lambda error: None)
         metrics = two_steps(leader, samples(folder, shape))
-        state, served = leader.state(), dict(leader.weights())
+        state, served = dict(leader.whole_state()), dict(leader.weights())
         leader.stop()
         assert isinstance(crew.optimizer, Recording)
         found = {f"first/{key}": one for key, one in (crew.optimizer.first or {}).items()} | state
@@ -159,14 +159,14 @@ def go_on(ranks: Ranks, folder: Path) -> None:
         leader = Leader(ranks, crew, lambda error: None)
         if given is None:
             two_steps(leader, samples(folder, {}))
-        save(folder / left[0], leader.state())
+        save(folder / left[0], dict(leader.whole_state()))
         two_steps(leader, samples(folder, {}), 2)
-        save(folder / left[1], leader.state())
+        save(folder / left[1], dict(leader.whole_state()))
         leader.stop()
 
 
 def save(run_dir: Path, tensors: dict[str, torch.Tensor]) -> None:
-    checkpoint.save(run_dir, TrainerState(next_step=2, digests={}), tensors)
+    checkpoint.save(run_dir, TrainerState(next_step=2), tensors)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,13 +23,13 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def save(run_dir: Path, step: int, **options) -> Path:
-    state = TrainerState(next_step=step, digests={step - 1: "ab", step: "cd"})
+    state = TrainerState(next_step=step, fingerprint="ab")
     return checkpoint.save(run_dir, state, tensors(step), **options)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path):
     state, found = checkpoint.load(save(tmp_path, 7))
-    assert (state.next_step, state.digests) == (7, {6: "ab", 7: "cd"})
+    assert (state.next_step, state.fingerprint) == (7, "ab")
     assert all(torch.equal(found[name], one) for name, one in tensors(7).items())
 
 
@@ -132,15 +133,56 @@ def test_a_foreign_directory_and_a_missing_file_are_a_line(tmp_path: Path):
         checkpoint.load(folder)
 
 
-def test_a_save_that_fails_leaves_the_old_ones_and_no_rest(tmp_path: Path):
+def test_a_save_that_is_broken_off_leaves_the_old_ones_and_no_rest(tmp_path: Path):
     save(tmp_path, 1)
-    state = TrainerState(next_step=2, digests={})
-    bad = {"master/a": torch.zeros(4), "master/b": torch.zeros(4)}
-    bad["master/b"] = bad["master/a"]  # safetensors refuses tensors that share memory, as it fails for a full disk
-    with pytest.raises((OSError, RuntimeError)):
-        checkpoint.save(tmp_path, state, {**bad, "master/c": bad["master/a"].view(2, 2)})
-    assert [one.name for one in checkpoint.found(tmp_path)] == ["step-000001"]
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(checkpoint.Stopped):
+        save(tmp_path, 2, stop=stop)
+    assert [one.name for one in (tmp_path / checkpoint.FOLDER).iterdir()] == ["step-000001"]
     checkpoint.load(checkpoint.found(tmp_path)[-1])
+
+
+def test_what_a_killed_process_left_half_written_goes_with_the_next_one(tmp_path: Path):
+    rest = tmp_path / checkpoint.FOLDER / ".step-000007"
+    rest.mkdir(parents=True)
+    (rest / "optimizer.safetensors").write_bytes(b"half")
+    assert checkpoint.found(tmp_path) == []
+    save(tmp_path, 9)
+    assert not rest.exists()
+
+
+def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path: Path):
+    given = {
+        "large": torch.randn(5_000_000).double(),
+        "larger": torch.randint(0, 255, (150_000_000,), dtype=torch.uint8),
+        "codes": torch.arange(251, dtype=torch.uint8),
+        "half": torch.randn(7, 3).bfloat16(),
+        "count": torch.tensor(3.0),
+        "none": torch.zeros(0, 4),
+        "wide": torch.randn(5, 9).t(),
+        "whole": torch.arange(60),
+    }
+    state, found = checkpoint.load(checkpoint.save(tmp_path, TrainerState(next_step=1), given))
+    assert found.keys() == given.keys() and state.files
+    assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in given.items())
+
+
+def test_before_the_first_step_there_is_a_state_without_tensors(tmp_path: Path):
+    folder = checkpoint.save(tmp_path, TrainerState(next_step=0, models="cd"), {})
+    assert checkpoint.load(folder) == (checkpoint.read_state(folder), {})
+    assert [one.name for one in folder.iterdir()] == ["state.json"]
+
+
+def test_all_digests_of_a_version_are_kept_and_damage_is_found(tmp_path: Path):
+    assert checkpoint.read_published(tmp_path) == {}
+    save(tmp_path, 1)
+    checkpoint.note_published(tmp_path, {0: ("ab",), 1: ("cd", "ef")})
+    assert checkpoint.read_published(tmp_path) == {0: ("ab",), 1: ("cd", "ef")}
+    path = tmp_path / checkpoint.FOLDER / "published.json"
+    path.write_bytes(path.read_bytes().replace(b"cd", b"ce"))
+    with pytest.raises(UserError, match=r"published\.json: is damaged"):
+        checkpoint.read_published(tmp_path)
 
 
 def test_killed_at_any_moment_the_last_one_is_whole(tmp_path: Path):

@@ -225,7 +225,6 @@ def recipe(folder: Path, **lora_section) -> Recipe:
 def save(policy, run_dir: Path) -> Path:
     state = TrainerState(
         next_step=1,
-        digests={},
         fingerprint=checkpoint.fingerprint(policy.parameters()),
         base=policy.base_fingerprint,
     )

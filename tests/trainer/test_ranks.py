@@ -25,8 +25,7 @@ from tests.trainer.ranks_at_work import (
 from tests.trainer.small import draw_groups
 
 from polyrl.trainer import checkpoint
-from polyrl.trainer.batch import TrainSample, Turn
-from polyrl.trainer.leading import decode_groups, encode_groups
+from polyrl.trainer.batch import TrainSample, Turn, decode_groups, encode_groups
 from polyrl.trainer.packing import make_parts, num_rows, plan_turns
 
 Tensors = dict[str, torch.Tensor]

@@ -34,6 +34,7 @@ def run_dir(tmp_path: Path) -> Path:
         "validation.every_steps=3",
         "checkpoint.keep_last=9",
         "checkpoint.keep_every=9",
+        "checkpoint.every_steps=3",
         "train.ranks=2",
     ],
 )
@@ -65,8 +66,8 @@ def test_a_checkpoint_goes_with_its_own_model_and_tokenizer(tmp_path: Path):
     recipe = load_recipe("arithmetic", [f"model.path={folder}"])
     policy = Policy.load(str(folder))
     ours = checkpoint.fingerprint(policy.parameters())
-    state = TrainerState(next_step=3, digests={}, fingerprint=ours, tokenizer=tokenizer_digest(folder))
-    check_past(past := Past(tmp_path / "step-000003", state, {}, 0), recipe, policy)
+    state = TrainerState(next_step=3, fingerprint=ours, tokenizer=tokenizer_digest(folder))
+    check_past(past := Past(tmp_path / "step-000003", state, {}, [], {}, 0), recipe, policy)
     (folder / "tokenizer.json").write_text("two")
     with pytest.raises(UserError, match=f"^{folder}: its tokenizer is not the one that .*step-000003 was trained with"):
         check_past(past, recipe, policy)

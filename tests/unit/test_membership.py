@@ -145,3 +145,46 @@ def test_leases_that_a_dead_engine_never_ended_are_taken_back_when_it_is_there_a
     assert len(only(said, c.Abort)) == 4
     assert run.state("a") == "pulling"
     assert len(leased(run.install("a"))) == 4
+
+
+# A version that is another than it was
+
+
+def replaced(run: Driver, version: int) -> list[c.Command]:
+    return run.tell(e.VersionReplaced(Version(version)))
+
+
+def test_who_holds_a_version_that_is_replaced_gives_its_samples_back_and_fetches_it_anew():
+    run = Driver(small_config(max_staleness=4))
+    run.begin()
+    run.join("a")
+    run.join("b")
+    publish(run, 1)
+    run.install("a", 1)
+    said = replaced(run, 1)
+    assert {one.worker for one in only(said, c.Abort)} <= {"a"} and len(only(said, c.Abort)) > 0
+    assert run.ledger.moves["replaced"] == len(only(said, c.Abort))
+    assert {(one.worker, one.version) for one in only(said, c.PullWeights)} == {("a", 1), ("b", 1)}
+    assert run.state("a") == "pulling" and run.scheduler.desk.seats[1].version == -1
+    run.install("a", 1)
+    assert run.state("a") == "active" and run.scheduler.desk.seats[1].version == 1
+
+
+def test_who_holds_another_version_than_the_replaced_one_goes_on():
+    run = Driver(small_config(max_staleness=4))
+    run.begin()
+    run.join("a")
+    publish(run, 1)
+    run.install("a", 1)
+    publish(run, 2)
+    assert only(replaced(run, 2), c.Abort) == []
+    assert run.scheduler.desk.seats[1].version == 1 and run.state("a") == "active"
+
+
+def test_a_local_worker_has_what_the_trainer_has_and_begins_its_samples_anew():
+    run = Driver(small_config())
+    run.begin()
+    run.join("t", local=True)
+    said = replaced(run, 0)
+    assert len(only(said, c.Abort)) == 4 and only(said, c.PullWeights) == []
+    assert len(only(said, c.Generate)) == 4

@@ -30,7 +30,7 @@ def test_validation_of_the_last_version_is_on_file_and_is_no_step(tmp_path: Path
 def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     display = Display("tiny", 2, Dialer(URL, "a token"))
     telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display)
-    seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "publish": 0.1}
+    seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "save": 0.0, "publish": 0.1}
     stats = StepStats(0, Added(), updated=False, metrics={})
     report = StepReport(0, stats, a_line(0, num_groups=0), [0.1, 0.1], [], [], {}, 0, 1, seconds)
     asyncio.run(telling.step_ended(report))

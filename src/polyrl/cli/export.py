@@ -10,7 +10,8 @@ example:
   polyrl generate --model models/trained --prompt 'a3b5c4='
 
 Writes the newest checkpoint (or the one of --step, or the --best) in the dtype that the run serves, with the tokenizer,
-so that transformers and the engines load it. Of a run with LoRA, base and changes are merged; with --adapter, the
+so that transformers and the engines load it. Steps after it are in the redo log: `polyrl train --resume` makes them a
+checkpoint. Of a run with LoRA, base and changes are merged; with --adapter, the
 changes alone are written, for peft.PeftModel.from_pretrained."""
 
 _COPIED = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if out.exists():
         raise UserError(f"{out}: is there already, expected a new directory")
     from polyrl.cli.training import checkpoints
-    from polyrl.trainer import exporting
+    from polyrl.trainer import checkpoint, exporting, redo
 
     recipe = checkpoints.read_recipe(run_dir, [])
     folder = exporting.choose(run_dir, _best(run_dir) if args.best else args.step)
@@ -48,6 +49,9 @@ def run(args: argparse.Namespace) -> int:
             (out / path.name).write_bytes(path.read_bytes())
     what = "the adapter" if args.adapter else "the weights"
     print(f"{out}: {what} of {folder.name}, in {'float32' if args.adapter else recipe.model.dtype}")
+    num_later = redo.num_after(run_dir, checkpoint.step_of(folder))
+    if num_later and not args.best and args.step is None:
+        print(f"{num_later} later steps are only in the log; `polyrl train --resume {run_dir}` trains them again")
     return 0
 
 

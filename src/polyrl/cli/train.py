@@ -77,13 +77,13 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     run_dir = Path(args.resume)
     recipe = ranks.with_ranks(checkpoints.read_recipe(run_dir, overrides), ranks.seat_of(os.environ))
     past = checkpoints.read_past(run_dir)
-    if past.state.next_step >= recipe.train.steps:
+    if past.next_step >= recipe.train.steps and not past.log:  # of steps in the log there is no checkpoint yet
         raise UserError(
             f"train.steps: all {recipe.train.steps} steps of {run_dir} are trained; ask for more: train.steps="
             f"{2 * recipe.train.steps}"
         )
     checkpoints.wait_for_manager_to_end(run_dir)
-    print(f"going on with {run_dir} at step {past.state.next_step}", flush=True)
+    print(f"going on with {run_dir} at step {past.next_step}", flush=True)
     return _conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past))
 
 
@@ -146,7 +146,8 @@ def start(
             crew = models.load_crew(recipe, None if team is None else team.ranks)
             if past is not None:
                 checkpoints.check_past(past, recipe, crew.policy)
-                crew.restore(past.tensors)
+                if past.tensors:
+                    crew.restore(past.tensors)
             return run_loop(train_and_close(crew, team))
     except Interrupted:
         return None

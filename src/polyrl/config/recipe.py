@@ -433,7 +433,10 @@ class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What a run goes on from after its trainer was killed; docs/concepts/checkpoints.md."""
 
     enabled: bool = True
-    """After every step. Off: a trainer that dies takes its run with it."""
+    """Off: a trainer that dies takes its run with it."""
+    every_steps: AtLeastOne = 10
+    """A full checkpoint, written while the next steps run. In between, a log has what each step was trained on, and a
+    run that goes on trains those steps again."""
     keep_last: AtLeastOne = 2
     keep_every: AtLeastOne | None = None
     """Also those after every so many steps, for good."""

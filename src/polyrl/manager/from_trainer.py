@@ -83,12 +83,20 @@ def _published(executor: Executor, frame: frames.Published) -> None:
     if trainer.has_weights != bool(frame.digest):
         raise Refused("digest", f"version {frame.version}: a digest is expected if, and only if, the run has weights")
     known = executor.payload.digest_of(frame.version)
-    if known and frame.digest != known:
+    is_another = bool(known) and frame.digest != known
+    if is_another and known not in frame.replaces:
         raise Refused("digest", f"version {frame.version} is {known}, not {frame.digest}; a version never changes")
+    if is_another:
+        log.warning(
+            "version %d is published anew, with another digest: whoever holds it fetches it again", frame.version
+        )
+        executor.note_grants()  # the order in the journal tells who wrote with which
     if frame.digest:  # also when it is no news: a trainer that comes back serves from elsewhere
         offer = VersionOffered(frame.version, frame.digest, frame.addresses)
         executor.payload.offer(offer)
         executor.journal.add_note(offer)
+    if is_another:
+        executor.tell(e.VersionReplaced(Version(frame.version)))
     executor.tell(e.VersionPublished(Version(frame.version)))
 
 

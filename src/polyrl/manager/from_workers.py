@@ -52,6 +52,8 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
         case frames.Hello():
             _hello(executor, session, frame)
         case frames.Installed():
+            if executor.payload.was(frame.version, frame.digest):
+                return  # it is told to fetch the version again
             _check_version(executor, session, frame)
             executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(frame.version)))
         case frames.InstallFailed():

@@ -46,7 +46,10 @@ def _check_versions(executor: Executor, worker: Worker, column: columns.Columns)
     assert executor.scheduler is not None
     oldest, newest = min(column.versions), max(column.versions)
     if not 0 <= oldest <= newest <= worker.version:
-        raise Refused("version", f"tokens of a version that it does not hold; it holds {worker.version}")
+        rows = zip(column.leases, column.versions, strict=True)
+        if any(lease in worker.leases and not 0 <= version <= worker.version for lease, version in rows):
+            raise Refused("version", f"tokens of a version that it does not hold; it holds {worker.version}")
+        return  # late ones, of a version that was replaced since
     if oldest == worker.version:
         return
     for lease, version in zip(column.leases, column.versions, strict=True):

@@ -54,7 +54,8 @@ class Text:
         """The next token is by this version."""
         self.version = version
         last = self.segments[-1] if self.segments else None
-        if last is None or (last.version, last.worker, last.engine) != (version, self.worker, self.engine):
+        by = (version, self.worker, self.engine, "")  # one that has its digest is of a version that was replaced
+        if last is None or (last.version, last.worker, last.engine, last.digest) != by:
             self.segments.append(Segment(self.num_tokens, version, self.worker, engine=self.engine))
 
 
@@ -64,13 +65,34 @@ class Payload:
         self.texts: dict[SampleId, Text] = {}
         self.offers: dict[int, VersionOffered] = {}
         """The newest versions that came with weights."""
+        self._replaced: dict[int, set[str]] = {}
+        """Digests that a version had before."""
         self._groups: dict[Step, set[GroupId]] = {}
         self._samples: dict[GroupId, list[SampleId]] = {}
 
     def offer(self, offer: VersionOffered) -> None:
+        """Another digest than the version has takes its place; what that wrote keeps it."""
+        known = self.digest_of(offer.version)
+        if known and known != offer.digest:
+            self._freeze(offer.version, known)
         self.offers[offer.version] = offer
         for version in sorted(self.offers)[:-_OFFERS_KEPT]:
             del self.offers[version]
+            self._replaced.pop(version, None)
+
+    def _freeze(self, version: int, digest: str) -> None:
+        self._replaced.setdefault(version, set()).add(digest)
+        for text in self.texts.values():
+            text.segments = [
+                structs.replace(one, digest=digest) if one.version == version and not one.digest else one
+                for one in text.segments
+            ]
+            if text.version == version:
+                text.version = -1  # its next token begins a segment
+
+    def was(self, version: int, digest: str) -> bool:
+        """Whether the version had this digest before it got another."""
+        return digest in self._replaced.get(version, ())
 
     def digest_of(self, version: int) -> str:
         """Empty for a version that is only a number."""
@@ -109,7 +131,9 @@ class Payload:
         cells: Any = text.cells  # written like bytes; a copy would be all answers of a round in memory twice
         segments = text.segments
         if self.offers:
-            segments = [structs.replace(one, digest=self.digest_of(one.version)) for one in segments]
+            segments = [
+                one if one.digest else structs.replace(one, digest=self.digest_of(one.version)) for one in segments
+            ]
         return SampleText(sample, cells, tuple(segments), text.finish, text.reward)
 
     @property

@@ -201,7 +201,7 @@ def _hand_back(desk: Desk, round_: Round, local: list[Worker], now: Seconds) -> 
         return
     while round_.next_hand_back_share <= done:
         round_.next_hand_back_share += config.check_every_share
-    generating = [worker for worker in local if worker.duty == "generating"]
+    generating = [worker for worker in local if worker.may_generate]
     keep = _num_to_keep(desk, generating)
     for worker in sorted(generating, key=lambda one: (len(one.leases), one.seat))[: len(generating) - keep]:
         why = f"{keep} of {len(generating)} local workers hold what still runs"

@@ -181,6 +181,12 @@ class VersionPublished(EventStruct, frozen=True, tag=True):
     version: Version
 
 
+class VersionReplaced(EventStruct, frozen=True, tag=True):
+    """A trainer that was started again made the version anew, and it is not what it was to the last bit."""
+
+    version: Version
+
+
 class RoundRequested(EventStruct, frozen=True, tag=True):
     step: Step
 
@@ -269,6 +275,7 @@ Event = (
     | StepRestarted
     | StepTrained
     | VersionPublished
+    | VersionReplaced
     | RoundRequested
     | GroupAsked
     | SampleStopped

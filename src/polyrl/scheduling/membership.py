@@ -162,10 +162,7 @@ def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> 
     if worker.state == "draining":
         return
     settle(worker, desk.state.ledger, now)
-    for lease in list(worker.leases):
-        sample = desk.leases[lease]
-        desk.commands.append(Abort(worker.name, lease, "its engine was down", sample.id, sample.num_tokens))
-        leases.requeue(desk, sample, desk.round_of(sample), now, "engine_failed")
+    _take_back_all(desk, worker, "its engine was down", "engine_failed", now)
     if not worker.local:  # that one has what the trainer has
         unknown = event.version is None or event.version > desk.state.published
         worker.version = NO_VERSION if unknown or event.version is None else event.version
@@ -176,6 +173,14 @@ def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> 
     desk.pulls_due = True
     desk.place_due = True
     desk.devices_due = True
+
+
+def _take_back_all(desk: Desk, worker: Worker, why: str, cause: str, now: Seconds) -> None:
+    """Each after its last token that arrived; whatever the worker still sends is late."""
+    for lease in list(worker.leases):
+        sample = desk.leases[lease]
+        desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens))
+        leases.requeue(desk, sample, desk.round_of(sample), now, cause)
 
 
 # Weights
@@ -194,6 +199,27 @@ def publish(desk: Desk, version: Version, now: Seconds) -> None:
         _refresh_state(desk, worker, now)
     desk.pulls_due = True
     desk.rounds_due = True
+
+
+def replace(desk: Desk, version: Version, now: Seconds) -> None:
+    """A version is another than it was. Who holds it, or is getting it, holds none of ours: it fetches it anew.
+
+    What was written with the former one stays: the driver knows which it was.
+    """
+    for worker in desk.state.fleet.seats.values():
+        if worker.version == version:
+            settle(worker, desk.state.ledger, now)
+            _take_back_all(desk, worker, "its version was replaced", "replaced", now)
+            if not worker.local:  # that one has what the trainer has
+                worker.version = NO_VERSION
+            leases.release_if_drained(desk, worker)
+        if worker.pulling == version:
+            _stop_pull(desk, worker)
+        _refresh_state(desk, worker, now)
+        desk.router.update(worker)
+    desk.pulls_due = True
+    desk.place_due = True
+    desk.devices_due = True
 
 
 def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:

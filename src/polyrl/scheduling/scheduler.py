@@ -47,6 +47,7 @@ from polyrl.scheduling.events import (
     TrainerLeft,
     TrainerReturned,
     VersionPublished,
+    VersionReplaced,
     WeightsFailed,
     WeightsInstalled,
     WorkerJoined,
@@ -188,6 +189,8 @@ class Scheduler:
                 steps.step_trained(desk, event.step, now)
             case VersionPublished():
                 membership.publish(desk, event.version, now)
+            case VersionReplaced():
+                membership.replace(desk, event.version, now)
             case RoundRequested():
                 self._round_requested(event)
             case GroupAsked():

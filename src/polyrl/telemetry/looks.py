@@ -50,6 +50,7 @@ MOVES = {
     "hand_over_timeout": "hand-over not answered",
     "engine_failed": "engine failed",
     "refused": "refused by the worker",
+    "replaced": "weights replaced",
 }
 
 

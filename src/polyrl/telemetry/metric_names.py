@@ -77,6 +77,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/step_generate", "s", "from the opening of the round to its last group"),
     Metric("time/step_train", "s", "the trainer had a micro-batch in hand"),
+    Metric("time/step_save", "s", "the trainer was busy with making the step safe: log, and copy for a checkpoint"),
     Metric("time/step_publish", "s", "the trainer was busy with offering the new weights"),
     Metric("timing_s/step", "s", "alias of `time/step_total`"),
     Metric("timing_s/gen", "s", "alias of `time/step_generate`"),

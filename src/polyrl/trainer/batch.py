@@ -6,6 +6,7 @@ Plain values: numpy in, numbers out. Nothing here knows a model.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from polyrl.config.recipe import AlgorithmConfig
@@ -71,3 +72,33 @@ def shaped_reward(sample: TrainSample, config: AlgorithmConfig, max_new_tokens: 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer_tokens: int) -> float:
     """Zero up to the buffer before the cap, one at the cap, a straight line between."""
     return min(1.0, max(0.0, (num_tokens - (max_new_tokens - buffer_tokens)) / buffer_tokens))
+
+
+# As bytes, for other ranks and for the redo log: arrays are their type, three letters of numpy's, and what they hold.
+
+_ARRAY = 1
+_KIND_BYTES = 3
+
+
+def encode_groups(groups: Sequence[Group]) -> bytes:
+    return msgspec.msgpack.encode([[tuple(sample) for sample in group] for group in groups], enc_hook=_array_to_bytes)
+
+
+def decode_groups(data: bytes) -> list[list[TrainSample]]:
+    groups = msgspec.msgpack.decode(data, ext_hook=_array_from_bytes)
+    return [[_sample(*sample) for sample in group] for group in groups]
+
+
+def _sample(*fields: Any) -> TrainSample:
+    sample = TrainSample(*fields)
+    return sample._replace(written_by=tuple(Turn(*one) for one in sample.written_by))
+
+
+def _array_to_bytes(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray) or value.ndim != 1:
+        raise TypeError(f"{type(value).__name__} has no bytes here; expected numbers, text, or flat arrays")
+    return msgspec.msgpack.Ext(_ARRAY, value.dtype.str.encode() + value.tobytes())
+
+
+def _array_from_bytes(_: int, data: memoryview) -> "np.ndarray[Any, Any]":
+    return np.frombuffer(bytearray(data[_KIND_BYTES:]), np.dtype(bytes(data[:_KIND_BYTES]).decode()))

@@ -1,8 +1,10 @@
 """Checkpoints: everything that the trainer alone knows, on disk, whole or not at all.
 
-    RUN/checkpoints/step-000012/   state.json              the next step, digests of versions and of the other file
-                                   optimizer.safetensors   float32 weights and both moments
-    RUN/checkpoints/best.json      which step validated best so far
+    RUN/checkpoints/step-000012/     state.json              the next step, and the digest of the other file
+                                     optimizer.safetensors   float32 weights and both moments; none before step 0
+    RUN/checkpoints/redo/            what the steps since then were trained on (redo.py)
+    RUN/checkpoints/published.json   the digests of the versions published last
+    RUN/checkpoints/best.json        which step validated best so far
 
 Data order, deferred prompts, the open round and the ledger are in the manager's journal, and are not repeated here.
 
@@ -12,18 +14,20 @@ go by rule (`Keep`), after the new one is there.
 """
 
 import contextlib
-import hashlib
+import json
 import os
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import blake3
 import msgspec
 import torch
 from msgspec import Struct
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from polyrl.errors import UserError
 
@@ -34,24 +38,36 @@ FOLDER = "checkpoints"
 _STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
 _BEST = "best.json"
-_FORMAT = 1
-_BLOCK_BYTES = 1 << 22
+_PUBLISHED = "published.json"
+_FORMAT = 2
+_PIECE_BYTES = 64 << 20
 
 Tensor = torch.Tensor
+T = TypeVar("T")
+
+_KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8", torch.bool: "BOOL",
+}  # fmt: skip
+"""What safetensors calls them."""
+
+
+class Stopped(Exception):
+    """Somebody has no use for it any more."""
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
     """What is not tensors."""
 
     next_step: int
-    digests: dict[int, str]
-    """Of the versions published so far that a sample may still be written with."""
     fingerprint: str = ""
     """Of what is trained: its tensors' names and shapes."""
     base: str = ""
     """Of LoRA: the fingerprint of the weights that are changed. They are not in the checkpoint."""
     tokenizer: str = ""
     """Of the tokenizer's files."""
+    models: str = ""
+    """Of the files of all models that the run began with, where they are what it goes on from: before step 0."""
     files: dict[str, str] = {}
     format: int = _FORMAT
 
@@ -61,6 +77,9 @@ class Keep(NamedTuple):
 
     last: int = 2
     every: int | None = None
+
+    def is_for_good(self, step: int) -> bool:
+        return bool(self.every and step and step % self.every == 0)
 
 
 KEEP = Keep()
@@ -79,33 +98,81 @@ class _Sealed(Struct, frozen=True):
     state: msgspec.Raw
 
 
-def save(run_dir: Path, state: TrainerState, tensors: dict[str, Tensor], *, keep: Keep = KEEP) -> Path:
-    """Write a checkpoint, and let go of those no longer wanted. Raises OSError; the old ones are whole then."""
+def save(
+    run_dir: Path,
+    state: TrainerState,
+    tensors: Mapping[str, Tensor],
+    *,
+    keep: Keep = KEEP,
+    stop: threading.Event | None = None,
+) -> Path:
+    """Write a checkpoint, and let go of those no longer wanted. `tensors` are in this machine's memory, if any.
+
+    Raises OSError, or Stopped when `stop` is set before all is written; the old ones are whole then.
+    """
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
+    for rest in folder.glob(".step-*"):  # of a process that was killed
+        shutil.rmtree(rest, ignore_errors=True)
     final = folder / name_of(state.next_step)
     fresh = folder / f".{final.name}"
-    shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
     try:
-        save_file({name: one.detach().cpu().contiguous() for name, one in tensors.items()}, fresh / _TENSORS)
-        state = msgspec.structs.replace(state, files={_TENSORS: _digest(fresh / _TENSORS)})
-        encoded = msgspec.json.encode(state)
-        (fresh / _STATE).write_bytes(msgspec.json.encode(_Sealed(_digest_of(encoded), msgspec.Raw(encoded))))
-        for path in (fresh / _TENSORS, fresh / _STATE, fresh):
-            _sync(path)
+        if tensors:
+            digest = _write_tensors(fresh / _TENSORS, tensors, stop)
+            state = msgspec.structs.replace(state, files={_TENSORS: digest})
+        _write_synced(fresh / _STATE, _seal(state))
+        sync(fresh)
         if final.exists():
             shutil.rmtree(final)
         fresh.rename(final)
-        _sync(folder)
-    except SafetensorError as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise OSError(f"{fresh}: {error}") from error
-    except OSError:
+        sync(folder)
+    except (OSError, Stopped):
         shutil.rmtree(fresh, ignore_errors=True)
         raise
     _prune(run_dir, keep)
     return final
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], stop: threading.Event | None) -> str:
+    """In safetensors' format, whose own writer makes a second copy of everything. Returns the file's digest."""
+    header: dict[str, Any] = {}
+    at = 0
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each is aligned
+    for name, one in ordered.items():
+        header[name] = {"dtype": _KINDS[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + one.nbytes]}
+        at += one.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    hashing = blake3.blake3()
+    with path.open("wb", buffering=0) as file:
+        for piece in _pieces(len(encoded).to_bytes(8, "little") + encoded, ordered):
+            if stop is not None and stop.is_set():
+                raise Stopped
+            hashing.update(piece)
+            rest = piece
+            while rest:
+                rest = rest[file.write(rest) :]
+            # Gigabytes that wait in memory for the disk would have the log's few, which a step waits for, wait too.
+            os.fdatasync(file.fileno())
+    return hashing.hexdigest()
+
+
+def _pieces(beginning: bytes, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """At most so large that a disk has each in a moment. Small tensors are sent together."""
+    small = bytearray(beginning)
+    for one in tensors.values():
+        data: Any = one.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        view = memoryview(data)
+        if len(small) + len(view) <= _PIECE_BYTES:
+            small += view
+            continue
+        yield memoryview(small)
+        small = bytearray()
+        for start in range(0, len(view), _PIECE_BYTES):
+            yield view[start : start + _PIECE_BYTES]
+    if small:
+        yield memoryview(small)
 
 
 def kept(steps: Sequence[int], keep: Keep, best: int | None) -> list[int]:
@@ -113,7 +180,7 @@ def kept(steps: Sequence[int], keep: Keep, best: int | None) -> list[int]:
     return [
         step
         for number, step in enumerate(steps)
-        if number >= len(steps) - keep.last or step == best or (keep.every and step and step % keep.every == 0)
+        if number >= len(steps) - keep.last or step == best or keep.is_for_good(step)
     ]
 
 
@@ -130,12 +197,7 @@ def note_best(run_dir: Path, candidate: Best) -> bool:
     before = read_best(run_dir)
     if before is not None and before.metric == candidate.metric and before.value >= candidate.value:
         return False
-    path = run_dir / FOLDER / _BEST
-    fresh = path.with_name(f".{_BEST}")
-    fresh.write_bytes(msgspec.json.encode(candidate))
-    _sync(fresh)
-    fresh.rename(path)
-    _sync(path.parent)
+    write_whole(run_dir / FOLDER / _BEST, msgspec.json.encode(candidate))
     return True
 
 
@@ -143,9 +205,22 @@ def read_best(run_dir: Path) -> Best | None:
     """None where there is none that can be read, or its checkpoint is gone."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         best = msgspec.json.decode((run_dir / FOLDER / _BEST).read_bytes(), type=Best)
-        if (run_dir / FOLDER / name_of(best.step) / _STATE).is_file():
+        if is_there(run_dir, best.step):
             return best
     return None
+
+
+def note_published(run_dir: Path, digests: Mapping[int, tuple[str, ...]]) -> None:
+    """All that each version was published as, the newest last: more than one if it came out otherwise when its steps
+    were trained again. Raises OSError.
+    """
+    write_whole(run_dir / FOLDER / _PUBLISHED, _seal({str(version): one for version, one in digests.items()}))
+
+
+def read_published(run_dir: Path) -> dict[int, tuple[str, ...]]:
+    """Empty before the first version is published. Raises UserError."""
+    path = run_dir / FOLDER / _PUBLISHED
+    return _unseal(path, dict[int, tuple[str, ...]]) if path.exists() else {}
 
 
 def name_of(step: int) -> str:
@@ -154,6 +229,10 @@ def name_of(step: int) -> str:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
+
+
+def is_there(run_dir: Path, step: int) -> bool:
+    return (run_dir / FOLDER / name_of(step) / _STATE).is_file()
 
 
 def found(run_dir: Path) -> list[Path]:
@@ -173,8 +252,10 @@ def load(folder: Path) -> tuple[TrainerState, dict[str, Tensor]]:
         path = folder / name
         if not path.is_file():
             raise UserError(f"{path}: is missing; the checkpoint cannot be used")
-        if _digest(path) != digest:
+        if blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest() != digest:
             raise UserError(f"{path}: is damaged: its digest is not the one in {_STATE}; the checkpoint cannot be used")
+    if not state.files:
+        return state, {}
     try:
         return state, load_file(folder / _TENSORS)
     except (OSError, SafetensorError) as error:
@@ -183,24 +264,33 @@ def load(folder: Path) -> tuple[TrainerState, dict[str, Tensor]]:
 
 def read_state(folder: Path) -> TrainerState:
     path = folder / _STATE
-    try:
-        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
-        if _digest_of(bytes(sealed.state)) != sealed.digest:
-            raise UserError(f"{path}: is damaged: its digest is another; the checkpoint cannot be used")
-        state = msgspec.json.decode(sealed.state, type=TrainerState)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; expected a checkpoint of a PolyRL run") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a checkpoint of a PolyRL run: {error}") from error
+    state = _unseal(path, TrainerState)
     if state.format != _FORMAT:
         raise UserError(f"{path}: format {state.format}; this PolyRL reads format {_FORMAT}")
     return state
 
 
+def _seal(value: Any) -> bytes:
+    encoded = msgspec.json.encode(value)
+    return msgspec.json.encode(_Sealed(digest_of(encoded), msgspec.Raw(encoded)))
+
+
+def _unseal(path: Path, kind: type[T]) -> T:
+    try:
+        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        if digest_of(bytes(sealed.state)) != sealed.digest:
+            raise UserError(f"{path}: is damaged: its digest is another; the checkpoint cannot be used")
+        return msgspec.json.decode(sealed.state, type=kind)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; expected a checkpoint of a PolyRL run") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a checkpoint of a PolyRL run: {error}") from error
+
+
 def fingerprint(parameters: dict[str, Tensor]) -> str:
     """Of a model's shape."""
     facts: list[Any] = sorted((name, list(one.shape)) for name, one in parameters.items())
-    return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()
+    return digest_of(msgspec.json.encode(facts))
 
 
 def check_model(state: TrainerState, policy: "Policy", name: str) -> None:
@@ -211,19 +301,34 @@ def check_model(state: TrainerState, policy: "Policy", name: str) -> None:
         raise UserError(f"the checkpoint holds changes to another model than {name}: its weights are not the same")
 
 
-def _digest(path: Path) -> str:
-    hashing = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hashing.update(block)
-    return hashing.hexdigest()
+def digest_of(data: bytes) -> str:
+    return blake3.blake3(data).hexdigest()
 
 
-def _digest_of(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+# Files that are there whole, or not at all
 
 
-def _sync(path: Path) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """In place of what is there, if anything. Raises OSError; then that is as it was."""
+    fresh = path.with_name(f".{path.name}")
+    try:
+        _write_synced(fresh, data)
+        fresh.rename(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """A file that is on the disk is lost all the same if its name is not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -33,6 +33,8 @@ def export(folder: Path, recipe: Recipe, out: Path, *, adapter: bool = False) ->
     `adapter`: only the changes of LoRA, as peft has them; otherwise they are merged. Raises UserError.
     """
     state, tensors = checkpoint.load(folder)
+    if not tensors:
+        raise UserError(f"{folder}: nothing is trained yet: the weights are those of {recipe.model.path}, as they are")
     policy = _load(recipe)
     if adapter and not isinstance(policy, LoraPolicy):
         raise UserError(f"--adapter: {folder} is of a run that trains all weights (lora.rank = 0)")

@@ -1,7 +1,7 @@
 """Rank zero leads: what it is asked to do it has all ranks do.
 
     leader.begin(step); leader.add(groups); leader.finish()      what the loop calls, as with one rank
-    leader.weights(), leader.state()                             whole tensors, one at a time
+    leader.weights(), leader.whole_state()                       whole tensors, one at a time
     leader.stop()                                                the others may go
 
     follow(ranks, crew)                                          every other rank, until it is told to stop
@@ -10,18 +10,17 @@ Rank zero alone has a client, a manager, rewards and files. The others hear one 
 same as it does, in the same order: that is what makes their collectives meet.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from msgspec import Struct
 
 from polyrl.errors import UserError
 from polyrl.trainer import sharding
-from polyrl.trainer.batch import Group, TrainSample, Turn
+from polyrl.trainer.batch import Group, decode_groups, encode_groups
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
@@ -46,6 +45,10 @@ class Crew(NamedTuple):
             tensors |= {f"critic/{name}": one for name, one in self.critic.optimizer.state_dict().items()}
         return tensors
 
+    def whole_state(self) -> Iterable[tuple[str, Tensor]]:
+        """What a checkpoint holds, of the only rank. Not copies."""
+        return self.state().items()
+
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """From a checkpoint, of however many ranks. Raises UserError if it is of another model."""
         self.optimizer.load_state_dict(_of("policy/", state))
@@ -59,6 +62,7 @@ def _of(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 class Begin(Struct, frozen=True, tag=True):
     step: int
+    num_steps: int | None
 
 
 class Add(Struct, frozen=True, tag=True):
@@ -100,9 +104,9 @@ class Leader:
     def device_type(self) -> str:
         return self._crew.steps.device_type
 
-    def begin(self, step: int) -> None:
-        with self._all(Begin(step)):
-            self._crew.steps.begin(step)
+    def begin(self, step: int, num_steps: int | None = None) -> None:
+        with self._all(Begin(step, num_steps)):
+            self._crew.steps.begin(step, num_steps)
 
     def add(self, groups: Sequence[Group]) -> Added:
         with self._all(Add(encode_groups(groups))):
@@ -129,10 +133,10 @@ class Leader:
                         served[name].copy_(one)
                 yield name, one
 
-    def state(self) -> dict[str, Tensor]:
-        """In this machine's memory."""
+    def whole_state(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds. Not copies, where nothing had to be gathered."""
         with self._all(GatherState()):
-            return {name: one.cpu() for name, one in sharding.gather(self._crew.state())}
+            yield from sharding.gather(self._crew.state())
 
     def stop(self) -> None:
         """Whoever is gone already need not be told."""
@@ -158,8 +162,8 @@ def follow(ranks: Ranks, crew: Crew) -> None:
     """Do as rank zero does. Raises RuntimeError when it is gone."""
     while True:
         match msgspec.msgpack.decode(ranks.broadcast(), type=Command):
-            case Begin(step):
-                crew.steps.begin(step)
+            case Begin(step, num_steps):
+                crew.steps.begin(step, num_steps)
             case Add(groups):
                 crew.steps.add(decode_groups(groups))
             case Finish():
@@ -178,33 +182,3 @@ def follow(ranks: Ranks, crew: Crew) -> None:
 
 def _weights(crew: Crew) -> Iterator[tuple[str, Tensor]]:
     return sharding.gather(crew.policy.parameters(), crew.policy.dtype)
-
-
-# Samples as bytes: arrays are their type, three letters of numpy's, and what they hold.
-
-_ARRAY = 1
-_KIND_BYTES = 3
-
-
-def encode_groups(groups: Sequence[Group]) -> bytes:
-    return msgspec.msgpack.encode([[tuple(sample) for sample in group] for group in groups], enc_hook=_array_to_bytes)
-
-
-def decode_groups(data: bytes) -> list[list[TrainSample]]:
-    groups = msgspec.msgpack.decode(data, ext_hook=_array_from_bytes)
-    return [[_sample(*sample) for sample in group] for group in groups]
-
-
-def _sample(*fields: Any) -> TrainSample:
-    sample = TrainSample(*fields)
-    return sample._replace(written_by=tuple(Turn(*one) for one in sample.written_by))
-
-
-def _array_to_bytes(value: Any) -> msgspec.msgpack.Ext:
-    if not isinstance(value, np.ndarray) or value.ndim != 1:
-        raise TypeError(f"{type(value).__name__} is not sent to other ranks; expected numbers, text, or flat arrays")
-    return msgspec.msgpack.Ext(_ARRAY, value.dtype.str.encode() + value.tobytes())
-
-
-def _array_from_bytes(_: int, data: memoryview) -> "np.ndarray[Any, Any]":
-    return np.frombuffer(bytearray(data[_KIND_BYTES:]), np.dtype(bytes(data[:_KIND_BYTES]).decode()))

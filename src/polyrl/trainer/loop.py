@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from polyrl.client import Fleet, Group, RoundOver, Sample
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.errors import UserError
 from polyrl.scheduling.ledger import StepLine
+from polyrl.trainer.batch import Group as TrainedGroup
 from polyrl.trainer.batch import TrainSample, Turn, is_zero_variance
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.step import Steps, StepStats
@@ -54,6 +55,18 @@ class Publisher(Protocol):
     async def publish(self, version: int) -> Offer: ...
 
 
+class Safety(Protocol):
+    """Puts what only the trainer knows where it survives it (saving.py)."""
+
+    async def begin(self) -> None: ...
+
+    async def offered(self, version: int, digest: str) -> bool: ...
+
+    async def trained(self, step: int, batches: Sequence[Sequence[TrainedGroup]]) -> None: ...
+
+    async def finish(self) -> None: ...
+
+
 class StepReport(NamedTuple):
     """All that is known of a step when it is over."""
 
@@ -72,7 +85,7 @@ class StepReport(NamedTuple):
     num_filtered: int
     """Groups that were rejected because they teach nothing."""
     seconds: dict[str, float]
-    """total, generate, train, publish, wait."""
+    """total, generate, train, save, publish, wait."""
 
 
 class Events(Protocol):
@@ -96,21 +109,27 @@ class Loop:
         prompts: Prompts,
         events: Events,
         validate: Callable[[int], Awaitable[None]] | None = None,
-        checkpoint: Callable[[int], Awaitable[None]] | None = None,
+        safety: Safety | None = None,
     ) -> None:
-        """`checkpoint(n)` makes everything up to step n - 1 safe; steps are done for others only after that."""
+        """Steps are done for others only after `safety` has them; without it, who dies takes the run along."""
         self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
         self._publisher, self._prompts, self._events = publisher, prompts, events
-        self._validate, self._checkpoint = validate, checkpoint
+        self._validate, self._safety = validate, safety
         self.is_stopping = False
         """Set by whoever wants it to end after the step that runs."""
 
     async def run(self, first_step: int = 0) -> str:
         """Train to the end. Returns why it ended, in a line."""
+        why = await self._run(first_step)
+        if self._safety is not None:
+            await self._safety.finish()
+        return why
+
+    async def _run(self, first_step: int) -> str:
         recipe = self._recipe
         await self._settle_the_past(first_step)
-        if self._checkpoint is not None and self._fleet.opened is not None and self._fleet.opened.fresh:
-            await self._checkpoint(0)  # never again: while one is replaced there is none
+        if self._safety is not None and self._fleet.opened is not None and self._fleet.opened.fresh:
+            await self._safety.begin()  # never again: while a state is replaced there is none
         await self._publish(first_step)
         if self._validate is not None and recipe.validation.at_start and first_step == 0:
             await self._validate(0)
@@ -131,7 +150,7 @@ class Loop:
         return f"all {recipe.train.steps} steps are trained"
 
     async def _settle_the_past(self, first_step: int) -> None:
-        """A process before this one may have died between a checkpoint and saying so, or within a step."""
+        """A process before this one may have died between making a step safe and saying so, or within a step."""
         assert self._fleet.opened is not None
         for step in self._fleet.opened.open_steps:
             if step < first_step:
@@ -144,17 +163,15 @@ class Loop:
         waited_before, trained_before = self._devices.waited_s, self._devices.trained_s
         await self._events.step_begins(step)
         self._steps.begin(step)
-        trained, filtered = await self._train_round(step)
+        batches, filtered = await self._train_round(step)
         generated = time.monotonic()
         async with self._devices.held():
             stats = await self._devices.run(self._steps.finish)
-            if self._checkpoint is not None:
-                await self._fleet.settled()  # what was taken is on file there, before it is on file here
-                await self._checkpoint(step + 1)
+            save_s = await self._make_safe(step, batches)
             await self._fleet.step_done(step)
             publish_s = await self._publish(step + 1)
         line = await self._line(step)
-        samples = [sample for group in trained for sample in group]
+        samples = [sample for batch in batches for group in batch for sample in group]
         rewards = [one.reward for one in samples]
         rewards += [one.reward for group in filtered for one in group.samples]
         seconds = {
@@ -162,6 +179,7 @@ class Loop:
             "generate": generated - began,
             "train": self._devices.trained_s - trained_before,
             "wait": self._devices.waited_s - waited_before,
+            "save": save_s,
             "publish": publish_s,
         }
         return StepReport(
@@ -177,6 +195,14 @@ class Loop:
             seconds,
         )
 
+    async def _make_safe(self, step: int, batches: list[list[list[TrainSample]]]) -> float:
+        """How long it took."""
+        began = time.monotonic()
+        if self._safety is not None:
+            await self._fleet.settled()  # what was taken is on file there, before it is on file here
+            await self._safety.trained(step, batches)
+        return time.monotonic() - began
+
     async def _line(self, step: int) -> StepLine:
         try:
             async with asyncio.timeout(_LINE_TIMEOUT_S):
@@ -186,10 +212,10 @@ class Loop:
                 f"step {step} is trained, and the manager gave no account of it for {_LINE_TIMEOUT_S:.0f} s"
             ) from error
 
-    async def _train_round(self, step: int) -> tuple[list[list[TrainSample]], list[Group]]:
-        """Train on the round's groups as they come; returns them, and those that were rejected."""
+    async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], list[Group]]:
+        """Train on the round's groups as they come; returns them by micro-batch, and those that were rejected."""
         waiting: list[Group] = []
-        trained: list[list[TrainSample]] = []
+        batches: list[list[list[TrainSample]]] = []
         filtered: list[Group] = []
         groups = self._fleet.round(step)
         if self._recipe.train.mode == "synchronous":
@@ -201,11 +227,11 @@ class Loop:
                 continue
             waiting.append(group)
             if self._is_enough(waiting):
-                trained += await self._micro_batch(step, waiting)
+                batches.append(await self._micro_batch(step, waiting))
                 waiting = []
         if waiting:
-            trained += await self._micro_batch(step, waiting)
-        return trained, filtered
+            batches.append(await self._micro_batch(step, waiting))
+        return batches, filtered
 
     def _teaches_nothing(self, group: Group) -> bool:
         filters = self._recipe.algorithm.zero_variance == "filter"
@@ -244,7 +270,12 @@ class Loop:
         """How long it took."""
         began = time.monotonic()
         offer = await self._publisher.publish(version)
-        await self._fleet.publish(offer.version, offer.digest, offer.addresses)
+        if self._safety is not None and await self._safety.offered(offer.version, offer.digest):
+            log.warning(
+                "version %d is not what it was, bit for bit, after the steps were trained again on this device", version
+            )
+        former = self._fleet.digests.get(version, ())
+        await self._fleet.publish(offer.version, offer.digest, offer.addresses, replaces=former)
         if self._recipe.max_staleness:
             for step in range(version, min(version + self._recipe.max_staleness + 1, self._recipe.train.steps)):
                 await self._fleet.request(step)

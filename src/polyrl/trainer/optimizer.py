@@ -94,9 +94,9 @@ class Optimizer:
             one.grad = None
 
     @torch.no_grad()
-    def update(self, step: int, denominator: float) -> Update:
-        """Divide, clip, move the weights, and forget the gradients."""
-        lr = lr_at(step, self._config, self._num_steps)
+    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
+        """Divide, clip, move the weights, and forget the gradients. `num_steps`: of the run, if not as it is now."""
+        lr = lr_at(step, self._config, self._num_steps if num_steps is None else num_steps)
         sums = list(self.gradients().values())
         if not sums:
             return Update(0.0, lr, applied=False)

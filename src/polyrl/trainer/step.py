@@ -85,7 +85,7 @@ class Steps(Protocol):
     @property
     def device_type(self) -> str: ...
 
-    def begin(self, step: int) -> None: ...
+    def begin(self, step: int, num_steps: int | None = None) -> None: ...
 
     def add(self, groups: Sequence[Group]) -> Added: ...
 
@@ -134,6 +134,7 @@ class StepAccumulator:
         )
         self._holds_back = config.mini_batches > 1 or self._preparation.needs_step
         self._step: int | None = None
+        self._num_steps: int | None = None
         self._moved_in: int | None = None
         """The last step with an update."""
         self._forget()
@@ -142,11 +143,12 @@ class StepAccumulator:
     def device_type(self) -> str:
         return self._policy.device.type
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, num_steps: int | None = None) -> None:
+        """`num_steps` were those of the whole run when the step was first trained, if it is trained again."""
         if self._step is not None:
             raise RuntimeError(f"step {self._step} is not over")
         self._forget()
-        self._step = step
+        self._step, self._num_steps = step, num_steps
 
     def add(self, groups: Sequence[Group]) -> Added:
         """Take in whole groups. Raises UserError, and aborts, when memory does not suffice."""
@@ -232,7 +234,7 @@ class StepAccumulator:
         if self._critic is not None:
             self._update_critic(self._critic, step)
         self._num_open_tokens = self._num_open_samples = 0
-        update = self._optimizer.update(step, denominator if denominator else 1.0)
+        update = self._optimizer.update(step, denominator if denominator else 1.0, self._num_steps)
         if update.applied:
             self._moved_in = step
         elif denominator:
@@ -242,7 +244,7 @@ class StepAccumulator:
         return update
 
     def _update_critic(self, critic: Critic, step: int) -> None:
-        update = critic.optimizer.update(step, float(max(1, self._num_open_tokens)))
+        update = critic.optimizer.update(step, float(max(1, self._num_open_tokens)), self._num_steps)
         if not update.applied and self._num_open_tokens:
             log.warning("step %d: the critic's gradient has norm %s: it stays as it is", step, update.grad_norm)
         self._of_critic |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}

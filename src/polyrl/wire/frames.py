@@ -24,6 +24,7 @@ from polyrl.wire.imposed import ImposedLengths
 PROTOCOL = 1
 MAX_WORKER_FRAME_BYTES = 16 << 20
 MAX_TRAINER_FRAME_BYTES = 256 << 20
+MAX_REPLACED = 64
 
 EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
 """`stop` and `length` end the answer; the others end the lease alone."""
@@ -298,6 +299,8 @@ class Published(Frame, frozen=True, tag="published"):
     version: VersionNumber
     digest: Digest = ""
     addresses: Addresses = ()
+    replaces: Annotated[tuple[Digest, ...], Meta(max_length=MAX_REPLACED)] = ()
+    """What the same trainer has published as this version before. If that is what is known of it, it is this now."""
 
 
 Statement = (

@@ -400,6 +400,8 @@ class WorkerAgent:
             await self._send(frames.InstallFailed(version, f"{type(error).__name__}: {error}"[:2000]))
         else:  # said even of what it ran already: who asked waits for it
             self._version = self._announced = version
+            if pull.digest:
+                self._digests[version] = pull.digest
             await self._send(frames.Installed(version, pull.digest))
 
     async def _fetch(self, version: Version, pull: frames.Pull, break_off: threading.Event) -> Weights:
@@ -409,7 +411,8 @@ class WorkerAgent:
         if self._peer is None:
             raise EngineError("this worker was started without a way to fetch weights")
         self._digests = {one: digest for one, digest in self._digests.items() if one == self._version}
-        self._digests[version] = pull.digest
+        if version != self._version:  # else it was replaced, and what we run is what it was
+            self._digests[version] = pull.digest
         began = time.monotonic()
         copy = await asyncio.to_thread(
             self._peer.pull, version, pull.digest, pull.addresses, self._options.pull_deadline_s, stop=break_off

@@ -1,35 +1,36 @@
-"""Saving a training run's state after every step, and going on from it.
+"""What a training run goes on from, and who saves it.
 
     RUN/recipe.toml      what was trained, with every default: what --resume reads
     RUN/port             where the manager listened: workers dial there again
-    RUN/checkpoints/     trainer/checkpoint.py
+    RUN/checkpoints/     trainer/checkpoint.py, trainer/redo.py
 
-A run goes on from its newest checkpoint and from the manager's journal. The two are never more than the open step
-apart: a step is done for the manager only when it is on disk here.
+A run goes on from its newest checkpoint, the log of the steps since then, and the manager's journal. Log and journal
+are never more than the open step apart: a step is done for the manager only when it is on disk here.
 """
 
-import asyncio
 import fcntl
-import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import blake3
 import msgspec
 
-from polyrl.client import Fleet
 from polyrl.config import apply_overrides, build, load_toml
 from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint
-from polyrl.trainer.checkpoint import Best, Keep, TrainerState
+from polyrl.trainer import checkpoint, redo
+from polyrl.trainer.checkpoint import Keep, TrainerState
 from polyrl.trainer.model import Policy
+from polyrl.trainer.redo import Entry
+from polyrl.trainer.saving import Rules, Saver
 
 _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
 _TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
+_WEIGHT_FILES = (".safetensors", ".bin")
 _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
@@ -53,7 +54,16 @@ class Past(NamedTuple):
     folder: Path
     state: TrainerState
     tensors: dict[str, Any]
+    """None before the first step: then the recipe's models are what it goes on from."""
+    log: list[Entry]
+    """The steps since then."""
+    published: dict[int, tuple[str, ...]]
+    """The digests of the versions that were published last."""
     port: int
+
+    @property
+    def next_step(self) -> int:
+        return self.state.next_step + len(self.log)
 
 
 def write_recipe(run_dir: Path, recipe: Recipe) -> None:
@@ -88,16 +98,27 @@ def _differences(before: Any, after: Any, path: str = "") -> list[str]:
 
 
 def read_past(run_dir: Path) -> Past:
-    """The newest checkpoint. Raises UserError if there is none, or it cannot be used."""
+    """The newest checkpoint and what came after it. Raises UserError if there is none, or it cannot be used."""
     found = checkpoint.found(run_dir)
     if not found:
         raise UserError(f"{run_dir}: no checkpoint there yet; the run must begin anew, in another directory")
-    state, tensors = checkpoint.load(found[-1])
+    try:
+        state, tensors = checkpoint.load(found[-1])
+    except UserError as error:
+        raise UserError(f"{error}{_way_out(run_dir, found)}") from error
     try:
         port = int((run_dir / _PORT_FILE).read_text())
     except (OSError, ValueError):
         port = 0
-    return Past(found[-1], state, tensors, port)
+    log = redo.read(run_dir, state.next_step)
+    return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port)
+
+
+def _way_out(run_dir: Path, found: list[Path]) -> str:
+    """Where the log reaches back to the checkpoint before, that one will do."""
+    if len(found) < 2 or not redo.has(run_dir, checkpoint.step_of(found[-2])):
+        return ""
+    return f"; remove {found[-1]}, and --resume trains the steps since {found[-2].name} again"
 
 
 def write_port(run_dir: Path, port: int) -> None:
@@ -124,52 +145,29 @@ def wait_for_manager_to_end(run_dir: Path) -> None:
         os.close(descriptor)
 
 
-class Saver:
-    """Writes a checkpoint after every step."""
-
-    def __init__(
-        self, recipe: Recipe, run_dir: Path, policy: Policy, gather: Callable[[], dict[str, Any]], fleet: Fleet
-    ) -> None:
-        """`gather` gives all tensors of a checkpoint, whole."""
-        wanted = recipe.checkpoint
-        self._keep, self._metric = Keep(wanted.keep_last, wanted.keep_every), wanted.keep_best
-        self._run_dir, self._tokenizer = run_dir, tokenizer_digest(Path(recipe.model.path))
-        self._digests_kept = max(_DIGESTS_KEPT, recipe.max_staleness + 2)
-        self._gather, self._fleet = gather, fleet
-        self._fingerprint, self._base = checkpoint.fingerprint(policy.parameters()), policy.base_fingerprint
-
-    async def save(self, next_step: int) -> None:
-        """Raises UserError if the disk does not take it; the one before is still there."""
-        newest = sorted(self._fleet.digests)[-self._digests_kept :]
-        state = TrainerState(
-            next_step=next_step,
-            digests={version: self._fleet.digests[version] for version in newest},
-            fingerprint=self._fingerprint,
-            base=self._base,
-            tokenizer=self._tokenizer,
-        )
-        try:
-            await asyncio.to_thread(self._save, state)
-        except OSError as error:
-            raise UserError(
-                f"{self._run_dir}: the checkpoint of step {next_step} cannot be written: {error.strerror or error}; "
-                "the one before is whole: make room, and go on with --resume"
-            ) from error
-
-    def _save(self, state: TrainerState) -> None:
-        checkpoint.save(self._run_dir, state, self._gather(), keep=self._keep)
-
-    def validated(self, version: int, rates: Mapping[str, float]) -> None:
-        """The newest checkpoint is of that version. Raises UserError if the disk does not take it."""
-        if self._metric not in rates:
-            return
-        try:
-            checkpoint.note_best(self._run_dir, Best(version, self._metric, rates[self._metric]))
-        except OSError as error:
-            raise UserError(
-                f"{self._run_dir}: that version {version} is the best so far cannot be written: "
-                f"{error.strerror or error}; make room, and go on with --resume"
-            ) from error
+def make_saver(
+    recipe: Recipe, run_dir: Path, policy: Policy, gather: Callable[[], Iterable[tuple[str, Any]]], past: Past | None
+) -> Saver:
+    """`gather` gives all tensors of a checkpoint, whole."""
+    wanted = recipe.checkpoint
+    about = TrainerState(
+        next_step=0 if past is None else past.next_step,
+        fingerprint=checkpoint.fingerprint(policy.parameters()),
+        base=policy.base_fingerprint,
+        tokenizer=tokenizer_digest(Path(recipe.model.path)),
+        models=models_digest(recipe) if past is None else "",
+    )
+    validates_every = recipe.validation.every_steps if wanted.keep_best else 0
+    return Saver(
+        run_dir,
+        about,
+        Rules(wanted.every_steps, Keep(wanted.keep_last, wanted.keep_every), validates_every),
+        gather,
+        newest=0 if past is None else past.state.next_step,
+        num_steps=recipe.train.steps,
+        metric=wanted.keep_best,
+        digests_kept=max(_DIGESTS_KEPT, recipe.max_staleness + 2),
+    )
 
 
 def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
@@ -178,13 +176,29 @@ def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
     if past.state.tokenizer and past.state.tokenizer != tokenizer_digest(Path(path)):
         raise UserError(f"{path}: its tokenizer is not the one that {past.folder} was trained with; put that one back")
     checkpoint.check_model(past.state, policy, path)
+    if past.state.models and past.state.models != models_digest(recipe):
+        raise UserError(
+            f"{path}: its files, or those of another model of the recipe, are not the ones that {past.folder} began "
+            "with, and no weights are kept yet; put those back, or begin anew"
+        )
 
 
 def tokenizer_digest(folder: Path) -> str:
     """Of all files that say what a text's tokens are."""
-    hashing = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(_TOKENIZER_FILES):
-            data = path.read_bytes()
-            hashing.update(f"{path.name} {len(data)} ".encode() + data)
+    return _digest_of_files(path for path in folder.iterdir() if path.name.startswith(_TOKENIZER_FILES))
+
+
+def models_digest(recipe: Recipe) -> str:
+    """Of all files that say what the run's models are before the first step."""
+    algorithm = recipe.algorithm
+    folders = {recipe.model.path, algorithm.critic.path, algorithm.reference} - {""}
+    files = (path for folder in sorted(folders) for path in Path(folder).iterdir())
+    return _digest_of_files(path for path in files if path.name == "config.json" or path.suffix in _WEIGHT_FILES)
+
+
+def _digest_of_files(paths: Iterable[Path]) -> str:
+    hashing = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    for path in sorted(paths):
+        hashing.update(f"{path.name} {path.stat().st_size} ".encode())
+        hashing.update_mmap(path)
     return hashing.hexdigest()

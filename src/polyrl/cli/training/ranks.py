@@ -199,8 +199,9 @@ def follow(seat: "Seat") -> int:
     try:
         ranks.use(choose_device(recipe.model.device))
         crew = models.load_crew(recipe, ranks)
-        if setup.checkpoint is not None:
-            crew.restore(checkpoint.load(Path(setup.checkpoint))[1])
+        tensors = {} if setup.checkpoint is None else checkpoint.load(Path(setup.checkpoint))[1]
+        if tensors:
+            crew.restore(tensors)
         log.info("rank %d of %d is ready, on %s", seat.rank, seat.size, ranks.device)
         leading.follow(ranks, crew)
     except UserError as error:

@@ -18,14 +18,14 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
 from rich.text import Text
 
 from polyrl.cli.training import checkpoints, models, processes
-from polyrl.cli.training.checkpoints import Past, Saver
+from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.ranks import Team
@@ -36,12 +36,14 @@ from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe, scheduler_config
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.errors import PolyrlError, UserError
+from polyrl.trainer import redo
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Crew
 from polyrl.trainer.local_engine import LocalEngine, Question
 from polyrl.trainer.loop import Loop
 from polyrl.trainer.model import Policy
 from polyrl.trainer.publishing import Publishing
+from polyrl.trainer.saving import Saver
 from polyrl.trainer.validation import pass_rates
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
@@ -53,6 +55,8 @@ from polyrl.wire.imposed import ImposedLengths
 from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
 
 log = logging.getLogger("polyrl.train")
+
+T = TypeVar("T")
 
 LOCAL_WORKER = "trainer"
 _LOCAL_DRAIN_S = 2.0
@@ -99,8 +103,9 @@ async def train(
 
     `past` is what the run goes on from; `team` are the other ranks; `beside` is played meanwhile.
     """
-    first_step, policy = 0 if past is None else past.state.next_step, crew.policy
+    first_step, policy = 0 if past is None else past.next_step, crew.policy
     leader = None if team is None else team.lead(crew)
+    steps = crew.steps if leader is None else leader
     async with AsyncExitStack() as stack:
         port = recipe.manager.port if past is None or recipe.manager.port else past.port
         model = Path(recipe.model.path)
@@ -109,11 +114,14 @@ async def train(
         stack.push_async_callback(manager.stop)
         address = await manager.start()
         checkpoints.write_port(run_dir, address.port)
+        if past is not None and past.log:  # before there is an engine that takes memory; workers dial again meanwhile
+            again = redo.train_again(steps, past.log, lambda line: print(line, flush=True))
+            await _first_of(again, [one.failed() for one in (manager, team) if one is not None], None)
         engine = await stack.enter_async_context(_engine(recipe, policy))
         fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks))
         assert fleet.opened is not None
         if past is not None:
-            fleet.digests.update(past.state.digests)
+            fleet.digests.update(past.published)
             _check_that_it_fits(fleet.opened, first_step, recipe.max_staleness)
         server = WeightServer(weight_settings(recipe, address), bytes.fromhex(fleet.opened.weights_key))
         server.start()
@@ -125,18 +133,23 @@ async def train(
         display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
-        gather = (crew if leader is None else leader).state
-        saver = Saver(recipe, run_dir, policy, gather, fleet) if recipe.checkpoint.enabled else None
+        saver: Saver | None = None
+        if recipe.checkpoint.enabled:
+            saver = checkpoints.make_saver(
+                recipe, run_dir, policy, (crew if leader is None else leader).whole_state, past
+            )
+            stack.push_async_callback(saver.stop)
+        parents = {version: digests[-1] for version, digests in fleet.digests.items()}
         loop = Loop(
             recipe,
             fleet,
-            crew.steps if leader is None else leader,
+            steps,
             devices,
-            Publishing(policy, server, engine, fleet.digests, None if leader is None else leader.weights),
+            Publishing(policy, server, engine, parents, None if leader is None else leader.weights),
             tasks.tokens,
             telling,
             validator(recipe, engine, devices, tasks, telling, saver),
-            None if saver is None else saver.save,
+            saver,
         )
         telling.begin(fleet)
         if beside is not None:
@@ -144,7 +157,7 @@ async def train(
             stack.push_async_callback(_end, playing)
         try:
             await _until_joined(recipe, fleet, workers)
-            failures = (manager.failed(), *([] if team is None else [team.failed()]))
+            failures = [one.failed() for one in (manager, team, saver) if one is not None]
             why = await _first_of(loop.run(first_step), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
@@ -154,12 +167,12 @@ async def train(
 
 
 def _check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
-    """The manager is never ahead of the newest checkpoint by more than the open step and those asked for ahead."""
+    """The manager is never ahead of what is on disk here by more than the open step and those asked for ahead."""
     last = first_step + max_staleness
     if opened.fresh or opened.last_requested > last or any(step > last for step in opened.open_steps):
         raise UserError(
-            f"the checkpoint is of step {first_step}, and the manager's journal of step {opened.last_requested}: "
-            "they are not of one run, or the newest checkpoint was removed"
+            f"checkpoint and log go up to step {first_step}, and the manager's journal to {opened.last_requested}: "
+            "they are not of one run, or the newest were removed"
         )
 
 
@@ -179,10 +192,10 @@ async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
 
 
 async def _first_of(
-    run: Coroutine[Any, Any, str],
+    run: Coroutine[Any, Any, T],
     failures: Sequence[Coroutine[Any, Any, None]],
     worker: "asyncio.Task[Left] | None",
-) -> str:
+) -> T:
     """The run's own end, or whatever ends it before."""
     running = asyncio.ensure_future(run)
     failing = [asyncio.ensure_future(one) for one in failures]
@@ -196,7 +209,7 @@ async def _first_of(
         for one in failing:
             if one.done():
                 one.result()
-        raise AssertionError("a manager is kept alive until it fails, and so are ranks")
+        raise AssertionError("these wait until something fails")
     finally:
         for task in (running, *failing):
             task.cancel()

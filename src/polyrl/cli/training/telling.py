@@ -111,6 +111,7 @@ class Telling:
             "token/prompt_length/mean": float(np.mean(report.prompt_lengths)) if report.prompt_lengths else None,
             "time/step_total": seconds["total"],
             "time/step_train": seconds["train"],
+            "time/step_save": seconds["save"],
             "time/step_publish": seconds["publish"],
             "rounds/filtered_groups": report.num_filtered,
             **ages(report),

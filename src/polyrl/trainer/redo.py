@@ -1,0 +1,127 @@
+"""The redo log: what each step was trained on, so that a step is safe for a few megabytes.
+
+    RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added
+
+A checkpoint and the entries from its step on are one state: who trains them again is where the run was. On a CPU to the
+last bit; on a GPU, whose sums have no fixed order, to rounding.
+
+Rules kept here: an entry is on the disk, whole, before anyone is told that its step is done. It is verified when it is
+read, and a step that is missing among them is an error: nobody goes on from half of a run. Entries go when two
+checkpoints cover them, where two are kept, so that one of them may be damaged (saving.py).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import blake3
+import msgspec
+import torch
+from msgspec import Struct
+
+from polyrl.errors import UserError
+from polyrl.trainer import checkpoint
+from polyrl.trainer.batch import Group, decode_groups, encode_groups
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.step import Steps
+
+_FOLDER = "redo"
+_FIRST_LINE = b"polyrl-redo 1\n"
+_DIGEST_BYTES = 32
+
+
+class Entry(Struct, frozen=True):
+    """One step."""
+
+    step: int
+    num_steps: int
+    """Of the whole run, as it was then: the learning rate may hang on it."""
+    batches: list[bytes]
+    """What each call of `Steps.add` was given (batch.encode_groups)."""
+
+
+def append(run_dir: Path, step: int, num_steps: int, batches: Sequence[Sequence[Group]]) -> None:
+    """Raises OSError; what is there is whole then."""
+    body = msgspec.msgpack.encode(Entry(step, num_steps, [encode_groups(one) for one in batches]))
+    folder = _folder(run_dir)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        checkpoint.sync(folder.parent)
+    checkpoint.write_whole(folder / checkpoint.name_of(step), _FIRST_LINE + blake3.blake3(body).digest() + body)
+
+
+def read(run_dir: Path, first_step: int) -> list[Entry]:
+    """The steps from this one on. Raises UserError if one is damaged, or missing among them."""
+    found = [one for one in _found(run_dir) if checkpoint.step_of(one) >= first_step]
+    for step, path in enumerate(found, first_step):
+        if checkpoint.step_of(path) != step:
+            missing = path.with_name(checkpoint.name_of(step))
+            raise UserError(f"{missing}: is missing, and later steps are there; {_what_is_left(run_dir)}")
+    return [_read(path, run_dir) for path in found]
+
+
+def has(run_dir: Path, step: int) -> bool:
+    return (_folder(run_dir) / checkpoint.name_of(step)).is_file()
+
+
+def num_after(run_dir: Path, checkpoint_step: int) -> int:
+    """Steps that the checkpoint of this step does not cover."""
+    return sum(checkpoint.step_of(one) >= checkpoint_step for one in _found(run_dir))
+
+
+def forget(run_dir: Path, before: int) -> None:
+    """Let go of the steps before this one. Raises OSError."""
+    for path in _found(run_dir):
+        if checkpoint.step_of(path) < before:
+            path.unlink(missing_ok=True)
+
+
+async def train_again(steps: Steps, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
+    """Move the weights as they were moved before. Nobody else uses the devices meanwhile."""
+    if not entries:
+        return
+    first, last = entries[0].step, entries[-1].step
+    say(f"trains steps {first} to {last} again from the log" if first < last else f"trains step {first} again")
+    devices = Devices()
+    try:
+        for entry in entries:
+            steps.begin(entry.step, entry.num_steps)
+            for batch in entry.batches:
+                groups = await asyncio.to_thread(decode_groups, batch)
+                await devices.train(lambda groups=groups: steps.add(groups))
+            await devices.train(steps.finish)
+            if entry.step < last:
+                say(f"step {entry.step} is trained again")
+    finally:
+        devices.close()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # who sizes an engine's cache next looks at what is free
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / checkpoint.FOLDER / _FOLDER
+
+
+def _found(run_dir: Path) -> list[Path]:
+    """In order."""
+    names = (one for one in _folder(run_dir).glob("step-*") if one.name.removeprefix("step-").isdecimal())
+    return sorted(names, key=checkpoint.step_of)
+
+
+def _read(path: Path, run_dir: Path) -> Entry:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {_what_is_left(run_dir)}") from error
+    head = len(_FIRST_LINE)
+    body = data[head + _DIGEST_BYTES :]
+    if not data.startswith(_FIRST_LINE) or data[head : head + _DIGEST_BYTES] != blake3.blake3(body).digest():
+        raise UserError(f"{path}: is damaged, or cut short; {_what_is_left(run_dir)}")
+    return msgspec.msgpack.decode(body, type=Entry)
+
+
+def _what_is_left(run_dir: Path) -> str:
+    return (
+        "the run cannot go on without that step: put the file back from a copy, or take what the last checkpoint has "
+        f"with `polyrl export {run_dir} DIR` and begin anew from there"
+    )

@@ -1,0 +1,203 @@
+"""Making a run safe while it goes on: a line in the redo log for each step, and now and then a checkpoint beside it.
+
+    step t ends -> log (a few megabytes, at once) -> the step is done
+                -> every k steps: copy to the host's memory, at once; write that to the disk while the next steps run
+
+Rules kept here: a step is on the disk before anyone is told that it is done, and a version's digest before anyone is
+told of the version. One checkpoint is written at a time. One that is due meanwhile waits, and is then made of
+the step that is newest; but a step whose own checkpoint was asked for has the run wait for the former. A write that
+fails ends the run: `failed` says why. What was not written is in the log.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from msgspec import structs
+
+from polyrl.errors import UserError
+from polyrl.trainer import checkpoint, redo
+from polyrl.trainer.batch import Group
+from polyrl.trainer.checkpoint import Best, Keep, TrainerState
+from polyrl.weights.tensors import pin
+
+Tensor = torch.Tensor
+
+_PINNED_BYTES = 1 << 20
+"""From this size on: smaller ones share pages, which CUDA pins only once."""
+
+
+class Rules(NamedTuple):
+    """When a checkpoint is written. `validates_every` so many steps one may turn out the best; 0: never."""
+
+    every: int
+    keep: Keep
+    validates_every: int = 0
+
+    def is_due(self, step: int, newest: int) -> bool:
+        return step - newest >= self.every
+
+    def is_asked_for(self, step: int) -> bool:
+        """Of this step, and no other would do."""
+        may_be_best = self.validates_every > 0 and step % self.validates_every == 0
+        return may_be_best or self.keep.is_for_good(step)
+
+
+class Snapshot:
+    """Tensors in the host's memory, as they were at one moment. The memory is kept for the next one."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, one in named:
+            kept = self.tensors.get(name)
+            if kept is None:
+                kept = self.tensors[name] = _host_memory(one)
+            kept.copy_(one.detach(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    kept = torch.empty(like.shape, dtype=like.dtype)
+    if like.is_cuda and kept.nbytes >= _PINNED_BYTES:  # a copy into other memory is five times slower
+        data: Any = kept.view(-1).view(torch.uint8).numpy()
+        pin(memoryview(data))
+    return kept
+
+
+class Saver:
+    """`about` says what is trained, and the step that the run goes on at; `newest` is the newest checkpoint's step,
+    `num_steps` are those of the run. `gather` gives all tensors of a checkpoint, whole; `write` puts them on the disk.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        about: TrainerState,
+        rules: Rules,
+        gather: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        newest: int,
+        num_steps: int,
+        metric: str = "",
+        digests_kept: int = 16,
+        write: Callable[..., object] = checkpoint.save,
+    ) -> None:
+        self._run_dir, self._about, self._rules, self._gather = run_dir, about, rules, gather
+        self._newest, self._num_steps = newest, num_steps
+        self._metric, self._digests_kept, self._write_checkpoint = metric, digests_kept, write
+        self._next_step = about.next_step
+        self._published = checkpoint.read_published(run_dir)
+        self._candidate: Best | None = None
+        """A version that may be the best, whose checkpoint is still on its way."""
+        self._snapshot = Snapshot()
+        self._writing: asyncio.Task[None] | None = None
+        self._stop, self._broken = threading.Event(), asyncio.Event()
+
+    async def begin(self) -> None:
+        """Before the first step: the run is the recipe's models and nothing else. Raises UserError."""
+        with _disk(f"{self._run_dir}: the run's state cannot be written"):
+            await asyncio.to_thread(checkpoint.save, self._run_dir, self._about, {}, keep=self._rules.keep)
+
+    async def offered(self, version: int, digest: str) -> bool:
+        """A version is about to be told of. Returns whether it was another before. Raises UserError."""
+        before = self._published.get(version, ())
+        if before and before[-1] == digest:
+            return False
+        self._published[version] = (*(one for one in before if one != digest), digest)
+        for old in sorted(self._published)[: -self._digests_kept]:
+            del self._published[old]
+        with _disk(f"{self._run_dir}: the digest of version {version} cannot be written"):
+            await asyncio.to_thread(checkpoint.note_published, self._run_dir, self._published)
+        return bool(before)
+
+    async def trained(self, step: int, batches: Sequence[Sequence[Group]]) -> None:
+        """Make a step safe; nobody moves the weights meanwhile. Raises UserError if the disk does not take it."""
+        with _disk(f"{self._run_dir}: what step {step} was trained on cannot be written"):
+            await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches)
+        self._next_step = step + 1
+        is_asked_for = self._rules.is_asked_for(self._next_step)
+        if self._writing is not None and not self._writing.done() and not is_asked_for:
+            return
+        await self._written()
+        if is_asked_for or self._rules.is_due(self._next_step, self._newest):
+            await self._checkpoint()
+
+    async def finish(self) -> None:
+        """The run is over: its last step has a checkpoint, on the disk. Raises UserError."""
+        await self._written()
+        if self._newest < self._next_step:
+            await self._checkpoint()
+        await self._written()
+
+    async def failed(self) -> None:
+        """Waits for as long as all is well; raises UserError when a checkpoint could not be written."""
+        await self._broken.wait()
+        await self._written()
+
+    async def stop(self) -> None:
+        """Break off what is being written: the log has it."""
+        self._stop.set()
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    def validated(self, version: int, rates: Mapping[str, float]) -> None:
+        """Raises UserError if the disk does not take it."""
+        if self._metric in rates:
+            self._candidate = Best(version, self._metric, rates[self._metric])
+            if self._writing is None or self._writing.done():
+                self._note_best()
+
+    def _note_best(self) -> None:
+        """A checkpoint that is not on the disk is not the best."""
+        candidate, self._candidate = self._candidate, None
+        if candidate is None or not checkpoint.is_there(self._run_dir, candidate.step):
+            return
+        with _disk(f"{self._run_dir}: that version {candidate.step} is the best so far cannot be written"):
+            checkpoint.note_best(self._run_dir, candidate)
+
+    async def _checkpoint(self) -> None:
+        self._newest = self._next_step
+        await asyncio.to_thread(lambda: self._snapshot.take(self._gather()))
+        self._writing = asyncio.create_task(self._write(), name="writing a checkpoint")
+
+    async def _write(self) -> None:
+        state = structs.replace(self._about, next_step=self._newest, models="")
+        try:
+            with _disk(f"{self._run_dir}: the checkpoint of step {self._newest} cannot be written"):
+                await asyncio.to_thread(self._save, state)
+            self._note_best()
+        except checkpoint.Stopped:
+            pass
+        except BaseException:
+            self._broken.set()
+            raise
+
+    def _save(self, state: TrainerState) -> None:
+        keep = self._rules.keep
+        self._write_checkpoint(self._run_dir, state, self._snapshot.tensors, keep=keep, stop=self._stop)
+        steps = [checkpoint.step_of(one) for one in checkpoint.found(self._run_dir)]
+        redo.forget(self._run_dir, steps[-min(2, keep.last, len(steps))])
+
+    async def _written(self) -> None:
+        """Wait for what is being written. Raises what it failed of."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+
+
+@contextmanager
+def _disk(what: str) -> Iterator[None]:
+    """A disk that is full, or worse, is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{what}: {error.strerror or error}; the last checkpoint and the log after it are whole: make room, and "
+            "go on with --resume"
+        ) from error

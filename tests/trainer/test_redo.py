@@ -1,0 +1,136 @@
+"""The redo log: steps that are trained again move the weights as they did the first time, and damage is found."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.trainer.small import CAP, draw_groups, save_small
+
+from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig
+from polyrl.errors import UserError
+from polyrl.trainer import checkpoint, lora, redo
+from polyrl.trainer.critic import Critic
+from polyrl.trainer.leading import Crew
+from polyrl.trainer.model import Policy
+from polyrl.trainer.optimizer import Optimizer
+from polyrl.trainer.step import StepAccumulator
+
+NUM_STEPS = 5
+SCHEDULE = OptimizerConfig(lr=1e-2, schedule="linear")
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mini-batches": {"mini_batches": 2},
+    "reference": {"kl": "loss", "kl_coef": 0.1},
+    "critic": {"advantage": "gae", "mini_batches": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small(tmp_path_factory.mktemp("model"))
+
+
+def make_crew(model: Path, num_steps: int = NUM_STEPS, *, rank: int = 0, **algorithm: Any) -> Crew:
+    config = AlgorithmConfig(**algorithm)
+    policy = Policy.load(str(model))
+    if rank:
+        policy = lora.load(str(model), "float32", "cpu", LoraSection(rank=rank, dropout=0.2), seed=0)
+    reference = None if config.kl == "none" else Policy.load(str(model)).freeze()
+    critic = Critic(Policy.load(str(model)), SCHEDULE, num_steps) if config.advantage == "gae" else None
+    optimizer = Optimizer(policy.parameters(), SCHEDULE, num_steps)
+    steps = StepAccumulator(
+        policy, optimizer, config, max_tokens=64, max_new_tokens=CAP, reference=reference, critic=critic
+    )
+    return Crew(policy, optimizer, critic, steps)
+
+
+def train(crew: Crew, run_dir: Path, steps: range) -> None:
+    """Streamed: two calls a step, and one without a group."""
+    for step in steps:
+        batches = [draw_groups(10 * step, (3, 2)), draw_groups(10 * step + 1, (4,))] if step != 2 else []
+        crew.steps.begin(step)
+        for batch in batches:
+            crew.steps.add(batch)
+        crew.steps.finish()
+        redo.append(run_dir, step, NUM_STEPS, batches)
+
+
+def train_again(crew: Crew, run_dir: Path, first_step: int) -> list[str]:
+    said: list[str] = []
+    asyncio.run(redo.train_again(crew.steps, redo.read(run_dir, first_step), said.append))
+    return said
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_steps_trained_again_give_the_same_bits_from_the_start_and_from_a_checkpoint(
+    model: Path, tmp_path: Path, shape: str
+):
+    crew = make_crew(model, **SHAPES[shape])
+    train(crew, tmp_path, range(2))
+    halfway = {name: one.clone() for name, one in crew.state().items()}
+    train(crew, tmp_path, range(2, 4))
+    from_start, from_halfway = make_crew(model, **SHAPES[shape]), make_crew(model, **SHAPES[shape])
+    said = train_again(from_start, tmp_path, 0)
+    assert said[0] == "trains steps 0 to 3 again from the log" and len(said) == 4
+    from_halfway.restore(halfway)
+    train_again(from_halfway, tmp_path, 2)
+    assert same(crew.state(), from_start.state()) and same(crew.state(), from_halfway.state())
+    assert not same(crew.state(), halfway)
+
+
+def test_with_lora_too_dropout_and_all(model: Path, tmp_path: Path):
+    crew, again = make_crew(model, rank=4), make_crew(model, rank=4)
+    train(crew, tmp_path, range(3))
+    train_again(again, tmp_path, 0)
+    assert same(crew.state(), again.state())
+
+
+def test_they_have_the_learning_rate_that_they_had_whatever_the_run_is_to_be_now(model: Path, tmp_path: Path):
+    crew = make_crew(model)
+    train(crew, tmp_path, range(2))
+    longer = make_crew(model, 10 * NUM_STEPS)
+    train_again(longer, tmp_path, 0)
+    assert same(crew.state(), longer.state())
+
+
+def test_entries_are_in_order_and_are_forgotten_up_to_a_step(model: Path, tmp_path: Path):
+    assert redo.read(tmp_path, 0) == [] and redo.num_after(tmp_path, 0) == 0
+    train(make_crew(model), tmp_path, range(4))
+    assert [one.step for one in redo.read(tmp_path, 1)] == [1, 2, 3]
+    redo.forget(tmp_path, 2)
+    assert [one.step for one in redo.read(tmp_path, 2)] == [2, 3]
+    assert (redo.num_after(tmp_path, 3), redo.has(tmp_path, 2), redo.has(tmp_path, 1)) == (1, True, False)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "foreign"])
+def test_a_damaged_entry_is_a_line_that_says_what_can_be_done(model: Path, tmp_path: Path, damage: str):
+    train(make_crew(model), tmp_path, range(3))
+    path = tmp_path / checkpoint.FOLDER / "redo" / "step-000001"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes({"flipped": bytes(data), "short": data[:-7], "empty": b"", "foreign": b"hello"}[damage])
+    with pytest.raises(UserError, match=rf"^{path}: is damaged, or cut short; .*polyrl export {tmp_path} DIR"):
+        redo.read(tmp_path, 0)
+    assert [one.step for one in redo.read(tmp_path, 2)] == [2], "what a later checkpoint needs is whole"
+
+
+def test_a_missing_entry_is_a_line(model: Path, tmp_path: Path):
+    train(make_crew(model), tmp_path, range(3))
+    path = tmp_path / checkpoint.FOLDER / "redo" / "step-000001"
+    path.unlink()
+    with pytest.raises(UserError, match=rf"^{path}: is missing, and later steps are there; "):
+        redo.read(tmp_path, 0)
+
+
+def test_what_was_half_written_is_never_read(model: Path, tmp_path: Path):
+    train(make_crew(model), tmp_path, range(2))
+    folder = tmp_path / checkpoint.FOLDER / "redo"
+    os.link(folder / "step-000000", folder / ".step-000002")
+    assert [one.step for one in redo.read(tmp_path, 0)] == [0, 1]
