@@ -12,7 +12,6 @@ stretch that the random number falls into.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 import inspect
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,6 @@ import torch
 # pyright: reportOperatorIssue=false, reportIndexIssue=false
 import triton
 import triton.language as tl
-
-from polyrl.engines.builtin.cuda_memory import Memory
 
 Tensor = torch.Tensor
 
@@ -129,40 +126,6 @@ def num_splits(num_samples: int, num_kv: int, num_processors: int) -> int:
 def _rows(heads: Tensor) -> Tensor:
     """Each row's heads side by side; rows may be apart, as those of a merged product are."""
     return heads if heads.stride(2) == 1 and heads.stride(1) == heads.shape[2] else heads.contiguous()
-
-
-class BlockedKeysAndValues:
-    """The cache's memory on a GPU, a block at a time. One block more than is given out takes what nobody wants."""
-
-    def __init__(
-        self, num_layers: int, num_blocks: int, num_heads: int, block_tokens: int, dim: int, dtype: torch.dtype
-    ) -> None:
-        shape = (num_blocks + 1, num_heads, block_tokens, dim)
-        self._memory = Memory(2 * num_layers * math.prod(shape) * dtype.itemsize)
-        parts = self._memory.tensors(2 * num_layers, shape, dtype)
-        self._keys, self._values = parts[:num_layers], parts[num_layers:]
-
-    def attach(self, model: Any) -> None:
-        """Give every attention its own part, as buffers that are never saved: a compiled layer then serves for all."""
-        self._memory.take()
-        for one in (*self._keys, *self._values):
-            one.zero_()  # what lies beyond a context is multiplied by zero, and might be no number
-        for module in model.modules():
-            layer = getattr(module, "layer_idx", None)
-            if layer is not None and hasattr(module, "q_proj"):
-                module.register_buffer("paged_keys", self._keys[layer], persistent=False)
-                module.register_buffer("paged_values", self._values[layer], persistent=False)
-
-    def detach(self, model: Any) -> None:
-        """Give the memory back. Its place stays the same, for graphs that know it."""
-        for module in model.modules():
-            if hasattr(module, "paged_keys"):
-                del module.paged_keys, module.paged_values
-        self._memory.give_back()
-
-    def close(self) -> None:
-        """After `detach`, for good."""
-        self._memory.close()
 
 
 class DecodeStep(NamedTuple):

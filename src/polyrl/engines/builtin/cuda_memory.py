@@ -1,4 +1,4 @@
-"""Memory of a GPU at an address that stays, although what is behind it comes and goes.
+"""The cache's memory on a GPU: at an address that stays, although what is behind it comes and goes.
 
     memory = Memory(num_bytes)      an address, and memory behind it
     memory.tensors(num, shape, dtype)
@@ -80,6 +80,40 @@ class Memory:
         storages = [torch.as_tensor(one, device="cuda").untyped_storage() for one in places]
         nothing: Any = torch.empty(0, dtype=dtype, device="cuda")
         return [nothing.clone().set_(one, 0, shape) for one in storages]
+
+
+class BlockedKeysAndValues:
+    """The cache's memory on a GPU, a block at a time. One block more than is given out takes what nobody wants."""
+
+    def __init__(
+        self, num_layers: int, num_blocks: int, num_heads: int, block_tokens: int, dim: int, dtype: torch.dtype
+    ) -> None:
+        shape = (num_blocks + 1, num_heads, block_tokens, dim)
+        self._memory = Memory(2 * num_layers * math.prod(shape) * dtype.itemsize)
+        parts = self._memory.tensors(2 * num_layers, shape, dtype)
+        self._keys, self._values = parts[:num_layers], parts[num_layers:]
+
+    def attach(self, model: Any) -> None:
+        """Give every attention its own part, as buffers that are never saved: a compiled layer then serves for all."""
+        self._memory.take()
+        for one in (*self._keys, *self._values):
+            one.zero_()  # what lies beyond a context is multiplied by zero, and might be no number
+        for module in model.modules():
+            layer = getattr(module, "layer_idx", None)
+            if layer is not None and hasattr(module, "q_proj"):
+                module.register_buffer("paged_keys", self._keys[layer], persistent=False)
+                module.register_buffer("paged_values", self._values[layer], persistent=False)
+
+    def detach(self, model: Any) -> None:
+        """Give the memory back. Its place stays the same, for graphs that know it."""
+        for module in model.modules():
+            if hasattr(module, "paged_keys"):
+                del module.paged_keys, module.paged_values
+        self._memory.give_back()
+
+    def close(self) -> None:
+        """After `detach`, for good."""
+        self._memory.close()
 
 
 class _Bytes:

@@ -23,7 +23,8 @@ import torch
 
 from polyrl.engines.builtin import cuda, sampling
 from polyrl.engines.builtin.batching import Chunk
-from polyrl.engines.builtin.cuda import BlockedKeysAndValues, DecodeStep, PrefillStep
+from polyrl.engines.builtin.cuda import DecodeStep, PrefillStep
+from polyrl.engines.builtin.cuda_memory import BlockedKeysAndValues
 from polyrl.engines.builtin.engine import MAX_BURST
 from polyrl.engines.builtin.merging import merge_projections
 from polyrl.engines.builtin.models import Loaded
