@@ -4,7 +4,8 @@ import asyncio
 import time
 from pathlib import Path
 
-from tests.integration.live import ENGINE, Live, manager, play_round, run, trainer, until
+from msgspec import structs
+from tests.integration.live import ENGINE, QUICK, Live, manager, play_round, run, trainer, until
 
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineError, EngineInfo, EngineStats, Job, Sink, Weights
@@ -56,6 +57,24 @@ def test_a_signal_is_heard_while_the_engine_starts(tmp_path: Path):
             left = await life
             assert left.ok
             assert time.monotonic() - began < 2.0
+
+    run(scenario())
+
+
+def test_the_end_of_an_answer_is_told_at_once_however_long_tokens_are_gathered(tmp_path: Path):
+    async def scenario() -> None:
+        settings = structs.replace(QUICK, stream=structs.replace(QUICK.stream, flush_interval_s=10.0))
+        async with manager(tmp_path, settings) as live, trainer(live) as fleet:
+            worker = agent(live)
+            life = asyncio.create_task(worker.run())
+            await until(lambda: is_greeted(live), "it is connected")
+            await fleet.publish(0)
+            began = time.monotonic()
+            groups = await play_round(fleet, 0)
+            assert len(groups) == 2
+            assert time.monotonic() - began < 3.0
+            worker.drain("the test is over")
+            assert (await life).ok
 
     run(scenario())
 

@@ -1,7 +1,7 @@
 """What it costs to go through worker and manager instead of straight to a server, and what an install costs.
 
 One server, one run. The same work goes to it directly, over its own interface of token ids, and through a worker and a
-manager in processes of their own, in turns:
+manager in processes of their own, in turns (now this first, now that); ratios are of the two turns of a pair:
 
     tokens a second    many samples at once; a turn ends when the last of them is here, whole
     added latency      one short sample at a time; from asking to the whole answer. It holds the wait for a flush
@@ -14,23 +14,25 @@ import asyncio
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyrl.cli.bench_engine import Work, make_model
 from polyrl.cli.bench_scheduler import commit
+from polyrl.cli.loop import run_loop
+from polyrl.cli.scratch import scratch
 from polyrl.cli.served import python_for
 from polyrl.cli.training.processes import ManagerProcess, start, stop
 from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.between import KEY_VARIABLE
-from polyrl.engines.served.engine import Kind, ServedEngine
-from polyrl.engines.served.http import Http
-from polyrl.engines.served.server import Asked, ServedConfig, Server
+from polyrl.engines.served.engine import HEAR_EVERY_S, Kind, ServedEngine
+from polyrl.engines.served.http import Events, Http
+from polyrl.engines.served.server import Asked, Part, ServedConfig, Server
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.order import mix64
@@ -61,7 +63,7 @@ class ServedWork(NamedTuple):
     """Samples at once: a multiple of the size of a group."""
     prompt: int
     new: int
-    turns: int = 3
+    turns: int = 8
     repetitions: int = 20
     """Of short samples, and half as many of installs."""
 
@@ -69,17 +71,12 @@ class ServedWork(NamedTuple):
 def measure(work: ServedWork) -> dict[str, Any]:
     """Raises UserError when the server is not installed or does not start."""
     python = python_for(work.kind)
-    with tempfile.TemporaryDirectory(prefix="polyrl-bench-", dir=_memory()) as scratch:
-        model = Path(work.model) if work.model else _tiny_model(Path(scratch) / "model")
+    with scratch() as folder:  # weights from disk then come from memory
+        model = Path(work.model) if work.model else _tiny_model(folder / "model")
         try:
-            return asyncio.run(_measure(work, model, python, Path(scratch)))
+            return run_loop(_measure(work, model, python, folder))
         except EngineError as error:
             raise UserError(f"the {work.kind} server: {error}") from error
-
-
-def _memory() -> str | None:
-    """A directory in memory, where there is one: weights from disk then come from there."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def _tiny_model(where: Path) -> Path:
@@ -87,8 +84,8 @@ def _tiny_model(where: Path) -> Path:
     return where
 
 
-async def _measure(work: ServedWork, model: Path, python: str, scratch: Path) -> dict[str, Any]:
-    config = ServedConfig(model=str(model), python=python, slots=work.batch, log=str(scratch / "server.log"))
+async def _measure(work: ServedWork, model: Path, python: str, folder: Path) -> dict[str, Any]:
+    config = ServedConfig(model=str(model), python=python, slots=work.batch, log=str(folder / "server.log"))
     engine = ServedEngine(work.kind, config)
     try:
         began = time.perf_counter()
@@ -96,14 +93,14 @@ async def _measure(work: ServedWork, model: Path, python: str, scratch: Path) ->
         start_s = time.perf_counter() - began
         server = engine.server
         assert server is not None
-        direct, through = await _in_turns(work, server, config, scratch, work.batch, work.new, work.turns)
-        alone, led = await _in_turns(work, server, config, scratch, 1, _SHORT, work.repetitions)
+        direct, through = await _in_turns(work, server, config, folder, work.batch, work.new, work.turns)
+        alone, led = await _in_turns(work, server, config, folder, 1, _SHORT, work.repetitions)
         # Last: a worker that attaches takes the server's label for its version, and the manager asks for version 0.
         installs = await _installs(work.kind, engine, server, model, work.repetitions // 2)
     finally:
         await engine.close()
     num_tokens = work.batch * work.new
-    added = statistics.median(led) - statistics.median(alone)
+    added = statistics.median(map(sub, led, alone))
     return {
         "server": work.kind,
         "batch": work.batch,
@@ -112,7 +109,8 @@ async def _measure(work: ServedWork, model: Path, python: str, scratch: Path) ->
         "start_s": round(start_s, 1),
         "direct_tok_s": round(num_tokens / statistics.median(direct)),
         "tok_s": round(num_tokens / statistics.median(through)),
-        "tok_s_ratio": round(statistics.median(direct) / statistics.median(through), 3),
+        "tok_s_ratio": round(statistics.median(map(truediv, direct, through)), 3),
+        "turns": work.turns,
         "direct_latency_p50_ms": round(1e3 * statistics.median(alone), 1),
         "added_latency_p50_ms": round(1e3 * added, 1),
         **installs,
@@ -134,15 +132,18 @@ class _Nobody:
 
 
 async def _in_turns(
-    work: ServedWork, server: Server, config: ServedConfig, scratch: Path, batch: int, new: int, turns: int
+    work: ServedWork, server: Server, config: ServedConfig, folder: Path, batch: int, new: int, turns: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of every turn, straight and through a fleet. The first of each is not counted."""
     straight: list[float] = []
     led: list[float] = []
-    async with _fleet(work, config, server.http, scratch, batch, new) as fleet:
+    async with _fleet(work, config, server.http, folder, batch, new) as fleet:
         for turn in range(turns + 1):
-            straight.append(await _straight(server, _prompts(work, batch, turn), new))
+            if turn % 2:
+                straight.append(await _straight(server, _prompts(work, batch, turn), new))
             led.append(await _led(fleet, turn, batch, new))
+            if not turn % 2:
+                straight.append(await _straight(server, _prompts(work, batch, turn), new))
     return straight[1:], led[1:]
 
 
@@ -156,16 +157,49 @@ def _prompt(work: ServedWork, number: int) -> list[int]:
 
 
 async def _straight(server: Server, prompts: list[list[int]], new: int) -> float:
+    """With the cheapest client that we know, which is the worker's: it reads all streams together, every so often."""
+    reading: dict[int, _Reading] = {}
+
     async def answer(number: int, prompt: list[int]) -> None:
         asked = Asked(prompt, new, number, SAMPLING, [])
-        async with aclosing(server.stream(f"bench-{time.monotonic_ns()}-{number}", asked)) as parts:
-            num_tokens = sum([len(part.tokens) async for part in parts])
+        async with server.stream(f"bench-{time.monotonic_ns()}-{number}", asked) as events:
+            one = reading[number] = _Reading(events)
+            num_tokens = await one.done
+        del reading[number]
         if num_tokens != new:
             raise UserError(f"the server wrote {num_tokens} tokens; expected {new}")
 
+    async def read() -> None:
+        while True:
+            await asyncio.sleep(HEAR_EVERY_S)
+            for one in reading.values():
+                one.read()
+
     began = time.perf_counter()
+    reader = asyncio.create_task(read())
     await asyncio.gather(*(answer(number, prompt) for number, prompt in enumerate(prompts)))
+    reader.cancel()
     return time.perf_counter() - began
+
+
+class _Reading:
+    """An answer that is being read. `done`: how many tokens it has, once it has ended."""
+
+    def __init__(self, events: Events[Part]) -> None:
+        self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._events, self._num_tokens = events, 0
+        events.on_end(self.read)
+
+    def read(self) -> None:
+        if self.done.done():
+            return
+        try:
+            for part in self._events.read():
+                self._num_tokens += len(part.tokens)
+                if part.end:
+                    self.done.set_result(self._num_tokens)
+        except EngineError as error:
+            self.done.set_exception(error)
 
 
 async def _led(fleet: Fleet, step: int, batch: int, new: int) -> float:
@@ -184,10 +218,10 @@ async def _led(fleet: Fleet, step: int, batch: int, new: int) -> float:
 
 @asynccontextmanager
 async def _fleet(
-    work: ServedWork, config: ServedConfig, http: Http, scratch: Path, batch: int, new: int
+    work: ServedWork, config: ServedConfig, http: Http, folder: Path, batch: int, new: int
 ) -> AsyncIterator[Fleet]:
     """A manager and a worker, in processes of their own; the worker uses the server that runs already."""
-    run_dir = scratch / f"run-{batch}"
+    run_dir = folder / f"run-{batch}"
     (run_dir / "logs").mkdir(parents=True)
     manager = ManagerProcess(run_dir, "127.0.0.1", 0)
     worker = None

@@ -136,6 +136,7 @@ def order(executor: Executor, lease: LeaseId) -> None:
     prompt = executor.payload.prompts.get(sample.group)
     if session is None or prompt is None:
         return
+    executor.is_urgent = True  # also when no event led to it, but a prompt that came
     question = executor.questions.get(sample.group)
     max_tokens, seed = (
         (desk.max_new_tokens, desk.config.seed) if question is None else (question.max_tokens, question.seed)

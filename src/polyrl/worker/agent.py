@@ -40,6 +40,8 @@ log = logging.getLogger("polyrl.worker")
 
 _NAME_PATIENCE_S = 10.0
 """So long may somebody else be connected under our name: one that died without a word is missed sooner."""
+_ENDS_TOGETHER_S = 0.005
+"""Answers that end within this time are told of in one frame."""
 _WELCOME_S = 10.0
 """A manager that has taken a connection answers within this time."""
 
@@ -103,6 +105,8 @@ class WorkerAgent:
         self._imposed: dict[LeaseId, int] = {}
         """Leases whose answers end where they are told to."""
         self._book = LeaseBook()
+        self._has_ends = asyncio.Event()
+        """Somebody waits for the end of an answer, and its place is free: it is told before its turn."""
         self._info: EngineInfo | None = None
         self._version: Version | None = None
         self._announced: Version | None = None
@@ -138,6 +142,7 @@ class WorkerAgent:
         if self._imposed.pop(lease, None) is not None and reason == "length":
             reason = "stop"  # where it was told to stop
         self._book.end(lease, reason, detail)
+        self._has_ends.set()
 
     # Life
 
@@ -440,7 +445,12 @@ class WorkerAgent:
     async def _flush_often(self) -> None:
         assert self._session is not None
         while True:
-            await asyncio.sleep(until_next(self._session.flush_interval_s, self._session.flush_phase_s, time.time()))
+            wait_s = until_next(self._session.flush_interval_s, self._session.flush_phase_s, time.time())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_ends.wait()
+                    await asyncio.sleep(_ENDS_TOGETHER_S)
+            self._has_ends.clear()
             await self._flush()
 
     async def _flush(self) -> None:

@@ -9,8 +9,8 @@ KEY_VARIABLE = "POLYRL_ENGINE_KEY"
 """What a server that we start asks of whoever speaks to it; for one that runs already, its own, if it has one."""
 LENGTH = struct.Struct("<Q")
 """Before every message, which is JSON."""
-HEAD_BYTES = 1 << 20
-"""Of a parameter that is read back, so much is compared."""
+HEAD_BYTES = 1 << 18
+"""Of a parameter that is read back, so much is compared: the server stands still meanwhile."""
 _CREDENTIALS = struct.Struct("3i")
 
 

@@ -5,6 +5,8 @@ this side. A sample is told to have failed only after `stats().down` says that t
 well and this one stream failed. Every token carries the version that the server ran when it wrote it: between the
 last token of one version and the first of the next, the server stands still and all that it wrote is heard. What the
 server itself says of it at the end of an answer is compared, and a difference is reported.
+
+Streams are read all together, every so often, and each when its last token is here: one task reads for all.
 """
 
 import asyncio
@@ -12,9 +14,9 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from polyrl.engines.engine import (
     Capabilities,
@@ -28,9 +30,9 @@ from polyrl.engines.engine import (
     why_no_tokens,
     why_not_begun,
 )
-from polyrl.engines.served.http import Http
+from polyrl.engines.served.http import Events, Http
 from polyrl.engines.served.keeper import Keeper
-from polyrl.engines.served.server import Asked, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
+from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
 from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.order import mix64
 from polyrl.wire.frames import Sampling
@@ -40,6 +42,8 @@ log = logging.getLogger("polyrl.engines.served")
 Kind = Literal["vllm", "sglang"]
 NAMES: dict[Kind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 
+HEAR_EVERY_S = 0.025
+"""Half of what a worker gathers tokens for before it sends them."""
 _QUIET_S = 0.02
 """Nothing came for so long from a server that stands still: all that it wrote is heard."""
 _QUIET_AT_MOST_S = 2.0
@@ -49,10 +53,26 @@ _SEED_BITS = 31
 """What both servers take."""
 
 
-class _Answer:
-    """A sample's stay here."""
+class _End(NamedTuple):
+    reason: EngineEnd
+    detail: str = ""
+    goes_on: bool = False
+    """For the server it has not ended."""
 
-    __slots__ = ("ends", "is_silent", "job", "num_tokens", "request", "runs", "server", "task")
+
+_END: dict[End, _End | None] = {
+    "": None,
+    "stop": _End("stop"),
+    "length": _End("length"),
+    "aborted": _End("engine_failed", "the server ended it"),
+}
+"""What a server calls the end of an answer."""
+
+
+class _Answer:
+    """A sample's stay here. Made within a loop."""
+
+    __slots__ = ("end", "ends", "events", "is_silent", "job", "num_tokens", "request", "runs", "server", "task")
 
     def __init__(self, job: Job, request: str) -> None:
         self.job = job
@@ -66,6 +86,10 @@ class _Answer:
         """It was aborted: nothing is told of it any more."""
         self.server: Server | None = None
         """Where it was sent to."""
+        self.events: Events[Part] | None = None
+        """What comes from there."""
+        self.end: asyncio.Future[_End | Exception] = asyncio.get_running_loop().create_future()
+        """How it ended, or what went wrong: for its task, which tells it."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -84,6 +108,7 @@ class ServedEngine:
         self._answers: dict[LeaseId, _Answer] = {}
         self._installing = asyncio.Lock()
         self._heard_at = 0.0
+        self._hearing: asyncio.Task[None] | None = None
         self._has_warned = False
         self._is_closed = False
         self.num_misstamped = 0
@@ -132,6 +157,7 @@ class ServedEngine:
         if self._is_closed:
             await self._keeper.close()
             raise EngineError("the engine was closed before it had started")
+        self._hearing = asyncio.create_task(self._hear_often())
         return EngineInfo(
             engine=self._kind,
             model=facts.model,
@@ -146,9 +172,9 @@ class ServedEngine:
         answers, self._answers = list(self._answers.values()), {}
         for answer in answers:
             answer.is_silent = True
-            if answer.task is not None:
-                answer.task.cancel()
-        tasks = [answer.task for answer in answers if answer.task is not None]
+        tasks = [task for task in (self._hearing, *(answer.task for answer in answers)) if task is not None]
+        for task in tasks:
+            task.cancel()
         if tasks:
             await asyncio.wait(tasks)
         await self._keeper.close()
@@ -192,50 +218,46 @@ class ServedEngine:
 
     async def _run(self, answer: _Answer) -> None:
         try:
-            reason, detail = await self._write(answer)
+            end = await self._write(answer)
         except asyncio.CancelledError:
             if answer.is_silent or not self._keeper.down:
                 raise
-            reason, detail = "engine_failed", self._keeper.down
+            end = _End("engine_failed", self._keeper.down)
         except Exception as error:  # whoever waits for this sample would wait for ever
             log.exception("lease %d", answer.job.lease)
-            reason, detail = "engine_failed", f"{type(error).__name__}: {error}"
+            end = _End("engine_failed", f"{type(error).__name__}: {error}")
         if answer.is_silent or self._sink is None:
             return
         self._answers.pop(answer.job.lease, None)
-        self._sink.ended(answer.job.lease, reason, detail)
+        self._sink.ended(answer.job.lease, end.reason, end.detail)
 
-    async def _write(self, answer: _Answer) -> tuple[EngineEnd, str]:
-        """How the answer ended, and a line about it."""
+    async def _write(self, answer: _Answer) -> _End:
         job, server, facts = answer.job, self._keeper.server, self._facts
         if server is None or facts is None:
-            return "engine_failed", self._keeper.down or "the engine has not started"
+            return _End("engine_failed", self._keeper.down or "the engine has not started")
         why_not = self._why_not(job, facts)
         if why_not:
-            return "refused", why_not
+            return _End("refused", why_not)
         answer.ends = frozenset(job.sampling.stop_ids) | (frozenset() if job.sampling.ignore_eos else facts.end_ids)
         if job.so_far and job.so_far[-1] in answer.ends:
-            return "stop", ""  # its end was made already, and not heard of
+            return _End("stop")  # its end was made already, and not heard of
         answer.server = server
         self._warn(server, job.sampling)
         try:
-            async with aclosing(server.stream(answer.request, _asked(answer, facts))) as parts:
-                async for part in parts:
-                    if self._take(answer, part):
-                        if not part.end:  # the server would go on
-                            with suppress(EngineError):
-                                await server.abort(answer.request)
-                        return "stop", ""
-                    if part.end == "aborted":
-                        return "engine_failed", "the server ended it"
-                    if part.end:
-                        return part.end, ""
+            async with server.stream(answer.request, _asked(answer, facts)) as answer.events:
+                answer.events.on_end(lambda: self._hear(answer))
+                end = await answer.end
+                if isinstance(end, Exception):
+                    raise end
+                if end.goes_on:
+                    with suppress(EngineError):
+                        await server.abort(answer.request)
+                return end
         except JobRefused as error:
-            return "refused", f"the server: {error}"
+            return _End("refused", f"the server: {error}")
         except EngineError as error:
             alive = await self._keeper.is_alive(server)
-            return "engine_failed", str(error) if alive else self._keeper.down
-        return "engine_failed", "the stream ended without an end"
+            return _End("engine_failed", str(error) if alive else self._keeper.down)
 
     def _why_not(self, job: Job, facts: Facts) -> str:
         """Why the job is refused; empty when it is not."""
@@ -260,19 +282,42 @@ class ServedEngine:
             self._has_warned = True
             log.warning("top-p, top-k or min-p: this server's log-probabilities are of the truncated distribution")
 
-    def _take(self, answer: _Answer, part: Part) -> bool:
-        """Tell of new tokens; whether the answer has come to its end with them."""
+    async def _hear_often(self) -> None:
+        while True:
+            await asyncio.sleep(HEAR_EVERY_S)
+            self._hear_now()
+
+    def _hear_now(self) -> None:
+        for answer in self._answers.values():
+            self._hear(answer)
+
+    def _hear(self, answer: _Answer) -> None:
+        """Take all that has come of it."""
+        if answer.events is None or answer.end.done():
+            return
+        try:
+            for part in answer.events.read():
+                end = self._take(answer, part)
+                if end is not None:
+                    answer.end.set_result(end)
+                    return
+        except Exception as error:  # noqa: BLE001  it is raised in the answer's task, and harms no other
+            answer.end.set_result(error)
+
+    def _take(self, answer: _Answer, part: Part) -> _End | None:
+        """Tell of new tokens; how the answer has ended, if it has."""
         self._heard_at = time.monotonic()
         if answer.server is not self._keeper.server:
             raise EngineError("it comes from a server that is down")  # of which version, nobody can say any more
+        end = _END[part.end]
         if answer.is_silent or not part.tokens or self._sink is None or self._version is None:
-            return part.end == "stop"
-        tokens, logprobs = list(part.tokens), list(part.logprobs)
+            return end
+        tokens, logprobs = part.tokens, part.logprobs
         if len(tokens) != len(logprobs):
             raise EngineError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
-        end = next((at for at, token in enumerate(tokens) if token in answer.ends), None)
-        if end is not None:
-            tokens, logprobs = tokens[: end + 1], logprobs[: end + 1]
+        if not answer.ends.isdisjoint(tokens):
+            num = next(at for at, token in enumerate(tokens, 1) if token in answer.ends)
+            tokens, logprobs, end = tokens[:num], logprobs[:num], _End("stop", goes_on=not part.end)
         if not answer.runs or answer.runs[-1][1] != self._version:
             answer.runs.append((answer.num_tokens, self._version))
         answer.num_tokens += len(tokens)
@@ -280,7 +325,7 @@ class ServedEngine:
         self._sink.tokens(answer.job.lease, tokens, logprobs, self._version)
         if part.spans:
             self._compare(answer, part.spans)
-        return end is not None or part.end == "stop"
+        return end
 
     def _compare(self, answer: _Answer, spans: Sequence[Span]) -> None:
         """Hold what the server says against the stamps that we gave."""
@@ -297,6 +342,7 @@ class ServedEngine:
         answer = self._answers.pop(lease, None)
         if answer is None or answer.task is None:
             return
+        self._hear(answer)
         answer.is_silent = True
         await self._free(answer, answer.task)
         answer.task.cancel()
@@ -338,8 +384,7 @@ class ServedEngine:
         try:
             try:
                 await server.weighing.pause()
-                await self._hear_all(server)
-                await server.weighing.put(staged)
+                await asyncio.gather(server.weighing.put(staged), self._hear_all())
             except ServerBroken:
                 raise
             except BaseException:
@@ -347,6 +392,7 @@ class ServedEngine:
                 raise
             if self._keeper.server is not server:
                 raise EngineError(f"the server {self._keeper.down}")
+            self._hear_now()
             self._version = version
             await self._resume(server)
         except ServerBroken as error:
@@ -361,13 +407,13 @@ class ServedEngine:
         except EngineError as error:
             raise ServerBroken(f"it does not go on after a pause: {error}") from error
 
-    async def _hear_all(self, server: Server) -> None:
+    async def _hear_all(self) -> None:
         """The server stands still. What it wrote is on its way through its own processes, and then to us."""
-        await server.load()
         until = time.monotonic() + _QUIET_AT_MOST_S
         self._heard_at = time.monotonic()
-        while (now := time.monotonic()) < min(until, self._heard_at + _QUIET_S):
-            await asyncio.sleep(min(until, self._heard_at + _QUIET_S) - now)
+        while self._answers and time.monotonic() < min(until, self._heard_at + _QUIET_S):
+            self._hear_now()
+            await asyncio.sleep(_QUIET_S / 4)
 
 
 def _asked(answer: _Answer, facts: Facts) -> Asked:

@@ -26,8 +26,9 @@ log = logging.getLogger("polyrl.engines.served")
 
 _LOOK_S = 0.25
 _PROGRESS_S = 10.0
-_LOAD_EVERY_S = 0.5
-_LOOKS = 4
+_LOAD_EVERY_S = 1.0
+"""As often as a worker reports them: the servers work 5 to 15 ms for one answer."""
+_LOOKS = 3
 """Samples that wait in so many looks in a row are held back; fewer, and they have just come."""
 _SILENCE_S = 60.0
 """A server that tells no figures for so long hangs."""

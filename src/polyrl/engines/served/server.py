@@ -3,14 +3,15 @@
 A server speaks in token ids only. What it gives is told as it is: `Part` holds what came since the last one.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.engines.engine import EngineError, Weights
-from polyrl.engines.served.http import Http
+from polyrl.engines.served.http import Events, Http, ServerAnswered
 from polyrl.wire.frames import Sampling
 
 
@@ -150,8 +151,9 @@ class Server(Protocol):
         """Raises EngineError for a server, or a model, that cannot serve us."""
         ...
 
-    def stream(self, request: str, asked: Asked) -> AsyncGenerator[Part]:
-        """Ends after a part with an end. Raises EngineError when the server fails, JobRefused when it will not."""
+    def stream(self, request: str, asked: Asked) -> AbstractAsyncContextManager[Events[Part]]:
+        """Its last part has an end. Entering and reading raise EngineError when the server fails, JobRefused when it
+        will not."""
         ...
 
     async def abort(self, request: str) -> None:
@@ -163,3 +165,17 @@ class Server(Protocol):
 
 class JobRefused(EngineError):
     """The server will not do this job; others it may."""
+
+
+@asynccontextmanager
+async def stream(
+    http: Http, path: str, body: Mapping[str, Any], decode: Callable[[bytes], Sequence[Part]]
+) -> AsyncIterator[Events[Part]]:
+    """Both kinds of server refuse a job with this status."""
+    try:
+        async with http.events(path, body, decode) as events:
+            yield events
+    except ServerAnswered as error:
+        if error.status == 400:
+            raise JobRefused(error.said) from error
+        raise

@@ -6,8 +6,7 @@ started with --enable-deterministic-inference, which its CPU backend refuses.
 """
 
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from msgspec import Struct
 
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served import machine, model_files
-from polyrl.engines.served.http import Http, ServerAnswered, ServerUnreachable
+from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable
 from polyrl.engines.served.metrics import read_gauges
 from polyrl.engines.served.server import (
     Asked,
@@ -29,6 +28,7 @@ from polyrl.engines.served.server import (
     ServedConfig,
     Span,
     Weighing,
+    stream,
 )
 from polyrl.engines.served.sglang_weights import SglangWeighing
 
@@ -132,19 +132,10 @@ class SglangServer:
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
 
-    async def stream(self, request: str, asked: Asked) -> AsyncGenerator[Part]:
+    def stream(self, request: str, asked: Asked) -> AbstractAsyncContextManager[Events[Part]]:
         body = {"rid": request, "input_ids": asked.tokens, "stream": True, "return_logprob": True}
         body["sampling_params"] = _sampling(asked)
-        try:
-            async with aclosing(self.http.events("/generate", body, _decode)) as events:
-                async for event in events:
-                    if event.error is not None:
-                        raise EngineError(f"the server failed: {event.error.get('message', event.error)}")
-                    yield _part(event)
-        except ServerAnswered as error:
-            if error.status == 400:
-                raise JobRefused(error.said) from error
-            raise
+        return stream(self.http, "/generate", body, _parts)
 
     async def abort(self, request: str) -> None:
         await self.http.post("/abort_request", {"rid": request}, timeout_s=_ASK_S)
@@ -172,6 +163,13 @@ def _sampling(asked: Asked) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": asked.end_ids,
     }
+
+
+def _parts(data: bytes) -> tuple[Part]:
+    event = _decode(data)
+    if event.error is not None:
+        raise EngineError(f"the server failed: {event.error.get('message', event.error)}")
+    return (_part(event),)
 
 
 def _part(event: _Event) -> Part:

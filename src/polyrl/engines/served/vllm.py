@@ -5,8 +5,7 @@ token is that of the distribution it was drawn from: after temperature, and afte
 set. Greedy: that at temperature 1.
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,19 @@ from msgspec import Struct
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served import machine, model_files
 from polyrl.engines.served.between import KEY_VARIABLE
-from polyrl.engines.served.http import Http, ServerAnswered, ServerUnreachable
+from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable
 from polyrl.engines.served.metrics import read_gauges
 from polyrl.engines.served.server import (
     Asked,
     Command,
     End,
     Facts,
-    JobRefused,
     Load,
     Part,
     ServedConfig,
     Span,
     Weighing,
+    stream,
 )
 from polyrl.engines.served.vllm_weights import VllmWeighing
 
@@ -125,19 +124,9 @@ class VllmServer:
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
 
-    async def stream(self, request: str, asked: Asked) -> AsyncGenerator[Part]:
+    def stream(self, request: str, asked: Asked) -> AbstractAsyncContextManager[Events[Part]]:
         body = {"request_id": request, "token_ids": asked.tokens, "stream": True, "sampling_params": _sampling(asked)}
-        try:
-            async with aclosing(self.http.events("/inference/v1/generate", body, _decode)) as events:
-                async for event in events:
-                    if event.error is not None:
-                        raise EngineError(f"the server failed: {event.error.get('message', event.error)}")
-                    for choice in event.choices:
-                        yield _part(choice)
-        except ServerAnswered as error:
-            if error.status == 400:
-                raise JobRefused(error.said) from error
-            raise
+        return stream(self.http, "/inference/v1/generate", body, _parts)
 
     async def abort(self, request: str) -> None:
         body = {"request_ids": [f"generate-tokens-{request}"]}
@@ -174,6 +163,13 @@ def _sampling(asked: Asked) -> dict[str, Any]:
         "stop_token_ids": asked.end_ids,
         "detokenize": False,
     }
+
+
+def _parts(data: bytes) -> list[Part]:
+    event = _decode(data)
+    if event.error is not None:
+        raise EngineError(f"the server failed: {event.error.get('message', event.error)}")
+    return [_part(choice) for choice in event.choices]
 
 
 def _part(choice: _Choice) -> Part:
