@@ -123,7 +123,7 @@ class Scenario:
         assert {name: (line.num_joins, line.num_losses) for name, line in ledger.workers.items()} == dict.fromkeys(
             self.engines, (1, 0)
         )
-        assert live.refused == {}
+        assert live.refused == {}, live.refused
         assert ledger.moves.get("engine_failed", 0) > 0
         assert sum(one.stats().num_outages for one in self.engines.values()) == self.num_kills
         assert all(one.num_misstamped == 0 for one in self.engines.values())
