@@ -157,7 +157,6 @@ class ServedEngine:
         if self._is_closed:
             await self._keeper.close()
             raise EngineError("the engine was closed before it had started")
-        self._hearing = asyncio.create_task(self._hear_often())
         return EngineInfo(
             engine=self._kind,
             model=facts.model,
@@ -215,6 +214,8 @@ class ServedEngine:
             return
         answer = self._answers[job.lease] = _Answer(job, f"{self._own}-{job.lease}")
         answer.task = asyncio.create_task(self._run(answer))
+        if self._hearing is None or self._hearing.done():
+            self._hearing = asyncio.create_task(self._hear_often())
 
     async def _run(self, answer: _Answer) -> None:
         try:
@@ -283,7 +284,7 @@ class ServedEngine:
             log.warning("top-p, top-k or min-p: this server's log-probabilities are of the truncated distribution")
 
     async def _hear_often(self) -> None:
-        while True:
+        while self._answers:
             await asyncio.sleep(HEAR_EVERY_S)
             self._hear_now()
 

@@ -27,6 +27,8 @@ _TAIL_BYTES = 256 << 10
 _LINES = 1000
 _HEAD = "--- polyrl "
 _ERROR = re.compile(r"\b\w*(Error|Exception): .+")
+_NO_ERROR = ("WARNING", "py-spy")
+"""The latter is what SGLang would look at its dying processes with, and seldom finds."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 """Loaded here: between fork and exec, a lock that a thread held would never be released."""
@@ -135,8 +137,8 @@ class ServerProcess:
         The first, because these servers report the end of one of their processes by the errors of the others.
         """
         lines = self.last_lines(_LINES)
-        errors = (match.group() for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
-        return next(errors, "")[:300]
+        told = (line for line in lines if not any(one in line for one in _NO_ERROR))
+        return next((match.group() for line in told if (match := _ERROR.search(line))), "")[:300]
 
     def last_lines(self, num: int) -> list[str]:
         lines = tail(self._log, _LINES)
