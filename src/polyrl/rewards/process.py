@@ -8,10 +8,7 @@ however that ends. What a function forks never speaks on our behalf.
 Left out: limits. The pool ends whoever takes too long, with all that they started.
 """
 
-import contextlib
-import ctypes
 import os
-import signal
 import socket
 import struct
 import sys
@@ -20,9 +17,9 @@ from typing import Any
 
 import msgspec
 
+from polyrl.parent import end_with_parent
 from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardInput, check_value, find_reward, one_line
 
-_PR_SET_PDEATHSIG = 1
 SIZE = struct.Struct("<I")
 """Before every message: its bytes."""
 
@@ -102,14 +99,8 @@ def _answer(ask: Ask, functions: dict[str, RewardFunction], connection: socket.s
         return Failed(one_line(error))
 
 
-def _end_with_parent() -> None:
-    """Linux sends it. Elsewhere only one that waits for a question notices."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(arguments: list[str]) -> Any:
-    _end_with_parent()
+    end_with_parent()
     number = int(arguments[0])
     os.set_inheritable(number, False)
     with socket.socket(fileno=number) as connection:

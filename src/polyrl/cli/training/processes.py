@@ -7,7 +7,6 @@ is there, and everyone dials in by themselves. A worker that dies is not; who st
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polyrl.errors import UserError
+from polyrl.parent import end_with_parent
 
 log = logging.getLogger("polyrl.train")
 
@@ -28,9 +28,6 @@ _STOP_TIMEOUT_S = 30.0
 _RESTART_PAUSE_S = 0.5
 _MAX_QUICK_DEATHS = 5
 """A manager that dies so often within a minute is not started again."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-"""Loaded here: between fork and exec, a lock that a thread of the trainer held would never be released."""
 
 
 class Address(NamedTuple):
@@ -44,14 +41,13 @@ async def start(arguments: Sequence[str], log_file: Path, more: Mapping[str, str
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "polyrl", *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-            env={**os.environ, **(more or {})}, start_new_session=True, preexec_fn=end_with_parent,
+            env={**os.environ, **(more or {})}, start_new_session=True, preexec_fn=terminate_with_parent,
         )  # fmt: skip
 
 
-def end_with_parent() -> None:
-    """Linux tells the child when the thread that started it is gone. Elsewhere it is told by nobody."""
-    with contextlib.suppress(OSError, AttributeError):
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def terminate_with_parent() -> None:
+    """In the child."""
+    end_with_parent(signal.SIGTERM)
 
 
 async def stop(process: Process, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:

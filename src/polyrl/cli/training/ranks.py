@@ -178,7 +178,7 @@ def _start(run_dir: Path, seat: "Seat") -> "subprocess.Popen[bytes]":
             [sys.executable, "-m", "polyrl", "train"],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             env={**os.environ, _SEAT: f"{seat.rank}/{seat.size}:{seat.meeting_point}"},
-            start_new_session=True, preexec_fn=processes.end_with_parent,  # noqa: PLW1509  it takes no lock
+            start_new_session=True, preexec_fn=processes.terminate_with_parent,  # noqa: PLW1509  it takes no lock
         )  # fmt: skip
 
 

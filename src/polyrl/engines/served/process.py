@@ -7,7 +7,6 @@ closed. Linux alone tells only the first of them. What it prints goes to a file 
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served.server import Command
+from polyrl.parent import end_with_parent
 
 _STOP_S = 15.0
 _GROUP_S = 5.0
@@ -29,9 +29,6 @@ _HEAD = "--- polyrl "
 _ERROR = re.compile(r"\b\w*(Error|Exception): .+")
 _NO_ERROR = ("WARNING", "py-spy")
 """The latter is what SGLang would look at its dying processes with, and seldom finds."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-"""Loaded here: between fork and exec, a lock that a thread held would never be released."""
 
 
 def free_port() -> int:
@@ -175,7 +172,6 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _on_its_own() -> None:
-    """In the child, before it becomes the server. Linux tells it when the thread that started it is gone."""
+    """In the child, before it becomes the server."""
     os.setpgid(0, 0)
-    with contextlib.suppress(OSError, AttributeError):
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
