@@ -37,7 +37,7 @@ from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
 from polyrl.manager.service import Service
 from polyrl.wire import columns, frames
-from polyrl.wire.control import RunReply, RunRequest
+from polyrl.wire.control import JoinReply, RunReply, RunRequest
 from polyrl.wire.dial import Dialer, NameTaken
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
@@ -384,6 +384,18 @@ def test_a_name_whose_worker_is_connected_cannot_be_taken(tmp_path: Path):
 
     scene = run(beside_an_honest_worker(tmp_path, act, stays=True))
     assert scene.refused == {"name": 1}
+
+
+def test_the_trainers_own_worker_gets_its_name_back_from_whoever_took_it(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live, "trainer") as mallory:
+            await mallory.enter()
+            mine = msgspec.structs.replace(mallory.facts, local=True)
+            async with Dialer(live.url, live.token("admin")) as dialer:
+                await dialer.post("/v1/join", mine, JoinReply)
+            assert (await mallory.fate()).code != 1000
+
+    run(scenario())
 
 
 def test_a_name_whose_worker_is_gone_is_taken_over_at_once_and_the_round_goes_on(tmp_path: Path):

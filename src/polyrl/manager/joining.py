@@ -1,8 +1,9 @@
 """Who takes part: workers join under a name and are drained, a trainer opens the run or comes back to it.
 
 Rules kept here: a name is one worker's as long as it is connected and heard of. Once its connection is broken, or it
-was silent for three heartbeats, who joins under the name takes it over, and the former session is over. Before there is
-a run, nobody misses a heartbeat: who joined and is gone is forgotten after a minute.
+was silent for three heartbeats, who joins under the name takes it over, and the former session is over. The trainer's
+own worker takes its name from anybody. Before there is a run, nobody misses a heartbeat: who joined and is gone is
+forgotten after a minute.
 
 What a session is for is in sessions.py; what is said on its connections in from_workers.py and from_trainer.py.
 """
@@ -33,7 +34,8 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
     """Raises Refused for a name that somebody else is connected under."""
     name = WorkerName(request.name)
     former = executor.workers.get(name)
-    if former is not None and _is_here(executor, former):
+    outranks = request.local and former is not None and not former.facts.local
+    if former is not None and _is_here(executor, former) and not outranks:
         raise Refused("name", f"a worker {name!r} is connected already: stop it, or take another name")
     if executor.scheduler is None:
         _forget_who_is_gone(executor)
