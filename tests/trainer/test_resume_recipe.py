@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.trainer.small import save_small
 
-from polyrl.cli.training.checkpoints import Past, check_past, read_recipe, tokenizer_digest, write_recipe
+from polyrl.cli.training.checkpoints import Past, check_past, models_digest, read_recipe, tokenizer_digest, write_recipe
 from polyrl.config.recipe import scheduler_config
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError, UserError
@@ -75,6 +75,23 @@ def test_a_checkpoint_goes_with_its_own_model_and_tokenizer(tmp_path: Path):
     other = Policy.load(str(save_small(tmp_path / "other", "llama")))
     with pytest.raises(UserError, match=f"^the checkpoint is of another model than {folder}: names or shapes"):
         check_past(past, recipe, other)
+
+
+@pytest.mark.parametrize("changed", ["model", "critic", "reference"])
+def test_a_run_without_tensors_goes_on_from_the_models_that_it_began_with(tmp_path: Path, changed: str):
+    folders = {name: save_small(tmp_path / name) for name in ("model", "critic", "reference")}
+    paths = [f"model.path={folders['model']}", f"algorithm.critic.path={folders['critic']}"]
+    paths += [f"algorithm.reference={folders['reference']}", "algorithm.kl=loss", "algorithm.advantage=gae"]
+    recipe = load_recipe("arithmetic", paths)
+    policy = Policy.load(str(folders["model"]))
+    ours = checkpoint.fingerprint(policy.parameters())
+    state = TrainerState(next_step=0, fingerprint=ours, models=models_digest(recipe))
+    check_past(past := Past(tmp_path / "step-000000", state, {}, [], {}, 0), recipe, policy)
+    (folders[changed] / "README.md").write_text("it says nothing of weights")
+    check_past(past, recipe, policy)
+    save_small(folders[changed], seed=1)
+    with pytest.raises(UserError, match=r"its files, .* are not the ones that .*step-000000 began with"):
+        check_past(past, recipe, policy)
 
 
 @pytest.mark.parametrize(

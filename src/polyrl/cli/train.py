@@ -148,6 +148,7 @@ def start(
                 checkpoints.check_past(past, recipe, crew.policy)
                 if past.tensors:
                     crew.restore(past.tensors)
+                    past.tensors.clear()  # they lie in the file, which would stay on the disk for as long as they do
             return run_loop(train_and_close(crew, team))
     except Interrupted:
         return None

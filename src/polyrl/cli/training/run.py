@@ -169,10 +169,12 @@ async def train(
 def _check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
     """The manager is never ahead of what is on disk here by more than the open step and those asked for ahead."""
     last = first_step + max_staleness
-    if opened.fresh or opened.last_requested > last or any(step > last for step in opened.open_steps):
+    is_ahead = opened.last_requested > last or any(step > last for step in opened.open_steps)
+    if opened.fresh or is_ahead or opened.published > first_step:
+        theirs = max(opened.last_requested, opened.published)
         raise UserError(
-            f"checkpoint and log go up to step {first_step}, and the manager's journal to {opened.last_requested}: "
-            "they are not of one run, or the newest were removed"
+            f"checkpoint and log go up to step {first_step}, and the manager's journal to step {theirs}: they are not "
+            "of one run, or the newest were removed"
         )
 
 

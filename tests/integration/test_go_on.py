@@ -1,0 +1,95 @@
+"""`polyrl train --resume` with real processes: from the log alone, and from files that are damaged or missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.test_train import desk, model, start
+
+from polyrl.cli.main import main
+from polyrl.trainer import checkpoint, redo
+
+__all__ = ["desk", "model"]  # fixtures
+
+RUN = Path("runs/tiny")
+SETTINGS = (
+    "train.steps=5", "train.mode=synchronous", "checkpoint.every_steps=2", "data.reward=own:score",
+    "algorithm.kl=loss", "algorithm.mini_batches=2",
+)  # fmt: skip
+
+
+def go_on() -> tuple[int, str, str]:
+    """Code, output and errors of `polyrl train --resume`, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "polyrl", "train", "--resume", str(RUN)],
+        capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line that says why."""
+    capsys.readouterr()
+    assert main(list(arguments)) == 2
+    return capsys.readouterr().err.strip()
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_run_goes_on_without_its_newest_checkpoint_and_says_what_is_damaged(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    (desk / "own.py").write_text("def score(given):\n    return float(given.num_tokens % 3)\n")
+    process = start(*SETTINGS)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    newest = RUN / checkpoint.FOLDER / checkpoint.name_of(5)
+    expected = {name: one.clone() for name, one in checkpoint.load(newest)[1].items()}  # they lie in the file
+    assert "all 5 steps of runs/tiny are trained" in refused(capsys, "train", "--resume", str(RUN))
+
+    flip_a_bit(newest / "optimizer.safetensors")
+    before = checkpoint.found(RUN)[-2]
+    assert refused(capsys, "train", "--resume", str(RUN)) == (
+        f"polyrl: error: {newest}/optimizer.safetensors: is damaged: its digest is not the one in state.json; the "
+        f"checkpoint cannot be used; remove {newest}, and --resume trains the steps since {before.name} again"
+    )
+
+    shutil.rmtree(newest)
+    assert main(["export", str(RUN), "out"]) == 0
+    later = redo.num_after(RUN, checkpoint.step_of(before))
+    shown = capsys.readouterr().out
+    assert f"out: the weights of {before.name}, in float32\n{later} later steps are only in the log; " in shown
+    code, said, errors = go_on()
+    assert code == 0, errors
+    assert f"going on with {RUN} at step 5\ntrains step" in said and "all 5 steps are trained" in said
+    _, found = checkpoint.load(newest)
+    assert expected.keys() == found.keys() and all(torch.equal(one, found[name]) for name, one in expected.items())
+    assert "bit for bit" not in errors
+
+    shutil.rmtree(newest)
+    entry = RUN / checkpoint.FOLDER / "redo" / checkpoint.name_of(4)
+    flip_a_bit(entry)
+    line = refused(capsys, "train", "--resume", str(RUN))
+    assert line.startswith(f"polyrl: error: {entry}: is damaged, or cut short; the run cannot go on without that step")
+    entry.unlink()
+    code, _, errors = go_on()
+    assert code == 2 and errors.strip().splitlines()[-1] == (
+        "polyrl: error: checkpoint and log go up to step 4, and the manager's journal to step 5: they are not of one "
+        "run, or the newest were removed"
+    )
+
+
+def test_before_the_first_checkpoint_there_is_nothing_to_export(desk: Path, capsys: pytest.CaptureFixture[str]):
+    checkpoint.save(RUN, checkpoint.TrainerState(next_step=0), {})
+    shutil.copy(desk / "recipe.toml", RUN)
+    line = refused(capsys, "export", str(RUN), "out")
+    assert line.endswith("step-000000: nothing is trained yet: the weights are those of model, as they are"), line
