@@ -56,6 +56,7 @@ async def measure(folder: Path, state: dict[str, torch.Tensor], every: int) -> d
     """Two checkpoints: the first has to find its memory, the second is what a run sees from then on."""
     saver = Saver(folder, TrainerState(next_step=0), Rules(every, Keep(2)), state.items, newest=0, num_steps=3 * every)
     waits: list[float] = []
+    written_s = 0.0
     for step in range(2 * every):
         groups = await asyncio.to_thread(make_groups, step)
         began = time.perf_counter()

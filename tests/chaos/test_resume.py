@@ -4,12 +4,15 @@ Real processes: `polyrl train` on the arithmetic task, with its manager and the 
 results are compared to the last bit; with rounds written ahead, that nothing is lost whoever is killed.
 """
 
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ import torch
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.telemetry.metrics import read_metrics
-from polyrl.trainer import checkpoint, warm_start
+from polyrl.trainer import checkpoint, redo, warm_start
 
 SETTINGS = (
     "manager.port=0", "data.prompts_per_step=4",
@@ -163,3 +166,73 @@ def test_with_rounds_ahead_trainer_worker_and_manager_are_killed_and_nothing_is_
     said, _ = ledger.communicate(timeout=120)
     assert ledger.returncode == 0, said.decode()
     assert f"trained {4 * num_steps}" in " ".join(said.decode().split()), said.decode()
+
+
+def test_killed_in_the_middle_of_writing_a_checkpoint_it_ends_with_the_same_weights(model: Path, tmp_path: Path):
+    num_steps, run_dir = 60, tmp_path / "killed"
+    whole = train(model, tmp_path / "whole", num_steps, ())
+    folder = run_dir / checkpoint.FOLDER
+    process = train(model, run_dir, num_steps, ("checkpoint.every_steps=2",))
+    caught = 0
+    while caught < 3 and process.poll() is None:
+        if not (checkpoint.found(run_dir) and any(folder.glob(".step-*"))):
+            time.sleep(0.0005)
+            continue
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        caught += any(folder.glob(".step-*"))
+        process = polyrl("train", "--resume", str(run_dir))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output.decode()[-2000:]
+    assert caught == 3
+    assert b"again" in output  # what was killed is in the log
+    assert not list(folder.glob(".step-*"))
+    assert whole.communicate(timeout=300) and whole.returncode == 0
+    expected, found = end_of(tmp_path / "whole", num_steps), end_of(run_dir, num_steps)
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+
+
+def test_steps_that_come_out_otherwise_replace_their_version_and_a_worker_fetches_it_anew(model: Path, tmp_path: Path):
+    """Other packs add up in another order, as a GPU does by itself. The worker lives on, and holds what was before."""
+    num_steps, run_dir = 40, tmp_path / "run"
+    more = ("train.mode=streaming", "train.local_generation=false", "checkpoint.every_steps=100")
+    process = train(model, run_dir, num_steps, more)
+    wait_for((run_dir / "manager.json").is_file, process)
+    url = json.loads((run_dir / "manager.json").read_text())["url"]
+    joining = ("--join", url, "--token-file", str(run_dir / "worker.token"), "--model", str(model), "dtype=float32")
+    worker = polyrl("worker", "--engine", "builtin", "--name", "stays", "slots=8", "kv_tokens=4096", *joining)
+    newest = 0
+    while True:  # until it is killed within a round that the worker writes with a version of logged steps
+        wait_for(lambda known=newest + 2: max(checkpoint.read_published(run_dir), default=0) >= known, process)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        newest = max(checkpoint.read_published(run_dir))
+        if newest == redo.num_after(run_dir, 0):
+            break
+        process = polyrl("train", "--resume", str(run_dir))
+    process = polyrl("train", "--resume", str(run_dir), "train.micro_batch_tokens=64")
+    output, _ = process.communicate(timeout=300)
+    said = output.decode()
+    assert process.returncode == 0, said[-2000:]
+    assert re.search(rf"version {newest} is not what it was, bit for bit, after the steps were trained again", said), (
+        said
+    )
+    assert "rejected" not in said and "Traceback" not in said, said
+    told, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 0, told.decode()[-2000:]
+    state, _ = checkpoint.load(checkpoint.found(run_dir)[-1])
+    assert state.next_step == num_steps
+    shown = (run_dir / "logs/manager.log").read_text()
+    assert f"version {newest} is published anew, with another digest" in shown and "is refused" not in shown
+    ledger = polyrl("ledger", str(run_dir), "--verify")
+    shown, _ = ledger.communicate(timeout=120)
+    assert ledger.returncode == 0, shown.decode()
+    assert f"trained {4 * num_steps}" in " ".join(shown.decode().split()), shown.decode()
+
+
+def wait_for(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 120.0
+    while not holds():
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.01)
