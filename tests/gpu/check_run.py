@@ -140,6 +140,7 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, che
             "steps_s": [round(one, 1) for one in seconds], "kinds": [line["rounds/kind"][0] for line in lines],
             "train_s": round(statistics.fmean(line["time/step_train"] for line in lines), 2),
             "generate_s": round(statistics.fmean(line["time/step_generate"] for line in lines), 2),
+            "save_s": [round(line["time/step_save"], 2) for line in lines],
             "publish_s": round(statistics.fmean(line["time/step_publish"] for line in lines), 2),
             "longest": [line["token/response_length/max"] for line in lines],
             "trained_tok_s": tokens / sum(seconds), "run_s": time.perf_counter() - began,

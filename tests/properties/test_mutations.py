@@ -172,6 +172,18 @@ MUTATIONS = [
         "",
     ),
     Mutation(
+        "who holds a version that was replaced goes on as if it held the new one",
+        "membership.py",
+        "            if not worker.local:  # its weights are the trainer's own\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "the samples of who holds a version that was replaced stay there",
+        "membership.py",
+        '            _take_back_all(desk, worker, "its version was replaced", "replaced", now)\n',
+        "",
+    ),
+    Mutation(
         "the seeding window ends although nobody else generates",
         "devices.py",
         "    if not _somebody_else_generates(desk):\n",

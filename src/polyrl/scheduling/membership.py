@@ -210,7 +210,7 @@ def replace(desk: Desk, version: Version, now: Seconds) -> None:
         if worker.version == version:
             settle(worker, desk.state.ledger, now)
             _take_back_all(desk, worker, "its version was replaced", "replaced", now)
-            if not worker.local:  # that one has what the trainer has
+            if not worker.local:  # its weights are the trainer's own
                 worker.version = NO_VERSION
             leases.release_if_drained(desk, worker)
         if worker.pulling == version:

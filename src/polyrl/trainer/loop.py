@@ -97,6 +97,8 @@ class Events(Protocol):
 
     async def step_ended(self, report: StepReport) -> None: ...
 
+    async def saves(self) -> None: ...
+
 
 class Loop:
     def __init__(
@@ -122,6 +124,7 @@ class Loop:
         """Train to the end. Returns why it ended, in a line."""
         why = await self._run(first_step)
         if self._safety is not None:
+            await self._events.saves()
             await self._safety.finish()
         return why
 

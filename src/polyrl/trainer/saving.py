@@ -23,7 +23,7 @@ from polyrl.errors import UserError
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.batch import Group
 from polyrl.trainer.checkpoint import Best, Keep, TrainerState
-from polyrl.weights.tensors import pin
+from polyrl.weights.tensors import pin, unpin
 
 Tensor = torch.Tensor
 
@@ -52,23 +52,30 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._pinned: list[memoryview] = []
 
     def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, one in named:
             kept = self.tensors.get(name)
             if kept is None:
-                kept = self.tensors[name] = _host_memory(one)
+                kept = self.tensors[name] = self._make_room(one)
             kept.copy_(one.detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    def _make_room(self, like: Tensor) -> Tensor:
+        room = torch.empty(like.shape, dtype=like.dtype)
+        if like.is_cuda and room.nbytes >= _PINNED_BYTES:  # a copy into other memory is several times slower
+            data: Any = room.view(-1).view(torch.uint8).numpy()
+            if pin(view := memoryview(data)):
+                self._pinned.append(view)
+        return room
 
-def _host_memory(like: Tensor) -> Tensor:
-    kept = torch.empty(like.shape, dtype=like.dtype)
-    if like.is_cuda and kept.nbytes >= _PINNED_BYTES:  # a copy into other memory is five times slower
-        data: Any = kept.view(-1).view(torch.uint8).numpy()
-        pin(memoryview(data))
-    return kept
+    def close(self) -> None:
+        for view in self._pinned:
+            unpin(view)
+        self._pinned.clear()
+        self.tensors.clear()
 
 
 class Saver:
@@ -97,6 +104,7 @@ class Saver:
         self._candidate: Best | None = None
         """A version that may be the best, whose checkpoint is still on its way."""
         self._snapshot = Snapshot()
+        self._copying: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._stop, self._broken = threading.Event(), asyncio.Event()
 
@@ -144,8 +152,9 @@ class Saver:
     async def stop(self) -> None:
         """Break off what is being written: the log has it."""
         self._stop.set()
-        if self._writing is not None:
-            await asyncio.gather(self._writing, return_exceptions=True)
+        running = [one for one in (self._copying, self._writing) if one is not None]
+        await asyncio.gather(*running, return_exceptions=True)
+        self._snapshot.close()
 
     def validated(self, version: int, rates: Mapping[str, float]) -> None:
         """Raises UserError if the disk does not take it."""
@@ -164,7 +173,8 @@ class Saver:
 
     async def _checkpoint(self) -> None:
         self._newest = self._next_step
-        await asyncio.to_thread(lambda: self._snapshot.take(self._gather()))
+        self._copying = asyncio.create_task(asyncio.to_thread(lambda: self._snapshot.take(self._gather())))
+        await asyncio.shield(self._copying)  # who is interrupted waits for it in `stop`: it uses the devices
         self._writing = asyncio.create_task(self._write(), name="writing a checkpoint")
 
     async def _write(self) -> None:

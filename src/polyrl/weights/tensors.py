@@ -230,12 +230,21 @@ def entry_bytes(entry: TensorEntry, view: View) -> Tensor:
 
 
 def pin(view: View) -> bool:
-    """Have CUDA copy straight to and from a buffer that lives as long as the process. False where there is no CUDA."""
+    """Have CUDA copy straight to and from a buffer, which must live until it is unpinned, or as long as the process.
+
+    False where there is no CUDA.
+    """
     if not torch.cuda.is_available():
         return False
     flat = torch.frombuffer(view, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     return int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)) == 0
+
+
+def unpin(view: View) -> None:
+    """Before its memory is given back."""
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
 
 
 def _owners(layout: Layout) -> Iterator[TensorEntry]:

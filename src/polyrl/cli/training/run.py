@@ -135,9 +135,8 @@ async def train(
         await stack.enter_async_context(display)
         saver: Saver | None = None
         if recipe.checkpoint.enabled:
-            saver = checkpoints.make_saver(
-                recipe, run_dir, policy, (crew if leader is None else leader).whole_state, past
-            )
+            gather = (crew if leader is None else leader).whole_state
+            saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, policy, gather, past)
             stack.push_async_callback(saver.stop)
         parents = {version: digests[-1] for version, digests in fleet.digests.items()}
         loop = Loop(

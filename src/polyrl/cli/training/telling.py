@@ -84,6 +84,9 @@ class Telling:
             self._display.say(Text(line, style="yellow"))
         self._far = far
 
+    async def saves(self) -> None:
+        self._display.doing("writes the last checkpoint")
+
     async def validates(self) -> None:
         self._display.doing("validates")
 
