@@ -15,7 +15,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from operator import sub, truediv
 from pathlib import Path
@@ -93,26 +93,27 @@ async def _measure(work: ServedWork, model: Path, python: str, folder: Path) -> 
         start_s = time.perf_counter() - began
         server = engine.server
         assert server is not None
-        direct, through = await _in_turns(work, server, config, folder, work.batch, work.new, work.turns)
-        alone, led = await _in_turns(work, server, config, folder, 1, _SHORT, work.repetitions)
+        many = await _in_turns(work, server, config, folder, work.batch, work.new, work.turns)
+        one = await _in_turns(work, server, config, folder, 1, _SHORT, work.repetitions)
         # Last: a worker that attaches takes the server's label for its version, and the manager asks for version 0.
         installs = await _installs(work.kind, engine, server, model, work.repetitions // 2)
     finally:
         await engine.close()
     num_tokens = work.batch * work.new
-    added = statistics.median(map(sub, led, alone))
     return {
         "server": work.kind,
         "batch": work.batch,
         "prompt": work.prompt,
         "new": work.new,
         "start_s": round(start_s, 1),
-        "direct_tok_s": round(num_tokens / statistics.median(direct)),
-        "tok_s": round(num_tokens / statistics.median(through)),
-        "tok_s_ratio": round(statistics.median(map(truediv, direct, through)), 3),
         "turns": work.turns,
-        "direct_latency_p50_ms": round(1e3 * statistics.median(alone), 1),
-        "added_latency_p50_ms": round(1e3 * added, 1),
+        "direct_tok_s": round(num_tokens / statistics.median(many.straight)),
+        "tok_s": round(num_tokens / statistics.median(many.led)),
+        "tok_s_ratio": round(statistics.median(map(truediv, many.straight, many.led)), 3),
+        "direct_cpu_us_a_token": round(1e6 * statistics.median(many.straight_cpu) / num_tokens, 1),
+        "cpu_us_a_token": round(1e6 * statistics.median(many.led_cpu) / num_tokens, 1),
+        "direct_latency_p50_ms": round(1e3 * statistics.median(one.straight), 1),
+        "added_latency_p50_ms": round(1e3 * statistics.median(map(sub, one.led, one.straight)), 1),
         **installs,
         "goals": GOALS,
         "machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()},
@@ -131,20 +132,42 @@ class _Nobody:
 # The same work in two ways
 
 
+class _Turns(NamedTuple):
+    """Seconds of every turn, and of CPU that our side took in it: beside the server, everybody."""
+
+    straight: list[float]
+    straight_cpu: list[float]
+    led: list[float]
+    led_cpu: list[float]
+
+
 async def _in_turns(
     work: ServedWork, server: Server, config: ServedConfig, folder: Path, batch: int, new: int, turns: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of every turn, straight and through a fleet. The first of each is not counted."""
-    straight: list[float] = []
-    led: list[float] = []
-    async with _fleet(work, config, server.http, folder, batch, new) as fleet:
+) -> _Turns:
+    """The first of each is not counted."""
+    told = _Turns([], [], [], [])
+    async with _fleet(work, config, server.http, folder, batch, new) as (fleet, pids):
+
+        async def straight(turn: int) -> None:
+            before = _cpu_s([os.getpid()])
+            told.straight.append(await _straight(server, _prompts(work, batch, turn), new))
+            told.straight_cpu.append(_cpu_s([os.getpid()]) - before)
+
+        async def led(turn: int) -> None:
+            before = _cpu_s(pids)
+            told.led.append(await _led(fleet, turn, batch, new))
+            told.led_cpu.append(_cpu_s(pids) - before)
+
         for turn in range(turns + 1):
-            if turn % 2:
-                straight.append(await _straight(server, _prompts(work, batch, turn), new))
-            led.append(await _led(fleet, turn, batch, new))
-            if not turn % 2:
-                straight.append(await _straight(server, _prompts(work, batch, turn), new))
-    return straight[1:], led[1:]
+            for one in (straight, led) if turn % 2 else (led, straight):
+                await one(turn)
+    return _Turns(*(one[1:] for one in told))
+
+
+def _cpu_s(pids: Iterable[int]) -> float:
+    """What processes have computed so far. To the nanosecond: most of ours takes less than a tick of the clock."""
+    threads = (one for pid in pids for one in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return sum(int(one.read_text().split()[0]) for one in threads) / 1e9
 
 
 def _prompts(work: ServedWork, batch: int, turn: int) -> list[list[int]]:
@@ -219,8 +242,9 @@ async def _led(fleet: Fleet, step: int, batch: int, new: int) -> float:
 @asynccontextmanager
 async def _fleet(
     work: ServedWork, config: ServedConfig, http: Http, folder: Path, batch: int, new: int
-) -> AsyncIterator[Fleet]:
-    """A manager and a worker, in processes of their own; the worker uses the server that runs already."""
+) -> AsyncIterator[tuple[Fleet, list[int]]]:
+    """A manager and a worker, in processes of their own; the worker uses the server that runs already. And the ids of
+    all our processes."""
     run_dir = folder / f"run-{batch}"
     (run_dir / "logs").mkdir(parents=True)
     manager = ManagerProcess(run_dir, "127.0.0.1", 0)
@@ -248,7 +272,8 @@ async def _fleet(
             async with asyncio.timeout(_WAIT_S):
                 while not any(one.state == "active" for one in (await fleet.status()).workers):
                     await asyncio.sleep(0.2)
-            yield fleet
+            assert manager.pid is not None
+            yield fleet, [os.getpid(), worker.pid, manager.pid]
     finally:
         if worker is not None:
             await stop(worker)
@@ -316,6 +341,8 @@ def table(result: dict[str, Any]) -> list[str]:
         f"straight to the server      {result['direct_tok_s']:>10,} tokens/s",
         f"through worker and manager  {result['tok_s']:>10,} tokens/s   {result['tok_s_ratio']:.1%}, goal: at least "
         f"{goals['tok_s_ratio']:.0%}",
+        f"CPU of our side             {result['cpu_us_a_token']:>10} µs a token "
+        f"straight: {result['direct_cpu_us_a_token']} µs",
         f"added latency, p50          {result['added_latency_p50_ms']:>10} ms         goal: below "
         f"{goals['added_latency_p50_ms']:g}; straight: {result['direct_latency_p50_ms']} ms",
         f"install of {result['weights_bytes'] / 1e6:,.1f} MB        {result['install_s']:>10} s",

@@ -27,8 +27,6 @@ _TAIL_BYTES = 256 << 10
 _LINES = 1000
 _HEAD = "--- polyrl "
 _ERROR = re.compile(r"\b\w*(Error|Exception): .+")
-_NO_ERROR = ("WARNING", "py-spy")
-"""The latter is what SGLang would look at its dying processes with, and seldom finds."""
 
 
 def free_port() -> int:
@@ -134,8 +132,8 @@ class ServerProcess:
         The first, because these servers report the end of one of their processes by the errors of the others.
         """
         lines = self.last_lines(_LINES)
-        told = (line for line in lines if not any(one in line for one in _NO_ERROR))
-        return next((match.group() for line in told if (match := _ERROR.search(line))), "")[:300]
+        errors = (match.group() for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
+        return next(errors, "")[:300]
 
     def last_lines(self, num: int) -> list[str]:
         lines = tail(self._log, _LINES)

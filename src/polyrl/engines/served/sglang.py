@@ -5,6 +5,7 @@ under the sampling temperature before truncation; greedy: that at temperature 1.
 started with --enable-deterministic-inference, which its CPU backend refuses.
 """
 
+import os
 import tempfile
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -38,6 +39,8 @@ _FACTS_S = 120.0
 _ENDS: dict[str, End] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _MARGIN_TOKENS = 8
 """It keeps a few tokens of a context to itself."""
+_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+"""One whose detokenizer died looks at itself for 65 s before it ends, and its samples hang meanwhile."""
 
 
 class _Finish(Struct):
@@ -77,6 +80,7 @@ class SglangServer:
         flags += ["--served-model-name", "polyrl", "--skip-tokenizer-init", "--incremental-streaming-output"]
         flags += ["--enable-metrics", "--sampling-defaults", "openai", "--log-level-http", "warning"]
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        environment |= {name: "0" for name in _DUMPS if name not in os.environ}
         kv_tokens, context = config.kv_tokens, config.max_context
         if machine.is_cpu(config):
             kv_tokens, context = machine.cpu_kv_tokens(config), machine.cpu_context(config, model.max_context)
