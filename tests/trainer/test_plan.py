@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.trainer.small import save_small
 
-from polyrl.cli.training.plan import Memory, estimate_memory, read_shape
+from polyrl.cli.training.plan import Memory, estimate_memory, read_shape, show_plan
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
 from polyrl.errors import ConfigError
@@ -62,3 +62,13 @@ def test_a_critic_has_an_optimizer_of_its_own(folder):
     away = plan(folder, **sections, optimizer={"offload": True})
     assert away.critic == (2 + 4) * num
     assert away.offloaded == 12 * num + found.moments
+
+
+def test_the_copy_that_a_checkpoint_is_written_from_is_in_the_plan(folder: Path):
+    num = read_shape(str(folder)).num_parameters
+    tree: dict[str, object] = {"name": "x", "model": {"path": str(folder)}, "data": {"source": "arithmetic"}}
+    tree["rollout"] = {"max_new_tokens": 64}
+    text = show_plan(build(tree, Recipe, source="test"), Path("run"))
+    assert f"{12 * num / (1 << 20):.1f} MiB to write a checkpoint from" in text
+    off = build({**tree, "checkpoint": {"enabled": False}}, Recipe, source="test")
+    assert "to write a checkpoint from" not in show_plan(off, Path("run"))

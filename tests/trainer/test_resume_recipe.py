@@ -53,6 +53,7 @@ def test_what_may_be_changed_leaves_what_the_manager_was_told(run_dir: Path, ove
         "rounds.samples_per_prompt=5",
         "optimizer.lr=0.5",
         "train.seed=4",
+        "checkpoint.enabled=false",
     ],
 )
 def test_everything_else_is_refused_by_its_name(run_dir: Path, override: str):
@@ -115,3 +116,15 @@ def test_ranks_divide_all_weights_and_the_plain_optimizer():
     for override in ("lora.rank=4", "optimizer.offload=true", "optimizer.kind=adamw8bit"):
         with pytest.raises(ConfigError, match=r"^train\.ranks: expected 1, since"):
             load_recipe("arithmetic", ["train.ranks=2", override])
+
+
+def test_a_disk_that_is_full_leaves_the_recipe_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    before = read_recipe(run_dir, [])
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(UserError, match=r"recipe\.toml: cannot be written: No space left on device"):
+        write_recipe(run_dir, load_recipe("arithmetic", ["train.steps=7"]))
+    assert read_recipe(run_dir, []) == before

@@ -17,7 +17,7 @@ _PLATEAU_GROWTH = 20
 """A plateau that holds grows by one part in this many, at every report."""
 
 
-def learn_speed(desk: Desk, worker: Worker, num_running: int, num_steps: int, now: Seconds) -> None:
+def learn_speed(worker: Worker, num_running: int, num_steps: int, now: Seconds) -> None:
     """A worker has made `num_steps` decode steps with `num_running` samples since it last brought tokens.
 
     Samples decode in lock step, so the most that any of them gained is the number of steps; the others came later.

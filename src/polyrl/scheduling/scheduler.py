@@ -285,7 +285,7 @@ class Scheduler:
                     most = more
         if gained:
             desk.state.ledger.tokens_arrived += gained
-            balancing.learn_speed(desk, worker, len(event.leases), most, now)
+            balancing.learn_speed(worker, len(event.leases), most, now)
 
     def _lease_ended(self, event: LeaseEnded, now: Seconds) -> None:
         desk = self.desk

@@ -279,7 +279,7 @@ def _unseal(path: Path, kind: type[T]) -> T:
     try:
         sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
         if digest_of(bytes(sealed.state)) != sealed.digest:
-            raise UserError(f"{path}: is damaged: its digest is another; the checkpoint cannot be used")
+            raise UserError(f"{path}: is damaged: its digest is another; put it back from a copy")
         return msgspec.json.decode(sealed.state, type=kind)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; expected a checkpoint of a PolyRL run") from error

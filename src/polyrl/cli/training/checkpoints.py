@@ -67,7 +67,12 @@ class Past(NamedTuple):
 
 
 def write_recipe(run_dir: Path, recipe: Recipe) -> None:
-    (run_dir / _RECIPE_FILE).write_text(dump_toml(recipe), encoding="utf-8")
+    """Raises UserError if the disk does not take it; the one before is whole then."""
+    path = run_dir / _RECIPE_FILE
+    try:
+        checkpoint.write_whole(path, dump_toml(recipe).encode())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
@@ -81,6 +86,8 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
     before = build(tree, Recipe, source=str(path))
     after = build(apply_overrides(tree, overrides), Recipe, source=str(path))
     for key in _differences(msgspec.to_builtins(before), msgspec.to_builtins(after)):
+        if key == "checkpoint.enabled":
+            raise UserError(f"{key}: cannot be changed in a run that goes on: nobody could go on from what comes next")
         if key not in _FREE and key.partition(".")[0] not in _FREE_SECTIONS:
             raise UserError(
                 f"{key}: cannot be changed in a run that goes on: its journal was written with what it was; begin anew"

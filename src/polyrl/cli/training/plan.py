@@ -210,9 +210,21 @@ def _memory(recipe: Recipe, shape: ModelShape) -> list[tuple[str, str]]:
     tokens = recipe.train.micro_batch_tokens
     whose = "" if recipe.train.ranks == 1 else " of rank zero"
     rows = [("memory", f"about {_size(memory.total)}{whose} while {tokens:,} tokens train (an estimate): {parts}")]
-    if memory.offloaded:
-        rows.append(("host", f"{_size(memory.offloaded)} of the optimizer's state"))
+    host = [f"{_size(memory.offloaded)} of the optimizer's state"] if memory.offloaded else []
+    if recipe.checkpoint.enabled:
+        host.append(f"{_size(_snapshot(recipe, shape))} to write a checkpoint from")
+    if host:
+        rows.append(("host", ", ".join(host)))
     return rows
+
+
+def _snapshot(recipe: Recipe, shape: ModelShape) -> int:
+    """What is trained, and its moments, of all ranks."""
+    num = shape.num_parameters
+    if recipe.lora.rank:
+        num = sum(recipe.lora.rank * (rows + columns) for rows, columns in _changed(recipe, shape))
+    size = _optimizer(recipe, num, half=True)
+    return (size.masters + size.moments) * (2 if recipe.algorithm.advantage == "gae" else 1)
 
 
 def _size(num_bytes: int) -> str:

@@ -92,6 +92,7 @@ class ManagerProcess:
         address_file = self._run_dir / "manager.json"
         address_file.unlink(missing_ok=True)
         arguments = ("manager", "--run-dir", str(self._run_dir), "--host", self._host, "--port", str(self._port))
+        said_before = self._log_file.stat().st_size if self._log_file.exists() else 0
         self._process = await start((*arguments, *self._tokenizer, "--verbose"), self._log_file)
         deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
         while self._process.returncode is None and asyncio.get_running_loop().time() < deadline:
@@ -99,7 +100,7 @@ class ManagerProcess:
                 url = json.loads(address_file.read_text())["url"]
                 return Address(url, int(url.rpartition(":")[2]))
             await asyncio.sleep(0.05)
-        raise UserError(f"the manager did not start: {last_line(self._log_file)}")
+        raise UserError(f"the manager did not start: {last_line(self._log_file, said_before)}")
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
@@ -112,8 +113,12 @@ class ManagerProcess:
                 raise UserError(f"the manager died {len(deaths)} times in a minute: {last_line(self._log_file)}")
             log.warning("the manager ended (%s); it is started again", show_code(code))
             await asyncio.sleep(_RESTART_PAUSE_S)
-            await self._start()
             self.num_restarts += 1
+            try:
+                await self._start()
+            except UserError:
+                if self._process.returncode is None:
+                    raise  # it is there and does not come up: another one would not either
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when the manager cannot be kept alive."""
@@ -136,10 +141,10 @@ def show_code(code: int) -> str:
     return f"signal {-code}"
 
 
-def last_line(log_file: Path) -> str:
-    """The last line of a log, and where it is."""
+def last_line(log_file: Path, since: int = 0) -> str:
+    """The last line of a log, and where it is; of what came after so many bytes."""
     try:
-        lines = log_file.read_text(errors="replace").split("\n")
+        lines = log_file.read_bytes()[since:].decode(errors="replace").split("\n")
     except OSError:
         lines = []
     said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

@@ -203,10 +203,10 @@ async def _first_of(
     waited = {running, *failing, *([] if worker is None else [worker])}
     try:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if worker is not None and worker.done():
-            raise UserError(f"the trainer's own worker has left: {worker.result()}")
         if running.done():
             return running.result()
+        if worker is not None and worker.done():
+            raise UserError(f"the trainer's own worker has left: {worker.result()}")
         for one in failing:
             if one.done():
                 one.result()

@@ -75,7 +75,7 @@ class CudaRunner:
         self._invariant_tokens = invariant_tokens
         self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
         self._interrupted = threading.Event()
-        width = -(-max_context // block_tokens) + 1
+        width = -(-(max_context + MAX_BURST) // block_tokens)  # a burst goes on when an answer is over
         rows = slots + 1  # never all of them: what is compiled for a part of a tensor is not for the whole
         self._tables = torch.full((rows, width), num_blocks, dtype=torch.int32, device=self._device)
         self._tokens, self._positions, self._answers, self._seeds = (

@@ -191,7 +191,10 @@ class BuiltinEngine:
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._runner is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.close)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.close)
+            except RuntimeError:  # torch's own: a device that failed once fails ever after
+                log.warning("the device did not let go of the cache", exc_info=True)
         self._thread.shutdown(wait=True)
         self._runner = self._cuda = None
 

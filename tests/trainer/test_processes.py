@@ -1,0 +1,71 @@
+"""The manager's keeper: one that dies while it starts again is started once more, and not for ever."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyrl.cli.training import processes
+from polyrl.cli.training.processes import ManagerProcess
+from polyrl.errors import UserError
+
+UP = """
+import json, pathlib, time
+pathlib.Path({folder!r}, "manager.json").write_text(json.dumps({{"url": "http://127.0.0.1:5000"}}))
+time.sleep({seconds})
+"""
+DOWN = "print('the port is taken'); raise SystemExit(3)"
+
+
+def scripts(monkeypatch: pytest.MonkeyPatch, *lives: str) -> list[str]:
+    """Every start of a manager runs the next of these instead; the last one for ever."""
+    left = list(lives)
+
+    async def start(_: object, log_file: Path, more: object = None) -> asyncio.subprocess.Process:
+        life = left.pop(0) if len(left) > 1 else left[0]
+        with log_file.open("ab") as output:
+            return await asyncio.create_subprocess_exec(sys.executable, "-c", life, stdout=output, stderr=output)
+
+    monkeypatch.setattr(processes, "start", start)
+    monkeypatch.setattr(processes, "_RESTART_PAUSE_S", 0.01)
+    return left
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def test_a_manager_that_dies_while_it_starts_again_is_started_once_more(run_dir, monkeypatch):
+    folder = str(run_dir)
+    scripts(monkeypatch, UP.format(folder=folder, seconds=0.5), DOWN, DOWN, UP.format(folder=folder, seconds=30))
+
+    async def scenario() -> None:
+        manager = ManagerProcess(run_dir, "127.0.0.1", 0)
+        try:
+            await manager.start()
+            async with asyncio.timeout(20):
+                while manager.num_restarts < 3 or not (run_dir / "manager.json").exists():
+                    await asyncio.sleep(0.02)
+        finally:
+            await manager.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_manager_that_cannot_start_again_ends_the_run_with_what_it_said_last(run_dir, monkeypatch):
+    scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.5), DOWN)
+
+    async def scenario() -> None:
+        manager = ManagerProcess(run_dir, "127.0.0.1", 0)
+        try:
+            await manager.start()
+            async with asyncio.timeout(20):
+                await manager.failed()
+        finally:
+            await manager.stop()
+
+    with pytest.raises(UserError, match="died 6 times in a minute: the port is taken"):
+        asyncio.run(scenario())
