@@ -114,7 +114,7 @@ class Http:
 class Events(Generic[Part]):
     """Server-sent events. They gather here, and whoever wants them reads all that have come, when it suits.
 
-    Two thirds of what a token costs is waking a task for it: 20 tokens in a breath cost what two cost one by one.
+    A task that wakes for every event of 32 streams took 64 µs a token; one that reads them all every 25 ms takes 39.
     """
 
     def __init__(self, path: str, content: aiohttp.StreamReader, decode: Callable[[bytes], Sequence[Part]]) -> None:
