@@ -115,8 +115,6 @@ def attend(
     """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim)."""
     if pack is not None:
         return packed.attend(query, key, value, pack, scaling, sliding_window, softcap), None
-    if pack is not None:
-        return packed.attend(query, key, value, pack, scaling, sliding_window, softcap), None
     if step is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
