@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -25,8 +26,7 @@ from polyrl.engines.served import process
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.http import Http, ServerAnswered
-from polyrl.engines.served.metrics import read_gauges
-from polyrl.engines.served.server import ServedConfig, Server, ServerBroken, Span
+from polyrl.engines.served.server import Load, ServedConfig, Server, ServerBroken, Span
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
@@ -287,6 +287,39 @@ def test_a_server_that_dies_again_and_again_without_a_token_is_given_up_with_its
     play(script, tmp_path, "--die-when-asked", pause_s=0.01)
 
 
+def test_a_server_that_cannot_be_started_for_want_of_room_is_started_when_there_is_some(tmp_path, monkeypatch):
+    async def script(stage: Stage) -> None:
+        assert isinstance(stage.engine, ServedEngine)
+        room = tmp_path / "room"
+        monkeypatch.setattr(tempfile, "tempdir", str(room))
+        assert stage.engine.pid is not None
+        os.kill(stage.engine.pid, signal.SIGKILL)
+        while "the vLLM server cannot be started: [Errno 2]" not in stage.engine.stats().down:
+            await asyncio.sleep(0.01)
+        room.mkdir()
+        await until_up(stage.engine)
+        assert stage.engine.health() is None
+        assert await stage.text()
+
+    play(script, tmp_path)
+
+
+def test_when_the_keeper_itself_fails_samples_end_and_the_engine_says_why(tmp_path):
+    async def load() -> Load:
+        raise ZeroDivisionError("a fault of ours")
+
+    async def script(stage: Stage) -> None:
+        assert isinstance(stage.engine, ServedEngine)
+        assert stage.engine.server is not None
+        lease = stage.begin(max_tokens=4000, sampling=ON)
+        stage.engine.server.load = load
+        assert await stage.sink.end_of(lease) == "engine_failed"
+        why = "the vLLM server is not kept any more: ZeroDivisionError: a fault of ours"
+        assert stage.sink.ends[lease][1] == stage.engine.stats().down == stage.engine.health() == why
+
+    play(script, tmp_path)
+
+
 def test_a_server_that_cannot_start_says_why_in_a_line(tmp_path):
     async def script() -> None:
         one = standins.engine(tmp_path, "--tokens-per-s", "0")
@@ -387,8 +420,3 @@ def test_a_server_that_is_attached_to_and_goes_away_ends_the_engine(tmp_path, mo
         await guest.close()
 
     asyncio.run(asyncio.wait_for(script(), 30.0))
-
-
-def test_figures_of_several_engines_are_added_up():
-    page = '# TYPE vllm:a gauge\nvllm:a{engine="0"} 1.0\nvllm:a{engine="1"} 2.0\nvllm:b 0.25\nother:a 9\nvllm:c no\n'
-    assert read_gauges(page, "vllm:") == {"a": 3.0, "b": 0.25}

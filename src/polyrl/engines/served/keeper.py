@@ -115,10 +115,22 @@ class Keeper:
     # One life after the other
 
     async def _keep(self, server: Server) -> None:
+        """A keeper that ended unseen would leave samples that never end: whatever goes wrong here is told."""
+        try:
+            await self._keep_alive(server)
+        except Exception as error:
+            log.exception("the %s server is not kept any more", self._name)
+            self.trouble = f"the {self._name} server is not kept any more: {type(error).__name__}: {error}"
+            if self.server is not None:
+                server = self.server
+                self._go_down(self.trouble)
+                await server.http.close()
+
+    async def _keep_alive(self, server: Server) -> None:
         num_deaths, pause_s = 0, self._pause_s
         while True:
             why = await self._until_over(server)
-            self._go_down(server, why)
+            self._go_down(why)
             await server.http.close()
             await self._end_process(gently=False)
             if not self.is_ours:
@@ -135,7 +147,7 @@ class Keeper:
     async def _again(self, num_deaths: int, pause_s: float) -> tuple[Server, int] | None:
         """The next server that comes up; None when it is no use."""
         while num_deaths < _MAX_DEATHS:
-            log.warning("the %s server %s; started again in %.1f s", self._name, self.down, pause_s)
+            log.warning("%s is down: %s; it is started again in %.1f s", self._name, self.down, pause_s)
             await asyncio.sleep(pause_s)
             try:
                 server, _ = await self._begin()
@@ -150,7 +162,7 @@ class Keeper:
         self._broken = asyncio.get_running_loop().create_future()
         self.server, self.down, self.load, self.wrote = server, "", NOTHING, False
 
-    def _go_down(self, server: Server, why: str) -> None:
+    def _go_down(self, why: str) -> None:
         error = "" if self._process is None else self._process.first_error()
         self.server, self.down, self.load = None, f"{why}: {error}" if error else why, NOTHING
         self.num_outages += 1
@@ -193,6 +205,8 @@ class Keeper:
         for attempt in range(_MAX_PORTS):
             try:
                 return await self._begin_once()
+            except OSError as error:  # no room, no descriptors, no processes: later there may be
+                raise EngineError(f"the {self._name} server cannot be started: {error}") from error
             except EngineError as error:
                 if not self.is_ours or _TAKEN not in str(error) or attempt == _MAX_PORTS - 1:
                     raise

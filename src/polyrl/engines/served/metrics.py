@@ -1,9 +1,11 @@
 """Reading figures from a Prometheus page."""
 
+import math
 
-def read_gauges(page: str, prefix: str) -> dict[str, float]:
-    """Figures whose name starts so, without it; those of several engines of one server are added up."""
-    figures: dict[str, float] = {}
+
+def read_gauges(page: str, prefix: str) -> dict[str, list[float]]:
+    """Figures whose name starts so, without it: one of each engine of a server. What is no number is left out."""
+    figures: dict[str, list[float]] = {}
     for line in page.splitlines():
         if not line.startswith(prefix):
             continue
@@ -12,5 +14,6 @@ def read_gauges(page: str, prefix: str) -> dict[str, float]:
             value = float(line.rpartition(" ")[2])
         except ValueError:
             continue
-        figures[name] = figures.get(name, 0.0) + value
+        if math.isfinite(value):
+            figures.setdefault(name, []).append(value)
     return figures

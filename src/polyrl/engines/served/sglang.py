@@ -147,10 +147,10 @@ class SglangServer:
     async def load(self) -> Load:
         gauges = read_gauges(await self.http.get("/metrics", timeout_s=_ASK_S, text=True), "sglang:")
         return Load(
-            num_running=int(gauges.get("num_running_reqs", 0)),
-            num_waiting=int(gauges.get("num_queue_reqs", 0)),
-            kv_used=gauges.get("token_usage", 0.0),
-            num_preemptions=int(gauges.get("num_retracted_reqs", 0)),
+            num_running=int(sum(gauges.get("num_running_reqs", ()))),
+            num_waiting=int(sum(gauges.get("num_queue_reqs", ()))),
+            kv_used=max(gauges.get("token_usage", ()), default=0.0),
+            num_preemptions=int(sum(gauges.get("num_retracted_reqs", ()))),
         )
 
 

@@ -135,10 +135,10 @@ class VllmServer:
     async def load(self) -> Load:
         gauges = read_gauges(await self.http.get("/metrics", timeout_s=_ASK_S, text=True), "vllm:")
         return Load(
-            num_running=int(gauges.get("num_requests_running", 0)),
-            num_waiting=int(gauges.get("num_requests_waiting", 0)),
-            kv_used=gauges.get("kv_cache_usage_perc", 0.0),
-            num_preemptions=int(gauges.get("num_preemptions_total", 0)),
+            num_running=int(sum(gauges.get("num_requests_running", ()))),
+            num_waiting=int(sum(gauges.get("num_requests_waiting", ()))),
+            kv_used=max(gauges.get("kv_cache_usage_perc", ()), default=0.0),
+            num_preemptions=int(sum(gauges.get("num_preemptions_total", ()))),
         )
 
 
