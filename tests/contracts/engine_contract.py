@@ -229,6 +229,25 @@ class EngineContract:
 
         self.play(script)
 
+    def test_an_abort_that_nobody_waits_for_any_more_frees_its_place_all_the_same(self):
+        async def script(stage: Stage) -> None:
+            leases = [stage.begin(max_tokens=self.long_tokens, sampling=ON) for _ in range(stage.info.slots)]
+            await stage.sink.some_of(leases[0])
+            aborts = [asyncio.create_task(stage.engine.abort(lease)) for lease in leases]
+            await asyncio.sleep(0)
+            for abort in aborts:
+                abort.cancel()
+            await asyncio.wait(aborts)
+            while stage.engine.stats().num_running:
+                await asyncio.sleep(0.01)
+            num_calls = stage.sink.num_calls
+            await asyncio.sleep(self.silence_s)
+            assert stage.sink.num_calls == num_calls
+            assert not stage.sink.ends
+            assert await stage.text()
+
+        self.play(script)
+
     def test_what_is_aborted_right_after_it_was_given_is_heard_of_no_more_even_if_it_would_be_refused(self):
         async def script(stage: Stage) -> None:
             for lease in (stage.begin(), stage.begin(prompt=[])):

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
@@ -146,15 +147,67 @@ def test_a_version_that_nobody_can_give_is_not_installed(tmp_path):
     play(script, tmp_path)
 
 
+def test_aborts_that_nobody_waits_for_reach_the_server_and_leave_nothing_behind(tmp_path):
+    async def script(stage: Stage) -> None:
+        assert isinstance(stage.engine, ServedEngine)
+        assert stage.engine.server is not None
+        leases = [stage.begin(max_tokens=4000, sampling=ON) for _ in range(4)]
+        await stage.sink.some_of(leases[-1])
+        aborts = asyncio.gather(*map(stage.engine.abort, leases))
+        await asyncio.sleep(0)
+        aborts.cancel()
+        await asyncio.wait([aborts])
+        assert stage.engine.stats().num_running == 4
+        while stage.engine.stats().num_running:
+            await asyncio.sleep(0.01)
+        assert (await stage.engine.server.load()).num_running == 0
+
+    play(script, tmp_path)
+
+
+def test_closing_ends_what_is_being_aborted(tmp_path):
+    async def script(stage: Stage) -> None:
+        assert isinstance(stage.engine, ServedEngine)
+        lease = stage.begin(max_tokens=4000, sampling=ON)
+        await stage.sink.some_of(lease)
+        task = stage.engine._answers[lease].task
+        assert task is not None
+        abort = asyncio.create_task(stage.engine.abort(lease))
+        await asyncio.sleep(0)
+        await stage.engine.close()
+        assert task.done()
+        await abort
+
+    play(script, tmp_path)
+
+
+def test_an_abort_is_over_at_once_while_the_server_stands_still(tmp_path):
+    async def script(stage: Stage) -> None:
+        one = give_way(stage.engine)
+        assert one.server is not None
+        leases = [stage.begin(max_tokens=4000, sampling=ON) for _ in range(10)]
+        await stage.sink.some_of(leases[0])
+        await one.server.weighing.pause()
+        async with asyncio.timeout(2.0):
+            await asyncio.gather(*map(one.abort, leases))
+        await one.server.weighing.resume()
+        assert await stage.text()
+
+    play(script, tmp_path)
+
+
 # Weights
 
 
 class Scripted:
     """A way to take weights that does as it is told: nothing changes but the server's label."""
 
-    def __init__(self, server: Server, *, put: Exception | None = None, resume: Exception | None = None) -> None:
+    def __init__(
+        self, server: Server, *, put: Exception | None = None, resume: Exception | None = None, put_s: float = 0.0
+    ) -> None:
         self._http = server.http
         self._put, self._resume = put, resume
+        self._put_s = put_s
 
     def flags(self) -> list[str]:
         return []
@@ -169,6 +222,7 @@ class Scripted:
         await self._http.post("/pause", timeout_s=5.0)
 
     async def put(self, staged: Version) -> None:
+        await asyncio.sleep(self._put_s)
         if self._put is not None:
             raise self._put
         await self._http.post("/update_weight_version", {"new_version": str(staged)}, timeout_s=5.0)
@@ -179,7 +233,7 @@ class Scripted:
         await self._http.post("/resume", timeout_s=5.0)
 
 
-def give_way(one: Engine, **trouble: Exception) -> ServedEngine:
+def give_way(one: Engine, **trouble: Any) -> ServedEngine:
     assert isinstance(one, ServedEngine)
     server = one._keeper.server
     assert server is not None
@@ -393,6 +447,36 @@ def test_a_server_dies_with_its_worker_even_if_that_is_killed(tmp_path):
     while process.members(pid):
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def test_a_server_that_is_attached_to_is_not_left_standing_still(tmp_path, monkeypatch, caplog):
+    owner, owner_sink = standins.engine(tmp_path), RecordingSink()
+
+    async def guest(url: str) -> Stage:
+        one, sink = ServedEngine("vllm", ServedConfig(model=str(tmp_path / "model"), url=url)), RecordingSink()
+        return Stage(one, sink, await one.start(sink), PROMPT)
+
+    async def script() -> None:
+        await owner.start(owner_sink)
+        server = owner.server
+        assert server is not None
+        monkeypatch.setenv(KEY_VARIABLE, server.http.key)
+        leaves = give_way((await guest(server.http.url)).engine, put_s=0.3)
+        install = asyncio.create_task(leaves.install(Weights(Version(1), folder="anywhere")))
+        await asyncio.sleep(0.1)
+        install.cancel()
+        await leaves.close()
+        owner.generate(Job(LeaseId(1), SampleId(1), PROMPT, [], 16, 1, ON))
+        assert await owner_sink.end_of(LeaseId(1)) == "length"
+        await server.weighing.pause()  # and one that is killed in an install does not resume
+        stage = await guest(server.http.url)
+        assert stage.info.version == 1
+        assert await stage.text()
+        await stage.engine.close()
+        await owner.close()
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_server_that_is_attached_to_and_goes_away_ends_the_engine(tmp_path, monkeypatch):

@@ -9,8 +9,9 @@ from tests.integration.live import ENGINE, QUICK, Live, manager, play_round, run
 
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineError, EngineInfo, EngineStats, Job, Sink, Weights
-from polyrl.ids import LeaseId, WorkerName
+from polyrl.ids import LeaseId, Version, WorkerName
 from polyrl.manager.status import status
+from polyrl.wire import frames
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
@@ -20,6 +21,63 @@ NAME = WorkerName("patient")
 def agent(live: Live, *, give_up_after_s: float = 60.0, engine: EmulatedConfig = ENGINE) -> WorkerAgent:
     options = WorkerOptions(name=NAME, give_up_after_s=give_up_after_s)
     return WorkerAgent(EmulatedEngine(engine), Dialer(live.url, live.token("worker")), options)
+
+
+class SlowToAbort(EmulatedEngine):
+    """As one whose server answers late: an abort lasts until `may_abort` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(ENGINE)
+        self.may_abort = asyncio.Event()
+        self.asked: list[LeaseId] = []
+        self.aborted: list[LeaseId] = []
+
+    async def abort(self, lease: LeaseId) -> None:
+        self.asked.append(lease)
+        await self.may_abort.wait()
+        await super().abort(lease)
+        self.aborted.append(lease)
+
+
+def holding(engine: EmulatedEngine, *leases: int) -> WorkerAgent:
+    worker = WorkerAgent(engine, Dialer("http://127.0.0.1:1", "token"), WorkerOptions(name=NAME))
+    for lease in leases:
+        worker._book.open(LeaseId(lease), 0)
+    return worker
+
+
+def test_aborts_and_hand_overs_go_on_when_the_connection_breaks_over_them():
+    async def scenario() -> None:
+        for num_turns in range(4):
+            engine = SlowToAbort()
+            worker = holding(engine, 1, 2)
+            receiving = asyncio.create_task(worker._hear(frames.Stop(aborts=(1,), hand_overs=(2,))))
+            for _ in range(num_turns + 1):
+                await asyncio.sleep(0)
+            receiving.cancel()
+            await asyncio.wait([receiving])
+            engine.may_abort.set()
+            await until(lambda e=engine, w=worker: len(e.aborted) == 2 and not w._book.running(), "both are over")
+            frame = worker._book.take_frame()
+            assert frame is not None
+            assert [(one.lease, one.reason) for one in frame.ended] == [(2, "handed_over")]
+
+    run(scenario())
+
+
+def test_all_that_is_over_for_the_manager_is_aborted_at_once():
+    async def scenario() -> None:
+        engine = SlowToAbort()
+        worker = holding(engine, 1, 2, 3)
+        welcomed = asyncio.create_task(worker._hear(frames.Welcome(held=(frames.Held(2, 0),))))
+        await until(lambda: engine.asked == [1, 3], "both are asked for")
+        assert not worker._welcomed
+        engine.may_abort.set()
+        await welcomed
+        assert worker._welcomed
+        assert worker._book.running() == [2]
+
+    run(scenario())
 
 
 def is_greeted(live: Live) -> bool:
@@ -109,6 +167,20 @@ def test_a_worker_that_is_cancelled_leaves_no_task_behind(tmp_path: Path):
             await asyncio.sleep(0.1)
             left = [repr(one) for one in asyncio.all_tasks() - before]
             assert not [one for one in left if "WorkerAgent" in one or "EmulatedEngine" in one]
+
+    run(scenario())
+
+
+def test_after_an_outage_what_the_directory_holds_has_no_digest_of_the_run():
+    async def scenario() -> None:
+        engine = MortalEngine(structs.replace(ENGINE, version=3))
+        worker = holding(engine)
+        worker._info = await engine.start(worker)
+        worker._digests = {Version(3): "of what was fetched under its number", Version(7): "of the next"}
+        await engine.die()
+        worker._look_at_engine()
+        assert worker._digests == {Version(7): "of the next"}
+        await engine.close()
 
     run(scenario())
 

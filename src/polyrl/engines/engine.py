@@ -14,6 +14,7 @@ Rules every engine keeps:
 - Resuming is generating after prompt + so_far: `max_tokens` counts both turns together. An engine that declares
   `seeds_survive_moves` draws the same tokens for the same seed and the same weights, wherever the first turn ended.
 - A job that it cannot do is refused through the sink, with a line that says why; it never raises for a job.
+- Who stops waiting for an abort or an install stops nothing: it goes on to its end (`finishing`).
 - The sink is called on the event loop that `start` ran on.
 """
 

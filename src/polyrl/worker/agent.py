@@ -17,13 +17,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 from msgspec import structs
 
 from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job, Weights
+from polyrl.engines.finishing import finish
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.weights.settings import TransferError
@@ -248,8 +249,7 @@ class WorkerAgent:
     async def _start_over(self) -> None:
         """We were given up: whatever we held is somebody else's now."""
         self._session = None
-        for lease in self._book.clear():
-            await self._abort(lease)
+        await self._stop(self._book.clear())
 
     # A connection
 
@@ -311,15 +311,13 @@ class WorkerAgent:
                     self._generate(order)
             case frames.Stop():
                 aborted = [lease for lease in map(LeaseId, frame.aborts) if self._book.drop(lease)]
-                handed = map(LeaseId, frame.hand_overs)
-                await asyncio.gather(*map(self._abort, aborted), *map(self._hand_over, handed))
+                await self._stop(aborted, map(LeaseId, frame.hand_overs))
             case frames.Pull():
                 self._start_install(frame)
             case frames.Turn():
                 self._start_turn(frame.duty)
             case frames.Welcome():
-                for lease in self._book.welcome(frame.held):
-                    await self._abort(lease)
+                await self._stop(self._book.welcome(frame.held))
                 self._welcomed = True
             case frames.Release():
                 await self._released(frame)
@@ -341,6 +339,10 @@ class WorkerAgent:
                 self._imposed[lease] = max_tokens = wanted
             sampling = structs.replace(sampling, ignore_eos=True, stop=(), stop_ids=(), imposed=None)
         self._engine.generate(Job(lease, SampleId(order.sample), prompt, so_far, max_tokens, order.seed, sampling))
+
+    async def _stop(self, aborted: Iterable[LeaseId], handed_over: Iterable[LeaseId] = ()) -> None:
+        """To its end, also when the connection breaks: what has left the book is never asked for again."""
+        await finish(asyncio.gather(*map(self._abort, aborted), *map(self._hand_over, handed_over)))
 
     async def _abort(self, lease: LeaseId) -> None:
         await self._engine.abort(lease)
@@ -477,6 +479,8 @@ class WorkerAgent:
         if stats.num_outages > self._num_outages and self._info is not None:
             self._num_outages = stats.num_outages
             self._version = self._announced = self._info.version
+            if self._version is not None:  # what its directory holds: nobody fetched it
+                self._digests.pop(self._version, None)
 
     async def _report_often(self) -> None:
         assert self._session is not None

@@ -31,6 +31,7 @@ from polyrl.engines.engine import (
     why_no_tokens,
     why_not_begun,
 )
+from polyrl.engines.finishing import finish
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Version
 from polyrl.wire.frames import Sampling
@@ -269,6 +270,9 @@ class BuiltinEngine:
     async def abort(self, lease: LeaseId) -> None:
         self._given.pop(lease, None)
         self._interrupt()
+        await finish(self._remove(lease))
+
+    async def _remove(self, lease: LeaseId) -> None:
         async with self._between_steps:
             self._batch.remove(lease)
 
@@ -281,7 +285,7 @@ class BuiltinEngine:
 
     async def install(self, weights: Weights) -> None:
         """Who stops waiting stops nothing: weights that are copied already have their version written down."""
-        await asyncio.shield(asyncio.ensure_future(self._install(weights)))
+        await finish(self._install(weights))
 
     async def _install(self, weights: Weights) -> None:
         if self._runner is None or self._is_closed:

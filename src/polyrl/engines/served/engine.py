@@ -30,6 +30,7 @@ from polyrl.engines.engine import (
     why_no_tokens,
     why_not_begun,
 )
+from polyrl.engines.finishing import finish
 from polyrl.engines.served.http import Events, Http
 from polyrl.engines.served.keeper import Keeper
 from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
@@ -47,6 +48,8 @@ HEAR_EVERY_S = 0.025
 _QUIET_S = 0.02
 """Nothing came for so long from a server that stands still: all that it wrote is heard."""
 _QUIET_AT_MOST_S = 2.0
+_INSTALL_S = 10.0
+"""So long is an install waited for when we leave somebody else's server."""
 _ABORT_S = 5.0
 _ABORT_AGAIN_S = 0.1
 _SEED_BITS = 31
@@ -154,6 +157,8 @@ class ServedEngine:
         self._sink = sink
         facts = self._facts = await self._keeper.start()
         self._version = self._version_of(facts.label)
+        if not self._keeper.is_ours and self._keeper.server is not None:
+            await self._keeper.server.weighing.resume()  # whoever had it before us may have died in an install
         if self._is_closed:
             await self._keeper.close()
             raise EngineError("the engine was closed before it had started")
@@ -176,6 +181,10 @@ class ServedEngine:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        if not self._keeper.is_ours:  # it goes on without us, and must not be left standing still
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_INSTALL_S), self._installing:
+                    pass
         await self._keeper.close()
 
     def health(self) -> str | None:
@@ -340,16 +349,21 @@ class ServedEngine:
             log.error("lease %d: told as written by %s; the server says %s", answer.job.lease, answer.runs, said)
 
     async def abort(self, lease: LeaseId) -> None:
-        answer = self._answers.pop(lease, None)
+        answer = self._answers.get(lease)
         if answer is None or answer.task is None:
             return
         self._hear(answer)
         answer.is_silent = True
-        await self._free(answer, answer.task)
-        answer.task.cancel()
-        await asyncio.wait([answer.task])
+        await finish(self._free(answer, answer.task))
 
     async def _free(self, answer: _Answer, task: asyncio.Task[None]) -> None:
+        """Until its server has let go of it, it counts as running."""
+        await self._until_over(answer, task)
+        task.cancel()
+        await asyncio.wait([task])
+        self._answers.pop(answer.job.lease, None)
+
+    async def _until_over(self, answer: _Answer, task: asyncio.Task[None]) -> None:
         """Returns when the server has let go of it. A request that is on its way is not known to it yet."""
         until = time.monotonic() + _ABORT_S
         while answer.server is not None and answer.server is self._keeper.server and time.monotonic() < until:
@@ -365,19 +379,22 @@ class ServedEngine:
 
     async def install(self, weights: Weights) -> None:
         """Who stops waiting stops nothing: weights that are in place already have their version written down."""
-        await asyncio.shield(asyncio.ensure_future(self._install(weights)))
+        await finish(self._install(weights))
 
     async def _install(self, weights: Weights) -> None:
         async with self._installing:
-            server = self._keeper.server
-            if server is None or self._is_closed:
-                raise EngineError(self._keeper.down or "the engine does not run")
+            server = self._running_server()
             if weights.copy is None and weights.folder is None:
                 if weights.version == self._version:
                     return
                 raise EngineError(f"nobody says where version {weights.version} can be had")
             staged = await server.weighing.stage(weights)
-            await self._put(server, staged, weights.version)
+            await self._put(self._running_server(), staged, weights.version)
+
+    def _running_server(self) -> Server:
+        if self._keeper.server is None or self._is_closed:
+            raise EngineError(self._keeper.down or "the engine does not run")
+        return self._keeper.server
 
     async def _put(self, server: Server, staged: Any, version: Version) -> None:
         """A server whose weights nobody knows does not go on: what it would write, nobody could stamp."""

@@ -41,8 +41,7 @@ class Server:
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.label = "default"
-        self.aborted: set[str] = set()
-        self.known: set[str] = set()
+        self.writing: dict[str, asyncio.Task[None]] = {}
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -87,8 +86,10 @@ class Server:
         return web.Response(text="\n".join(["# HELP vllm:num_requests_running x", *lines]) + "\n")
 
     async def abort(self, request: web.Request) -> web.Response:
-        names = set((await request.json())["request_ids"]) & self.known
-        self.aborted |= names
+        """Their streams end at once, also those of samples that wait and while it is paused."""
+        names = set((await request.json())["request_ids"]) & self.writing.keys()
+        for name in names:
+            self.writing[name].cancel()
         return web.json_response({"status": "aborted", "aborted": len(names)})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -103,31 +104,37 @@ class Server:
             os.kill(os.getpid(), signal.SIGKILL)  # as the real one does, without a tokenizer
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
-        self.known.add(name)
+        writing = self.writing[name] = asyncio.create_task(self.write_in_turn(reply, tokens, sampling))
+        try:
+            await asyncio.wait([writing])
+        finally:
+            writing.cancel()
+            del self.writing[name]
+        if writing.cancelled():
+            await self.event(reply, [], "abort", [])
+        else:
+            writing.result()
+        await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+    async def write_in_turn(self, reply: web.StreamResponse, tokens: list[int], sampling: dict) -> None:
         self.num_waiting += 1
         try:
             async with self.slots:
                 self.num_waiting, self.num_running = self.num_waiting - 1, self.num_running + 1
                 try:
-                    await self.write(reply, name, tokens, sampling)
+                    await self.write(reply, tokens, sampling)
                 finally:
                     self.num_running, self.num_waiting = self.num_running - 1, self.num_waiting + 1
         finally:
             self.num_waiting -= 1
-            self.known.discard(name)
-            self.aborted.discard(name)
-        await reply.write(b"data: [DONE]\n\n")
-        return reply
 
-    async def write(self, reply: web.StreamResponse, name: str, tokens: list[int], sampling: dict) -> None:
+    async def write(self, reply: web.StreamResponse, tokens: list[int], sampling: dict) -> None:
         made: list[int] = []
         labels: list[str] = []
         while True:
             await asyncio.sleep(1.0 / self.args.tokens_per_s)
             await self.goes_on.wait()
-            if name in self.aborted:
-                await self.event(reply, [], "abort", labels)
-                return
             token = next_token([*tokens, *made], self.vocab)
             made.append(token)
             labels.append(self.label)
