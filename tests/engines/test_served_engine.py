@@ -4,6 +4,7 @@ test_servers.py holds the real servers to the same contract.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from polyrl.engines.served import process
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.http import Http, ServerAnswered
-from polyrl.engines.served.server import Load, ServedConfig, Server, ServerBroken, Span
+from polyrl.engines.served.server import Command, Load, ServedConfig, Server, ServerBroken, Span
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
@@ -415,6 +416,40 @@ def test_after_closing_no_process_of_the_server_is_left(tmp_path):
 
     play(script, tmp_path)
     assert process.members(pids[0]) == []
+
+
+def commands() -> list[bytes]:
+    """Of all processes that run."""
+    found: list[bytes] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes())
+    return found
+
+
+def test_a_start_that_is_cancelled_at_any_moment_leaves_no_process(tmp_path):
+    sleep = ["sleep", f"60.{os.getpid()}"]
+    running = "\0".join(sleep).encode() + b"\0"
+
+    async def is_cancelled_after(num_turns: int) -> bool:
+        start = asyncio.create_task(process.ServerProcess.start(Command(sleep, {}), tmp_path / "log"))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        start.cancel()
+        await asyncio.wait([start])
+        if not start.cancelled():
+            await start.result().kill()
+        while running in commands():
+            await asyncio.sleep(0.01)
+        return start.cancelled()
+
+    async def script() -> None:
+        num_turns = 1
+        while await is_cancelled_after(num_turns):
+            num_turns += 1
+        assert num_turns > 5
+
+    asyncio.run(asyncio.wait_for(script(), 20.0))
 
 
 def test_a_server_dies_with_its_worker_even_if_that_is_killed(tmp_path):

@@ -7,6 +7,7 @@ closed. Linux alone tells only the first of them. What it prints goes to a file 
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from pathlib import Path
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served.server import Command
 from polyrl.parent import end_with_parent
+
+_logger = logging.getLogger("polyrl.engines.served")
 
 _STOP_S = 15.0
 _GROUP_S = 5.0
@@ -77,10 +80,14 @@ class ServerProcess:
                 )
         except OSError as error:
             raise EngineError(f"{command.argv[0]} cannot be started: {error.strerror}") from error
-        guard = await asyncio.create_subprocess_exec(
-            "/bin/sh", "-c", _GUARD, str(process.pid),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        try:
+            guard = await asyncio.create_subprocess_exec(
+                "/bin/sh", "-c", _GUARD, str(process.pid),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        except BaseException:  # nobody would hold it
+            _signal(process.pid, signal.SIGKILL)
+            raise
         return cls(process, guard, log)
 
     @property
@@ -103,28 +110,28 @@ class ServerProcess:
     async def stop(self) -> None:
         """It and all that it started. SIGTERM first, SIGKILL for who does not hear it."""
         if not self.has_ended:
-            self._signal(signal.SIGTERM)
+            _signal(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _STOP_S)
         await self.kill()
 
     async def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-        await self._process.wait()
+        """What hangs in a driver outlives even this: it is left behind, and ends when the driver lets go of it."""
+        _signal(self.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _GROUP_S)
         await self._group_gone()
         with contextlib.suppress(ProcessLookupError):
             self._guard.kill()  # the number of the group may be another's from now on
         await self._guard.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
-
     async def _group_gone(self) -> None:
         """Memory, and on a GPU most of it, is free when the last of them is gone."""
         until = time.monotonic() + _GROUP_S
-        while members(self._process.pid) and time.monotonic() < until:
+        while (left := members(self._process.pid)) and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
+        if left:
+            _logger.warning("processes %s of a server do not end", left)
 
     def first_error(self) -> str:
         """The first error of its last lines; empty when it said none.
@@ -139,6 +146,11 @@ class ServerProcess:
         lines = tail(self._log, _LINES)
         begins = [at for at, line in enumerate(lines) if line.startswith(_HEAD)]
         return lines[begins[-1] + 1 if begins else 0 :][-num:]
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
 
 
 def members(group: int) -> list[int]:
