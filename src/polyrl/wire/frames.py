@@ -61,6 +61,11 @@ class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     imposed: ImposedLengths | None = None
     """Answers of these lengths, whatever the model would say. The worker sees to it."""
 
+    @property
+    def truncates(self) -> bool:
+        """Some tokens cannot be drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 # Worker to manager
 

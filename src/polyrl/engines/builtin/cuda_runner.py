@@ -310,10 +310,6 @@ class CudaRunner:
 def _num_from_graph(chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> int:
     """How many chunks, from the first on, decode and are not truncated: there is a graph for those alone."""
     num = 0
-    while num < len(chunks) and chunks[num].count == 1 and chunks[num].samples and not _truncates(wanted[num]):
+    while num < len(chunks) and chunks[num].count == 1 and chunks[num].samples and not wanted[num].sampling.truncates:
         num += 1
     return num
-
-
-def _truncates(one: Wanted) -> bool:
-    return bool(one.sampling.top_k) or one.sampling.top_p < 1.0 or one.sampling.min_p > 0.0

@@ -34,7 +34,6 @@ from polyrl.engines.engine import (
 from polyrl.engines.finishing import finish
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Version
-from polyrl.wire.frames import Sampling
 
 if TYPE_CHECKING:
     from polyrl.engines.builtin.cuda_runner import CudaRunner
@@ -375,7 +374,7 @@ class BuiltinEngine:
         """How many steps run before we look again: several, while all that run only decode. 0: as they come."""
         if not all(samples and count == 1 for _, _, count, samples in chunks):
             return 0
-        if self._cuda is not None and any(_truncates(sequence.data.job.sampling) for sequence, _, _, _ in chunks):
+        if self._cuda is not None and any(sequence.data.job.sampling.truncates for sequence, _, _, _ in chunks):
             return 0  # there is no graph for it
         # On a GPU a row that is over costs next to nothing, and a look at all of them does.
         last = max if self._cuda is not None else min
@@ -439,10 +438,6 @@ class BuiltinEngine:
         start = max(len(answer.job.prompt), len(sequence.tokens) - _STOP_TAIL_TOKENS)
         text = self._tokenizer.decode(sequence.tokens[start:])
         return any(stop in text for stop in stops)
-
-
-def _truncates(sampling: Sampling) -> bool:
-    return bool(sampling.top_k) or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def _by_row(steps: list[list[Any]]) -> "zip[tuple[Any, ...]]":

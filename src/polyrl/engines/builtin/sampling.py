@@ -58,7 +58,7 @@ def plan_draws(
     positions: Numbers | Sequence[int],
     device: torch.device,
 ) -> Draws:
-    truncated = [(row, one) for row, one in enumerate(samplings) if one.top_k or one.top_p < 1.0 or one.min_p > 0.0]
+    truncated = [(row, one) for row, one in enumerate(samplings) if one.truncates]
     temperatures = torch.tensor([one.temperature for one in samplings], dtype=torch.float32)
     is_plain = all(one.temperature == 1.0 for one in samplings)
     numbers = torch.from_numpy(uniforms(seeds, positions))

@@ -287,8 +287,7 @@ class ServedEngine:
 
     def _warn(self, server: Server, sampling: Sampling) -> None:
         """Once, where log-probabilities are not the policy's."""
-        is_truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
-        if is_truncated and not server.tells_policy and not self._has_warned:
+        if sampling.truncates and not server.tells_policy and not self._has_warned:
             self._has_warned = True
             log.warning("top-p, top-k or min-p: this server's log-probabilities are of the truncated distribution")
 
