@@ -1,4 +1,7 @@
-"""Requests to a server on this machine, and its event streams. Every wait has a deadline; every error is a line."""
+"""Requests to a server on this machine, and its event streams. Every request has a deadline, and every error is a line.
+
+A stream has none: an answer may wait for its turn for long. It ends with its server, which `keeper` watches.
+"""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

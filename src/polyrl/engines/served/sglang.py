@@ -1,4 +1,4 @@
-"""An SGLang server: how it is started, what it says, how it streams. Pinned where docs/guides/engines.md says.
+"""An SGLang server: how it is started, what it says, how it streams. Its version is in `versions`.
 
 It takes token ids and gives token ids (`/generate`), and loads no tokenizer. The log-probability of a token is that
 under the sampling temperature before truncation; greedy: that at temperature 1. Seeds count only where the server was

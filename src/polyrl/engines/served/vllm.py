@@ -1,4 +1,4 @@
-"""A vLLM server: how it is started, what it says, how it streams. Pinned where docs/guides/engines.md says.
+"""A vLLM server: how it is started, what it says, how it streams. Its version is in `versions`.
 
 It takes token ids and gives token ids (`/inference/v1/generate`), and loads no tokenizer. The log-probability of a
 token is that of the distribution it was drawn from: after temperature, and after top-k, top-p and min-p where they are
