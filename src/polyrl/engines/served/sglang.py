@@ -172,7 +172,10 @@ def _sampling(asked: Asked) -> dict[str, Any]:
 def _parts(data: bytes) -> tuple[Part]:
     event = _decode(data)
     if event.error is not None:
-        raise EngineError(f"the server failed: {event.error.get('message', event.error)}")
+        said = event.error.get("message", event.error)
+        if event.error.get("code") == 400:  # it refuses within a stream that it has begun already
+            raise JobRefused(str(said))
+        raise EngineError(f"the server failed: {said}")
     return (_part(event),)
 
 
@@ -182,7 +185,7 @@ def _part(event: _Event) -> Part:
     if finish is not None and finish.type == "abort":
         if finish.status_code == 400:
             raise JobRefused(finish.message)
-        return Part((), (), "aborted")  # its last token comes a second time
+        return Part((), (), "aborted")  # its last token may come a second time
     logprobs = [one[0] for one in meta.output_token_logprobs]
     if finish is None:
         return Part(event.output_ids, logprobs)
