@@ -204,11 +204,18 @@ class Scripted:
     """A way to take weights that does as it is told: nothing changes but the server's label."""
 
     def __init__(
-        self, server: Server, *, put: Exception | None = None, resume: Exception | None = None, put_s: float = 0.0
+        self,
+        server: Server,
+        *,
+        put: Exception | None = None,
+        resume: Exception | None = None,
+        stage_s: float = 0.0,
+        put_s: float = 0.0,
     ) -> None:
         self._http = server.http
         self._put, self._resume = put, resume
-        self._put_s = put_s
+        self._stage_s, self._put_s = stage_s, put_s
+        self.num_pauses = 0
 
     def flags(self) -> list[str]:
         return []
@@ -217,9 +224,11 @@ class Scripted:
         return {}
 
     async def stage(self, weights: Weights) -> Version:
+        await asyncio.sleep(self._stage_s)
         return weights.version
 
     async def pause(self) -> None:
+        self.num_pauses += 1
         await self._http.post("/pause", timeout_s=5.0)
 
     async def put(self, staged: Version) -> None:
@@ -512,6 +521,23 @@ def test_a_server_that_is_attached_to_is_not_left_standing_still(tmp_path, monke
 
     asyncio.run(asyncio.wait_for(script(), 30.0))
     assert "never retrieved" not in caplog.text
+
+
+def test_a_server_that_is_left_before_an_install_began_is_not_paused(url, tmp_path):
+    async def script() -> None:
+        config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url)
+        one = ServedEngine("vllm", config)
+        await one.start(RecordingSink())
+        assert one.server is not None
+        weighing = one.server.weighing = Scripted(one.server, stage_s=0.1)
+        install = asyncio.create_task(one.install(Weights(Version(1), folder="anywhere")))
+        await asyncio.sleep(0.01)
+        await one.close()
+        with pytest.raises(EngineError, match="closed before the weights were in place"):
+            await install
+        assert weighing.num_pauses == 0
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
 
 
 def test_a_server_that_is_attached_to_and_goes_away_ends_the_engine(tmp_path, monkeypatch):

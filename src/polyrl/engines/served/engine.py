@@ -382,18 +382,17 @@ class ServedEngine:
 
     async def _install(self, weights: Weights) -> None:
         async with self._installing:
-            server = self._running_server()
+            server = self._keeper.server
+            if server is None or self._is_closed:
+                raise EngineError(self._keeper.down or "the engine does not run")
             if weights.copy is None and weights.folder is None:
                 if weights.version == self._version:
                     return
                 raise EngineError(f"nobody says where version {weights.version} can be had")
             staged = await server.weighing.stage(weights)
-            await self._put(self._running_server(), staged, weights.version)
-
-    def _running_server(self) -> Server:
-        if self._keeper.server is None or self._is_closed:
-            raise EngineError(self._keeper.down or "the engine does not run")
-        return self._keeper.server
+            if self._is_closed:
+                raise EngineError("the engine was closed before the weights were in place")
+            await self._put(server, staged, weights.version)
 
     async def _put(self, server: Server, staged: Any, version: Version) -> None:
         """A server whose weights nobody knows does not go on: what it would write, nobody could stamp."""

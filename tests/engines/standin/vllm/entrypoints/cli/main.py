@@ -106,14 +106,13 @@ class Server:
         await reply.prepare(request)
         writing = self.writing[name] = asyncio.create_task(self.write_in_turn(reply, tokens, sampling))
         try:
-            await asyncio.wait([writing])
+            (failed,) = await asyncio.gather(writing, return_exceptions=True)
         finally:
-            writing.cancel()
             del self.writing[name]
-        if writing.cancelled():
+        if isinstance(failed, asyncio.CancelledError):
             await self.event(reply, [], "abort", [])
-        else:
-            writing.result()
+        elif failed is not None:  # whoever listened is gone
+            raise failed
         await reply.write(b"data: [DONE]\n\n")
         return reply
 
