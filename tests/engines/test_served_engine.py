@@ -340,6 +340,37 @@ def test_a_server_that_is_killed_is_started_again_and_what_ran_ends_after_it_is_
     play(script, tmp_path)
 
 
+def test_a_server_whose_engine_hangs_is_started_again_although_it_answers(tmp_path):
+    async def script(stage: Stage) -> None:
+        one = stage.engine
+        assert isinstance(one, ServedEngine)
+        lease = stage.begin(max_tokens=4000, sampling=ON)
+        await stage.sink.some_of(lease)
+        server = one._keeper.server
+        assert server is not None
+        await server.weighing.pause()  # behind its back: it tells its figures, and writes nothing
+        assert await stage.sink.end_of(lease) == "engine_failed"
+        assert one.stats().down == "has samples, and has written nothing for 0.5 s"
+        await until_up(one)
+        text = stage.sink.texts[lease]
+        rest = await stage.text(so_far=text, max_tokens=len(text) + 4, sampling=ON)
+        assert text + rest == answer(PROMPT, len(text) + 4)
+
+    play(script, tmp_path, stall_s=0.5)
+
+
+def test_a_server_with_nothing_to_write_does_not_hang(tmp_path):
+    async def script(stage: Stage) -> None:
+        one = stage.engine
+        assert isinstance(one, ServedEngine)
+        await stage.text(max_tokens=4, sampling=ON)
+        await asyncio.sleep(2.5)
+        assert one.stats().num_outages == 0
+        assert await stage.text(max_tokens=4, sampling=ON) == answer(PROMPT, 4)
+
+    play(script, tmp_path, stall_s=0.5)
+
+
 def test_a_server_that_dies_again_and_again_without_a_token_is_given_up_with_its_error(tmp_path):
     async def script(stage: Stage) -> None:
         while stage.engine.health() is None:

@@ -102,7 +102,7 @@ class ServedEngine:
     def __init__(self, kind: Kind, config: ServedConfig, *, pause_s: float = 0.5) -> None:
         self._kind: Kind = kind
         self._config = config
-        self._keeper = Keeper(NAMES[kind], self._make, config, self._went_down, pause_s)
+        self._keeper = Keeper(NAMES[kind], self._make, config, self._went_down, self._quiet_s, pause_s)
         self._own = uuid.uuid4().hex[:8]
         """Several workers may share a server that runs already."""
         self._facts: Facts | None = None
@@ -111,6 +111,8 @@ class ServedEngine:
         self._answers: dict[LeaseId, _Answer] = {}
         self._installing = asyncio.Lock()
         self._heard_at = 0.0
+        self._stands_still = False
+        """While weights are put in: it writes nothing then, and should not."""
         self._hearing: asyncio.Task[None] | None = None
         self._has_warned = False
         self._is_closed = False
@@ -221,6 +223,8 @@ class ServedEngine:
     def generate(self, job: Job) -> None:
         if self._is_closed or job.lease in self._answers:
             return
+        if not self._answers:
+            self._heard_at = time.monotonic()  # from now on there is something to hear
         answer = self._answers[job.lease] = _Answer(job, f"{self._own}-{job.lease}")
         answer.task = asyncio.create_task(self._run(answer))
         if self._hearing is None or self._hearing.done():
@@ -284,6 +288,10 @@ class ServedEngine:
         if facts.kv_tokens and longest > facts.kv_tokens:
             return f"{longest} tokens do not fit into the cache of {facts.kv_tokens}"
         return ""
+
+    def _quiet_s(self) -> float:
+        """For how long the server has written nothing, although there was something to write."""
+        return 0.0 if not self._answers or self._stands_still else time.monotonic() - self._heard_at
 
     def _warn(self, server: Server, sampling: Sampling) -> None:
         """Once, where log-probabilities are not the policy's."""
@@ -397,6 +405,7 @@ class ServedEngine:
     async def _put(self, server: Server, staged: Any, version: Version) -> None:
         """A server whose weights nobody knows does not go on: what it would write, nobody could stamp."""
         began = time.monotonic()
+        self._stands_still = True
         try:
             try:
                 await server.weighing.pause()
@@ -414,6 +423,8 @@ class ServedEngine:
         except ServerBroken as error:
             self._keeper.give_up(server, f"cannot be trusted any more: {error}")
             raise
+        finally:
+            self._stands_still, self._heard_at = False, time.monotonic()
         self.last_install_s = time.monotonic() - began
         log.info("version %d is installed; the server stood still for %.3f s", version, self.last_install_s)
 

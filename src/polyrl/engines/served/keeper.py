@@ -41,7 +41,11 @@ NOTHING = Load(0, 0, 0.0, 0)
 
 
 class Keeper:
-    """`on_down` hears that a server ended, before anybody can use the next one."""
+    """`on_down` hears that a server ended, before anybody can use the next one.
+
+    `quiet_s` tells for how long a server that has something to write has written nothing: who answers for it may be
+    another process than the one that hangs.
+    """
 
     def __init__(
         self,
@@ -49,9 +53,11 @@ class Keeper:
         make: Callable[[Http], Server],
         config: ServedConfig,
         on_down: Callable[[], None],
+        quiet_s: Callable[[], float],
         pause_s: float,
     ) -> None:
         self._name, self._make, self._config, self._on_down = name, make, config, on_down
+        self._quiet_s = quiet_s
         self._pause_s = pause_s
         self.server: Server | None = None
         """The one that is up."""
@@ -184,10 +190,12 @@ class Keeper:
         return (ended or list(done))[0].result()
 
     async def _watch(self, server: Server) -> str:
-        """Asks for its figures; returns when it has told none for too long."""
+        """Asks for its figures; returns when it has told none for too long, or written nothing."""
         heard_at = time.monotonic()
         waiting = deque([0], maxlen=_LOOKS)
         while time.monotonic() - heard_at < _SILENCE_S:
+            if self._quiet_s() > self._config.stall_s:
+                return f"has samples, and has written nothing for {self._config.stall_s:g} s"
             try:
                 load = await server.load()
                 heard_at = time.monotonic()

@@ -41,6 +41,8 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Which version the directory holds; none: it may not be used before another is installed."""
     start_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
     """A server that is not ready by then is ended. Large models load and compile for long."""
+    stall_s: Annotated[float, Meta(gt=0)] = 60.0
+    """A server that has samples, and writes no token of any for so long, hangs. More for long prompts on a slow CPU."""
 
 
 End = Literal["", "stop", "length", "aborted"]
