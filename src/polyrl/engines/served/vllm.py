@@ -36,6 +36,8 @@ _FACTS_S = 120.0
 """It has just started, and so may have others on the same machine."""
 _CPU_BLOCK_TOKENS = 128
 _GPU_BLOCK_TOKENS = 16
+_OWN_BLOCKS = 1
+"""That it keeps to itself: a context as large as the cache must fit beside it."""
 _FLOAT32_BYTES = 4
 _ENDS: dict[str, End] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
@@ -86,12 +88,12 @@ class VllmServer:
         context = config.max_context
         if machine.is_cpu(config):
             context = machine.cpu_context(config, model.max_context)
-            kv_tokens = -(-machine.cpu_kv_tokens(config) // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
+            kv_tokens = _num_blocks(machine.cpu_kv_tokens(config), _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
             flags += ["--dtype", "float32", "--enforce-eager"]
             flags += ["--kv-cache-memory-bytes", str(kv_tokens * model.kv_numbers * _FLOAT32_BYTES)]
             environment |= _cpu_environment(config)
         elif config.kv_tokens is not None:
-            num_blocks = -(-config.kv_tokens // _GPU_BLOCK_TOKENS)
+            num_blocks = _num_blocks(config.kv_tokens, _GPU_BLOCK_TOKENS)
             flags += ["--block-size", str(_GPU_BLOCK_TOKENS), "--num-gpu-blocks-override", str(num_blocks)]
         if context is not None:
             flags += ["--max-model-len", str(context)]
@@ -140,6 +142,10 @@ class VllmServer:
             kv_used=max(gauges.get("kv_cache_usage_perc", ()), default=0.0),
             num_preemptions=int(sum(gauges.get("num_preemptions_total", ()))),
         )
+
+
+def _num_blocks(kv_tokens: int, block_tokens: int) -> int:
+    return -(-kv_tokens // block_tokens) + _OWN_BLOCKS
 
 
 def _cpu_environment(config: ServedConfig) -> dict[str, str]:
