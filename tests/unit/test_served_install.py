@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from msgspec.structs import replace
 from tests.unit.slices import Model, loader, state
@@ -26,9 +27,12 @@ from polyrl.weights.shelf import HostCopy
 
 def hand_over(copy: HostCopy, ranks: list[Callable[[str], None]], tmp_path: Path) -> None:
     """Play a server whose ranks are threads. Its request is answered when they have ended."""
+    install(Weights(Version(copy.manifest.version), copy=copy), ranks, tmp_path)
 
+
+def install(weights: Weights, ranks: list[Callable[[str], None]], tmp_path: Path) -> None:
     async def main() -> None:
-        staged = await staging.stage(Weights(Version(copy.manifest.version), copy=copy), str(tmp_path))
+        staged = await staging.stage(weights, str(tmp_path))
         name = new_name()
 
         async def ask() -> None:
@@ -66,6 +70,29 @@ def test_nobody_writes_when_one_rank_is_not_ready(tmp_path: Path):
         hand_over(copy, ranks_of(models), tmp_path)
     assert not isinstance(failure.value, ServerBroken)
     assert torch.equal(models[0].embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_a_directory_is_taken_in_the_dtype_of_the_server_and_compared(num_slices: int, tmp_path: Path, caplog):
+    """A server on a CPU computes in float32, whatever its directory is in."""
+    saved = {name: one.bfloat16() for name, one in state(1).items()}
+    safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+    weights, models = Weights(Version(1), folder=str(tmp_path)), [Model(num_slices) for _ in range(num_slices)]
+    install(weights, ranks_of(models), tmp_path)
+    assert torch.equal(torch.cat([one.embed_tokens.weight for one in models]), saved["embed_tokens.weight"].float())
+    assert "nothing that could be compared" not in caplog.text
+    with pytest.raises(ServerBroken, match=r"version 1: norm.weight of slice 0"):
+        install(weights, ranks_of([Model(1)], wrong=True), tmp_path)
+    with copy_of(saved, 2, dtype="bfloat16") as copy, pytest.raises(EngineError, match="with --dtype bfloat16"):
+        hand_over(copy, ranks_of([Model(1)]), tmp_path)
+
+
+def test_a_directory_that_the_server_rounds_is_installed_and_said_not_to_be_compared(tmp_path: Path, caplog):
+    safetensors.torch.save_file(state(1), tmp_path / "model.safetensors")
+    model = Model(1, torch.bfloat16)
+    install(Weights(Version(1), folder=str(tmp_path)), ranks_of([model]), tmp_path)
+    assert torch.equal(model.norm.weight, state(1)["norm.weight"].bfloat16())
+    assert "nothing that could be compared" in caplog.text
 
 
 def test_a_rank_that_fails_while_it_writes_leaves_a_broken_server(tmp_path: Path):

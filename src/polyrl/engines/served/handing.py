@@ -29,6 +29,8 @@ class Offer(NamedTuple):
     num_bytes: int
     probes: list[str]
     """Parameters that are wanted back."""
+    any_dtype: bool = False
+    """The server may take them in its own dtype, as it does when it starts from a directory."""
 
 
 class Head(NamedTuple):

@@ -62,7 +62,8 @@ def _stage(weights: Weights, model: Path) -> Staged:
     buffer = Buffer(layout.num_bytes)
     folder.copy_into(layout, found, source, buffer.view)
     manifest = Manifest(weights.version, layout, table_of(buffer.view), "")
-    return Staged(manifest, checking.offer_of(manifest, model), buffer.fd, buffer.view, buffer)
+    offer = checking.offer_of(manifest, model)._replace(any_dtype=True)
+    return Staged(manifest, offer, buffer.fd, buffer.view, buffer)
 
 
 async def hand_over(staged: Staged, socket_name: str, ask: Awaitable[object], *, late_s: float = LATE_S) -> None:

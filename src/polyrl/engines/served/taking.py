@@ -78,7 +78,7 @@ def _install(offer: dict[str, Any], fd: int, model: torch.nn.Module, load: Load)
             gc.collect()  # tensors that a loader left in a cycle
         if mapping() is not None:
             return {"problem": "the server keeps tensors of the version that lie in the worker's memory"}
-        return {"problem": "", "heads": read_back(model, offer["probes"])}
+        return {"problem": "", "heads": read_back(model, offer)}
     except Exception as error:  # noqa: BLE001  whatever a server's loaders raise: see the module
         return {"problem": _line(error)}
 
@@ -103,7 +103,7 @@ def _misfit(offer: dict[str, Any], fd: int, model: torch.nn.Module) -> str:
         ours = parameters.get(name)
         if ours is None or ours.numel() == 0 or scale is not None or not ours.is_floating_point():
             continue
-        if ours.dtype != _dtype(dtype):
+        if ours.dtype != _dtype(dtype) and not offer["any_dtype"]:
             return f"{name}: {dtype} in the version, {str(ours.dtype)[6:]} in the server; start it with --dtype {dtype}"
     return ""
 
@@ -132,17 +132,24 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def read_back(model: torch.nn.Module, names: list[str]) -> dict[str, tuple[str, list[int], str]]:
+def read_back(model: torch.nn.Module, offer: dict[str, Any]) -> dict[str, tuple[str, list[int], str]]:
     """Dtype, shape and a digest of the first bytes of parameters; of those that this model still has as they are."""
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+    dtypes = {name: _dtype(dtype) for name, dtype, _, _, scale in offer["tensors"] if scale is None}
     found: dict[str, tuple[str, list[int], str]] = {}
-    for name in names:
+    for name in offer["probes"]:
         ours = parameters.get(name)
         if ours is None or ours.numel() == 0 or not ours.is_contiguous():
             continue
-        head = ours.detach().view(-1)[: HEAD_BYTES // ours.element_size()].cpu().view(torch.uint8)
-        digest = hashlib.blake2b(head.numpy().tobytes(), digest_size=16).hexdigest()
-        found[name] = (str(ours.dtype)[6:], list(ours.shape), digest)
+        dtype = dtypes.get(name, ours.dtype)
+        if torch.promote_types(dtype, ours.dtype) != ours.dtype:
+            dtype = ours.dtype  # the server has rounded it: nobody can compare its bytes
+        head = ours.detach().view(-1)[: HEAD_BYTES // dtype.itemsize].cpu()
+        narrow = head.to(dtype)
+        if not torch.equal(narrow.to(head.dtype), head):
+            narrow = head  # no number of the version's: its digest is another, too
+        digest = hashlib.blake2b(narrow.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+        found[name] = (str(dtype)[6:], list(ours.shape), digest)
     return found
 
 
