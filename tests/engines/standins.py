@@ -20,9 +20,9 @@ MODEL = {
 }
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, **settings: int) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps({**MODEL, **settings}))
     return folder
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 from tests.engines import standins
@@ -552,6 +553,42 @@ def test_a_server_that_is_attached_to_is_not_left_standing_still(tmp_path, monke
 
     asyncio.run(asyncio.wait_for(script(), 30.0))
     assert "never retrieved" not in caplog.text
+
+
+def test_a_server_that_is_attached_to_and_breaks_is_not_left_standing_still(url, tmp_path):
+    async def script() -> None:
+        config, sink = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url), RecordingSink()
+        broken = ServedEngine("vllm", config)
+        await broken.start(sink)
+        give_way(broken, put=ServerBroken("half of it is there"))
+        broken.generate(Job(LeaseId(1), SampleId(1), PROMPT, [], 4000, 1, ON))
+        await sink.some_of(LeaseId(1))
+        with pytest.raises(ServerBroken):
+            await broken.install(Weights(Version(1), folder="anywhere"))
+        num = len(sink.texts[LeaseId(1)])
+        await asyncio.sleep(0.1)
+        assert broken.health() == "cannot be trusted any more: half of it is there"
+        assert sink.ends[LeaseId(1)][0] == "engine_failed"
+        assert len(sink.texts[LeaseId(1)]) == num, "nobody can stamp what it writes now"
+        await broken.close()
+        async with aiohttp.ClientSession() as others:
+            body = {"request_id": "another", "token_ids": PROMPT, "sampling_params": {"max_tokens": 4}}
+            body["sampling_params"]["stop_token_ids"] = []
+            async with others.post(f"{url}/inference/v1/generate", json=body) as reply:
+                assert b"[DONE]" in await reply.read()
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
+
+
+def test_a_server_of_another_model_is_not_attached_to(url, tmp_path):
+    async def script() -> None:
+        model = standins.save_model(tmp_path / "model", vocab_size=1024)
+        one = ServedEngine("vllm", ServedConfig(model=str(model), url=url))
+        with pytest.raises(EngineError, match=r"runs the model in .*, which is not that of --model .*: .* 512 ids"):
+            await one.start(RecordingSink())
+        await one.close()
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
 
 
 def test_a_server_that_is_left_before_an_install_began_is_not_paused(url, tmp_path):

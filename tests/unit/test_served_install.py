@@ -1,6 +1,7 @@
 """Handing a version to the ranks of a server, without a server: ranks are threads, models are small."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -70,6 +71,48 @@ def test_nobody_writes_when_one_rank_is_not_ready(tmp_path: Path):
         hand_over(copy, ranks_of(models), tmp_path)
     assert not isinstance(failure.value, ServerBroken)
     assert torch.equal(models[0].embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"norm.weight": torch.zeros(12)}, r"norm.weight has shape \[12\] in the version, \[8\] in the server"),
+        ({"embed_tokens.weight": torch.zeros(64, 12)}, r"embed_tokens.weight has shape \[64, 12\]"),
+        ({"embed_tokens.weight": torch.zeros(80, 8)}, r"embed_tokens.weight has shape \[80, 8\]"),
+    ],
+)
+def test_a_version_of_another_model_is_refused_before_anything_is_written(num_slices, wrong, why, tmp_path: Path):
+    models = [Model(num_slices) for _ in range(num_slices)]
+    before = [one.embed_tokens.weight.clone() for one in models]
+    with copy_of(state(1) | wrong, 1) as copy, pytest.raises(EngineError, match=why) as failure:
+        hand_over(copy, ranks_of(models), tmp_path)
+    assert not isinstance(failure.value, ServerBroken)
+    assert all(torch.equal(one.embed_tokens.weight, old) for one, old in zip(models, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"extra.weight": torch.zeros(1)}, "it has extra.weight"),
+        ({"norm.weight": None}, "it has no norm.weight"),
+        ({"norm.weight": torch.zeros(9)}, r"norm.weight has shape \[9\]; expected \[8\]"),
+        ({}, ""),
+    ],
+)
+def test_a_server_that_runs_already_must_have_the_tensors_of_our_directory(change, why, tmp_path: Path, caplog):
+    theirs = {name: one for name, one in (state(1) | change).items() if one is not None}
+    for folder, saved in ((tmp_path / "ours", state(2)), (tmp_path / "theirs", theirs)):
+        folder.mkdir()
+        (folder / "config.json").write_text('{"vocab_size": 64}')
+        safetensors.torch.save_file(saved, folder / "model.safetensors")
+    checking.check_served(str(tmp_path / "ours"), str(tmp_path / "ours"))
+    assert not caplog.text
+    with pytest.raises(EngineError, match=why) if why else contextlib.nullcontext():
+        checking.check_served(str(tmp_path / "ours"), str(tmp_path / "theirs"))
+    assert ("is taken for" in caplog.text) == (not why)
+    checking.check_served(str(tmp_path / "ours"), "somebody/a-model")
+    assert "which is no directory here" in caplog.text
 
 
 @pytest.mark.parametrize("num_slices", [1, 2])

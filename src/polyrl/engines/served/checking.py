@@ -1,20 +1,26 @@
 """Whether a version is of a server's model, and whether it has arrived there. Decides; reads headers, moves nothing.
 
-Before: every tensor of the model's directory is in the version, in its shape, and the other way round. After: the first
+Before: every tensor of the model's directory is in the version, in its shape, and the other way round; the directory of
+a server that runs already has the same ones, where it can be read. After: the first
 bytes of embeddings, head and norms, read back from every rank, are those of the version, as that rank's slice. Matrices
 are left out: servers repack them for their kernels, and the same loop of the same loader put them in.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from polyrl.engines.engine import EngineError
+from polyrl.engines.served import model_files
 from polyrl.engines.served.between import HEAD_BYTES
 from polyrl.engines.served.handing import Answer, Offer
+from polyrl.errors import UserError
 from polyrl.weights import folder, shards
 from polyrl.weights.chunks import View
 from polyrl.weights.manifest import SCALE, Layout, Manifest, Spec
+
+log = logging.getLogger("polyrl.engines.served")
 
 _MOST_PROBES = 8
 
@@ -33,6 +39,42 @@ def offer_of(manifest: Manifest, model: Path) -> Offer:
         scale = layout.by_name.get(entry.name + SCALE) if manifest.lossy else None
         tensors.append((name, entry.dtype, entry.shape, entry.start, None if scale is None else scale.start))
     return Offer(tensors, layout.num_bytes, probes_of(layout))
+
+
+def check_served(model: str, served: str) -> None:
+    """Raises EngineError when a server that runs already, from the directory `served`, has another model than ours."""
+    ours, theirs = Path(model).resolve(), Path(served)
+    if not theirs.is_absolute() or not (theirs / "config.json").is_file():
+        log.warning("the server's model is %r, which is no directory here: it is taken for that in %s", served, model)
+        return
+    if theirs.resolve() == ours:
+        return
+    why = _difference(ours, theirs)
+    if why:
+        raise EngineError(f"the server runs the model in {served}, which is not that of --model {model}: {why}")
+    log.warning("the server runs the model in %s: it is taken for that in %s", served, model)
+
+
+def _difference(ours: Path, theirs: Path) -> str:
+    mine, its = model_files.read(str(ours)), model_files.read(str(theirs))
+    if mine.vocab != its.vocab:
+        return f"a vocabulary of {its.vocab} ids; expected {mine.vocab}"
+    if mine.kv_numbers != its.kv_numbers:
+        return "it has other layers"
+    if not (any(ours.glob("*.safetensors")) and any(theirs.glob("*.safetensors"))):
+        return ""
+    try:
+        wanted, found = folder.scan(ours).specs, folder.scan(theirs).specs
+    except UserError as error:
+        raise EngineError(str(error)) from error
+    for name in [*wanted, *found]:
+        if name not in found:
+            return f"it has no {name}"
+        if name not in wanted:
+            return f"it has {name}"
+        if found[name].shape != wanted[name].shape:
+            return f"{name} has shape {list(found[name].shape)}; expected {list(wanted[name].shape)}"
+    return ""
 
 
 def _names(manifest: Manifest, model: Path) -> list[str]:

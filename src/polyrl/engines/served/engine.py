@@ -422,6 +422,8 @@ class ServedEngine:
             await self._resume(server)
         except ServerBroken as error:
             self._keeper.give_up(server, f"cannot be trusted any more: {error}")
+            if not self._keeper.is_ours:
+                await self._keeper.given_up()
             raise
         finally:
             self._stands_still, self._heard_at = False, time.monotonic()

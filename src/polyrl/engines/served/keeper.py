@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from polyrl.engines.engine import EngineError
@@ -105,6 +106,11 @@ class Keeper:
         if self.server is server and self._broken is not None and not self._broken.done():
             self._broken.set_result(why)
 
+    async def given_up(self) -> None:
+        """Waits until a server that is not ours, and is not used any more, was told to go on."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
     async def is_alive(self, server: Server) -> bool:
         """A stream failed: is it the server? When this says no, it is down already."""
         for _ in range(3):
@@ -137,11 +143,14 @@ class Keeper:
         while True:
             why = await self._until_over(server)
             self._go_down(why)
-            await server.http.close()
-            await self._end_process(gently=False)
             if not self.is_ours:
                 self.trouble = self.down
+                with suppress(EngineError):
+                    await server.weighing.resume()  # it goes on without us
+                await server.http.close()
                 return
+            await server.http.close()
+            await self._end_process(gently=False)
             num_deaths = 1 if self.wrote else num_deaths + 1
             pause_s = self._pause_s if self.wrote else min(_LONGEST_PAUSE_S, 2.0 * pause_s)
             again = await self._again(num_deaths, pause_s)

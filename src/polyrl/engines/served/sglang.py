@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.engines.engine import EngineError
-from polyrl.engines.served import machine, model_files
+from polyrl.engines.served import checking, machine, model_files
 from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable
 from polyrl.engines.served.metrics import read_gauges
 from polyrl.engines.served.server import (
@@ -128,11 +128,14 @@ class SglangServer:
             slots = sum(int(one["effective_max_running_requests_per_dp"]) for one in said["internal_states"])
             kv_tokens = int(said["max_total_num_tokens"])
             context = int(said["max_req_input_len"]) - _MARGIN_TOKENS
-            label = str((await self.http.get("/model_info", timeout_s=_FACTS_S))["weight_version"])
+            model = await self.http.get("/model_info", timeout_s=_FACTS_S)
+            label = str(model["weight_version"])
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"/server_info says something else than expected: {error!r}") from error
         if not said.get("incremental_streaming_output"):
             raise EngineError("an SGLang server needs --incremental-streaming-output")
+        if self._config.url:
+            checking.check_served(self._config.model, str(model.get("model_path", "")))
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
 

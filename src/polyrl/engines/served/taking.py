@@ -63,7 +63,7 @@ def _converse(worker: socket.socket, rank: Rank, model: torch.nn.Module, load: L
     _tell(worker, rank._asdict())
     offer, fd = _hear_offer(worker)
     try:
-        problem = _misfit(offer, fd, model)
+        problem = _misfit(offer, fd, rank, model)
         _tell(worker, {"problem": problem})
         if not problem and _hear(worker).get("go"):
             _tell(worker, _install(offer, fd, model, load))
@@ -92,20 +92,37 @@ def _load(offer: dict[str, Any], fd: int, load: Load) -> "weakref.ref[mmap.mmap]
     return weakref.ref(mapped)
 
 
-def _misfit(offer: dict[str, Any], fd: int, model: torch.nn.Module) -> str:
-    """Why the version is not for this model; empty when it is. Dtypes are compared where a parameter has its name."""
+def _misfit(offer: dict[str, Any], fd: int, rank: Rank, model: torch.nn.Module) -> str:
+    """Why the version is not for this model; empty when it is.
+
+    Parameters are compared that have their names of the version. Of the rest, which a server fuses and packs, the
+    worker has compared names and shapes with those of the model's directory.
+    """
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         return "the worker's file can be shortened while it is read"
     if os.fstat(fd).st_size < offer["num_bytes"]:
         return f"a file of {os.fstat(fd).st_size} bytes for {offer['num_bytes']} bytes of weights"
     parameters = dict(model.named_parameters())
-    for name, dtype, _, _, scale in offer["tensors"]:
+    for name, dtype, shape, _, scale in offer["tensors"]:
         ours = parameters.get(name)
-        if ours is None or ours.numel() == 0 or scale is not None or not ours.is_floating_point():
+        if ours is None or ours.numel() == 0:
+            continue
+        if (name in offer["probes"] or name.endswith("norm.weight")) and not _is_slice(ours, shape, rank.num_slices):
+            return f"{name} has shape {shape} in the version, {list(ours.shape)} in the server: it is of another model"
+        if scale is not None or not ours.is_floating_point():
             continue
         if ours.dtype != _dtype(dtype) and not offer["any_dtype"]:
             return f"{name}: {dtype} in the version, {str(ours.dtype)[6:]} in the server; start it with --dtype {dtype}"
     return ""
+
+
+def _is_slice(ours: torch.Tensor, shape: list[int], num_slices: int) -> bool:
+    """Whether a table or a vector may be a rank's part of one of that shape. A table's rows are cut, and padded."""
+    if ours.dim() != len(shape):
+        return False
+    if ours.dim() == 1:
+        return ours.shape[0] in (shape[0], shape[0] // num_slices)
+    return ours.shape[0] * num_slices >= shape[0] and list(ours.shape[1:]) == shape[1:]
 
 
 def _tensors(offer: dict[str, Any], view: memoryview) -> Tensors:

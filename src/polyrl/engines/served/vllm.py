@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.engines.engine import EngineError
-from polyrl.engines.served import machine, model_files
+from polyrl.engines.served import checking, machine, model_files
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable
 from polyrl.engines.served.metrics import read_gauges
@@ -123,6 +123,8 @@ class VllmServer:
             raise EngineError(f"{error}; a vLLM server needs VLLM_SERVER_DEV_MODE=1 and --enable-scale-out") from error
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"/server_info says something else than expected: {error!r}") from error
+        if self._config.url:
+            checking.check_served(self._config.model, str(model.get("model", "")))
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
 

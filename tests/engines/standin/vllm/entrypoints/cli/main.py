@@ -60,7 +60,7 @@ class Server:
         return web.Response()
 
     async def server_info(self, _: web.Request) -> web.Response:
-        model = {"max_model_len": self.args.max_model_len}
+        model = {"model": self.args.model, "max_model_len": self.args.max_model_len}
         cache, batch = {"kv_cache_size_tokens": 65_536}, {"max_num_seqs": self.args.max_num_seqs}
         said = {"model_config": model, "cache_config": cache, "scheduler_config": batch}
         return web.json_response({"vllm_config": said})
