@@ -24,12 +24,13 @@ from tests.engines.killing import Scenario
 from tests.engines.standin.vllm.entrypoints.cli.main import next_token
 from tests.integration.live import run
 
+from polyrl.cli.check_engine import check
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.engines.served import process
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.http import Http, ServerAnswered
-from polyrl.engines.served.server import Command, Load, ServedConfig, Server, ServerBroken, Span
+from polyrl.engines.served.server import Command, Load, ServedConfig, ServerBroken, Span
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
@@ -206,14 +207,14 @@ class Scripted:
 
     def __init__(
         self,
-        server: Server,
+        http: Http,
         *,
         put: Exception | None = None,
         resume: Exception | None = None,
         stage_s: float = 0.0,
         put_s: float = 0.0,
     ) -> None:
-        self._http = server.http
+        self._http = http
         self._put, self._resume = put, resume
         self._stage_s, self._put_s = stage_s, put_s
         self.num_pauses = 0
@@ -248,7 +249,7 @@ def give_way(one: Engine, **trouble: Any) -> ServedEngine:
     assert isinstance(one, ServedEngine)
     server = one._keeper.server
     assert server is not None
-    server.weighing = Scripted(server, **trouble)
+    server.weighing = Scripted(server.http, **trouble)
     return one
 
 
@@ -546,7 +547,8 @@ def test_a_server_that_is_attached_to_is_not_left_standing_still(tmp_path, monke
         assert await owner_sink.end_of(LeaseId(1)) == "length"
         await server.weighing.pause()  # and one that is killed in an install does not resume
         stage = await guest(server.http.url)
-        assert stage.info.version == 1
+        assert stage.info.version is None, "somebody else's, of whatever run"
+        await give_way(stage.engine).install(Weights(Version(0)))  # what its directory holds needs no other source
         assert await stage.text()
         await stage.engine.close()
         await owner.close()
@@ -580,6 +582,27 @@ def test_a_server_that_is_attached_to_and_breaks_is_not_left_standing_still(url,
     asyncio.run(asyncio.wait_for(script(), 30.0))
 
 
+def test_a_check_of_a_server_that_is_attached_to_puts_its_version_back(url, tmp_path, monkeypatch, capsys):
+    """And replaces nothing that somebody else has installed there."""
+    monkeypatch.setattr("polyrl.engines.served.vllm.VllmWeighing", lambda http, _: Scripted(http))
+    config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url)
+
+    async def script() -> None:
+        assert await check(ServedEngine("vllm", config), config.model) == 0
+        http = Http(url)
+        assert (await http.get("/weight_info", timeout_s=5.0))["weight_version"] == "0"
+        await http.post("/update_weight_version", {"new_version": "37"}, timeout_s=5.0)
+        assert await check(ServedEngine("vllm", config), config.model) == 1
+        assert (await http.get("/weight_info", timeout_s=5.0))["weight_version"] == "37"
+        await http.post("/update_weight_version", {"new_version": "default"}, timeout_s=5.0)
+        await http.close()
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-3:-1] == ["check: put version 0 back", "check: all is well"]
+    assert "a check would replace them; expected one that was just started" in said.err
+
+
 def test_a_server_of_another_model_is_not_attached_to(url, tmp_path):
     async def script() -> None:
         model = standins.save_model(tmp_path / "model", vocab_size=1024)
@@ -597,7 +620,7 @@ def test_a_server_that_is_left_before_an_install_began_is_not_paused(url, tmp_pa
         one = ServedEngine("vllm", config)
         await one.start(RecordingSink())
         assert one.server is not None
-        weighing = one.server.weighing = Scripted(one.server, stage_s=0.1)
+        weighing = one.server.weighing = Scripted(one.server.http, stage_s=0.1)
         install = asyncio.create_task(one.install(Weights(Version(1), folder="anywhere")))
         await asyncio.sleep(0.01)
         await one.close()

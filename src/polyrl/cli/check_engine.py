@@ -68,13 +68,22 @@ async def _check(engine: Engine, folder: str | None) -> None:
     began = time.monotonic()
     info = await engine.start(switch)
     _say(f"{info.engine} is up after {time.monotonic() - began:.1f} s: {_shown(info)}")
-    held = info.version
+    held, is_attached = info.version, getattr(engine, "is_attached", False)
     if held is None:
+        if is_attached:
+            raise EngineError(
+                "the server runs weights that somebody installed, and a check would replace them; "
+                "expected one that was just started"
+            )
         held = Version(0)
         await _install(engine, held, folder)
     await _write(engine, switch, LeaseId(1), held)
     await _install(engine, Version(held + 1), folder)
-    await _write(engine, switch, LeaseId(2), Version(held + 1))
+    try:
+        await _write(engine, switch, LeaseId(2), Version(held + 1))
+    finally:
+        if is_attached:
+            await _put_back(engine, held, folder)
     _say("all is well")
 
 
@@ -104,6 +113,16 @@ async def _install(engine: Engine, version: Version, folder: str | None) -> None
     began = time.monotonic()
     await engine.install(Weights(version, folder=folder))
     _say(f"installed version {version}, the model's own weights, in {time.monotonic() - began:.2f} s")
+
+
+async def _put_back(engine: Engine, version: Version, folder: str | None) -> None:
+    """Others go on with the server. What went wrong before says more than that this does, too."""
+    try:
+        await engine.install(Weights(version, folder=folder))
+    except EngineError as error:
+        print(f"polyrl: version {version} could not be put back: {error}", file=sys.stderr)
+    else:
+        _say(f"put version {version} back")
 
 
 def _say(line: str) -> None:

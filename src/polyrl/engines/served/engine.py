@@ -127,6 +127,11 @@ class ServedEngine:
         return self._keeper.log_file
 
     @property
+    def is_attached(self) -> bool:
+        """Its server ran before, and goes on afterwards."""
+        return not self._keeper.is_ours
+
+    @property
     def server(self) -> Server | None:
         """The one that is up."""
         return self._keeper.server
@@ -144,6 +149,16 @@ class ServedEngine:
     def _version_of(self, label: str) -> Version | None:
         return Version(int(label)) if label.isdecimal() else self._base
 
+    def _version_at_start(self, label: str) -> Version | None:
+        """What others installed in a server that runs already may be of any run: it is no version of ours."""
+        version = self._version_of(label)
+        if self.is_attached and version != self._base:
+            log.warning(
+                "the server runs a version %s that somebody installed: it is given another before it writes", label
+            )
+            return None
+        return version
+
     def _make(self, http: Http) -> Server:
         if self._kind == "vllm":
             from polyrl.engines.served.vllm import VllmServer
@@ -158,7 +173,7 @@ class ServedEngine:
     async def start(self, sink: Sink) -> EngineInfo:
         self._sink = sink
         facts = self._facts = await self._keeper.start()
-        self._version = self._version_of(facts.label)
+        self._version = self._version_at_start(facts.label)
         if not self._keeper.is_ours and self._keeper.server is not None:
             await self._keeper.server.weighing.resume()  # whoever had it before us may have died in an install
         if self._is_closed:
@@ -396,7 +411,9 @@ class ServedEngine:
             if weights.copy is None and weights.folder is None:
                 if weights.version == self._version:
                     return
-                raise EngineError(f"nobody says where version {weights.version} can be had")
+                if weights.version != self._base:
+                    raise EngineError(f"nobody says where version {weights.version} can be had")
+                weights = Weights(weights.version, folder=self._config.model)
             staged = await server.weighing.stage(weights)
             if self._is_closed:
                 raise EngineError("the engine was closed before the weights were in place")
