@@ -429,11 +429,61 @@ def test_a_server_that_cannot_start_says_why_in_a_line(tmp_path):
     asyncio.run(script())
 
 
+def test_a_log_that_takes_nothing_is_named_and_has_an_end(tmp_path):
+    async def script() -> None:
+        config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), log="/dev/full", device="cpu")
+        one = ServedEngine("vllm", config)
+        with pytest.raises(
+            EngineError, match=r"^the server's log /dev/full cannot be written: No space left on device$"
+        ):
+            await one.start(RecordingSink())
+        await one.close()
+        assert process.tail(Path("/dev/full"), 20) == []
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
+
+
+def test_a_port_that_nobody_listens_at_is_said_to_be_one(tmp_path, caplog):
+    async def script() -> None:
+        url = f"http://127.0.0.1:{process.free_port()}"
+        config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url, start_timeout_s=0.3)
+        with pytest.raises(
+            EngineError, match=r"server at http://.* is not ready after .*: /health: Connection refused$"
+        ):
+            await ServedEngine("vllm", config).start(RecordingSink())
+        assert "for 0 s: /health: Connection refused" in caplog.text
+
+    caplog.set_level("INFO")
+    asyncio.run(asyncio.wait_for(script(), 30.0))
+
+
+def test_a_check_that_is_ended_while_its_server_starts_leaves_nothing_behind(tmp_path):
+    model, temporary = standins.save_model(tmp_path / "model"), tmp_path / "temporary"
+    temporary.mkdir()
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.chmod(0o700)
+    options = ["--engine", "vllm", "--model", str(model), "--engine-python", str(silent), f"log={tmp_path}/log"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "polyrl", "worker", "--check", *options, "device=cpu"],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as one:
+        assert one.stderr is not None
+        assert "the vLLM server starts, process" in one.stderr.readline()
+        assert list(temporary.iterdir())
+        one.terminate()
+        assert one.wait(20) == 143
+        assert "check: ended by SIGTERM" in one.stderr.read()
+    assert not list(temporary.iterdir())
+
+
 def test_a_server_that_is_not_installed_says_where_to_name_it(tmp_path):
     async def script() -> None:
         model = str(standins.save_model(tmp_path / "model"))
         one = ServedEngine("sglang", ServedConfig(model=model, python=sys.executable, device="cpu"))
-        with pytest.raises(EngineError, match=r"No module named 'sglang'.*; name the environment .* --engine-python"):
+        with pytest.raises(EngineError, match=r"No module named 'sglang'; name the environment .* --engine-python"):
             await one.start(RecordingSink())
         assert one.log_file is not None
         one.log_file.unlink()

@@ -1,6 +1,7 @@
 """`polyrl worker --check`: start an engine, write one sample, install one version, write again, and say how it went."""
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
 EXIT_ILL = 1
+EXIT_TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
 _PROMPT = [1, 2, 3]
 _NUM_TOKENS = 16
 _ANSWER_S = 300.0
@@ -52,8 +54,15 @@ class _Switch:
 
 async def check(engine: Engine, folder: str | None) -> int:
     """The exit code. What went wrong is said in a line, with the end of the server's log."""
+    is_terminated = asyncio.Event()
+    _on_sigterm(is_terminated)
     try:
         await _check(engine, folder)
+    except asyncio.CancelledError:
+        if not is_terminated.is_set():
+            raise
+        print("polyrl: error: check: ended by SIGTERM", file=sys.stderr)
+        return EXIT_TERMINATED
     except EngineError as error:
         print(f"polyrl: error: check: {error}", file=sys.stderr)
         _show_log(engine)
@@ -61,6 +70,18 @@ async def check(engine: Engine, folder: str | None) -> int:
     finally:
         await engine.close()
     return 0
+
+
+def _on_sigterm(is_terminated: asyncio.Event) -> None:
+    """End the check as any other: its server is stopped, and its temporary directories are removed."""
+    checking = asyncio.current_task()
+    assert checking is not None
+
+    def end() -> None:
+        is_terminated.set()
+        checking.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
 
 
 async def _check(engine: Engine, folder: str | None) -> None:

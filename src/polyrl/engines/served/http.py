@@ -3,6 +3,7 @@
 A stream has none: an answer may wait for its turn for long. It ends with its server, which `keeper` watches.
 """
 
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -43,6 +44,8 @@ class Http:
         self.key = key
         self.is_refused = False
         """Its last answer was that this is not its key."""
+        self.trouble = ""
+        """Why the last question had no answer."""
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 
@@ -81,13 +84,16 @@ class Http:
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as reply:
                 raw = await reply.read()
+                self.trouble = ""
                 self.is_refused = reply.status == _UNAUTHORIZED
                 if reply.status >= 400:
                     raise ServerAnswered(path, reply.status, _error_line(raw))
         except TimeoutError as error:
-            raise ServerUnreachable(f"{path} did not answer within {timeout_s:g} s") from error
+            self.trouble = f"{path} did not answer within {timeout_s:g} s"
+            raise ServerUnreachable(self.trouble) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerUnreachable(f"{path}: {_line(error)}") from error
+            self.trouble = f"{path}: {_line(error)}"
+            raise ServerUnreachable(self.trouble) from error
         if text:
             return raw.decode(errors="replace")
         if not raw.strip():
@@ -150,6 +156,8 @@ class Events(Generic[Part]):
 
 
 def _line(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
     said = str(error).strip().partition("\n")[0]
     return said or type(error).__name__
 

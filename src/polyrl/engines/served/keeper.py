@@ -246,21 +246,22 @@ class Keeper:
             raise
 
     async def _until_ready(self, server: Server) -> None:
-        began = told = time.monotonic()
+        began = time.monotonic()
+        told = began if self.is_ours else began - _PROGRESS_S  # ours needs its time; another should be there
         process, name = self._process, self._name
         while not await server.is_ready():
             now = time.monotonic()
             if process is not None and process.has_ended:
-                how, line = await process.ended(), process.first_error() or self._last_said()
+                how, line = await process.ended(), process.first_error() or self._last_said(server)
                 hint = "; name the environment that it is in with --engine-python" if "No module named" in line else ""
                 raise EngineError(f"the {name} server {how}: {line}{hint} (its log: {self.log_file})")
             if server.http.is_refused:
                 raise EngineError(f"{self._where} wants another key; {KEY_VARIABLE} is where it belongs")
             if now - began > self._config.start_timeout_s:
-                raise EngineError(f"{self._where} is not ready after {now - began:.0f} s")
+                raise EngineError(f"{self._where} is not ready after {now - began:.0f} s: {self._last_said(server)}")
             if now - told > _PROGRESS_S:
                 told = now
-                log.info("waiting for %s for %.0f s: %s", self._where, now - began, self._last_said())
+                log.info("waiting for %s for %.0f s: %s", self._where, now - began, self._last_said(server))
             await asyncio.sleep(_LOOK_S)
         log.info("%s is ready after %.1f s", self._where, time.monotonic() - began)
 
@@ -270,8 +271,10 @@ class Keeper:
             return f"the {self._name} server at {self._config.url}"
         return f"the {self._name} server (its log: {self.log_file})"
 
-    def _last_said(self) -> str:
-        lines = [] if self._process is None else self._process.last_lines(1)
+    def _last_said(self, server: Server) -> str:
+        if self._process is None:
+            return server.http.trouble or "it is not ready yet"
+        lines = self._process.last_lines(1)
         return lines[0][:160] if lines else "it says nothing"
 
     async def _end_process(self, *, gently: bool) -> None:

@@ -14,7 +14,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 
 from polyrl.engines.engine import EngineError
@@ -65,11 +66,9 @@ class ServerProcess:
 
     @classmethod
     async def start(cls, command: Command, log: Path) -> "ServerProcess":
-        """Raises EngineError when there is nothing to start."""
-        try:
-            with log.open("ab") as output:
-                output.write(f"{_HEAD}{time.strftime('%F %T')} {' '.join(command.argv)}\n".encode())
-                output.flush()
+        """Raises EngineError when there is nothing to start, or nowhere to write."""
+        with _opened(log, f"{_HEAD}{time.strftime('%F %T')} {' '.join(command.argv)}\n") as output:
+            try:
                 process = await asyncio.create_subprocess_exec(
                     *command.argv,
                     env=_environment(command.environment),
@@ -78,8 +77,8 @@ class ServerProcess:
                     stderr=output,
                     preexec_fn=_on_its_own,
                 )
-        except OSError as error:
-            raise EngineError(f"{command.argv[0]} cannot be started: {error.strerror}") from error
+            except OSError as error:
+                raise EngineError(f"{command.argv[0]} cannot be started: {error.strerror}") from error
         try:
             guard = await asyncio.create_subprocess_exec(
                 "/bin/sh", "-c", _GUARD, str(process.pid),
@@ -139,13 +138,30 @@ class ServerProcess:
         The first, because these servers report the end of one of their processes by the errors of the others.
         """
         lines = self.last_lines(_LINES)
-        errors = (match.group() for line in lines if "WARNING" not in line and (match := _ERROR.search(line)))
+        errors = (
+            _unwrapped(match.group()) for line in lines if "WARNING" not in line and (match := _ERROR.search(line))
+        )
         return next(errors, "")[:300]
 
     def last_lines(self, num: int) -> list[str]:
         lines = tail(self._log, _LINES)
         begins = [at for at, line in enumerate(lines) if line.startswith(_HEAD)]
         return lines[begins[-1] + 1 if begins else 0 :][-num:]
+
+
+@contextlib.contextmanager
+def _opened(log: Path, head: str) -> Iterator[FileIO]:
+    try:
+        output = log.open("ab", buffering=0)
+        try:
+            output.write(head.encode())
+        except OSError:
+            output.close()
+            raise
+    except OSError as error:
+        raise EngineError(f"the server's log {log} cannot be written: {error.strerror}") from error
+    with output:
+        yield output
 
 
 def _signal(group: int, number: signal.Signals) -> None:
@@ -164,12 +180,17 @@ def members(group: int) -> list[int]:
     return found
 
 
+def _unwrapped(error: str) -> str:
+    """Without the bracket that closes before the error begins, as in `python -m`'s own."""
+    return error[:-1] if error.endswith(")") and error.count(")") > error.count("(") else error
+
+
 def tail(log: Path, num: int) -> list[str]:
     """The last lines of a log that are not empty."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            text = file.read(_TAIL_BYTES).decode(errors="replace").replace("\0", "")  # a device may have no end
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-num:]
