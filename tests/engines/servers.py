@@ -15,18 +15,22 @@ import pytest
 import torch
 from tests.builtin.reference import Reference
 from tests.builtin.tiny_models import save_tiny
+from tests.contracts.engine_contract import EngineContract, Script
 from tests.weights.copies import copy_of
 
+from polyrl.engines.engine import Weights
 from polyrl.engines.served.between import KEY_VARIABLE, SOCKET_VARIABLE
 from polyrl.engines.served.engine import Kind, ServedEngine
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import free_port
 from polyrl.engines.served.server import ServedConfig, Server
+from polyrl.ids import Version
 from polyrl.weights import tensors
 from polyrl.weights.shelf import HostCopy
 
 CACHE = Path("~/.cache/polyrl/engines").expanduser()
 START_S = 600.0
+PATIENCE_S = 300.0
 KEY = "the-key-of-the-tests"
 CONTEXT = 1024
 
@@ -106,6 +110,14 @@ def running(setup: Setup, folder: Path) -> Iterator[Running]:
             os.environ.pop(name)
         os.environ.update(before)
         _end(process)
+
+
+def play(server: Running, script: Script, **settings: Any) -> None:
+    """With the weights of the server's directory, where the test before this one has left a version there."""
+    contract = EngineContract()
+    contract.patience_s = PATIENCE_S
+    contract.weights = lambda version: Weights(Version(version), folder=str(server.models[0]))
+    contract.play(script, server.engine(**settings))
 
 
 async def _until_ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -13,7 +13,7 @@ from tests.builtin.reference import TOLERANCE
 from tests.builtin.stage import GREEDY, answers
 from tests.contracts.engine_contract import ON, EngineContract, Stage
 from tests.engines.killing import NUM_PROMPTS, Scenario, prompt_of
-from tests.engines.servers import Running, Setup, python_of, running, save
+from tests.engines.servers import PATIENCE_S, Running, Setup, play, python_of, running, save
 from tests.integration.live import run
 
 from polyrl.cli.main import main
@@ -29,7 +29,6 @@ SETUPS = [Setup("vllm", "qwen3"), Setup("sglang", "qwen3")]
 NUM_KILLS = int(os.environ.get("POLYRL_SERVER_KILLS", "5"))
 """The full number is 20: on two cores a start takes half a minute."""
 PROMPTS = [[17, 301, 42, 9, 77], [5, 6, 7, 8], [100], list(range(2, 60))]
-PATIENCE_S = 300.0
 NUM_TOKENS = 300
 
 
@@ -53,12 +52,6 @@ class TestServers(EngineContract):
 
     def weights(self, version: int) -> Weights:
         return Weights(Version(version), folder=str(self.server.models[0]))
-
-
-def play(server: Running, script) -> None:
-    contract = EngineContract()
-    contract.patience_s = PATIENCE_S
-    contract.play(script, server.engine())
 
 
 def test_greedy_words_are_those_of_the_builtin_engine_and_so_are_their_log_probabilities(server):

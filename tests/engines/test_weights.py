@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.builtin.reference import TOLERANCE, Reference
 from tests.contracts.engine_contract import EngineContract, Stage
-from tests.engines.servers import CONTEXT, Running, Setup, dequantised, running
+from tests.engines.servers import CONTEXT, Running, Setup, dequantised, play, running
 from tests.weights.copies import copy_of
 
 from polyrl.engines.engine import EngineError, Weights
@@ -31,12 +31,6 @@ PROMPT = EngineContract.prompt
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(request.param, tmp_path_factory.mktemp("server")) as found:
         yield found
-
-
-def play(server: Running, script, **settings) -> None:
-    contract = EngineContract()
-    contract.patience_s = 300.0
-    contract.play(script, server.engine(**settings))
 
 
 async def install(stage: Stage, server: Running, version: int) -> None:
