@@ -54,7 +54,7 @@ class Past(NamedTuple):
     folder: Path
     state: TrainerState
     tensors: dict[str, Any]
-    """None before the first step: then the recipe's models are what it goes on from."""
+    """Empty before the first full checkpoint: then the recipe's models are what it goes on from."""
     log: list[Entry]
     """The steps since then."""
     published: dict[int, tuple[str, ...]]
