@@ -1,4 +1,4 @@
-"""The manager's keeper: one that dies while it starts again is started once more, and not for ever."""
+"""The manager's keeper: one that dies while it starts is started once more, and not for ever."""
 
 import asyncio
 import sys
@@ -69,3 +69,27 @@ def test_a_manager_that_cannot_start_again_ends_the_run_with_what_it_said_last(r
 
     with pytest.raises(UserError, match="died 6 times in a minute: the port is taken"):
         asyncio.run(scenario())
+
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_manager_that_is_killed_as_it_first_starts_is_started_once_more(run_dir, monkeypatch):
+    scripts(monkeypatch, KILLED, KILLED, UP.format(folder=str(run_dir), seconds=30))
+
+    async def scenario() -> str:
+        manager = ManagerProcess(run_dir, "127.0.0.1", 0)
+        try:
+            return (await manager.start()).url
+        finally:
+            await manager.stop()
+
+    assert asyncio.run(scenario()) == "http://127.0.0.1:5000"
+
+
+@pytest.mark.parametrize("life, starts", [(DOWN, 1), (KILLED, 5)])
+def test_a_manager_that_never_comes_up_ends_the_run(run_dir, monkeypatch, life, starts):
+    left = scripts(monkeypatch, *[life] * 10)
+    with pytest.raises(UserError, match="the manager did not start"):
+        asyncio.run(ManagerProcess(run_dir, "127.0.0.1", 0).start())
+    assert len(left) == 10 - starts

@@ -82,11 +82,23 @@ class ManagerProcess:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> Address:
-        """Raises UserError if it does not come up: the port is taken, for example."""
-        address = await self._start()
+        """Raises UserError if it does not come up: the port is taken, for example. Killed, it is started again."""
+        address = await self._start_though_killed()
         self._port = address.port
         self._watch = asyncio.create_task(self._keep_alive())
         return address
+
+    async def _start_though_killed(self) -> Address:
+        num_deaths = 0
+        while True:
+            try:
+                return await self._start()
+            except UserError:
+                code = self._process.returncode if self._process is not None else None
+                num_deaths += 1
+                if code is None or code >= 0 or num_deaths >= _MAX_QUICK_DEATHS:
+                    raise
+                log.warning("the manager was ended by %s as it started; it is started again", show_code(code))
 
     async def _start(self) -> Address:
         address_file = self._run_dir / "manager.json"
