@@ -244,6 +244,9 @@ class Scripted:
             raise self._resume
         await self._http.post("/resume", timeout_s=5.0)
 
+    async def is_paused(self) -> bool:
+        return (await self._http.get("/is_paused", timeout_s=5.0))["is_paused"]
+
 
 def give_way(one: Engine, **trouble: Any) -> ServedEngine:
     assert isinstance(one, ServedEngine)
@@ -605,6 +608,27 @@ def test_a_server_that_is_attached_to_is_not_left_standing_still(tmp_path, monke
 
     asyncio.run(asyncio.wait_for(script(), 30.0))
     assert "never retrieved" not in caplog.text
+
+
+def test_a_server_whose_worker_was_killed_in_an_install_is_not_believed_to_run_what_its_label_says(url, tmp_path):
+    config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url)
+
+    async def version(*, after: str = "") -> Version | None:
+        http, one = Http(url), ServedEngine("vllm", config)
+        if after:
+            await http.post(after, timeout_s=5.0)
+        info = await one.start(RecordingSink())
+        assert not (await http.get("/is_paused", timeout_s=5.0))["is_paused"]
+        await one.close()
+        await http.close()
+        return info.version
+
+    async def script() -> None:
+        assert await version() == 0
+        assert await version(after="/pause") is None
+        assert await version() == 0
+
+    asyncio.run(asyncio.wait_for(script(), 30.0))
 
 
 def test_a_server_that_is_attached_to_and_breaks_is_not_left_standing_still(url, tmp_path):

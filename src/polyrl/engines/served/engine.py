@@ -175,7 +175,7 @@ class ServedEngine:
         facts = self._facts = await self._keeper.start()
         self._version = self._version_at_start(facts.label)
         if not self._keeper.is_ours and self._keeper.server is not None:
-            await self._keeper.server.weighing.resume()  # whoever had it before us may have died in an install
+            await self._wake(self._keeper.server)
         if self._is_closed:
             await self._keeper.close()
             raise EngineError("the engine was closed before it had started")
@@ -187,6 +187,14 @@ class ServedEngine:
             capabilities=Capabilities(seeds_survive_moves=False, keeps_running_over_install=True, stop_strings=False),
             version=self._version,
         )
+
+    async def _wake(self, server: Server) -> None:
+        """A server that stands still was left by somebody who died in an install: its weights may be of two versions,
+        and its label says nothing."""
+        if await server.weighing.is_paused():
+            log.warning("the server was left in the middle of an install: it is given a version before it writes")
+            self._version = None
+        await server.weighing.resume()
 
     async def close(self) -> None:
         self._is_closed = True

@@ -132,6 +132,10 @@ class Weighing(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def is_paused(self) -> bool:
+        """Whether somebody had it pause, and not go on."""
+        ...
+
 
 class Server(Protocol):
     """One life of a server, at the address that `http` has."""

@@ -15,7 +15,7 @@ from typing import Any
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.between import SOCKET_VARIABLE
 from polyrl.engines.served.handing import new_name
-from polyrl.engines.served.http import Http
+from polyrl.engines.served.http import Http, ServerAnswered
 from polyrl.engines.served.server import ServedConfig, ServerBroken
 from polyrl.engines.served.staging import PUT_S, OurModules, Staged, hand_over, labelled, stage
 
@@ -75,3 +75,11 @@ class SglangWeighing:
 
     async def resume(self) -> None:
         await self._http.post("/continue_generation", {}, timeout_s=_ANSWER_S)
+
+    async def is_paused(self) -> bool:
+        """A server that is up and not ready for requests is one that pauses."""
+        try:
+            await self._http.get("/ready", timeout_s=_ANSWER_S, text=True)
+        except ServerAnswered:
+            return True
+        return False

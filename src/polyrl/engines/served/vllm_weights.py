@@ -6,6 +6,7 @@ samples; with clear_cache=true their cache is computed anew afterwards.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from polyrl.engines.engine import Weights
 from polyrl.engines.served.handing import new_name
@@ -47,3 +48,7 @@ class VllmWeighing:
 
     async def resume(self) -> None:
         await self._http.post("/resume", timeout_s=_ANSWER_S)
+
+    async def is_paused(self) -> bool:
+        said: dict[str, Any] = await self._http.get("/is_paused", timeout_s=_ANSWER_S)
+        return bool(said["is_paused"])

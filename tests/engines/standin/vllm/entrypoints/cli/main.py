@@ -52,6 +52,7 @@ class Server:
             web.post("/abort_requests", self.abort),
             web.post("/pause", self.pause),
             web.post("/resume", self.resume),
+            web.get("/is_paused", self.is_paused),
             web.post("/update_weight_version", self.update_label),
             web.post("/inference/v1/generate", self.generate),
         ]
@@ -75,6 +76,9 @@ class Server:
     async def resume(self, _: web.Request) -> web.Response:
         self.goes_on.set()
         return web.json_response({"status": "resumed"})
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self.goes_on.is_set()})
 
     async def update_label(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]
