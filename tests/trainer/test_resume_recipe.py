@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.trainer.small import save_small
 
+from polyrl.cli.training.changes import WHY_NOT
 from polyrl.cli.training.checkpoints import Past, check_past, models_digest, read_recipe, tokenizer_digest, write_recipe
 from polyrl.config.recipe import scheduler_config
 from polyrl.config.recipe_files import load_recipe
@@ -45,20 +47,32 @@ def test_what_may_be_changed_leaves_what_the_manager_was_told(run_dir: Path, ove
 
 
 @pytest.mark.parametrize(
-    "override",
+    ("override", "why"),
     [
-        "train.price_usd_per_hour=3",
-        "rewards.processes=3",
-        "rewards.timeout_s=5",
-        "rounds.samples_per_prompt=5",
-        "optimizer.lr=0.5",
-        "train.seed=4",
-        "checkpoint.enabled=false",
+        ("train.price_usd_per_hour=3", "the manager opened the run with it"),
+        ("rewards.processes=3", "the manager opened the run with it"),
+        ("rewards.timeout_s=5", "the manager opened the run with it"),
+        ("rounds.samples_per_prompt=5", "the manager opened the run with it"),
+        ("optimizer.lr=0.5", "steps since the last checkpoint are trained again"),
+        ("algorithm.kl=loss", "steps since the last checkpoint are trained again"),
+        ("train.seed=4", "steps since the last checkpoint are trained again"),
+        ("lora.rank=4", "the checkpoint holds the tensors"),
+        ("checkpoint.enabled=false", "nobody could go on"),
     ],
 )
-def test_everything_else_is_refused_by_its_name(run_dir: Path, override: str):
-    with pytest.raises(UserError, match=f"^{override.partition('=')[0]}: cannot be changed"):
+def test_everything_else_is_refused_by_its_name_with_the_reason(run_dir: Path, override: str, why: str):
+    with pytest.raises(UserError, match=f"^{override.partition('=')[0]}: cannot be changed in a run .*: {why}"):
         read_recipe(run_dir, [override])
+
+
+def test_every_section_of_the_recipe_is_free_or_has_a_reason():
+    recipe = msgspec.to_builtins(load_recipe("arithmetic"))
+    assert recipe.keys() <= WHY_NOT.keys()
+    for key in WHY_NOT:
+        section, *rest = key.split(".")
+        known = recipe[section]
+        for name in rest:
+            known = known[name]  # a key that is gone is a KeyError
 
 
 def test_a_checkpoint_goes_with_its_own_model_and_tokenizer(tmp_path: Path):

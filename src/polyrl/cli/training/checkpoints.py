@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import blake3
-import msgspec
 
+from polyrl.cli.training.changes import check_changes
 from polyrl.config import apply_overrides, build, load_toml
 from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
@@ -35,17 +35,6 @@ _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
 """At least: more than there can be versions in the open rounds."""
-_FREE = (
-    "train.steps",
-    "train.stop_at_reward",
-    "train.micro_batch_tokens",
-    "train.mismatch_warning",
-    "train.ranks",
-    "optimizer.offload",
-)
-_FREE_SECTIONS = ("fleet", "manager", "weights", "track", "validation", "checkpoint", "about")
-"""What may be another in a run that goes on. Everything else decides what is trained on, or how, or is part of what the
-manager opened the run with (`scheduler_config`): its journal is replayed with that alone."""
 
 
 class Past(NamedTuple):
@@ -85,23 +74,8 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
     tree = load_toml(path)
     before = build(tree, Recipe, source=str(path))
     after = build(apply_overrides(tree, overrides), Recipe, source=str(path))
-    for key in _differences(msgspec.to_builtins(before), msgspec.to_builtins(after)):
-        if key == "checkpoint.enabled":
-            raise UserError(f"{key}: cannot be changed in a run that goes on: nobody could go on from what comes next")
-        if key not in _FREE and key.partition(".")[0] not in _FREE_SECTIONS:
-            raise UserError(
-                f"{key}: cannot be changed in a run that goes on: its journal was written with what it was; begin anew"
-            )
+    check_changes(before, after)
     return after
-
-
-def _differences(before: Any, after: Any, path: str = "") -> list[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = {**before, **after}
-        return [
-            one for key in keys for one in _differences(before.get(key), after.get(key), f"{path}.{key}".lstrip("."))
-        ]
-    return [] if before == after else [path]
 
 
 def read_past(run_dir: Path) -> Past:
