@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polyrl.errors import UserError
-from polyrl.weights.buffers import Buffer
+from polyrl.weights.buffers import Buffer, available_bytes
 
 
 def test_a_buffer_is_writable_by_its_owner_and_by_nobody_who_has_the_descriptor():
@@ -65,3 +65,17 @@ def test_a_buffer_with_users_outlives_its_closing():
     buffer.leave()
     buffer.close()
     assert buffer.fd < 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"), [("max", 600 << 20), (str(1000 << 20), 150 << 20), (str(10_000 << 20), 600 << 20), ("1", 0)]
+)
+def test_what_is_left_is_that_of_the_machine_or_of_the_group_whichever_is_less(tmp_path: Path, limit: str, left: int):
+    mega = 1 << 20
+    (tmp_path / "meminfo").write_text(
+        "MemTotal: 9999999 kB\nMemAvailable: 409600 kB\nSwapFree: 204800 kB\nHugePages_Total: 0\n"
+    )
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{900 * mega}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {800 * mega}\ninactive_file {50 * mega}\n")
+    assert available_bytes(tmp_path, tmp_path) == left

@@ -79,10 +79,18 @@ class Buffer:
             self._close_file()
 
 
-def available_bytes() -> int:
+def available_bytes(processes: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
     """What this process may still take: of the machine's memory, and of its control group's."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    left = sum(int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "SwapFree:"))
+    machine = _read_figures(processes / "meminfo")
+    left = (machine["MemAvailable:"] + machine["SwapFree:"]) << 10
     with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
-        left = min(left, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        allowed = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        given_back = _read_figures(group / "memory.stat").get("inactive_file", 0)  # when somebody asks for it
+        left = min(left, max(0, allowed - used + given_back))
     return left
+
+
+def _read_figures(path: Path) -> dict[str, int]:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}
