@@ -220,14 +220,10 @@ class Loop:
         waiting: list[Group] = []
         batches: list[list[list[TrainSample]]] = []
         filtered: list[Group] = []
-        groups = self._fleet.round(step)
+        groups = self._teaching(step, filtered)
         if self._recipe.train.mode == "synchronous":
             groups = _in_order(groups)
         async for group in groups:
-            if self._teaches_nothing(group):
-                filtered.append(group)
-                await self._fleet.reject(group, ZERO_VARIANCE)
-                continue
             waiting.append(group)
             if self._is_enough(waiting):
                 batches.append(await self._micro_batch(step, waiting))
@@ -235,6 +231,15 @@ class Loop:
         if waiting:
             batches.append(await self._micro_batch(step, waiting))
         return batches, filtered
+
+    async def _teaching(self, step: int, filtered: list[Group]) -> AsyncIterator[Group]:
+        """The round's groups; those that teach nothing go to `filtered`, and others come in their place."""
+        async for group in self._fleet.round(step):
+            if self._teaches_nothing(group):
+                filtered.append(group)
+                await self._fleet.reject(group, ZERO_VARIANCE)
+            else:
+                yield group
 
     def _teaches_nothing(self, group: Group) -> bool:
         filters = self._recipe.algorithm.zero_variance == "filter"
