@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 from tests.integration import live
 
-from polyrl.client import Sample
-from polyrl.config.recipe import DataSection, ModelSection, Recipe, TrainSection
+from polyrl.client import RewardOf, Sample
+from polyrl.config import apply_overrides, build
+from polyrl.config.recipe import Recipe
 from polyrl.scheduling.parameters import DomainData
 from polyrl.trainer.batch import Group
 from polyrl.trainer.devices import Devices
@@ -18,7 +19,6 @@ from polyrl.trainer.loop import Loop, Offer, StepReport
 from polyrl.trainer.step import Added, StepStats
 
 NUM_PROMPTS = 6
-DOMAIN = DomainData(name="d", prompts_per_step=NUM_PROMPTS, num_prompts=50)
 
 
 class CountingSteps:
@@ -60,24 +60,16 @@ class Listener:
     async def saves(self) -> None: ...
 
 
-@pytest.mark.parametrize("mode", ["streaming", "synchronous"])
-def test_a_group_that_teaches_nothing_is_replaced_before_its_step_is_trained(mode: Any, tmp_path: Path):
-    config = replace(live.CONFIG, domains=(DOMAIN,), streaming=mode == "streaming")
-    if mode == "synchronous":
-        config = replace(config, rewards=replace(config.rewards, as_finished=False))
-    recipe = Recipe(
-        name="r",
-        model=ModelSection(path="m"),
-        data=DataSection(source="arithmetic"),
-        train=TrainSection(mode=mode, steps=1),
-    )
-    seen: dict[int, int] = {}
-
-    async def reward_of(sample: Sample) -> float:
-        """Of every second prompt all answers are equally right."""
-        place = seen.setdefault(sample.origin.prompt, len(seen))
-        return 1.0 if place % 2 else float(sample.id % 2)
-
+def play(run_dir: Path, mode: str, reward_of: RewardOf, *overrides: str) -> tuple[list[Group], StepReport]:
+    """One step: what it trained on, and what was told of it."""
+    tree = {"name": "r", "model": {"path": "m"}, "data": {"source": "arithmetic"}}
+    longest = live.CONFIG.max_new_tokens
+    settings = (f"train.mode={mode}", "train.steps=1", f"rollout.max_new_tokens={longest}", *overrides)
+    recipe = build(apply_overrides(tree, settings), Recipe)
+    domain = DomainData(name="d", prompts_per_step=NUM_PROMPTS, num_prompts=50)
+    streaming = mode == "streaming"
+    rewards = replace(live.CONFIG.rewards, as_finished=streaming)
+    config = replace(live.CONFIG, domains=(domain,), streaming=streaming, rewards=rewards)
     steps, listener = CountingSteps(), Listener()
 
     def prompt_tokens(domain: int, prompt: int) -> Any:
@@ -85,7 +77,7 @@ def test_a_group_that_teaches_nothing_is_replaced_before_its_step_is_trained(mod
 
     async def scenario() -> None:
         async with (
-            live.manager(tmp_path) as manager,
+            live.manager(run_dir) as manager,
             live.honest_worker(manager),
             live.trainer(manager, config, reward=reward_of) as fleet,
         ):
@@ -95,9 +87,36 @@ def test_a_group_that_teaches_nothing_is_replaced_before_its_step_is_trained(mod
 
     live.run(scenario())
     (report,) = listener.reports
-    assert len(steps.groups) == NUM_PROMPTS
+    return steps.groups, report
+
+
+@pytest.mark.parametrize("mode", ["streaming", "synchronous"])
+def test_a_group_that_teaches_nothing_is_replaced_before_its_step_is_trained(mode: str, tmp_path: Path):
+    seen: dict[int, int] = {}
+
+    async def reward_of(sample: Sample) -> float:
+        """Of every second prompt all answers are equally right."""
+        place = seen.setdefault(sample.origin.prompt, len(seen))
+        return 1.0 if place % 2 else float(sample.id % 2)
+
+    groups, report = play(tmp_path, mode, reward_of)
+    assert len(groups) == report.line.num_groups == NUM_PROMPTS
     assert report.num_filtered > 0
-    assert report.line.num_groups == NUM_PROMPTS
     assert len(report.rewards) == live.CONFIG.rounds.samples_per_prompt * (NUM_PROMPTS + report.num_filtered)
-    numbers = [group[0].group for group in steps.groups]
+    numbers = [group[0].group for group in groups]
     assert mode == "streaming" or numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.overlong=penalty", f"algorithm.overlong_buffer_tokens={live.CONFIG.max_new_tokens}"],
+        ["algorithm.advantage=reinforce_plus_plus"],
+    ],
+)
+def test_a_group_with_equal_rewards_is_trained_where_it_teaches(overrides: list[str], tmp_path: Path):
+    async def always_right(sample: Sample) -> float:
+        return 1.0
+
+    groups, report = play(tmp_path, "streaming", always_right, *overrides)
+    assert (len(groups), report.num_filtered) == (NUM_PROMPTS, 0)

@@ -25,8 +25,8 @@ def test_a_group_with_equal_rewards_has_zero_variance():
 def test_the_soft_penalty_rises_in_a_straight_line_before_the_cap():
     assert [overlong_penalty(num, 100, 20) for num in (0, 80, 85, 90, 100, 120)] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
     config = AlgorithmConfig(overlong="penalty", overlong_buffer_tokens=20, overlong_penalty=0.5)
-    assert shaped_reward(sample(3, 90), config, 100) == 0.75
-    assert shaped_reward(sample(3, 90), AlgorithmConfig(), 100) == 1.0
+    assert shaped_reward(1.0, 90, config, 100) == 0.75
+    assert shaped_reward(1.0, 90, AlgorithmConfig(), 100) == 1.0
 
 
 def test_only_answers_that_were_cut_off_are_masked():

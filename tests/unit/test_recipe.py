@@ -79,6 +79,28 @@ def test_what_older_versions_wrote_is_weighed_unless_the_recipe_says_otherwise(o
     assert build(tomllib.loads(dump_toml(one)), Recipe) == one
 
 
+@pytest.mark.parametrize(
+    ("overrides", "chosen"),
+    [
+        ([], "filter"),
+        (["algorithm.advantage=reinforce_plus_plus_baseline"], "filter"),
+        (["algorithm.overlong=penalty", "algorithm.overlong_buffer_tokens=9"], "filter"),
+        (["algorithm.kl=reward"], "keep"),
+        (["algorithm.kl=reward", "algorithm.zero_variance=filter"], "filter"),
+        (["algorithm.advantage=gae", "rounds.samples_per_prompt=1"], "keep"),
+        (["algorithm.advantage=reinforce_plus_plus"], "keep"),
+        (["algorithm.advantage=mine:own"], "keep"),
+        (["algorithm.zero_variance=keep"], "keep"),
+    ],
+)
+def test_equal_rewards_are_filtered_where_they_teach_nothing_unless_the_recipe_says_otherwise(
+    overrides: list[str], chosen: str
+):
+    one = recipe(*overrides)
+    assert one.algorithm.zero_variance == chosen
+    assert build(tomllib.loads(dump_toml(one)), Recipe) == one
+
+
 def test_the_data_may_have_a_seed_of_its_own():
     assert scheduler_config(recipe("train.seed=5", "data.shuffle_seed=0"), [1]).seed == 0
 
@@ -132,7 +154,7 @@ def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_run_and_q
         (["algorithm.critic.gamma=0"], "algorithm.critic.gamma: got 0, expected a number > 0"),
         (["algorithm.mini_batches=33"], "algorithm.mini_batches: 33 is more than the 32 groups of a step"),
         (
-            ["algorithm.advantage=reinforce_plus_plus", "rounds.samples_per_prompt=1"],
+            ["algorithm.advantage=gae", "algorithm.zero_variance=filter", "rounds.samples_per_prompt=1"],
             'algorithm.zero_variance: expected "keep"',
         ),
         (["algorithm.advantage=reinforce_plus_plus_baseline", "rounds.samples_per_prompt=1"], "rounds.samples"),

@@ -124,8 +124,9 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kl_coef: NotNegative = 0.001
     reference: str = ""
     """A Hugging Face directory that KL is measured against; empty: the starting weights."""
-    zero_variance: Literal["filter", "keep"] = "filter"
-    """What becomes of a group whose samples all have the same reward: it teaches nothing."""
+    zero_variance: Literal["filter", "keep"] | None = None
+    """What becomes of a group whose samples all have the same reward. None: "filter" where the advantage compares a
+    group's samples with each other, since it teaches nothing then; otherwise, and with kl = "reward", "keep"."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
     """What becomes of an answer that was cut off at rollout.max_new_tokens."""
     overlong_buffer_tokens: AtLeastOne | None = None
@@ -482,15 +483,24 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"name: got {self.name!r}, expected a name that a directory can have")
         if self.train.max_staleness is not None and self.train.mode != "async":
             raise ValueError(f'train.max_staleness: is for train.mode = "async" alone, not for "{self.train.mode}"')
+        self._choose_zero_variance()
+        self._choose_correction()
         self._check_who_generates()
         self._check_tokens()
         self._check_groups()
         self._check_best()
         self._check_ranks()
-        self._choose_correction()
+
+    # What was not said is said here, so that whoever prints the recipe sees it.
+
+    def _choose_zero_variance(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.zero_variance is None:
+            teaches_nothing = algorithm.advantage in GROUP_ADVANTAGES and algorithm.kl != "reward"
+            chosen = replace(algorithm, zero_variance="filter" if teaches_nothing else "keep")
+            force_setattr(self, "algorithm", chosen)
 
     def _choose_correction(self) -> None:
-        """What was not said is said here, so that whoever prints the recipe sees it."""
         if self.algorithm.correction is None:
             older = self.max_staleness > 0 and self.algorithm.old_logprobs == "recompute"
             algorithm = replace(self.algorithm, correction="tis-token" if older else "none")

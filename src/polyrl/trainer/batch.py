@@ -60,13 +60,13 @@ def is_masked(sample: TrainSample, config: AlgorithmConfig) -> bool:
     return config.overlong == "mask" and sample.finish == "length"
 
 
-def shaped_reward(sample: TrainSample, config: AlgorithmConfig, max_new_tokens: int) -> float:
-    """The reward, less the soft penalty for an answer that comes close to the cap."""
+def shaped_reward(reward: float, num_tokens: int, config: AlgorithmConfig, max_new_tokens: int) -> float:
+    """The reward of an answer, less the soft penalty for one that comes close to the cap."""
     if config.overlong != "penalty":
-        return sample.reward
+        return reward
     buffer = config.overlong_buffer_tokens
     assert buffer is not None, "the config checks it"
-    return sample.reward - overlong_penalty(len(sample.answer), max_new_tokens, buffer) * config.overlong_penalty
+    return reward - overlong_penalty(num_tokens, max_new_tokens, buffer) * config.overlong_penalty
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer_tokens: int) -> float:

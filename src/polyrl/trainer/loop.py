@@ -26,7 +26,7 @@ from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.errors import UserError
 from polyrl.scheduling.ledger import StepLine
 from polyrl.trainer.batch import Group as TrainedGroup
-from polyrl.trainer.batch import TrainSample, Turn, is_zero_variance
+from polyrl.trainer.batch import TrainSample, Turn, is_zero_variance, shaped_reward
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.step import Steps, StepStats
 
@@ -242,8 +242,10 @@ class Loop:
                 yield group
 
     def _teaches_nothing(self, group: Group) -> bool:
-        filters = self._recipe.algorithm.zero_variance == "filter"
-        return filters and is_zero_variance([sample.reward for sample in group.samples])
+        algorithm, cap = self._recipe.algorithm, self._recipe.rollout.max_new_tokens
+        return algorithm.zero_variance == "filter" and is_zero_variance(
+            [shaped_reward(one.reward, len(one.tokens), algorithm, cap) for one in group.samples]
+        )
 
     def _is_enough(self, groups: list[Group]) -> bool:
         num_samples = sum(len(group.samples) for group in groups)

@@ -96,7 +96,7 @@ class Preparation:
             Ready(
                 sample,
                 is_masked(sample, self._config),
-                shaped_reward(sample, self._config, self._max_new_tokens),
+                shaped_reward(sample.reward, len(sample.answer), self._config, self._max_new_tokens),
                 its_kl,
                 reference,
                 its_values,
