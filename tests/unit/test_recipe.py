@@ -70,6 +70,7 @@ def test_only_an_async_run_is_written_by_older_versions():
         (["train.mode=async"], "tis-token"),
         (["train.mode=async", "algorithm.old_logprobs=engine"], "none"),
         (["train.mode=async", "algorithm.correction=none"], "none"),
+        (["train.mode=async", "algorithm.correction_high=3"], "tis-token"),
         (["algorithm.correction=icepop"], "icepop"),
     ],
 )
@@ -146,6 +147,10 @@ def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_run_and_q
         (["algorithm.correction=tis"], 'algorithm.correction: got "tis", expected one of "icepop", "none"'),
         (["algorithm.correction=icepop", "algorithm.old_logprobs=engine"], 'algorithm.correction: expected "none"'),
         (["algorithm.correction_high=2"], "algorithm.correction_high: nothing is corrected"),
+        (
+            ["train.mode=async", "algorithm.correction_low=0.5"],
+            'algorithm.correction_low: is for correction = "icepop" and "sequence-mask", not for "tis-token"',
+        ),
         (
             ["algorithm.correction=tis-token", "algorithm.correction_low=0.5"],
             'algorithm.correction_low: is for correction = "icepop" and "sequence-mask"',

@@ -160,7 +160,9 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         self._check_correction()
 
     def _check_correction(self) -> None:
-        correction = "none" if self.correction is None else self.correction
+        correction = self.correction
+        if correction is None:  # the recipe chooses, and this is asked again
+            return
         if correction != "none" and self.old_logprobs == "engine":
             raise ValueError('correction: expected "none", since with old_logprobs = "engine" the ratio has it already')
         if correction == "none" and self.correction_high is not None:
@@ -503,8 +505,11 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _choose_correction(self) -> None:
         if self.algorithm.correction is None:
             older = self.max_staleness > 0 and self.algorithm.old_logprobs == "recompute"
-            algorithm = replace(self.algorithm, correction="tis-token" if older else "none")
-            force_setattr(self, "algorithm", algorithm)
+            try:
+                chosen = replace(self.algorithm, correction="tis-token" if older else "none")
+            except ValueError as error:  # a bound for what is not corrected
+                raise ValueError(f"algorithm.{error}") from error
+            force_setattr(self, "algorithm", chosen)
 
     def _check_who_generates(self) -> None:
         if self.train.mode == "synchronous" and not self.train.local_generation:
