@@ -8,7 +8,7 @@ from tests.trainer.small import save_small
 
 from polyrl.cli.training.changes import WHY_NOT
 from polyrl.cli.training.checkpoints import Past, check_past, models_digest, read_recipe, tokenizer_digest, write_recipe
-from polyrl.config.recipe import scheduler_config
+from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError, UserError
 from polyrl.trainer import checkpoint

@@ -1,4 +1,4 @@
-"""A recipe: what follows from it for the scheduler, and what is refused, with the dotted path."""
+"""A recipe: its defaults, what follows from what it says, and what is refused, with the dotted path."""
 
 import tomllib
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from polyrl.config import apply_overrides, build, dump_toml
-from polyrl.config.recipe import Recipe, scheduler_config
+from polyrl.config.recipe import Recipe
 from polyrl.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {"name": "small", "model": {"path": "model"}, "data": {"source": "arithmetic"}}
@@ -47,22 +47,6 @@ def test_a_resolved_recipe_reads_back_as_itself():
         assert build(tomllib.loads(dump_toml(one)), Recipe) == one
 
 
-def test_domains_and_their_sizes_become_the_scheduler_s():
-    config = scheduler_config(recipe("train.seed=5", tree=TWO_DOMAINS), [100, 200], prompt_tokens=40)
-    assert [(one.name, one.prompts_per_step, one.num_prompts) for one in config.domains] == [
-        ("math", 24, 100),
-        ("sums", 8, 200),
-    ]
-    assert (config.seed, config.prompt_tokens, config.streaming) == (5, 40, True)
-
-
-def test_only_an_async_run_is_written_by_older_versions():
-    assert scheduler_config(recipe(), [1]).max_staleness == 0
-    assert scheduler_config(recipe("train.mode=async"), [1]).max_staleness == 1
-    config = scheduler_config(recipe("train.mode=async", "train.max_staleness=3"), [1])
-    assert (config.max_staleness, config.streaming) == (3, True)
-
-
 @pytest.mark.parametrize(
     ("overrides", "correction"),
     [
@@ -100,28 +84,6 @@ def test_equal_rewards_are_filtered_where_they_teach_nothing_unless_the_recipe_s
     one = recipe(*overrides)
     assert one.algorithm.zero_variance == chosen
     assert build(tomllib.loads(dump_toml(one)), Recipe) == one
-
-
-def test_the_data_may_have_a_seed_of_its_own():
-    assert scheduler_config(recipe("train.seed=5", "data.shuffle_seed=0"), [1]).seed == 0
-
-
-def test_a_domain_without_a_prompt_is_named():
-    with pytest.raises(ValueError, match=r"math\.jsonl: domain 'math' has no prompt"):
-        scheduler_config(recipe(tree=TWO_DOMAINS), [0, 5])
-
-
-def test_a_synchronous_run_scores_and_trains_when_all_is_generated():
-    config = scheduler_config(recipe("train.mode=synchronous"), [10])
-    assert not config.streaming
-    assert not config.rewards.as_finished
-
-
-def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_run_and_queue():
-    config = scheduler_config(recipe("rewards.processes=2", "rewards.timeout_s=3"), [10])
-    assert config.rewards.slots == 16
-    assert config.rewards.t_max_s >= 3 * (16 / 2)
-    assert not config.rewards.adaptive
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ Left out: whether files and registered names exist. Those who open and look them
 
 import math
 import string
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -17,14 +16,11 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
 from polyrl.scheduling.parameters import (
-    DomainData,
     FleetRules,
     HandBackConfig,
-    RewardConfig,
     RoundsConfig,
     RoutingConfig,
     ScalingConfig,
-    SchedulerConfig,
     SeedingConfig,
     WeightDeliveryConfig,
 )
@@ -48,8 +44,6 @@ _USUAL_CORRECTIONS = {
     "icepop": (0.5, 5.0),
     "sequence-mask": (0.8, 1.25),
 }
-_SLOTS_PER_PROCESS = 8
-"""Rewards under way per process of the pool: enough that none waits for the next to arrive."""
 
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -572,52 +566,6 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def run_dir(self) -> str:
         return f"runs/{self.name}" if self.train.run_dir is None else self.train.run_dir
-
-
-def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: int = 512) -> SchedulerConfig:
-    """What the recipe says to the scheduler. `num_prompts` counts the rows of each domain that can be used.
-
-    Raises ValueError for a domain that cannot fill a single step.
-    """
-    data = recipe.data
-    domains = []
-    for domain, available in zip(data.all_domains, num_prompts, strict=True):
-        if available < 1:
-            raise ValueError(f"{domain.source}: domain {domain.name!r} has no prompt that can be used")
-        domains.append(DomainData(name=domain.name, prompts_per_step=domain.prompts_per_step, num_prompts=available))
-    streaming = recipe.train.mode != "synchronous"
-    return SchedulerConfig(
-        domains=tuple(domains),
-        seed=recipe.train.seed if data.shuffle_seed is None else data.shuffle_seed,
-        num_epochs=data.num_epochs,
-        max_new_tokens=recipe.rollout.max_new_tokens,
-        max_staleness=recipe.max_staleness,
-        streaming=streaming,
-        trainer_usd_per_hour=recipe.train.price_usd_per_hour,
-        prompt_tokens=max(1, prompt_tokens),
-        rounds=recipe.rounds,
-        routing=recipe.routing,
-        seeding=recipe.seeding,
-        hand_back=recipe.hand_back,
-        rewards=_reward_rules(recipe.rewards, as_finished=streaming),
-        fleet_rules=recipe.fleet_rules,
-        weight_delivery=recipe.weight_delivery,
-        scaling=recipe.scaling,
-    )
-
-
-def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig:
-    """The pool ends what takes too long; the scheduler's own limit is for a pool that does not answer at all."""
-    slots = _SLOTS_PER_PROCESS * rewards.processes if rewards.slots is None else rewards.slots
-    longest_s = rewards.timeout_s * (1 + math.ceil(slots / rewards.processes))
-    return RewardConfig(
-        adaptive=False,
-        t_min_s=min(2.0, longest_s),
-        t_max_s=longest_s,
-        max_attempts=1,
-        slots=slots,
-        as_finished=as_finished,
-    )
 
 
 def _check_template(key: str, template: str) -> None:

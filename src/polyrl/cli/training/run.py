@@ -29,11 +29,12 @@ from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.ranks import Team
+from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.client import Fleet, Prompt, Sample, connect
 from polyrl.config.dump import inline
-from polyrl.config.recipe import Recipe, scheduler_config
+from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.errors import PolyrlError, UserError
 from polyrl.trainer import redo

@@ -3,7 +3,8 @@
 import asyncio
 from typing import NamedTuple, NoReturn, Protocol
 
-from polyrl.config.recipe import DomainSection, Recipe, scheduler_config
+from polyrl.cli.training.scheduler import scheduler_config
+from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.data.sources import Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, Tokens
 from polyrl.errors import ConfigError, UserError

@@ -1,0 +1,45 @@
+"""What a recipe says to the scheduler."""
+
+import pytest
+from tests.unit.test_recipe import TWO_DOMAINS, recipe
+
+from polyrl.cli.training.scheduler import scheduler_config
+from polyrl.rewards.pool import START_TIMEOUT_S
+
+
+def test_domains_and_their_sizes_become_the_scheduler_s():
+    config = scheduler_config(recipe("train.seed=5", tree=TWO_DOMAINS), [100, 200], prompt_tokens=40)
+    assert [(one.name, one.prompts_per_step, one.num_prompts) for one in config.domains] == [
+        ("math", 24, 100),
+        ("sums", 8, 200),
+    ]
+    assert (config.seed, config.prompt_tokens, config.streaming) == (5, 40, True)
+
+
+def test_only_an_async_run_is_written_by_older_versions():
+    assert scheduler_config(recipe(), [1]).max_staleness == 0
+    assert scheduler_config(recipe("train.mode=async"), [1]).max_staleness == 1
+    config = scheduler_config(recipe("train.mode=async", "train.max_staleness=3"), [1])
+    assert (config.max_staleness, config.streaming) == (3, True)
+
+
+def test_the_data_may_have_a_seed_of_its_own():
+    assert scheduler_config(recipe("train.seed=5", "data.shuffle_seed=0"), [1]).seed == 0
+
+
+def test_a_domain_without_a_prompt_is_named():
+    with pytest.raises(ValueError, match=r"math\.jsonl: domain 'math' has no prompt"):
+        scheduler_config(recipe(tree=TWO_DOMAINS), [0, 5])
+
+
+def test_a_synchronous_run_scores_and_trains_when_all_is_generated():
+    config = scheduler_config(recipe("train.mode=synchronous"), [10])
+    assert not config.streaming
+    assert not config.rewards.as_finished
+
+
+def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_start_run_and_queue():
+    config = scheduler_config(recipe("rewards.processes=2", "rewards.timeout_s=3"), [10])
+    assert config.rewards.slots == 16
+    assert config.rewards.t_max_s >= (START_TIMEOUT_S + 3) * (16 / 2)
+    assert not config.rewards.adaptive
