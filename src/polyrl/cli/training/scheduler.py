@@ -1,4 +1,4 @@
-"""What a recipe says to the scheduler. A run that goes on says the same again: the manager's journal was written with it."""
+"""What a recipe says to the scheduler. A run that goes on says the same: the manager's journal was written with it."""
 
 import math
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
 
 
 def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig:
-    """The pool ends what takes too long; the scheduler's own limit is for a pool that does not answer at all: later than
-    the last in the queue, if each before it has its process start anew, and takes all of its time.
+    """The pool ends what takes too long; the scheduler's own limit is for a pool that does not answer at all: it is
+    later than the last of the queue, if a process starts anew for each before it, and each takes all of its time.
     """
     slots = _SLOTS_PER_PROCESS * rewards.processes if rewards.slots is None else rewards.slots
     longest_s = (START_TIMEOUT_S + rewards.timeout_s) * (1 + math.ceil(slots / rewards.processes))
