@@ -14,6 +14,7 @@ from polyrl.scheduling.order import mix64
 from polyrl.telemetry.metric_names import describe
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.model import Policy
+from polyrl.trainer.optimizer import Update
 from polyrl.trainer.registry import LOSSES, TokenBatch, loss
 from polyrl.trainer.step import StepAccumulator
 
@@ -331,6 +332,39 @@ def test_out_of_memory_is_one_line_with_the_setting_that_helps(world):
         steps.add(world.groups)
     assert "\n" not in str(caught.value)
     assert not optimizer.gradients()
+
+
+class Hungry(Recording):
+    """Has no room for its moments."""
+
+    def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB")
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_out_of_memory_in_the_update_names_the_optimizer_s_settings(world, mini_batches):
+    optimizer = Hungry(world.policy.parameters(), OptimizerConfig(), 1)
+    config = AlgorithmConfig(mini_batches=mini_batches)
+    steps = StepAccumulator(world.policy, optimizer, config, max_tokens=500, max_new_tokens=CAP)
+    steps.begin(0)
+    steps.add(world.groups)
+    with pytest.raises(UserError, match=r"^out of memory on cpu.*optimizer\.offload=true.*adamw8bit") as caught:
+        steps.finish()
+    assert "\n" not in str(caught.value)
+    assert not optimizer.gradients()
+    steps.begin(0)
+
+
+@pytest.mark.parametrize(
+    ("config", "advice", "useless"),
+    [
+        (OptimizerConfig(), "optimizer.kind=adamw8bit", "micro_batch"),
+        (OptimizerConfig(offload=True), "lora.rank", "offload=true"),
+    ],
+)
+def test_an_optimizer_advises_what_is_not_done_already(world, config, advice, useless):
+    said = Recording(world.policy.parameters(), config, 1).how_to_take_less()
+    assert advice in said and useless not in said
 
 
 def test_functions_of_the_user_s_own_are_found(world):

@@ -93,6 +93,15 @@ class Optimizer:
         for one in self._parameters.values():
             one.grad = None
 
+    def how_to_take_less(self) -> str:
+        """Settings that leave more of the device's memory."""
+        if any(map(sharding.is_part, self._masters.values())):
+            return "share the model between more ranks (train.ranks)"
+        if self._config.offload:
+            return "train low-rank changes (lora.rank), or less at once (train.micro_batch_tokens)"
+        smaller = "" if self._config.kind == "adamw8bit" else " or optimizer.kind=adamw8bit"
+        return f"set optimizer.offload=true{smaller}, or train low-rank changes (lora.rank)"
+
     @torch.no_grad()
     def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
         """Divide, clip, move the weights, and forget the gradients. `num_steps`: of the run, if not as it is now."""

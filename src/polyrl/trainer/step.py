@@ -156,7 +156,7 @@ class StepAccumulator:
             raise RuntimeError("no step was begun")
         samples = [sample for group in groups for sample in group]
         _check(samples)
-        with self._within_memory(self._max_tokens):
+        with self._within_memory(self._of_tokens(self._max_tokens)):
             ready = self._preparation.prepare(groups)
         num_masked = sum(one.is_masked for group in ready for one in group)
         added = Added(len(groups), len(samples), num_masked)
@@ -168,7 +168,10 @@ class StepAccumulator:
         return added
 
     def finish(self) -> StepStats:
-        """Divide by what is known now, clip, update; for each mini-batch, where there are several."""
+        """Divide by what is known now, clip, update; for each mini-batch, where there are several.
+
+        Raises UserError when memory does not suffice. It aborts then, and the weights may be moved in part.
+        """
         if self._step is None:
             raise RuntimeError("no step was begun")
         step = self._step
@@ -231,10 +234,11 @@ class StepAccumulator:
     def _update(self, step: int) -> Update:
         fixed = self._max_new_tokens if self._config.fixed_tokens is None else self._config.fixed_tokens
         denominator = aggregation.denominator(self._num_open_tokens, self._num_open_samples, fixed, self._config)
-        if self._critic is not None:
-            self._update_critic(self._critic, step)
+        with self._within_memory(f"the optimizer updates the weights: {self._optimizer.how_to_take_less()}"):
+            if self._critic is not None:
+                self._update_critic(self._critic, step)
+            update = self._optimizer.update(step, denominator if denominator else 1.0, self._num_steps)
         self._num_open_tokens = self._num_open_samples = 0
-        update = self._optimizer.update(step, denominator if denominator else 1.0, self._num_steps)
         if update.applied:
             self._moved_in = step
         elif denominator:
@@ -258,7 +262,7 @@ class StepAccumulator:
         rows = num_rows(samples)
         turns = plan_turns(rows, self._max_tokens, self._peers.size)
         for part in make_parts(samples, turns, self._peers.rank):
-            with self._within_memory(len(part.pack.tokens)):
+            with self._within_memory(self._of_tokens(len(part.pack.tokens))):
                 self._train_part(part, [ready[number] for number in part.pack.samples])
         num_tokens = sum(len(one.answer) for one in samples)
         self._num_open_tokens += num_tokens
@@ -383,20 +387,21 @@ class StepAccumulator:
         }
 
     @contextmanager
-    def _within_memory(self, num_tokens: int) -> Iterator[None]:
+    def _within_memory(self, what: str) -> Iterator[None]:
+        """`what` is done, and what would have it take less."""
         try:
             yield
         except RuntimeError as error:
             if not _is_about_memory(error):
                 raise
             self.abort()
-            raise UserError(self._advise(num_tokens)) from error
+            raise UserError(f"out of memory on {self._policy.device} while {what}") from error
 
-    def _advise(self, num_tokens: int) -> str:
+    def _of_tokens(self, num_tokens: int) -> str:
         advice = f"lower train.micro_batch_tokens (now {self._max_tokens})"
         if not self._policy.gradient_checkpointing:
             advice += ", or set model.gradient_checkpointing=true"
-        return f"out of memory on {self._policy.device} while training on {num_tokens} tokens at once: {advice}"
+        return f"training on {num_tokens} tokens at once: {advice}"
 
 
 def _is_about_memory(error: RuntimeError) -> bool:
