@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from polyrl.cli.training import checkpoints
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.telemetry.metrics import read_metrics
 from polyrl.trainer import checkpoint, redo, warm_start
@@ -101,6 +102,38 @@ def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(
     said, _ = ledger.communicate(timeout=120)
     assert ledger.returncode == 0, said.decode()
     assert f"trained {4 * num_steps}" in " ".join(said.decode().split()), said.decode()
+
+
+def test_killed_in_its_first_moments_again_and_again_it_begins_or_goes_on_as_it_says(model: Path, tmp_path: Path):
+    """Also before it has a checkpoint, and before its manager has heard of it."""
+    run_dir, num_steps, draw = tmp_path / "young", 3, random.Random(1)
+    for kill in range(6):
+        process = again(model, run_dir, num_steps)
+        wait_for((run_dir / "manager.json").is_file, process)
+        if kill == 3:
+            wait_for(lambda: has_begun(run_dir), process)
+        else:
+            time.sleep(draw.uniform(0.0, 0.4))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        checkpoints.wait_for_manager_to_end(run_dir)
+        (run_dir / "manager.json").unlink(missing_ok=True)
+    assert has_begun(run_dir)
+    process = again(model, run_dir, num_steps)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output.decode()[-2000:]
+    assert end_of(run_dir, num_steps)
+
+
+def again(model: Path, run_dir: Path, num_steps: int) -> subprocess.Popen[bytes]:
+    if has_begun(run_dir):
+        return polyrl("train", "--resume", str(run_dir))
+    return train(model, run_dir, num_steps, ())
+
+
+def has_begun(run_dir: Path) -> bool:
+    """As `polyrl train` sees it, which says then that there is a run already."""
+    return any((run_dir / "journal").glob("events-*"))
 
 
 def until_running(process: subprocess.Popen[bytes], run_dir: Path) -> None:

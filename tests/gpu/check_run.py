@@ -9,6 +9,7 @@ of decoding, in prompts, in making graphs, in waking, between them.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
 import argparse
+import asyncio
 import gc
 import json
 import logging
@@ -96,6 +97,9 @@ class Tasks:
 
     def validation_tokens(self, domain):
         return []
+
+    async def failed(self):
+        await asyncio.Event().wait()
 
 
 def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int, *, checkpoints: bool) -> Recipe:

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from tests.integration.test_train import desk, model, start
 
 from polyrl.cli.main import main
+from polyrl.cli.training.checkpoints import read_recipe
 from polyrl.trainer import checkpoint, redo
 
 __all__ = ["desk", "model"]  # fixtures
@@ -22,12 +25,13 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def go_on() -> tuple[int, str, str]:
+def go_on(*settings: str, run: Path = RUN, folder: Path | None = None) -> tuple[int, str, str]:
     """Code, output and errors of `polyrl train --resume`, in a process of its own."""
+    places = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.getcwd()])
     done = subprocess.run(
-        [sys.executable, "-m", "polyrl", "train", "--resume", str(RUN)],
-        capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        [sys.executable, "-m", "polyrl", "train", "--resume", str(run), *settings],
+        capture_output=True, text=True, timeout=100, check=False, cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -86,6 +90,27 @@ def test_a_run_goes_on_without_its_newest_checkpoint_and_says_what_is_damaged(
         "polyrl: error: checkpoint and log go up to step 4, and the manager's journal to step 5: they are not of one "
         "run, or the newest were removed"
     )
+
+
+def test_killed_as_its_manager_hears_of_it_a_run_goes_on_from_any_folder_and_keeps_no_setting_that_failed(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    process = start()
+    until = time.monotonic() + 60
+    while not list((RUN / "journal").glob("events-*")) and time.monotonic() < until:
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+    assert "there is a run already; go on with --resume" in refused(capsys, "train", "recipe.toml")
+    assert [one.name for one in checkpoint.found(RUN)] == ["step-000000"]
+    elsewhere, run = desk / "elsewhere", desk / RUN
+    elsewhere.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, errors = go_on(f"manager.port={taken.getsockname()[1]}", run=run, folder=elsewhere)
+    assert code == 2 and "address already in use" in errors and errors.count("\n") == 1
+    code, said, errors = go_on("train.steps=1", run=run, folder=elsewhere)
+    assert code == 0 and "done: all 1 steps are trained" in said, errors
+    assert read_recipe(run, []).train.steps == 1
 
 
 def test_before_the_first_checkpoint_there_is_nothing_to_export(desk: Path, capsys: pytest.CaptureFixture[str]):

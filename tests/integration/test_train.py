@@ -85,6 +85,20 @@ def start(*settings: str) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
+def join(run_dir: Path) -> "subprocess.Popen[str]":
+    """A worker that the run has not started."""
+    until = time.monotonic() + 60
+    while not (run_dir / "manager.json").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    url = json.loads((run_dir / "manager.json").read_text())["url"]
+    joining = ("--join", url, "--token-file", str(run_dir / "worker.token"), "--engine", "builtin", "--model", "model")
+    return subprocess.Popen(
+        [sys.executable, "-m", "polyrl", "worker", *joining, "slots=8", "kv_tokens=2048"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )  # fmt: skip
+
+
 def processes_in(folder: Path) -> list[str]:
     """Command lines of whoever works in this folder."""
     found = []
@@ -131,7 +145,7 @@ def test_a_reward_that_never_succeeds_is_told_from_one_that_fails_now_and_then(d
 
     async def is_hopeless(first: list[int]) -> bool:
         tasks = load_tasks(load_recipe("recipe.toml", ["data.reward=two_rewards:score"]))
-        watching = asyncio.create_task(tasks.hopeless())
+        watching = asyncio.create_task(tasks.failed())
         for answer in (first, *[[5]] * 32):
             with contextlib.suppress(RewardFailed):
                 await tasks.score(0, 0, answer, "stop", validation=False)
@@ -147,13 +161,16 @@ def test_a_reward_that_never_succeeds_is_told_from_one_that_fails_now_and_then(d
 @pytest.mark.long
 def test_a_reward_that_never_succeeds_ends_the_run_with_its_reason(desk: Path):
     (desk / "their_reward.py").write_text("def score(given):\n    return given.row['no such column']\n")
-    process = start("--quiet")
+    process = start("--quiet", "train.local_generation=false")
+    worker = join(desk / "runs/tiny")
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 2, errors
     last = errors.strip().splitlines()[-1]
     assert last == (
         "polyrl: error: the reward their_reward:score failed for all of 32 answers: KeyError: 'no such column'"
     )
+    said, _ = worker.communicate(timeout=20)  # it was told, and does not dial on
+    assert worker.returncode == 0, said
     assert processes_in(desk) == []
 
 

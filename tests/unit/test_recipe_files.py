@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from polyrl.config.recipe_files import list_recipes, load_recipe
+from polyrl.config import build
+from polyrl.config.recipe import Recipe
+from polyrl.config.recipe_files import list_recipes, load_recipe, with_whole_paths
 from polyrl.errors import ConfigError
 
 RECIPE = """\
@@ -51,3 +53,22 @@ def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, text: str | None, 
 def test_an_unknown_name_is_answered_with_those_there_are():
     with pytest.raises(ConfigError, match=r"arithmetics: no such recipe; .* one of: .*; did you mean arithmetic\?"):
         load_recipe("arithmetics")
+
+
+def test_whole_paths_are_the_same_from_every_folder_and_what_is_no_path_stays(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = [
+        "model.path=models/tiny",
+        "algorithm.kl=loss",
+        "algorithm.reference=../before",
+        "data.validation=v.jsonl",
+    ]
+    whole = with_whole_paths(load_recipe("arithmetic", overrides))
+    assert whole.model.path == str(tmp_path / "models/tiny")
+    assert whole.algorithm.reference == str(tmp_path.parent / "before") and whole.algorithm.critic.path == ""
+    assert (whole.data.source, whole.data.validation) == ("arithmetic", str(tmp_path / "v.jsonl"))
+    monkeypatch.chdir("/")
+    assert with_whole_paths(whole) == whole
+    domain = {"name": "sums", "source": "sums.jsonl", "reward": "math"}
+    two = build({"name": "two", "model": {"path": "m"}, "data": {"domains": [domain]}}, Recipe)
+    assert with_whole_paths(two).data.domains[0].source == "/sums.jsonl"

@@ -1,7 +1,6 @@
 """`polyrl train`: make a model better, on whatever devices there are."""
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -112,12 +111,10 @@ def start(
     from polyrl.cli.training import checkpoints, models, ranks
     from polyrl.cli.training.run import Interrupted, train, until_interrupted
     from polyrl.cli.training.tasks import load_tasks
-    from polyrl.errors import UserError
 
-    if past is None and _has_run(run_dir):
-        raise UserError(f"{run_dir}: there is a run already; go on with --resume, or name another with --run-dir")
+    if past is None:
+        _check_that_none_is_there(run_dir)
     _make_folder(run_dir / "logs")
-    checkpoints.write_recipe(run_dir, recipe)
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", filename=run_dir / "logs" / "train.log")
     console = logging.StreamHandler(sys.stderr)
@@ -128,17 +125,9 @@ def start(
     folder = None if past is None else past.folder
 
     async def train_and_close(crew: "Crew", team: "Team | None") -> str:
-        training = asyncio.ensure_future(
-            until_interrupted(train(recipe, run_dir, crew, tasks, past=past, team=team, beside=beside))
-        )
-        watching = asyncio.ensure_future(tasks.hopeless())
         try:
-            await asyncio.wait((training, watching), return_when=asyncio.FIRST_COMPLETED)
-            return await (training if training.done() else watching)
+            return await until_interrupted(train(recipe, run_dir, crew, tasks, past=past, team=team, beside=beside))
         finally:
-            for task in (training, watching):
-                task.cancel()
-            await asyncio.gather(training, watching, return_exceptions=True)
             await tasks.close()
 
     try:
@@ -152,6 +141,17 @@ def start(
             return run_loop(train_and_close(crew, team))
     except Interrupted:
         return None
+
+
+def _check_that_none_is_there(run_dir: Path) -> None:
+    """Raises UserError. The manager of one that was killed may be about to write it down."""
+    from polyrl.cli.training import checkpoints
+    from polyrl.errors import UserError
+
+    if not _has_run(run_dir):
+        checkpoints.wait_for_manager_to_end(run_dir)
+    if _has_run(run_dir):
+        raise UserError(f"{run_dir}: there is a run already; go on with --resume, or name another with --run-dir")
 
 
 def _has_run(run_dir: Path) -> bool:

@@ -3,12 +3,18 @@
 Overrides of the command line come last. Paths in a recipe start from the current folder, wherever the recipe lies.
 """
 
+import os
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from polyrl.config.load import apply_overrides, build, load_toml
-from polyrl.config.recipe import Recipe
+from polyrl.config.recipe import ARITHMETIC, DomainFields, Recipe
 from polyrl.config.shipped import find_shipped, list_shipped
+
+_Fields = TypeVar("_Fields", bound=DomainFields)
 
 
 def recipe_folder() -> Path:
@@ -29,3 +35,25 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     path = find_recipe(name)
     tree = apply_overrides(load_toml(path), overrides or [])
     return build(tree, Recipe, source=str(name if path.parent == recipe_folder() else path))
+
+
+def with_whole_paths(recipe: Recipe) -> Recipe:
+    """The same for whoever is in another folder."""
+    algorithm, data = recipe.algorithm, _with_whole_places(recipe.data)
+    critic = replace(algorithm.critic, path=_whole(algorithm.critic.path))
+    return replace(
+        recipe,
+        model=replace(recipe.model, path=_whole(recipe.model.path)),
+        algorithm=replace(algorithm, critic=critic, reference=_whole(algorithm.reference)),
+        data=replace(data, domains=tuple(_with_whole_places(one) for one in data.domains)),
+    )
+
+
+def _with_whole_places(fields: _Fields) -> _Fields:
+    places = {"source": fields.source, "validation": fields.validation}
+    named = {key: _whole(place) for key, place in places.items() if place is not None and place != ARITHMETIC}
+    return replace(fields, **named)
+
+
+def _whole(path: str) -> str:
+    return os.path.abspath(path) if path else path

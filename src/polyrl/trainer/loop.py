@@ -58,8 +58,6 @@ class Publisher(Protocol):
 class Safety(Protocol):
     """Puts what only the trainer knows where it survives it (saving.py)."""
 
-    async def begin(self) -> None: ...
-
     async def offered(self, version: int, digest: str) -> bool: ...
 
     async def trained(self, step: int, batches: Sequence[Sequence[TrainedGroup]]) -> None: ...
@@ -131,8 +129,6 @@ class Loop:
     async def _run(self, first_step: int) -> str:
         recipe = self._recipe
         await self._settle_the_past(first_step)
-        if self._safety is not None and self._fleet.opened is not None and self._fleet.opened.fresh:
-            await self._safety.begin()  # never again: while a state is replaced there is none
         await self._publish(first_step)
         if self._validate is not None and recipe.validation.at_start and first_step == 0:
             await self._validate(0)

@@ -1,6 +1,6 @@
 """What a training run goes on from, and who saves it.
 
-    RUN/recipe.toml      what was trained, with every default: what --resume reads
+    RUN/recipe.toml      what was trained, with every default and whole paths: what --resume reads, from any folder
     RUN/port             where the manager listened: workers dial there again
     RUN/checkpoints/     trainer/checkpoint.py, trainer/redo.py
 
@@ -21,6 +21,7 @@ from polyrl.cli.training.changes import check_changes
 from polyrl.config import apply_overrides, build, load_toml
 from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
+from polyrl.config.recipe_files import with_whole_paths
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
@@ -59,7 +60,7 @@ def write_recipe(run_dir: Path, recipe: Recipe) -> None:
     """Raises UserError if the disk does not take it; the one before is whole then."""
     path = run_dir / _RECIPE_FILE
     try:
-        checkpoint.write_whole(path, dump_toml(recipe).encode())
+        checkpoint.write_whole(path, dump_toml(with_whole_paths(recipe)).encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -72,8 +73,8 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
             f"{run_dir}: no {_RECIPE_FILE} there; expected the directory of a run that `polyrl train` began"
         )
     tree = load_toml(path)
-    before = build(tree, Recipe, source=str(path))
-    after = build(apply_overrides(tree, overrides), Recipe, source=str(path))
+    before = with_whole_paths(build(tree, Recipe, source=str(path)))
+    after = with_whole_paths(build(apply_overrides(tree, overrides), Recipe, source=str(path)))
     check_changes(before, after)
     return after
 
@@ -172,8 +173,8 @@ def tokenizer_digest(folder: Path) -> str:
 def models_digest(recipe: Recipe) -> str:
     """Of all files that say what the run's models are before the first step."""
     algorithm = recipe.algorithm
-    folders = {recipe.model.path, algorithm.critic.path, algorithm.reference} - {""}
-    files = (path for folder in sorted(folders) for path in Path(folder).iterdir())
+    folders = {os.path.abspath(one) for one in (recipe.model.path, algorithm.critic.path, algorithm.reference) if one}
+    files = (path for folder in folders for path in Path(folder).iterdir())
     return _digest_of_files(path for path in files if path.name == "config.json" or path.suffix in _WEIGHT_FILES)
 
 

@@ -119,6 +119,14 @@ async def train(
             again = redo.train_again(steps, past.log, lambda line: print(line, flush=True))
             await _first_of(again, [one.failed() for one in (manager, team) if one is not None], None)
         engine = await stack.enter_async_context(_engine(recipe, policy))
+        saver: Saver | None = None
+        if recipe.checkpoint.enabled:
+            gather = (crew if leader is None else leader).whole_state
+            saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, policy, gather, past)
+        if past is None:  # before the manager hears of a run: from then on nobody else may begin one here
+            checkpoints.write_recipe(run_dir, recipe)
+            if saver is not None:
+                await saver.begin()
         fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks))
         assert fleet.opened is not None
         if past is not None:
@@ -134,10 +142,7 @@ async def train(
         display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
-        saver: Saver | None = None
-        if recipe.checkpoint.enabled:
-            gather = (crew if leader is None else leader).whole_state
-            saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, policy, gather, past)
+        if saver is not None:
             stack.push_async_callback(saver.stop)
         parents = {version: digests[-1] for version, digests in fleet.digests.items()}
         loop = Loop(
@@ -152,12 +157,14 @@ async def train(
             saver,
         )
         telling.begin(fleet)
+        if past is not None:  # what it was called with now fits; the next --resume begins with that
+            checkpoints.write_recipe(run_dir, recipe)
         if beside is not None:
             playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
             stack.push_async_callback(_end, playing)
         try:
             await _until_joined(recipe, fleet, workers)
-            failures = [one.failed() for one in (manager, team, saver) if one is not None]
+            failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
             why = await _first_of(loop.run(first_step), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
@@ -167,10 +174,14 @@ async def train(
 
 
 def _check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
-    """The manager is never ahead of what is on disk here by more than the open step and those asked for ahead."""
+    """The manager is never ahead of what is on disk here by more than the open step and those asked for ahead.
+
+    It knows nothing where the process before this one died as it was about to open the run.
+    """
     last = first_step + max_staleness
     is_ahead = opened.last_requested > last or any(step > last for step in opened.open_steps)
-    if opened.fresh or is_ahead or opened.published > first_step:
+    is_behind = opened.fresh and first_step > 0
+    if is_behind or is_ahead or opened.published > first_step:
         theirs = max(opened.last_requested, opened.published)
         raise UserError(
             f"checkpoint and log go up to step {first_step}, and the manager's journal to step {theirs}: they are not "

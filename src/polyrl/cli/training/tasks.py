@@ -1,7 +1,7 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
 import asyncio
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, Protocol
 
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe import DomainSection, Recipe
@@ -31,6 +31,10 @@ class Tasks(Protocol):
         ...
 
     def validation_tokens(self, domain: int) -> list[Tokens]: ...
+
+    async def failed(self) -> None:
+        """Waits for as long as all is well; raises UserError when nothing can be trained."""
+        ...
 
 
 class Domain(NamedTuple):
@@ -83,7 +87,7 @@ class RecipeTasks:
         self._is_proven[domain] = True
         return reward
 
-    async def hopeless(self) -> NoReturn:
+    async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""
         await self._hopeless.wait()
         raise UserError(self._why_hopeless)
