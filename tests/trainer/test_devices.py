@@ -1,6 +1,7 @@
 """Whose turn it is on the trainer's devices."""
 
 import asyncio
+import threading
 
 from polyrl.trainer.devices import Devices
 
@@ -44,8 +45,6 @@ def test_training_waits_until_the_engine_sleeps():
 
 def test_the_engine_wakes_only_when_the_work_that_runs_has_ended():
     async def scenario() -> None:
-        import threading
-
         engine, goes_on, started = Engine(), threading.Event(), threading.Event()
         devices = Devices(engine)
         await devices.turn_to("training")
@@ -104,6 +103,66 @@ def test_weights_that_move_keep_the_engine_asleep_until_they_have_their_name():
             engine.said.append("publishes")
         await turning
         assert engine.said == ["sleeps", "updates", "publishes", "wakes"]
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_is_cancelled_ends_its_work_and_wakes_no_engine_to_weights_without_a_name():
+    async def scenario() -> None:
+        engine, goes_on, started = Engine(), threading.Event(), threading.Event()
+        devices = Devices(engine)
+        await devices.turn_to("training")
+
+        def move_weights() -> None:
+            started.set()
+            goes_on.wait(5.0)
+            engine.said.append("moved")
+
+        async def step() -> None:
+            async with devices.held():
+                await devices.run(move_weights)
+                engine.said.append("publishes")
+
+        stepping = asyncio.create_task(step())
+        await asyncio.to_thread(started.wait, 5.0)
+        turning = asyncio.create_task(devices.turn_to("generating"))
+        for _ in range(2):  # somebody is impatient
+            stepping.cancel()
+            await asyncio.sleep(0.01)
+        assert not stepping.done()
+        goes_on.set()
+        await asyncio.wait((stepping,))
+        assert stepping.cancelled()
+        await asyncio.sleep(0.01)
+        assert engine.said == ["sleeps", "moved"]
+        assert not turning.done()
+        turning.cancel()
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_gradients_that_are_cancelled_end_before_the_engine_wakes():
+    async def scenario() -> None:
+        engine, goes_on, started = Engine(), threading.Event(), threading.Event()
+        devices = Devices(engine)
+        await devices.turn_to("training")
+
+        def work() -> None:
+            started.set()
+            goes_on.wait(5.0)
+            engine.said.append("ended")
+
+        working = asyncio.create_task(devices.train(work))
+        await asyncio.to_thread(started.wait, 5.0)
+        turning = asyncio.create_task(devices.turn_to("generating"))
+        working.cancel()
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        await turning
+        assert working.cancelled()
+        assert engine.said == ["sleeps", "ended", "wakes"]
         devices.close()
 
     asyncio.run(scenario())

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from polyrl.engines.finishing import finish
+from polyrl.engines.finishing import finish, finish_first
 
 
 def test_what_it_brings_and_what_goes_wrong_is_told_to_who_waits():
@@ -15,9 +15,10 @@ def test_what_it_brings_and_what_goes_wrong_is_told_to_who_waits():
             raise ValueError("too small")
         return number + 1
 
-    assert asyncio.run(finish(work(1))) == 2
-    with pytest.raises(ValueError, match="too small"):
-        asyncio.run(finish(work(-1)))
+    for wait_for in (finish, finish_first):
+        assert asyncio.run(wait_for(work(1))) == 2
+        with pytest.raises(ValueError, match="too small"):
+            asyncio.run(wait_for(work(-1)))
 
 
 def test_it_goes_on_when_nobody_waits_any_more_and_a_failure_is_a_line_in_the_log(caplog):
@@ -50,4 +51,31 @@ def test_it_goes_on_when_nobody_waits_any_more_and_a_failure_is_a_line_in_the_lo
     assert [record.getMessage() for record in caplog.records if record.name != "asyncio"] == [
         "nobody waited for it any more, and it failed: no room"
     ]
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_must_not_leave_before_it_ends_is_cancelled_afterwards(caplog, *, fails: bool):
+    async def scenario() -> None:
+        may_end = asyncio.Event()
+
+        async def work() -> None:
+            await may_end.wait()
+            if fails:
+                raise ValueError("no room")
+
+        waiting = asyncio.create_task(finish_first(work()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        may_end.set()
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+        gc.collect()
+    assert ("it failed: no room" in caplog.text) is fails
     assert "never retrieved" not in caplog.text

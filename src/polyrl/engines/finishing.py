@@ -1,4 +1,7 @@
-"""Work that must not stop half-way: a break of a connection cancels whoever waits for it, and not the work itself."""
+"""Work that must not stop half-way: what cancels whoever waits for it does not cancel the work itself.
+
+`finish` lets who is cancelled go at once, and the work goes on; `finish_first` lets nobody go before it has ended.
+"""
 
 import asyncio
 import logging
@@ -22,6 +25,21 @@ async def finish(work: Awaitable[Result]) -> Result:
             _going_on.add(future)
             future.add_done_callback(_finished)
         raise
+
+
+async def finish_first(work: Awaitable[Result]) -> Result:
+    """Wait for it, also when cancelled: a thread cannot be stopped, and what it uses is not free before it ends."""
+    future = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        _finished(future)
+        raise cancelled
+    return future.result()
 
 
 def _finished(future: asyncio.Future[Any]) -> None:

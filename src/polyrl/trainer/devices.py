@@ -4,9 +4,9 @@
     the loop calls `train(work)` -> waits for training's turn -> runs it in a thread
     the loop validates -> `for_validation` -> the engine is awake, whosever turn it is
 
-Rules kept here: the two never run at the same time, and whoever works ends first. What moves the weights keeps its turn
-(`held`) until they have their new version's name: the engine never wakes to weights that are called something else.
-Without a local worker it is always training's turn.
+Rules kept here: the two never run at the same time, and whoever works ends first, also if cancelled. What moves
+the weights keeps its turn (`held`) until they have their new version's name, and for good if they never get it: the
+engine never wakes to weights that are called something else. Without a local worker it is always training's turn.
 """
 
 import asyncio
@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Literal, Protocol, TypeVar
+
+from polyrl.engines.finishing import finish_first
 
 T = TypeVar("T")
 Duty = Literal["generating", "training"]
@@ -68,27 +70,35 @@ class Devices:
         self.waited_s += time.monotonic() - began
 
     async def train(self, work: Callable[[], T]) -> T:
-        """Run `work` in the trainer's thread when it is training's turn."""
-        async with self.held():
+        """Run `work`, which moves no weights, in the trainer's thread when it is training's turn."""
+        await self._take_turn()
+        try:
             return await self.run(work)
+        finally:
+            self._at_work.release()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Training's turn, as soon as it is, and for as long as this lasts."""
+        """Training's turn, as soon as it is, and for as long as this lasts. Broken off, it is nobody's turn again."""
+        await self._take_turn()
+        yield
+        self._at_work.release()
+
+    async def _take_turn(self) -> None:
         began = time.monotonic()
         while True:
             await self._may_train.wait()
-            async with self._at_work:
-                if self._may_train.is_set():
-                    self.waited_s += time.monotonic() - began
-                    yield
-                    return
+            await self._at_work.acquire()
+            if self._may_train.is_set():
+                self.waited_s += time.monotonic() - began
+                return
+            self._at_work.release()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in the trainer's thread. It is training's turn: `held`."""
         began = time.monotonic()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await finish_first(asyncio.get_running_loop().run_in_executor(self._thread, work))
         finally:
             self.trained_s += time.monotonic() - began
 

@@ -1,6 +1,7 @@
 """Offering the trainer's present weights as a version: to the local engine, which shares them, and to the fleet.
 
-Rules kept here: the snapshot is taken in a thread, while nobody changes the weights. The layout is the model's, and
+Rules kept here: the snapshot is taken in a thread, while nobody changes the weights, and ends before who waits for it
+leaves: what it writes into is not closed under it. The layout is the model's, and
 never changes; tied tensors are sent once, in the dtype that they are served in. An engine with weights of its own
 (lora.py) is given them first: what is sent may be read from there.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor
 
 from polyrl.engines.engine import Weights
+from polyrl.engines.finishing import finish_first
 from polyrl.ids import Version
 from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.loop import Offer
@@ -50,7 +52,7 @@ class Publishing:
         )
         if self._gather is None:
             await self._install(version)
-        offer = await asyncio.to_thread(publish)
+        offer = await finish_first(asyncio.to_thread(publish))
         if self._gather is not None:  # it was gathered on the way
             await self._install(version)
         self._known = {version: offer.digest}
@@ -61,7 +63,7 @@ class Publishing:
         if self._engine is not None:
             await self._engine.install(Weights(Version(version), in_place=True, write=write))
         elif write is not None:
-            await asyncio.to_thread(write)
+            await finish_first(asyncio.to_thread(write))
 
     def _fill(self, out: memoryview) -> None:
         weights = self._policy.published() if self._gather is None else self._gather()
