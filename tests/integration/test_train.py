@@ -19,9 +19,10 @@ import pytest
 from tests.builtin.tiny_models import save_tiny
 
 from polyrl.cli.main import main
-from polyrl.cli.training.run import validator, worker_arguments
+from polyrl.cli.training.run import worker_arguments
 from polyrl.cli.training.tasks import load_tasks
 from polyrl.cli.training.telling import join_command
+from polyrl.cli.training.validation import validator
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.engine import BuiltinConfig

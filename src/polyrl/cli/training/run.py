@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from msgspec import structs
 from rich.text import Text
 
 from polyrl.cli.training import checkpoints, models, processes
@@ -29,9 +28,11 @@ from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.ranks import Team
+from polyrl.cli.training.sampling import sampling_of
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
+from polyrl.cli.training.validation import validator
 from polyrl.client import Fleet, Prompt, Sample, connect
 from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe
@@ -40,19 +41,16 @@ from polyrl.errors import PolyrlError, UserError
 from polyrl.trainer import redo
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Crew
-from polyrl.trainer.local_engine import LocalEngine, Question
+from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.loop import Loop
 from polyrl.trainer.model import Policy
 from polyrl.trainer.publishing import Publishing
 from polyrl.trainer.saving import Saver
-from polyrl.trainer.validation import pass_rates
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
 from polyrl.wire.control import DrainRequest, RunReply
 from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer, Unreachable, is_loopback
-from polyrl.wire.frames import Sampling
-from polyrl.wire.imposed import ImposedLengths
 from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
 
 log = logging.getLogger("polyrl.train")
@@ -284,23 +282,6 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
         yield fleet
 
 
-def sampling_of(recipe: Recipe) -> Sampling:
-    rollout = recipe.rollout
-    wanted = rollout.impose_lengths
-    imposed = None
-    if wanted.kind != "off":
-        quantiles = wanted.quantiles if wanted.kind == "quantiles" else ()
-        imposed = ImposedLengths(wanted.median, wanted.sigma, quantiles, wanted.correlation)
-    return Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=rollout.stop,
-        imposed=imposed,
-    )
-
-
 @asynccontextmanager
 async def _engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalEngine | None]:
     """On the trainer's own device; None if it never generates."""
@@ -426,65 +407,3 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
     if wanted.price_usd_per_hour:
         arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
     return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items())]
-
-
-def validator(
-    recipe: Recipe,
-    engine: LocalEngine | None,
-    devices: Devices,
-    tasks: Tasks,
-    telling: Telling,
-    saver: Saver | None = None,
-) -> Callable[[int], Coroutine[Any, Any, None]] | None:
-    """Validates a version; none where the recipe wants no validation."""
-    wanted = recipe.validation
-    if engine is None or (not wanted.every_steps and not wanted.at_start):
-        return None
-
-    async def validate(version: int) -> None:
-        await telling.validates()
-        rates: dict[str, float] = {}
-        all_rewards: list[list[float | None]] = []
-        async with devices.for_validation():
-            for domain, name in enumerate(tasks.names):
-                prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
-                if not prompts:
-                    continue
-                rewards = await _attempt(recipe, engine, tasks, domain, prompts)
-                its_rates = pass_rates(rewards, wanted.pass_at)
-                rates |= {f"validation/{name}/pass@{k}": rate for k, rate in its_rates.items()}
-                all_rewards += rewards
-        rates |= {f"validation/pass@{k}": rate for k, rate in pass_rates(all_rewards, wanted.pass_at).items()}
-        if rates:
-            await telling.validated(version, rates)
-            if saver is not None:
-                saver.validated(version, rates)
-
-    return validate
-
-
-async def _attempt(
-    recipe: Recipe, engine: LocalEngine, tasks: Tasks, domain: int, prompts: "list[np.ndarray]"
-) -> list[list[float | None]]:
-    """The rewards of every prompt's attempts."""
-    wanted, rollout = recipe.validation, recipe.rollout
-    temperature = rollout.temperature if wanted.temperature is None else wanted.temperature
-    sampling = structs.replace(sampling_of(recipe), temperature=temperature, imposed=None)
-    num = wanted.samples_per_prompt
-    questions = [
-        Question(prompt.tolist(), rollout.max_new_tokens, number * num + attempt, sampling)
-        for number, prompt in enumerate(prompts)
-        for attempt in range(num)
-    ]
-    answers = await engine.answer(questions)
-
-    async def score(place: int) -> float | None:
-        answer = answers[place]
-        try:
-            return await tasks.score(domain, place // num, answer.tokens, answer.finish, validation=True)
-        except Exception as error:  # noqa: BLE001  a reward may raise anything; it is then no attempt
-            log.warning("validation: no reward for an answer to prompt %d: %s", place // num, error)
-            return None
-
-    rewards = await asyncio.gather(*(score(place) for place in range(len(answers))))
-    return [list(rewards[at : at + num]) for at in range(0, len(rewards), num)]

@@ -1,0 +1,82 @@
+"""Validating a version: the trainer's own engine answers prompts that no step trains on, and rewards score them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from polyrl.cli.training.sampling import sampling_of
+from polyrl.cli.training.tasks import Tasks
+from polyrl.cli.training.telling import Telling
+from polyrl.config.recipe import Recipe
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.local_engine import LocalEngine, Question
+from polyrl.trainer.saving import Saver
+from polyrl.trainer.validation import pass_rates
+
+log = logging.getLogger("polyrl.train")
+
+
+def validator(
+    recipe: Recipe,
+    engine: LocalEngine | None,
+    devices: Devices,
+    tasks: Tasks,
+    telling: Telling,
+    saver: Saver | None = None,
+) -> Callable[[int], Coroutine[Any, Any, None]] | None:
+    """Validates a version; none where the recipe wants no validation."""
+    wanted = recipe.validation
+    if engine is None or (not wanted.every_steps and not wanted.at_start):
+        return None
+
+    async def validate(version: int) -> None:
+        await telling.validates()
+        rates: dict[str, float] = {}
+        all_rewards: list[list[float | None]] = []
+        async with devices.for_validation():
+            for domain, name in enumerate(tasks.names):
+                prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
+                if not prompts:
+                    continue
+                rewards = await _attempt(recipe, engine, tasks, domain, prompts)
+                its_rates = pass_rates(rewards, wanted.pass_at)
+                rates |= {f"validation/{name}/pass@{k}": rate for k, rate in its_rates.items()}
+                all_rewards += rewards
+        rates |= {f"validation/pass@{k}": rate for k, rate in pass_rates(all_rewards, wanted.pass_at).items()}
+        if rates:
+            await telling.validated(version, rates)
+            if saver is not None:
+                saver.validated(version, rates)
+
+    return validate
+
+
+async def _attempt(
+    recipe: Recipe, engine: LocalEngine, tasks: Tasks, domain: int, prompts: "list[np.ndarray]"
+) -> list[list[float | None]]:
+    """The rewards of every prompt's attempts."""
+    wanted, rollout = recipe.validation, recipe.rollout
+    temperature = rollout.temperature if wanted.temperature is None else wanted.temperature
+    sampling = structs.replace(sampling_of(recipe), temperature=temperature, imposed=None)
+    num = wanted.samples_per_prompt
+    questions = [
+        Question(prompt.tolist(), rollout.max_new_tokens, number * num + attempt, sampling)
+        for number, prompt in enumerate(prompts)
+        for attempt in range(num)
+    ]
+    answers = await engine.answer(questions)
+
+    async def score(place: int) -> float | None:
+        answer = answers[place]
+        try:
+            return await tasks.score(domain, place // num, answer.tokens, answer.finish, validation=True)
+        except Exception as error:  # noqa: BLE001  a reward may raise anything; it is then no attempt
+            log.warning("validation: no reward for an answer to prompt %d: %s", place // num, error)
+            return None
+
+    rewards = await asyncio.gather(*(score(place) for place in range(len(answers))))
+    return [list(rewards[at : at + num]) for at in range(0, len(rewards), num)]
