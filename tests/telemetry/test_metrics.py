@@ -184,7 +184,7 @@ def test_a_step_line_becomes_metrics_against_the_step_before():
 
 
 def test_the_first_step_counts_from_the_opening_of_its_round():
-    metrics = from_step_line(a_line())
+    metrics = from_step_line(a_line(step=0))
     assert metrics["time/step_total"] == 40.0
     assert metrics["cost/usd_step"] == metrics["cost/usd_total"] == 2.0
 

@@ -2,13 +2,16 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
 from tests.telemetry.test_metrics import a_line
 
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address
 from polyrl.cli.training.telling import Telling
 from polyrl.config.recipe_files import load_recipe
+from polyrl.scheduling.ledger import StepLine
 from polyrl.telemetry.metrics import read_metrics, read_steps
 from polyrl.trainer.loop import StepReport
 from polyrl.trainer.step import Added, StepStats
@@ -38,3 +41,26 @@ def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     [line] = read_metrics(tmp_path / "metrics.jsonl")
     assert line["reward/mean"] == 0.1
     assert line["token/response_length/mean"] is line["token/prompt_length/mean"] is None
+
+
+class OneFleet:
+    advice = None
+
+    def __init__(self, *lines: StepLine) -> None:
+        self.lines = list(lines)
+
+
+@pytest.mark.parametrize(("known", "cost"), [((2, 3), 0.5), ((3,), None)])
+def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_before(
+    tmp_path: Path, known: tuple[int, ...], cost: float | None
+):
+    display = Display("tiny", 4, Dialer(URL, "a token"))
+    telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
+    lines = {2: a_line(2, usd=7.0), 3: a_line(3, usd=7.5)}
+    telling.begin(cast("Any", OneFleet(*(lines[step] for step in known))))
+    seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "save": 0.0, "publish": 0.1}
+    stats = StepStats(3, Added(), updated=True, metrics={})
+    asyncio.run(telling.step_ended(StepReport(3, stats, lines[3], [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
+    telling.close()
+    [line] = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["cost/usd_step"], line["cost/usd_total"]) == (cost, 7.5)

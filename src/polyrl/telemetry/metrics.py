@@ -143,10 +143,11 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 def from_step_line(line: StepLine, before: StepLine | None = None) -> dict[str, MetricValue]:
-    """What the scheduler says of a step; `before` is its line of the step before, None for the first one heard of."""
+    """What the scheduler says of a step; `before` is its line of the step before, None if it is not known."""
     began_at = line.opened_at if before is None else before.trained_at
     step_s = line.trained_at - began_at
-    usd = line.usd - (0.0 if before is None else before.usd)
+    usd_before = 0.0 if line.step == 0 else None if before is None else before.usd
+    usd = None if usd_before is None else line.usd - usd_before
     return {
         "rounds/kind": line.kind,
         "rounds/long": int(line.kind == "long"),
@@ -166,7 +167,7 @@ def from_step_line(line: StepLine, before: StepLine | None = None) -> dict[str, 
         **{f"tokens/discarded/{cause}": line.tokens_discarded.get(cause, 0) for cause in get_args(DiscardCause)},
         "cost/usd_step": usd,
         "cost/usd_total": line.usd,
-        "cost/usd_per_mtok": usd / line.tokens_trained * _MILLION if line.tokens_trained else None,
+        "cost/usd_per_mtok": None if usd is None or not line.tokens_trained else usd / line.tokens_trained * _MILLION,
         "bias/trained_mean_length": line.trained_mean,
         "bias/generated_mean_length": line.generated_mean,
         **{f"bias/inclusion_by_bin/{b}": trained / ended for b, ended, trained in line.inclusion_by_length},

@@ -39,7 +39,6 @@ class Telling:
             recipe=msgspec.to_builtins(recipe),
         )
         self._fleet: Fleet | None = None
-        self._before: StepLine | None = None
         self._far: dict[str, float] = {}
         """Kinds of engines that were too far from the trainer in the last step."""
         self._validated: dict[str, float] = {}
@@ -65,7 +64,6 @@ class Telling:
 
     async def step_ended(self, report: StepReport) -> None:
         metrics = with_aliases(self._metrics(report))
-        self._before = report.line
         self._validated = {}
         self._trackers.log(report.step, metrics)
         self._display.step_ended(report.step, metrics)
@@ -100,7 +98,7 @@ class Telling:
         lengths = np.array(report.lengths or [0])
         seconds = report.seconds
         metrics: dict[str, MetricValue] = {
-            **from_step_line(report.line, self._before),
+            **from_step_line(report.line, self._line_before(report.step)),
             **report.stats.metrics,
             **self._validated,
             "reward/mean": float(rewards.mean()) if report.rewards else None,
@@ -127,6 +125,11 @@ class Telling:
         if self._recipe.rollout.impose_lengths.kind != "off":
             metrics["rollout/imposed_lengths"] = 1
         return metrics
+
+    def _line_before(self, step: int) -> StepLine | None:
+        """A run that goes on has it from the manager: the step was trained by another process."""
+        lines = [] if self._fleet is None else self._fleet.lines
+        return next((one for one in reversed(lines) if one.step == step - 1), None)
 
     def close(self) -> None:
         if self._validated:  # no step starts from the last version
