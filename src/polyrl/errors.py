@@ -26,3 +26,16 @@ class JournalError(UserError):
 
 class LawViolation(PolyrlError):
     """An invariant of the scheduler does not hold: a bug of ours, never the environment's."""
+
+
+_SHOWN_CHARACTERS = 300
+
+
+def one_line(error: BaseException) -> str:
+    """What somebody else's code raised, as a line: `TypeName: what it says`, cut where it is long."""
+    text = " ".join(str(error).split())
+    return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."

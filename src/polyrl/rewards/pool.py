@@ -25,6 +25,7 @@ from collections import deque
 
 import msgspec
 
+from polyrl.errors import one_line
 from polyrl.rewards.process import SIZE, Ask, Began, Failed, Paths, Scored, decode_reply, encode
 from polyrl.rewards.reward import (
     RewardFailed,
@@ -34,7 +35,6 @@ from polyrl.rewards.reward import (
     check_value,
     find_reward,
     is_async,
-    one_line,
 )
 
 START_TIMEOUT_S = 60.0

@@ -17,8 +17,9 @@ from typing import Any
 
 import msgspec
 
+from polyrl.errors import one_line
 from polyrl.parent import end_with_parent
-from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardInput, check_value, find_reward, one_line
+from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardInput, check_value, find_reward
 
 SIZE = struct.Struct("<I")
 """Before every message: its bytes."""

@@ -9,15 +9,13 @@
 A recipe then says `algorithm.advantage = "best_of"` if the module is imported, or `"my_module:best_of"` in any case.
 """
 
-import difflib
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from polyrl.config.functions import find_function
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.errors import ConfigError
 
 Tensor = torch.Tensor
 
@@ -102,29 +100,11 @@ def find_batch_advantage(name: str) -> BatchAdvantageFunction | None:
 def _find_any_advantage(name: str) -> Any:
     from polyrl.trainer import advantages  # noqa: F401  registers ours
 
-    return _find(ADVANTAGES | BATCH_ADVANTAGES, name, "algorithm.advantage", also=(BY_CRITIC,))
+    return find_function(name, "algorithm.advantage", {**ADVANTAGES, **BATCH_ADVANTAGES}, also=(BY_CRITIC,))
 
 
 def find_loss(name: str) -> LossFunction:
     """Raises ConfigError."""
     from polyrl.trainer import losses  # noqa: F401  registers ours
 
-    return _find(LOSSES, name, "algorithm.loss")
-
-
-def _find(known: dict[str, Any], name: str, key: str, also: tuple[str, ...] = ()) -> Any:
-    if name in known:
-        return known[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        names = [*known, *also]
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f'{key}: unknown name "{name}"; expected {", ".join(names)}, or module:function{hint}')
-    try:
-        function = getattr(importlib.import_module(module_name), function_name, None)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f'{key}: "{name}": {module_name} cannot be imported: {error}') from error
-    if not callable(function):
-        raise ConfigError(f'{key}: "{name}": {module_name} has no function {function_name}')
-    return function
+    return find_function(name, "algorithm.loss", LOSSES)
