@@ -149,17 +149,25 @@ def test_a_certificate_and_its_key_belong_together(tmp_path):
         server_tls(str(tmp_path / "cert.pem"), None)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not a certificate"])
+@pytest.mark.parametrize("content", [b"", b"not a certificate"])
 def test_what_is_no_certificate_is_named(tmp_path, content):
     path = tmp_path / "cert.pem"
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         server_tls(str(path), str(path))
     assert one_line(caught).startswith(f"{path}, {path}: not a certificate and its key: ")
     with pytest.raises(UserError) as caught:
         client_tls("https://host:5000", str(path))
     assert one_line(caught).startswith(f"{path}: not a file of certificates: ")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    there, missing = tmp_path / "cert.pem", tmp_path / "key.pem"
+    there.write_bytes(b"")
+    for ask in (lambda: server_tls(str(there), str(missing)), lambda: client_tls("https://host:5000", str(missing))):
+        with pytest.raises(UserError) as caught:
+            ask()
+        assert one_line(caught) == f"{missing}: cannot be read: No such file or directory"
 
 
 def test_certificates_are_for_https(tmp_path):

@@ -13,9 +13,9 @@ from polyrl.weights.settings import Tls, TransferError
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
+def certificate(folder: Path, names: str = "IP:127.0.0.1") -> tuple[Path, Path]:
     cert, key = folder / "cert.pem", folder / "key.pem"
-    subject = ("-subj", "/CN=weights", "-addext", "subjectAltName=IP:127.0.0.1")
+    subject = ("-subj", "/CN=weights", "-addext", f"subjectAltName={names}")
     made = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1")
     subprocess.run([*made, "-keyout", key, "-out", cert, *subject], check=True, capture_output=True, timeout=30)
     return cert, key
@@ -54,6 +54,15 @@ def test_a_certificate_that_nobody_vouches_for_is_not_believed(tls, tmp_path):
         offer = publish(on.server(tls=tls), 1)
         with pytest.raises(TransferError, match="certificate"):
             pull(on.peer(tls=contexts(*certificate(tmp_path))), offer, deadline_s=5)
+
+
+def test_a_certificate_may_be_of_the_name_that_the_manager_was_dialled_by(tmp_path):
+    named = contexts(*certificate(tmp_path, "DNS:trainer.example.com"))
+    with stage() as on:
+        offer = publish(on.server(tls=named), 1)
+        with pytest.raises(TransferError, match="certificate"):
+            pull(on.peer(tls=named), offer, deadline_s=5)
+        assert pull(on.peer(tls=named._replace(name="trainer.example.com")), offer) == weights(1)
 
 
 def test_a_worker_without_a_certificate_pulls_and_relays_nothing(tls):

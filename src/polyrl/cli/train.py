@@ -109,11 +109,13 @@ def start(
     """Train to the end, and say why it ended; None if it was interrupted. `past`: what the run goes on from."""
     from polyrl.cli.loop import run_loop
     from polyrl.cli.training import checkpoints, models, ranks
+    from polyrl.cli.training.encryption import encryption
     from polyrl.cli.training.run import Interrupted, train, until_interrupted
     from polyrl.cli.training.tasks import load_tasks
 
     if past is None:
         _check_that_none_is_there(run_dir)
+    tls = encryption(recipe.manager)
     _make_folder(run_dir / "logs")
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", filename=run_dir / "logs" / "train.log")
@@ -126,7 +128,8 @@ def start(
 
     async def train_and_close(crew: "Crew", team: "Team | None") -> str:
         try:
-            return await until_interrupted(train(recipe, run_dir, crew, tasks, past=past, team=team, beside=beside))
+            training = train(recipe, run_dir, crew, tasks, tls=tls, past=past, team=team, beside=beside)
+            return await until_interrupted(training)
         finally:
             await tasks.close()
 

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if args.join is None and not args.check:
         raise UserError("--join: missing; expected the manager's address, or --check to try the engine alone")
     if args.relay_on is not None:
+        if args.join is not None and args.join.startswith("https://"):
+            raise UserError("--relay-on: over https, weights come from the trainer alone; leave it out")
         listening_addresses(args.relay_on, key="--relay-on")  # said before a model is loaded
     engine = _engine(args)
     level = logging.WARNING if args.quiet else logging.INFO
@@ -142,6 +144,8 @@ def _engine(args: argparse.Namespace) -> "Engine":
 
 def _peer_of(args: argparse.Namespace) -> "PeerOf":
     """What fetches weights; it listens for others where `--relay-on` says."""
+    from urllib.parse import urlsplit
+
     from polyrl.weights.peer import WeightPeer
     from polyrl.weights.settings import Tls, WeightSettings
     from polyrl.wire.credentials import client_tls
@@ -150,8 +154,9 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
     loopback = ("127.0.0.0/8",) if args.no_relay or is_loopback(args.join) else ()
     networks = loopback if args.relay_on is None else tuple(args.relay_on)
     settings = WeightSettings(interfaces=networks)
-    tls = client_tls(args.join, args.ca)
-    return lambda key: WeightPeer(settings, key, None if tls is None else Tls(None, tls))
+    context = client_tls(args.join, args.ca)
+    tls = None if context is None else Tls(None, context, urlsplit(args.join).hostname or "")
+    return lambda key: WeightPeer(settings, key, tls)
 
 
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
@@ -166,7 +171,7 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
         price_usd_per_hour=args.price,
         num_devices=args.devices,
         drain_deadline_s=args.drain_deadline,
-        relays=not args.no_relay,
+        relays=not args.no_relay and dialer.is_plain,  # with TLS it would need a certificate of its own
     )
     agent = WorkerAgent(engine, dialer, options, peer_of=_peer_of(args))
     loop = asyncio.get_running_loop()

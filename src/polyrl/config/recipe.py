@@ -413,6 +413,19 @@ class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """0.0.0.0 for workers on other machines."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 5000
     """0: any that is free."""
+    tls_cert: str = ""
+    """A file with the certificate (PEM) that workers know this machine by; empty: all of it travels in clear."""
+    tls_key: str = ""
+    """Its key."""
+    ca: str = ""
+    """A file with whom to trust, for a certificate that the system's authorities do not vouch for."""
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            missing = "tls_key" if self.tls_cert else "tls_cert"
+            raise ValueError(f"{missing}: missing, expected a file; a certificate and its key belong together")
+        if self.ca and not self.tls_cert:
+            raise ValueError("ca: nothing is checked against it without tls_cert")
 
 
 class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

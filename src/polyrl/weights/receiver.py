@@ -42,8 +42,9 @@ class Dialer(NamedTuple):
         with self._closed_on_failure(channel):
             channel.tune(self.settings.congestion)
             if (tls := self.tls) is not None:
+                name = tls.name or host
                 channel.encrypt(
-                    lambda plain: tls.client.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+                    lambda plain: tls.client.wrap_socket(plain, server_hostname=name, do_handshake_on_connect=False)
                 )
             return self._greet(channel)
 

@@ -49,6 +49,8 @@ class Tls(NamedTuple):
 
     server: ssl.SSLContext | None
     client: ssl.SSLContext
+    name: str = ""
+    """Whom the certificates of sources must be of; empty: of the address that is dialled."""
 
 
 class TransferError(PolyrlError):

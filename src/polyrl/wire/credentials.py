@@ -100,9 +100,15 @@ def server_tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
         return None
     if cert is None or key is None:
         raise UserError("--tls-cert and --tls-key belong together")
+    for path in (cert, key):
+        _check_readable(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    def no_passphrase() -> str:
+        raise UserError(f"{key}: asks for a passphrase; expected a key without one, that its owner alone can read")
+
     try:
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, no_passphrase)
     except (OSError, ssl.SSLError) as error:
         raise UserError(f"{cert}, {key}: not a certificate and its key: {error}") from error
     return context
@@ -114,7 +120,18 @@ def client_tls(url: str, ca: str | None) -> ssl.SSLContext | None:
         if ca is not None:
             raise UserError(f"{url}: --ca is for https")
         return None
+    if ca is not None:
+        _check_readable(ca)
     try:
         return ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise UserError(f"{ca}: not a file of certificates: {error}") from error
+
+
+def _check_readable(path: str) -> None:
+    """OpenSSL does not say which file it missed."""
+    try:
+        with Path(path).open("rb"):
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error

@@ -52,6 +52,11 @@ class Dialer:
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._http: aiohttp.ClientSession | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is said can be read on the way."""
+        return self.url.startswith("http://")
+
     async def __aenter__(self) -> "Dialer":
         self._http = aiohttp.ClientSession(
             headers=self._headers,

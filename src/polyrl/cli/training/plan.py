@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from polyrl.cli.training.encryption import encryption
 from polyrl.cli.training.models import uses_engine
 from polyrl.cli.training.tasks import prompt_room
 from polyrl.config import dump_toml
@@ -174,10 +175,15 @@ def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
     return [
         ("run", str(run_dir)),
         ("trainer", f"{ranks}{device}: {generates}, {_mode(recipe)}, {recipe.train.steps} steps; serves weights"),
-        ("manager", f"a process, CPU, {recipe.manager.host}, {port}"),
+        ("manager", f"a process, CPU, {recipe.manager.host}, {port}{_encrypted(recipe)}"),
         ("workers", f"{workers}; others may join at any time"),
         ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
     ]
+
+
+def _encrypted(recipe: Recipe) -> str:
+    tls = encryption(recipe.manager)
+    return "" if tls is None else f", TLS as {tls.host}"
 
 
 def _mode(recipe: Recipe) -> str:

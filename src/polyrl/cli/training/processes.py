@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from polyrl.cli.training.encryption import Encryption
 from polyrl.errors import UserError
 from polyrl.parent import end_with_parent
 
@@ -33,6 +34,7 @@ _MAX_QUICK_DEATHS = 5
 class Address(NamedTuple):
     url: str
     port: int
+    tls: Encryption | None = None
 
 
 async def start(arguments: Sequence[str], log_file: Path, more: Mapping[str, str] | None = None) -> Process:
@@ -68,10 +70,9 @@ async def stop(process: Process, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
 class ManagerProcess:
     """The run's manager, for as long as the run lasts."""
 
-    def __init__(self, run_dir: Path, host: str, port: int, *, model: Path | None = None) -> None:
-        """`model`: whose tokenizer it is to answer OpenAI's clients with, if there is one."""
-        self._run_dir, self._host, self._port = run_dir, host, port
-        self._tokenizer = () if model is None else ("--tokenizer", str(model))
+    def __init__(self, run_dir: Path, host: str, port: int, options: Sequence[str] = ()) -> None:
+        """`options` are further ones of `polyrl manager`."""
+        self._run_dir, self._host, self._port, self._options = run_dir, host, port, options
         self._log_file = run_dir / "logs" / "manager.log"
         self._process: Process | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -105,7 +106,7 @@ class ManagerProcess:
         address_file.unlink(missing_ok=True)
         arguments = ("manager", "--run-dir", str(self._run_dir), "--host", self._host, "--port", str(self._port))
         said_before = self._log_file.stat().st_size if self._log_file.exists() else 0
-        self._process = await start((*arguments, *self._tokenizer, "--verbose"), self._log_file)
+        self._process = await start((*arguments, *self._options, "--verbose"), self._log_file)
         deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
         while self._process.returncode is None and asyncio.get_running_loop().time() < deadline:
             with contextlib.suppress(OSError, ValueError, KeyError):

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import ssl
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -26,6 +27,7 @@ from rich.text import Text
 from polyrl.cli.training import checkpoints, models, processes
 from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.display import Display
+from polyrl.cli.training.encryption import Encryption, check_reachable
 from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.ranks import Team
 from polyrl.cli.training.sampling import sampling_of
@@ -94,6 +96,7 @@ async def train(
     crew: Crew,
     tasks: Tasks,
     *,
+    tls: Encryption | None = None,
     past: Past | None = None,
     team: Team | None = None,
     beside: Beside | None = None,
@@ -107,12 +110,13 @@ async def train(
     steps = crew.steps if leader is None else leader
     async with AsyncExitStack() as stack:
         port = recipe.manager.port if past is None or recipe.manager.port else past.port
-        model = Path(recipe.model.path)
-        text = model if (model / "tokenizer.json").is_file() else None
-        manager = ManagerProcess(run_dir, recipe.manager.host, port, model=text)
+        manager = ManagerProcess(run_dir, recipe.manager.host, port, _manager_options(recipe))
         stack.push_async_callback(manager.stop)
-        address = await manager.start()
+        listens = address = await manager.start()
         checkpoints.write_port(run_dir, address.port)
+        if tls is not None:
+            address = Address(tls.url(address.port), address.port, tls)
+            await check_reachable(_dialer(run_dir, address))
         if past is not None and past.log:  # before there is an engine that takes memory; workers dial again meanwhile
             again = redo.train_again(steps, past.log, lambda line: print(line, flush=True))
             await _first_of(again, [one.failed() for one in (manager, team) if one is not None], None)
@@ -130,7 +134,8 @@ async def train(
         if past is not None:
             fleet.digests.update(past.published)
             _check_that_it_fits(fleet.opened, first_step, recipe.max_staleness)
-        server = WeightServer(weight_settings(recipe, address), bytes.fromhex(fleet.opened.weights_key))
+        key = bytes.fromhex(fleet.opened.weights_key)
+        server = WeightServer(weight_settings(recipe, listens), key, None if tls is None else tls.of_weights)
         server.start()
         stack.callback(server.close)
         devices = Devices(engine, generates=recipe.train.local_generation)
@@ -169,6 +174,16 @@ async def train(
             raise
         await _dismiss(fleet, _dialer(run_dir, address))
         return why
+
+
+def _manager_options(recipe: Recipe) -> list[str]:
+    """Of `polyrl manager`, beside where it listens."""
+    options: list[str] = []
+    if (Path(recipe.model.path) / "tokenizer.json").is_file():  # it can answer OpenAI's clients
+        options += ["--tokenizer", recipe.model.path]
+    if recipe.manager.tls_cert:
+        options += ["--tls-cert", recipe.manager.tls_cert, "--tls-key", recipe.manager.tls_key]
+    return options
 
 
 def _check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
@@ -244,7 +259,11 @@ async def _drain(dialer: Dialer, name: str) -> None:
 
 
 def _dialer(run_dir: Path, address: Address) -> Dialer:
-    return Dialer(address.url, read_token_file(run_dir / "admin.token"))
+    return Dialer(address.url, read_token_file(run_dir / "admin.token"), _client_tls(address))
+
+
+def _client_tls(address: Address) -> ssl.SSLContext | None:
+    return None if address.tls is None else address.tls.client
 
 
 def _listen_for_signals() -> asyncio.Event:
@@ -278,7 +297,9 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
         return await tasks.score(origin.domain, origin.prompt, sample.tokens.tolist(), sample.finish, validation=False)
 
     token = read_token_file(run_dir / "admin.token")
-    async with connect(address.url, token, config, prompts=prompt_of, reward=reward_of, has_weights=True) as fleet:
+    async with connect(
+        address.url, token, config, prompts=prompt_of, reward=reward_of, has_weights=True, tls=_client_tls(address)
+    ) as fleet:
         yield fleet
 
 
@@ -317,9 +338,10 @@ def local_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
     return LocalEngine(config, policy.loaded)
 
 
-def weight_settings(recipe: Recipe, address: Address) -> WeightSettings:
+def weight_settings(recipe: Recipe, manager: Address) -> WeightSettings:
+    """`manager` is where it listens."""
     wanted = recipe.weights
-    own = _LOOPBACK if is_loopback(address.url) else ()
+    own = _LOOPBACK if is_loopback(manager.url) else ()
     return WeightSettings(
         interfaces=wanted.interfaces or own,
         groups=wanted.groups,
@@ -398,6 +420,8 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
     """How a worker joins this run, from this machine: what `polyrl` is called with."""
     wanted = recipe.fleet
     arguments = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), "--engine", wanted.engine]
+    if recipe.manager.ca:
+        arguments += ["--ca", recipe.manager.ca]
     settings = dict(wanted.settings)
     if wanted.engine == "builtin":
         arguments += ["--model", recipe.model.path]

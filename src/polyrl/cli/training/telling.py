@@ -48,10 +48,11 @@ class Telling:
     def begin(self, fleet: Fleet) -> None:
         self._fleet = fleet
         say = self._display.say
-        say(f"run: {self._run_dir}   manager: {self._address.url}   status: polyrl status --run-dir {self._run_dir}")
-        command = join_command(self._recipe, self._run_dir, self._address.url)
+        url = self._address.url
+        say(f"run: {self._run_dir}   manager: {url}   status: {status_command(self._recipe, self._run_dir, url)}")
+        command = join_command(self._recipe, self._run_dir, url)
         say(Text.assemble("a worker joins with:  ", (command, "bold green")))
-        if not is_loopback(self._address.url):
+        if self._address.tls is None and not is_loopback(url):
             say(Text("tokens and weights cross the network in clear: use a private network, or a tunnel", "yellow"))
         if self._recipe.rollout.impose_lengths.kind != "off":
             say(Text(f"{IMPOSED} ({self._recipe.rollout.impose_lengths.kind})", style="yellow"))
@@ -153,10 +154,20 @@ def ages(report: StepReport) -> dict[str, MetricValue]:
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """What somebody types on another machine. The token is a file, so that it is in nobody's process list."""
     words = ["polyrl", "worker", "--join", _from_elsewhere(url), "--token-file", str(run_dir / "worker.token")]
-    words += ["--engine", "builtin", "--model", recipe.model.path]
+    words += [*_trust(recipe), "--engine", "builtin", "--model", recipe.model.path]
     if recipe.model.dtype != "float32":
         words.append(f"dtype={recipe.model.dtype}")
     return shlex.join(words)
+
+
+def status_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    """The directory knows where the manager listens, and not the name that its certificate is of."""
+    at = ["--manager", url] if recipe.manager.tls_cert else []
+    return shlex.join(["polyrl", "status", "--run-dir", str(run_dir), *at, *_trust(recipe)])
+
+
+def _trust(recipe: Recipe) -> list[str]:
+    return ["--ca", recipe.manager.ca] if recipe.manager.ca else []
 
 
 def _from_elsewhere(url: str) -> str:

@@ -1,0 +1,57 @@
+"""A certificate, before anybody is let in with it: whether those who dial will believe it, and under which names.
+
+Asked of OpenSSL itself, by a handshake in memory: what it says there is what it will say to a worker.
+"""
+
+import ssl
+from typing import Any
+
+from polyrl.errors import UserError
+from polyrl.wire.credentials import client_tls, server_tls
+
+_MAX_FLIGHTS = 4
+"""Of messages each way; TLS needs two."""
+
+
+class Certificate:
+    """One that can be served with, and that whoever trusts `ca`, or what the system trusts, believes."""
+
+    def __init__(self, cert: str, key: str, ca: str | None) -> None:
+        """Raises UserError for files that cannot be read, or do not belong together."""
+        server, client = server_tls(cert, key), client_tls("https://", ca)
+        assert server is not None and client is not None
+        self.server, self.client = server, client
+        unnamed = client_tls("https://", ca)
+        assert unnamed is not None
+        unnamed.check_hostname = False
+        try:
+            said = _shake_hands(server, unnamed, "")
+        except ssl.SSLCertVerificationError as error:
+            trusted = "what this system trusts" if ca is None else ca
+            raise UserError(f"{cert}: not vouched for by {trusted}: {error.verify_message}") from error
+        except ssl.SSLError as error:
+            raise UserError(f"{cert}: nobody can be served with it: {error}") from error
+        self.names = tuple(str(name) for _, name in said.get("subjectAltName", ()))
+
+    def is_of(self, host: str) -> bool:
+        """Whether those who dial this name or address believe it."""
+        try:
+            _shake_hands(self.server, self.client, host)
+        except (ssl.SSLError, ValueError):
+            return False
+        return True
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> dict[str, Any]:
+    """What the client learns of the server's certificate. Raises ssl.SSLError if it does not believe it."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near = client.wrap_bio(down, up, server_hostname=host or None)
+    far = server.wrap_bio(up, down, server_side=True)
+    for side in (near, far) * _MAX_FLIGHTS:
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        if side is near:
+            return near.getpeercert() or {}
+    raise ssl.SSLError("the handshake does not come to an end")
