@@ -96,6 +96,26 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_with_another_number(
     assert all(torch.allclose(found[name], expected[name], atol=1e-3) for name in masters)
 
 
+@pytest.mark.parametrize("after_s", [0.0, 3.0, 6.0])
+def test_a_rank_that_is_killed_before_the_run_begins_ends_it_at_once_with_one_line(
+    model: Path, tmp_path: Path, after_s: float
+):
+    """While the ranks meet, and while they load."""
+    run_dir = tmp_path / "run"
+    process = train(model, run_dir, 2, 500)
+    until = time.monotonic() + 60.0
+    while not others(process) and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(after_s)
+    os.kill(others(process)[0], signal.SIGKILL)
+    began = time.monotonic()
+    said = end(process)
+    assert time.monotonic() - began < 30.0
+    assert process.returncode == 2, said[-2000:]
+    assert said.strip().splitlines()[-1].startswith("polyrl: error: rank 1 has ended (SIGKILL), see "), said[-2000:]
+    assert "Traceback" not in said
+
+
 def test_no_rank_outlives_rank_zero_killed_or_interrupted(model: Path, tmp_path: Path):
     run_dir = tmp_path / "run"
     process = train(model, run_dir, 2, 500)

@@ -147,6 +147,25 @@ def assert_goes_on(folder: Path, run: str) -> None:
         assert apart(part(later, kind), part(state, kind)) < 1e-4
 
 
+MEETING_NOBODY = """
+import subprocess, sys
+from pathlib import Path
+from polyrl.cli.training.ranks import _meet
+from polyrl.trainer.ranks import Seat
+folder = Path(sys.argv[1])
+_meet(Seat(0, 2, str(folder / "meeting-point")), folder, [subprocess.Popen(["false"])])
+"""
+
+
+def test_a_rank_that_ends_before_all_have_met_is_said_at_once(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", MEETING_NOBODY, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert "UserError: rank 1 has ended (exit code 1): it said nothing" in last, done.stderr
+    assert last.endswith("nothing is trained yet: the same command begins again")
+
+
 def test_samples_cross_as_they_are():
     arrays = {"prompt": np.arange(3, dtype=np.int32), "answer": np.arange(2, dtype=np.int32)}
     logprobs: dict[str, Any] = {"logprobs": np.array([-1.5, -0.1], np.float32), "old_logprobs": np.zeros(2, np.float32)}

@@ -136,6 +136,8 @@ def start(
     try:
         with ranks.assembled(recipe, run_dir, ranks.seat_of(os.environ), folder) as team:
             crew = models.load_crew(recipe, None if team is None else team.ranks)
+            if team is not None:
+                team.check()
             if past is not None:
                 checkpoints.check_past(past, recipe, crew.policy)
                 if past.tensors:

@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +28,7 @@ from msgspec import Struct
 
 from polyrl.cli.training import processes
 from polyrl.config.recipe import Recipe
-from polyrl.errors import UserError
+from polyrl.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from polyrl.trainer.leading import Crew, Leader
@@ -92,37 +94,23 @@ class Team:
         self._run_dir, self._started = run_dir, started
         self._leader: Leader | None = None
 
+    def check(self) -> None:
+        """Raises UserError when a rank has ended: nobody watches them before the run begins."""
+        if (why := _ended(self._run_dir, self._started)) is not None:
+            raise UserError(why)
+
     def lead(self, crew: "Crew") -> "Leader":
         from polyrl.trainer.leading import Leader
 
-        self._leader = Leader(self.ranks, crew, self._lost)
+        self._leader = Leader(self.ranks, crew, lambda error: _lost(error, self._run_dir, self._started))
         return self._leader
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when a rank has ended."""
-        while (why := self._ended()) is None:
+        while (why := _ended(self._run_dir, self._started)) is None:
             await asyncio.sleep(_LOOK_EVERY_S)
         self.ranks.break_off()
         raise UserError(why)
-
-    def _lost(self, error: RuntimeError) -> str | None:
-        until = time.monotonic() + _DEATH_IS_SEEN_S
-        while self._started and time.monotonic() < until:
-            if (why := self._ended()) is not None:
-                return why
-            time.sleep(_LOOK_EVERY_S)
-        if self._started or not any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
-            return None
-        return f"another rank has ended: see {self._run_dir / 'logs'}; {_go_on(self._run_dir)}"
-
-    def _ended(self) -> str | None:
-        for number, process in enumerate(self._started, 1):
-            code = process.poll()
-            if code is not None:
-                place = log_file(self._run_dir, number)
-                said = f": {processes.last_line(place)}" if code > 0 else f", see {place}"
-                return f"rank {number} has ended ({processes.show_code(code)}){said}; {_go_on(self._run_dir)}"
-        return None
 
     def close(self) -> None:
         """Tell the others to stop; end those that do not hear it."""
@@ -147,7 +135,7 @@ def assembled(recipe: Recipe, run_dir: Path, seat: "Seat | None", checkpoint: Pa
         yield None
         return
     from polyrl.engines.builtin.models import choose_device
-    from polyrl.trainer.ranks import Ranks, Seat, check_gpus
+    from polyrl.trainer.ranks import Seat, check_gpus
 
     device = choose_device(recipe.model.device)
     if device == "cuda":
@@ -159,17 +147,71 @@ def assembled(recipe: Recipe, run_dir: Path, seat: "Seat | None", checkpoint: Pa
             if seat is None:
                 seat = Seat(0, recipe.train.ranks, f"{folder}/meeting-point")
                 started += (_start(run_dir, seat._replace(rank=rank)) for rank in range(1, seat.size))
-            ranks = Ranks.join(seat)
+            ranks = _meet(seat, run_dir, started)
             ranks.broadcast(msgspec.msgpack.encode(Setup(recipe, str(run_dir), checkpoint and str(checkpoint))))
             ranks.use(device)
             team = Team(ranks, run_dir, started)
             yield team
+        except RuntimeError as error:
+            if (why := _lost(error, run_dir, started)) is None:
+                raise
+            raise UserError(why) from error
         finally:
             if team is not None:
                 team.close()
             for process in started:
                 process.kill()
                 process.wait()
+
+
+def _meet(seat: "Seat", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> "Ranks":
+    """All ranks together. Raises UserError, at once when one that was started has ended.
+
+    Nothing ends the wait for ranks that never come but time, ten minutes of it: so a thread waits.
+    """
+    from polyrl.trainer.ranks import Ranks
+
+    meeting: Future[Ranks] = Future()
+
+    def wait() -> None:
+        try:
+            meeting.set_result(Ranks.join(seat))
+        except RuntimeError as error:
+            meeting.set_exception(error)
+
+    threading.Thread(target=wait, name="meeting the other ranks", daemon=True).start()
+    while True:
+        try:
+            return meeting.result(_LOOK_EVERY_S)
+        except TimeoutError:
+            if (why := _ended(run_dir, started)) is not None:
+                raise UserError(why) from None
+        except RuntimeError as error:
+            why = _lost(error, run_dir, started) or f"the ranks did not meet, see {run_dir / 'logs'}: {one_line(error)}"
+            raise UserError(why) from error
+
+
+def _lost(error: RuntimeError, run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
+    """Which rank is gone, if that is why something failed."""
+    until = time.monotonic() + _DEATH_IS_SEEN_S
+    while started and time.monotonic() < until:
+        if (why := _ended(run_dir, started)) is not None:
+            return why
+        time.sleep(_LOOK_EVERY_S)
+    if started or not any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
+        return None
+    return f"another rank has ended: see {run_dir / 'logs'}; {_go_on(run_dir)}"
+
+
+def _ended(run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
+    """What is said of the first rank that has ended."""
+    for number, process in enumerate(started, 1):
+        code = process.poll()
+        if code is not None:
+            place = log_file(run_dir, number)
+            said = f": {processes.last_line(place)}" if code > 0 else f", see {place}"
+            return f"rank {number} has ended ({processes.show_code(code)}){said}; {_go_on(run_dir)}"
+    return None
 
 
 def _start(run_dir: Path, seat: "Seat") -> "subprocess.Popen[bytes]":
@@ -219,4 +261,8 @@ def log_file(run_dir: Path, rank: int) -> Path:
 
 
 def _go_on(run_dir: Path) -> str:
+    from polyrl.trainer import checkpoint
+
+    if not checkpoint.found(run_dir):
+        return "nothing is trained yet: the same command begins again"
     return f"go on with `polyrl train --resume {run_dir}`"
