@@ -29,6 +29,10 @@ class Answer(NamedTuple):
     finish: str
     """stop or length; otherwise why there is none."""
 
+    @property
+    def is_whole(self) -> bool:
+        return self.finish in ("stop", "length")
+
 
 class _Nobody:
     """A sink for an engine that is no worker's."""

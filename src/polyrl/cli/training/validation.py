@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -58,7 +59,7 @@ def validator(
 async def _attempt(
     recipe: Recipe, engine: LocalEngine, tasks: Tasks, domain: int, prompts: "list[np.ndarray]"
 ) -> list[list[float | None]]:
-    """The rewards of every prompt's attempts."""
+    """The rewards of every prompt's attempts; None where there is none."""
     wanted, rollout = recipe.validation, recipe.rollout
     temperature = rollout.temperature if wanted.temperature is None else wanted.temperature
     sampling = structs.replace(sampling_of(recipe), temperature=temperature, imposed=None)
@@ -70,13 +71,22 @@ async def _attempt(
     ]
     answers = await engine.answer(questions)
 
-    async def score(place: int) -> float | None:
+    async def score(place: int) -> float | str:
+        """Or why there is no reward: then it is no attempt, not a wrong one."""
         answer = answers[place]
+        if not answer.is_whole:
+            return f"no answer: {answer.finish}"
         try:
             return await tasks.score(domain, place // num, answer.tokens, answer.finish, validation=True)
-        except Exception as error:  # noqa: BLE001  a reward may raise anything; it is then no attempt
-            log.warning("validation: no reward for an answer to prompt %d: %s", place // num, error)
-            return None
+        except Exception as error:  # noqa: BLE001  a reward may raise anything
+            return f"no reward: {error}"
 
-    rewards = await asyncio.gather(*(score(place) for place in range(len(answers))))
-    return [list(rewards[at : at + num]) for at in range(0, len(rewards), num)]
+    scored = await asyncio.gather(*(score(place) for place in range(len(answers))))
+    reasons = Counter(one for one in scored if isinstance(one, str))
+    for reason, times in reasons.most_common(1):
+        log.warning(
+            "validation of %s: %d of %d attempts are left out; %d of them: %s",
+            tasks.names[domain], reasons.total(), len(scored), times, reason,
+        )  # fmt: skip
+    rewards: list[float | None] = [None if isinstance(one, str) else one for one in scored]
+    return [rewards[at : at + num] for at in range(0, len(rewards), num)]

@@ -1,0 +1,75 @@
+"""Validating a version: what counts as an attempt, and what is told."""
+
+import asyncio
+import logging
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from polyrl.cli.training.validation import validator
+from polyrl.config import apply_overrides, build
+from polyrl.config.recipe import Recipe
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.local_engine import Answer, Question
+
+SMALL: dict[str, Any] = {"name": "r", "model": {"path": "m"}, "data": {"source": "arithmetic"}}
+
+
+class Engine:
+    """Answers with the prompt, if it is short enough."""
+
+    async def answer(self, questions: list[Question]) -> list[Answer]:
+        return [
+            Answer(one.prompt, "stop") if len(one.prompt) < 3 else Answer([], "refused it leaves no room")
+            for one in questions
+        ]
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
+class Tasks:
+    """The first prompt is answered well, the second badly, the third has no reward; the last two are too long."""
+
+    names = ("sums",)
+    prompts = ([1], [0], [5], [1, 1, 1], [1, 1, 1])
+
+    def validation_tokens(self, domain: int) -> list[Any]:
+        return [np.array(one, np.int32) for one in self.prompts]
+
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, *, validation: bool) -> float:
+        assert answer, "what was never written has no reward"
+        if answer[0] > 1:
+            raise ValueError("no idea")
+        return float(answer[0])
+
+
+class Told:
+    def __init__(self) -> None:
+        self.rates: dict[int, dict[str, float]] = {}
+
+    async def validates(self) -> None: ...
+
+    async def validated(self, version: int, rates: dict[str, float]) -> None:
+        self.rates[version] = rates
+
+
+def test_what_an_engine_refuses_is_no_attempt_and_is_said_in_a_line(caplog: pytest.LogCaptureFixture):
+    recipe, told = build(apply_overrides(SMALL, ["validation.num_samples=2"]), Recipe), Told()
+
+    async def scenario() -> None:
+        engine = Engine()
+        devices = Devices(engine)
+        validate = validator(recipe, cast("Any", engine), devices, cast("Any", Tasks()), cast("Any", told))
+        assert validate is not None
+        await validate(3)
+        devices.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert told.rates == {3: {"validation/sums/pass@1": 0.5, "validation/pass@1": 0.5}}
+    assert [record.getMessage() for record in caplog.records] == [
+        "validation of sums: 6 of 10 attempts are left out; 4 of them: no answer: refused it leaves no room"
+    ]
