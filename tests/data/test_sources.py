@@ -70,6 +70,20 @@ def test_arithmetic_has_its_own_validation_which_is_the_same_whatever_the_seed(t
     assert tokenizer.text(training.tokens(7).tolist()) == training.task(7).prompt
 
 
+def test_arithmetic_problems_that_are_too_long_are_drawn_again_and_the_others_stay(tokenizer: ModelTokenizer):
+    anything, short = (train_on(tokenizer, max_tokens=limit, source="arithmetic") for limit in (None, 9))
+    lengths = [len(anything.tokens(prompt)) for prompt in range(200)]
+    assert max(lengths) > 9 >= min(lengths)
+    for prompt, length in enumerate(lengths):
+        assert (
+            len(short.tokens(prompt)) <= 9
+            and tokenizer.text(short.tokens(prompt).tolist()) == short.task(prompt).prompt
+        )
+        assert length > 9 or short.task(prompt) == anything.task(prompt)
+    with pytest.raises(DataError, match=r"^arithmetic: no problem was found with at most 2 tokens"):
+        train_on(tokenizer, max_tokens=2, source="arithmetic")
+
+
 def test_files_have_no_validation_unless_the_recipe_names_one(tmp_path: Path, tokenizer: ModelTokenizer):
     place = write_rows(tmp_path / "a.jsonl", ["1", "2", "3"])
     none = DomainSection(name="d", source=place, reward="math")

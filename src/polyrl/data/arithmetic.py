@@ -12,7 +12,7 @@ numbers of terms they are drawn with.
 Left out: tokens (data/characters.py), and who learns from it (trainer/warm_start.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from polyrl.config.recipe import ArithmeticTask
@@ -59,6 +59,13 @@ class Problem(NamedTuple):
 
 def draw_problem(task: ArithmeticTask, seed: int, split: Split, index: int) -> Problem:
     """The problem at this place of the split. Raises UserError when the task leaves the split without a problem."""
+    for problem in draw_problems(task, seed, split, index):
+        return problem
+    raise UserError(f"data.arithmetic: no {split} problem was found; expected more terms, or a larger max_term")
+
+
+def draw_problems(task: ArithmeticTask, seed: int, split: Split, index: int) -> Iterator[Problem]:
+    """Problems for this place of the split: who cannot use the first takes the next. There is an end to them."""
     num_lengths = task.max_terms - task.min_terms + 1
     key = mix64(seed, index, 1 if split == "validation" else 0)
     for attempt in range(_MAX_DRAWS):
@@ -66,8 +73,7 @@ def draw_problem(task: ArithmeticTask, seed: int, split: Split, index: int) -> P
         num_terms = task.min_terms + int(num_lengths * unit(draw, 0) ** 2)  # squared: few terms more often than many
         terms = tuple(1 + mix64(draw, place + 1) % task.max_term for place in range(num_terms))
         if split_of(terms) == split:
-            return Problem(terms)
-    raise UserError(f"data.arithmetic: no {split} problem was found; expected more terms, or a larger max_term")
+            yield Problem(terms)
 
 
 def split_of(terms: tuple[int, ...]) -> Split:

@@ -2,7 +2,7 @@
 
 Rules kept here: a file is read, checked and tokenised at the start, so that a mistake in it is found before anything
 runs; rows with a prompt that is too long are left out, and counted in one line. Arithmetic problems are drawn when they
-are asked for. A source may be asked from any thread.
+are asked for, and again where one is too long. A source may be asked from any thread.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import structs
 
 from polyrl.config.recipe import ARITHMETIC, DomainSection
-from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Split, draw_problem
+from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
 from polyrl.data.prompts import Task, read_tasks, to_task
 from polyrl.data.rows import DataError, Row
 from polyrl.data.tokens import ModelTokenizer, Tokens
@@ -42,7 +42,7 @@ class FileSource:
         while batch := list(islice(remaining, _BATCH_PROMPTS)):
             for task, tokens in zip(batch, tokenizer.tokens([task.prompt for task in batch]), strict=True):
                 num_rows += 1
-                if len(tokens) and (max_tokens is None or len(tokens) <= max_tokens):
+                if _can_be_used(tokens, max_tokens):
                     self._tasks.append(task)
                     self._tokens.append(tokens)
         too_long = "no token" if max_tokens is None else f"no token, or more than {max_tokens}"
@@ -65,32 +65,56 @@ class FileSource:
 
 class ArithmeticSource:
     def __init__(
-        self, domain: DomainSection, tokenizer: ModelTokenizer, *, seed: int, split: Split, num_prompts: int
+        self,
+        domain: DomainSection,
+        tokenizer: ModelTokenizer,
+        *,
+        seed: int,
+        split: Split,
+        num_prompts: int,
+        max_tokens: int | None,
     ) -> None:
-        self._domain, self._tokenizer, self._seed, self._num_prompts = domain, tokenizer, seed, num_prompts
+        """Raises UserError for a task without problems, or with none that is short enough."""
+        self._domain = structs.replace(domain, answer_key="answer")
+        self._tokenizer, self._seed, self._num_prompts, self._max_tokens = tokenizer, seed, num_prompts, max_tokens
         self._split: Split = split
-        self._tokens: dict[int, Tokens] = {}
-        self.task(0)  # a task without problems is found here
+        self._drawn: dict[int, tuple[Problem, Tokens]] = {}
+        draw_problem(domain.arithmetic, seed, split, 0)
+        self._draw(0)
 
     @property
     def num_prompts(self) -> int:
         return self._num_prompts
 
     def task(self, prompt: int) -> Task:
-        problem = draw_problem(self._domain.arithmetic, self._seed, self._split, prompt)
+        return self._task(prompt, self._draw(prompt)[0])
+
+    def tokens(self, prompt: int) -> Tokens:
+        return self._draw(prompt)[1]
+
+    def _draw(self, prompt: int) -> tuple[Problem, Tokens]:
+        if prompt not in self._drawn:
+            for problem in draw_problems(self._domain.arithmetic, self._seed, self._split, prompt):
+                (tokens,) = self._tokenizer.tokens([self._task(prompt, problem).prompt])
+                if _can_be_used(tokens, self._max_tokens):
+                    self._drawn[prompt] = problem, tokens
+                    break
+            else:
+                raise DataError(f"{ARITHMETIC}: no problem was found with at most {self._max_tokens} tokens")
+        return self._drawn[prompt]
+
+    def _task(self, prompt: int, problem: Problem) -> Task:
         fields = {
             "prompt": problem.prompt,
             "sum": problem.in_words,
             "answer": problem.answer,
             "terms": list(problem.terms),
         }
-        domain = structs.replace(self._domain, answer_key="answer")
-        return to_task(Row(f"problem {prompt}", fields), domain, needs_answer=True)
+        return to_task(Row(f"problem {prompt}", fields), self._domain, needs_answer=True)
 
-    def tokens(self, prompt: int) -> Tokens:
-        if prompt not in self._tokens:
-            (self._tokens[prompt],) = self._tokenizer.tokens([self.task(prompt).prompt])
-        return self._tokens[prompt]
+
+def _can_be_used(prompt: Tokens, max_tokens: int | None) -> bool:
+    return len(prompt) > 0 and (max_tokens is None or len(prompt) <= max_tokens)
 
 
 def open_training(
@@ -100,7 +124,9 @@ def open_training(
     assert domain.source is not None
     if domain.source == ARITHMETIC:
         num_prompts = NUM_TRAIN if domain.num_prompts is None else domain.num_prompts
-        return ArithmeticSource(domain, tokenizer, seed=seed, split="train", num_prompts=num_prompts)
+        return ArithmeticSource(
+            domain, tokenizer, seed=seed, split="train", num_prompts=num_prompts, max_tokens=max_tokens
+        )
     tasks = read_tasks(domain.source, domain, needs_answer=needs_answer, key=key)
     return FileSource(domain.source, tasks, tokenizer, max_tokens)
 
@@ -122,6 +148,8 @@ def open_validation(
         return None
     if place == ARITHMETIC:
         num_prompts = min(num_prompts, NUM_VALIDATION)
-        return ArithmeticSource(domain, tokenizer, seed=0, split="validation", num_prompts=num_prompts)
+        return ArithmeticSource(
+            domain, tokenizer, seed=0, split="validation", num_prompts=num_prompts, max_tokens=max_tokens
+        )
     first = structs.replace(domain, num_prompts=num_prompts)
     return FileSource(place, read_tasks(place, first, needs_answer=needs_answer, key=key), tokenizer, max_tokens)
