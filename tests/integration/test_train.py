@@ -19,13 +19,15 @@ import pytest
 from tests.builtin.tiny_models import save_tiny
 
 from polyrl.cli.main import main
-from polyrl.cli.training.run import worker_arguments
+from polyrl.cli.training.processes import Address
+from polyrl.cli.training.run import weight_settings, worker_arguments
 from polyrl.cli.training.tasks import load_tasks
 from polyrl.cli.training.telling import join_command
 from polyrl.cli.training.validation import validator
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.engine import BuiltinConfig
+from polyrl.errors import ConfigError
 from polyrl.rewards.reward import RewardFailed
 from polyrl.telemetry.metrics import read_metrics
 from polyrl.trainer.devices import Devices
@@ -243,6 +245,15 @@ def test_the_command_to_join_names_an_address_that_another_machine_can_dial(desk
     assert dialled("http://[::]:5000") in [*ours, "http://[::]:5000"]
     for url in ("http://10.1.2.3:5000", "http://[fd00::1]:5000", "https://trainer.lan:5000"):
         assert dialled(url) == url
+
+
+def test_what_a_recipe_says_of_weights_is_what_they_are_served_with(desk: Path):
+    given = ["weights.hash=blake3", "weights.port=5100", "weights.egress_mb_s=3", "weights.mooncake=tcp"]
+    settings = weight_settings(load_recipe("recipe.toml", given), Address("http://127.0.0.1:5000", 5000))
+    assert (settings.hash, settings.port, settings.egress_mb_s, settings.mooncake) == ("blake3", 5100, 3.0, "tcp")
+    assert settings.interfaces == ("127.0.0.0/8",)
+    with pytest.raises(ConfigError, match=r"weights\.mooncake: is not encrypted"):
+        load_recipe("recipe.toml", [*given, "manager.tls_cert=a", "manager.tls_key=b"])
 
 
 class OneEngine:

@@ -1,9 +1,11 @@
 """`polyrl worker`: what is wrong with its arguments is said before an engine is made."""
 
+import argparse
 import sys
 
 import pytest
 
+from polyrl.cli import worker
 from polyrl.cli.main import main
 
 
@@ -12,6 +14,13 @@ from polyrl.cli.main import main
     [
         (["--relay-on", "300.0.0.0/8"], "--relay-on[0]: '300.0.0.0/8'; expected a network"),
         (["--relay-on", "127.0.0.0/8", "--relay-on", "192.0.2.255/32"], "--relay-on[1]: no address of this machine is"),
+        (
+            ["--join", "https://h:1", "--relay-on", "127.0.0.0/8"],
+            "--relay-on: over https, weights come from the trainer",
+        ),
+        (["--join", "https://h:1", "--mooncake", "tcp"], "--mooncake: is not encrypted"),
+        (["--egress-mb-s", "-1"], "--egress-mb-s: -1; expected megabytes a second"),
+        (["--egress-mb-s", "nan"], "--egress-mb-s: nan; expected megabytes a second"),
         (["--name", "no name"], "--name: 'no name' is not a name"),
         (["--price", "nan"], "--price: nan is not a price"),
         (["--drain-deadline", "nan"], "--drain-deadline: nan; expected seconds"),
@@ -44,6 +53,16 @@ def test_bad_input_about_a_server_is_one_line(arguments: list[str], said: str, c
     assert main(["worker", "--check", "--engine", "vllm", "--model", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"polyrl: error: {said}") and error.count("\n") == 1
+
+
+def test_how_much_a_worker_passes_on_can_be_bounded():
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    peer = worker._peer_of(parser.parse_args(["--join", "http://127.0.0.1:1", "--egress-mb-s", "2.5"]))(b"k" * 32)
+    try:
+        assert peer._sender._pace.is_limited
+    finally:
+        peer.close()
 
 
 def test_a_manager_or_a_check_is_wanted(capsys: pytest.CaptureFixture[str]):

@@ -120,9 +120,11 @@ def lying_relay(on: Stage, offer: Offer) -> WeightPeer:
     return relay
 
 
-def test_a_relay_that_lies_is_found_out_recorded_and_replaced_by_another_source():
+@pytest.mark.parametrize("hash", ["xxh3-128", "blake3"])
+def test_a_relay_that_lies_is_found_out_recorded_and_replaced_by_another_source(hash):
+    """Workers have settings of their own: which hash it is, the version says."""
     with stage() as on:
-        server, peer = on.server(), on.peer()
+        server, peer = on.server(replace(SETTINGS, hash=hash)), on.peer()
         offer = publish(server, 1)
         relay = lying_relay(on, offer)
         assert pull(peer, offer, (*relay.addresses, *offer.addresses)) == weights(1)

@@ -64,11 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: on all of them, or on loopback alone if the manager is there)",
     )
     relaying.add_argument("--no-relay", action="store_true", help="pass no weights on")
+    parser.add_argument(
+        "--egress-mb-s", type=float, default=0.0, metavar="N", help="pass on at most so many megabytes a second"
+    )
+    parser.add_argument(
+        "--mooncake", default="", choices=("tcp", "rdma"), help="read weights by it, where the source has it too"
+    )
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     dialing.add_credentials(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    import math
     import re
 
     from polyrl.cli.loop import run_loop
@@ -87,6 +94,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
     if args.join is None and not args.check:
         raise UserError("--join: missing; expected the manager's address, or --check to try the engine alone")
+    if not 0 <= args.egress_mb_s < math.inf:
+        raise UserError(
+            f"--egress-mb-s: {args.egress_mb_s:g}; expected megabytes a second above 0, or 0 for all it can"
+        )
+    if args.mooncake and args.join is not None and args.join.startswith("https://"):
+        raise UserError("--mooncake: is not encrypted, and the manager is; leave it out")
     if args.relay_on is not None:
         if args.join is not None and args.join.startswith("https://"):
             raise UserError("--relay-on: over https, weights come from the trainer alone; leave it out")
@@ -153,7 +166,7 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
 
     loopback = ("127.0.0.0/8",) if args.no_relay or is_loopback(args.join) else ()
     networks = loopback if args.relay_on is None else tuple(args.relay_on)
-    settings = WeightSettings(interfaces=networks)
+    settings = WeightSettings(interfaces=networks, egress_mb_s=args.egress_mb_s, mooncake=args.mooncake)
     context = client_tls(args.join, args.ca)
     tls = None if context is None else Tls(None, context, urlsplit(args.join).hostname or "")
     return lambda key: WeightPeer(settings, key, tls)

@@ -433,10 +433,16 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     interfaces: tuple[str, ...] = ()
     """Networks, written as CIDR, on whose local addresses weights are served; empty: wherever the manager is."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """The first of `groups`; 0: any that are free."""
     groups: Annotated[int, Meta(ge=1, le=64)] = 1
     """Ports an interface, that workers are spread over."""
     egress_mb_s: Positive | None = None
     """At most so many megabytes a second leave this process; none: all it can."""
+    hash: Literal["xxh3-128", "blake3"] = "xxh3-128"
+    """What chunks are known by. blake3 where a worker that passes them on may lie on purpose."""
+    mooncake: Literal["", "tcp", "rdma"] = ""
+    """Offer full versions through mooncake's transfer engine too, to workers that are started with --mooncake."""
 
 
 class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -499,6 +505,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_groups()
         self._check_best()
         self._check_ranks()
+        self._check_mooncake()
 
     # What was not said is said here, so that whoever prints the recipe sees it.
 
@@ -508,6 +515,12 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             teaches_nothing = algorithm.advantage in GROUP_ADVANTAGES and algorithm.kl != "reward"
             chosen = replace(algorithm, zero_variance="filter" if teaches_nothing else "keep")
             force_setattr(self, "algorithm", chosen)
+
+    def _check_mooncake(self) -> None:
+        if self.weights.mooncake and self.manager.tls_cert:
+            raise ValueError(
+                "weights.mooncake: is not encrypted, and asks nobody for a key; leave manager.tls_cert out"
+            )
 
     def _choose_correction(self) -> None:
         if self.algorithm.correction is None:

@@ -27,12 +27,12 @@ class Mooncake:
         try:
             from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise UserError(f"weights.mooncake: it cannot be loaded: pip install polyrl[rdma] ({error})") from error
+            raise UserError(f"mooncake: it cannot be loaded: pip install polyrl[rdma] ({error})") from error
         self._engine = TransferEngine()
         self._guard = threading.Lock()
         self._registered: dict[Buffer, int] = {}
         if self._engine.initialize(host, "P2PHANDSHAKE", mode, devices):
-            raise UserError(f"weights.mooncake: its engine does not start in mode {mode!r} on {host}")
+            raise UserError(f"mooncake: its engine does not start in mode {mode!r} on {host}")
         self.address = f"{host}:{self._engine.get_rpc_port()}"
 
     def place_of(self, buffer: Buffer) -> int:

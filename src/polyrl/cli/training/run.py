@@ -344,7 +344,10 @@ def weight_settings(recipe: Recipe, manager: Address) -> WeightSettings:
     own = _LOOPBACK if is_loopback(manager.url) else ()
     return WeightSettings(
         interfaces=wanted.interfaces or own,
+        port=wanted.port,
         groups=wanted.groups,
+        hash=wanted.hash,
+        mooncake=wanted.mooncake,
         egress_mb_s=0.0 if wanted.egress_mb_s is None else wanted.egress_mb_s,
     )
 
