@@ -60,20 +60,24 @@ class Listener:
     async def saves(self) -> None: ...
 
 
-def play(run_dir: Path, mode: str, reward_of: RewardOf, *overrides: str) -> tuple[list[Group], StepReport]:
-    """One step: what it trained on, and what was told of it."""
+def make_recipe(*overrides: str) -> Recipe:
     tree = {"name": "r", "model": {"path": "m"}, "data": {"source": "arithmetic"}}
     longest = live.CONFIG.max_new_tokens
-    settings = (f"train.mode={mode}", "train.steps=1", f"rollout.max_new_tokens={longest}", *overrides)
-    recipe = build(apply_overrides(tree, settings), Recipe)
+    return build(apply_overrides(tree, [f"rollout.max_new_tokens={longest}", *overrides]), Recipe)
+
+
+def prompt_tokens(domain: int, prompt: int) -> Any:
+    return np.array(live.prompt_of(domain, prompt, 0).tokens, np.int32)
+
+
+def play(run_dir: Path, mode: str, reward_of: RewardOf, *overrides: str) -> tuple[list[Group], StepReport]:
+    """One step: what it trained on, and what was told of it."""
+    recipe = make_recipe(f"train.mode={mode}", "train.steps=1", *overrides)
     domain = DomainData(name="d", prompts_per_step=NUM_PROMPTS, num_prompts=50)
     streaming = mode == "streaming"
     rewards = replace(live.CONFIG.rewards, as_finished=streaming)
     config = replace(live.CONFIG, domains=(domain,), streaming=streaming, rewards=rewards)
     steps, listener = CountingSteps(), Listener()
-
-    def prompt_tokens(domain: int, prompt: int) -> Any:
-        return np.array(live.prompt_of(domain, prompt, 0).tokens, np.int32)
 
     async def scenario() -> None:
         async with (
@@ -120,3 +124,33 @@ def test_a_group_with_equal_rewards_is_trained_where_it_teaches(overrides: list[
 
     groups, report = play(tmp_path, "streaming", always_right, *overrides)
     assert (len(groups), report.num_filtered) == (NUM_PROMPTS, 0)
+
+
+@pytest.mark.parametrize(("every", "asked"), [(2, [0, 2]), (3, [0])])
+def test_a_run_that_goes_on_asks_for_the_validation_that_is_due_where_it_starts(
+    every: int, asked: list[int], tmp_path: Path
+):
+    validated: list[int] = []
+
+    async def validate(version: int) -> None:
+        validated.append(version)
+
+    async def any_reward(sample: Sample) -> float:
+        return float(sample.id % 2)
+
+    async def scenario() -> None:
+        devices = Devices()
+        async with live.manager(tmp_path) as manager, live.honest_worker(manager):
+            for num_steps, first in ((2, 0), (3, 2)):
+                recipe = make_recipe(f"train.steps={num_steps}", f"validation.every_steps={every}")
+                async with live.trainer(manager, reward=any_reward) as fleet:
+                    steps, listener = CountingSteps(), Listener()
+                    loop = Loop(recipe, fleet, steps, devices, Publisher(), prompt_tokens, listener, validate)
+                    await loop.run(first)
+                if not first:
+                    assert validated == asked
+                    validated.clear()
+        devices.close()
+
+    live.run(scenario())
+    assert validated == ([2] if every == 2 else [3])

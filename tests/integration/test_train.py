@@ -276,6 +276,9 @@ class OneEngine:
 
 
 class NoDisplay:
+    def knows(self, version: int) -> bool:
+        return False
+
     async def validates(self) -> None: ...
 
     async def validated(self, version: int, rates: dict[str, float]) -> None:

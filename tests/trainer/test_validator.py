@@ -49,8 +49,13 @@ class Tasks:
 class Told:
     def __init__(self) -> None:
         self.rates: dict[int, dict[str, float]] = {}
+        self.num_times = 0
 
-    async def validates(self) -> None: ...
+    def knows(self, version: int) -> bool:
+        return version in self.rates
+
+    async def validates(self) -> None:
+        self.num_times += 1
 
     async def validated(self, version: int, rates: dict[str, float]) -> None:
         self.rates[version] = rates
@@ -65,10 +70,12 @@ def test_what_an_engine_refuses_is_no_attempt_and_is_said_in_a_line(caplog: pyte
         validate = validator(recipe, cast("Any", engine), devices, cast("Any", Tasks()), cast("Any", told))
         assert validate is not None
         await validate(3)
+        await validate(3)  # it is known by then
         devices.close()
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
+    assert told.num_times == 1
     assert told.rates == {3: {"validation/sums/pass@1": 0.5, "validation/pass@1": 0.5}}
     assert [record.getMessage() for record in caplog.records] == [
         "validation of sums: 6 of 10 attempts are left out; 4 of them: no answer: refused it leaves no room"

@@ -12,7 +12,7 @@ from polyrl.cli.training.processes import Address
 from polyrl.cli.training.telling import Telling
 from polyrl.config.recipe_files import load_recipe
 from polyrl.scheduling.ledger import StepLine
-from polyrl.telemetry.metrics import read_metrics, read_steps
+from polyrl.telemetry.metrics import MetricsFile, read_metrics, read_steps
 from polyrl.trainer.loop import StepReport
 from polyrl.trainer.step import Added, StepStats
 from polyrl.wire.dial import Dialer
@@ -28,6 +28,24 @@ def test_validation_of_the_last_version_is_on_file_and_is_no_step(tmp_path: Path
     telling.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, "validation/pass@1": 0.5}]
     assert read_steps(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("before", ["a line of its own", "a step's line", "none"])
+def test_a_run_that_goes_on_keeps_what_was_validated_of_the_version_it_starts_from(tmp_path: Path, before: str):
+    display = Display("tiny", 4, Dialer(URL, "a token"))
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.log(2, {"validation/pass@1": 0.25, "reward/mean": 0.1})
+    if before != "none":
+        more = {"reward/mean": 0.2} if before == "a step's line" else {}
+        file.log(3, {"validation/pass@1": 0.5, **more})
+    file.close()
+    telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
+    assert telling.knows(3) is (before != "none")
+    assert not telling.knows(2)
+    telling.close()  # no step was trained
+    assert read_metrics(tmp_path / "metrics.jsonl")[1:] == [
+        {"step": 3, "validation/pass@1": 0.5} for _ in range(before != "none")
+    ]
 
 
 def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):

@@ -32,7 +32,7 @@ CUT_FILE_NAME = "metrics.cut.jsonl"
 MetricValue = float | int | str | None
 Metrics = Mapping[str, MetricValue]
 
-_STEP = "step"
+_STEP, _VALIDATION = "step", "validation/"
 _MILLION = 1e6
 _line_decoder = msgspec.json.Decoder(dict[str, float | int | str | None])
 
@@ -100,8 +100,17 @@ def read_metrics(path: Path) -> list[dict[str, MetricValue]]:
 def read_steps(path: Path) -> list[dict[str, MetricValue]]:
     """The lines of steps. A line with nothing but validation is that of the last version, which no step starts from."""
     return [
-        line for line in read_metrics(path) if not all(name == _STEP or name.startswith("validation/") for name in line)
+        line for line in read_metrics(path) if not all(name == _STEP or name.startswith(_VALIDATION) for name in line)
     ]
+
+
+def read_validation(path: Path, version: int) -> dict[str, float]:
+    """What the file says of a version; empty if that is nothing, or there is no file. Raises UserError."""
+    lines = [line for line in read_metrics(path) if line[_STEP] == version] if path.exists() else []
+    told = lines[-1] if lines else {}
+    return {
+        name: value for name, value in told.items() if name.startswith(_VALIDATION) and isinstance(value, int | float)
+    }
 
 
 def _lines(data: bytes, name: str) -> Iterator[tuple[int, dict[str, MetricValue]]]:

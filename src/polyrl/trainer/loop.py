@@ -111,7 +111,9 @@ class Loop:
         validate: Callable[[int], Awaitable[None]] | None = None,
         safety: Safety | None = None,
     ) -> None:
-        """Steps are done for others only after `safety` has them; without it, who dies takes the run along."""
+        """Steps are done for others only after `safety` has them; without it, who dies takes the run along. `validate`
+        is also asked for the version that a run goes on from, and does nothing if that one is validated.
+        """
         self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
@@ -130,23 +132,27 @@ class Loop:
         recipe = self._recipe
         await self._settle_the_past(first_step)
         await self._publish(first_step)
-        if self._validate is not None and recipe.validation.at_start and first_step == 0:
-            await self._validate(0)
+        await self._validate_if_due(first_step)  # a process before this one may have died before it did
         for step in range(first_step, recipe.train.steps):
             try:
                 report = await self._step(step)
             except RoundOver:
                 return f"the data has ended, after {step} steps"
             await self._events.step_ended(report)
-            every = recipe.validation.every_steps
-            if self._validate is not None and every and (step + 1) % every == 0:
-                await self._validate(step + 1)
+            await self._validate_if_due(step + 1)
             enough = recipe.train.stop_at_reward
             if enough is not None and report.rewards and float(np.mean(report.rewards)) >= enough:
                 return f"step {step}: the mean reward has reached {enough:g}"
             if self.is_stopping:
                 return f"stopped after step {step}"
         return f"all {recipe.train.steps} steps are trained"
+
+    async def _validate_if_due(self, version: int) -> None:
+        wanted = self._recipe.validation
+        every = wanted.every_steps
+        is_due = every > 0 and version % every == 0 if version else wanted.at_start
+        if self._validate is not None and is_due:
+            await self._validate(version)
 
     async def _settle_the_past(self, first_step: int) -> None:
         """A process before this one may have died between making a step safe and saying so, or within a step."""

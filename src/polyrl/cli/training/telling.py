@@ -14,7 +14,7 @@ from polyrl.cli.training.processes import Address
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.scheduling.ledger import StepLine
-from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
+from polyrl.telemetry.metrics import FILE_NAME, MetricValue, from_step_line, read_validation, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
 from polyrl.trainer.loop import StepReport
@@ -30,6 +30,9 @@ class Telling:
     def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display, first_step: int = 0) -> None:
         track = recipe.track
         self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
+        self._validated = read_validation(run_dir / FILE_NAME, first_step)  # before the lines from there on are cut off
+        """Of the present version: told with the step that starts from it."""
+        self._version = first_step
         self._trackers = open_trackers(
             run_dir,
             first_step=first_step,
@@ -41,9 +44,6 @@ class Telling:
         self._fleet: Fleet | None = None
         self._far: dict[str, float] = {}
         """Kinds of engines that were too far from the trainer in the last step."""
-        self._validated: dict[str, float] = {}
-        """Of the present version: told with the step that starts from it."""
-        self._version = 0
 
     def begin(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -85,6 +85,10 @@ class Telling:
 
     async def saves(self) -> None:
         self._display.doing("writes the last checkpoint")
+
+    def knows(self, version: int) -> bool:
+        """Whether it was validated, by this process or one before."""
+        return bool(self._validated) and self._version == version
 
     async def validates(self) -> None:
         self._display.doing("validates")

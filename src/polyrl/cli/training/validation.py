@@ -29,12 +29,14 @@ def validator(
     telling: Telling,
     saver: Saver | None = None,
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
-    """Validates a version; none where the recipe wants no validation."""
+    """Validates a version, unless that is done already; none where the recipe wants no validation."""
     wanted = recipe.validation
     if engine is None or (not wanted.every_steps and not wanted.at_start):
         return None
 
     async def validate(version: int) -> None:
+        if telling.knows(version):
+            return
         await telling.validates()
         rates: dict[str, float] = {}
         all_rewards: list[list[float | None]] = []
