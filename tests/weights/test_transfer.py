@@ -76,6 +76,17 @@ def test_a_peer_that_missed_versions_gets_a_chain_of_deltas():
         assert server.num_bytes_sent - before < NUM_BYTES / 2
 
 
+def test_a_chain_may_be_longer_than_what_a_worker_keeps_of_it():
+    with stage() as on:
+        server, peer = on.server(), on.peer(settings=replace(SETTINGS, num_deltas=1))
+        pull(peer, publish(server, 0))
+        offer = [publish(server, version) for version in range(1, 4)][-1]
+        assert pull(peer, offer) == weights(3)
+        assert pull(peer, publish(server, 4)) == weights(4)
+        deltas = [entry for entry in on.peer(1).offered(peer.addresses, 5) if entry.kind == "delta"]
+        assert len(deltas) == 2  # what is kept of the chain, and the last pull's
+
+
 def test_deltas_older_than_the_window_are_given_up_and_the_full_version_is_pulled():
     with stage() as on:
         server, peer = on.server(replace(SETTINGS, num_deltas=2)), on.peer()

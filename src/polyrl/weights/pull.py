@@ -290,6 +290,7 @@ class Pull:
         self, chain: Chain, manifest: Manifest, canonical: bytes, deadline: float, on_progress: OnProgress | None
     ) -> HostCopy:
         layout = manifest.layout
+        self._shelf.trim_deltas()
         deltas = [self._fetch_delta(step, layout, deadline) for step in chain.steps if isinstance(step, Delta)]
         first = chain.steps[0]
         if isinstance(first, Full):

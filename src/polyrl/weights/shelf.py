@@ -101,18 +101,22 @@ class Shelf:
         self._spare = buffer
 
     def add_delta(self, delta: DeltaManifest, canonical: bytes, version: int) -> Blob:
-        """One that is to be filled, or is here already."""
+        """One that is to be filled, or is here already. It stays for as long as the pull that wants it: a chain may be
+        longer than what is kept of it."""
         known = self.store.find(delta.digest)
         if known is not None:
             return known
-        while len(self._deltas) >= max(1, self._num_deltas):
-            self.drop_delta(self._deltas[0])
         buffer = Buffer(delta.chunks.num_bytes)
         names = {"base": delta.base, "target": delta.target}
         blob = Blob(delta.digest, "delta", version, canonical, delta.chunks, buffer, complete=False, **names)
         self._deltas.append(blob)
         self.store.add(blob)
         return blob
+
+    def trim_deltas(self) -> None:
+        """Before a pull: those of pulls before it are here for neighbours, and few are kept."""
+        while len(self._deltas) > self._num_deltas:
+            self.drop_delta(self._deltas[0])
 
     def drop_delta(self, blob: Blob) -> None:
         if blob in self._deltas:
