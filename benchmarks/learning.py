@@ -117,7 +117,7 @@ def make_model(folder: Path) -> Path:
 def play(variant: str, seed: int, runs: Path, model: Path, timeout_s: float) -> str | None:
     """Do a run unless it is done. Returns what went wrong."""
     folder = runs / variant / f"seed-{seed}"
-    settings = (*SETTINGS, *VARIANTS[variant], f"train.seed={seed}", f"model.path={model}")
+    settings = settings_of(variant, seed, model)
     if is_done(folder, settings):
         return None
     wrong = ""
@@ -141,6 +141,10 @@ def play(variant: str, seed: int, runs: Path, model: Path, timeout_s: float) -> 
         wrong = f"{variant} seed {seed}: {'took too long' if code is None else f'exit code {code}'}; see {log}"
         print(f"{wrong}{'; once more' if attempt + 1 < ATTEMPTS else ''}", flush=True)
     return wrong
+
+
+def settings_of(variant: str, seed: int, model: Path) -> tuple[str, ...]:
+    return (*SETTINGS, *VARIANTS[variant], f"train.seed={seed}", f"model.path={model}")
 
 
 def is_done(folder: Path, settings: Sequence[str]) -> bool:
@@ -217,12 +221,17 @@ def number(line: dict[str, MetricValue], name: str) -> float:
     return float(value)
 
 
-def read_all(runs: Path) -> dict[str, dict[int, Curve]]:
-    """All runs that are done, by variant and seed."""
+def read_all(runs: Path, model: Path) -> dict[str, dict[int, Curve]]:
+    """All runs that are done, by variant and seed; those of other settings are not."""
     found: dict[str, dict[int, Curve]] = {}
     for variant in VARIANTS:
-        folders = sorted((runs / variant).glob("seed-*"), key=lambda one: int(one.name.partition("-")[2]))
-        curves = {int(one.name.partition("-")[2]): read_curve(one) for one in folders if (one / OUTCOME).is_file()}
+        seeds = sorted(int(one.name.partition("-")[2]) for one in (runs / variant).glob("seed-*"))
+        folders = {seed: runs / variant / f"seed-{seed}" for seed in seeds}
+        curves = {
+            seed: read_curve(folder)
+            for seed, folder in folders.items()
+            if is_done(folder, settings_of(variant, seed, model))
+        }
         if curves:
             found[variant] = curves
     return found
@@ -516,7 +525,11 @@ def parse_variants(text: str | None) -> list[str]:
 
 
 def write(found: dict[str, dict[int, Curve]], runs: Path, out: Path | None, command: str) -> None:
-    outcomes = [json.loads(path.read_text()) for path in sorted(runs.glob(f"*/seed-*/{OUTCOME}"))]
+    outcomes = [
+        json.loads((runs / variant / f"seed-{seed}" / OUTCOME).read_text())
+        for variant, curves in found.items()
+        for seed in curves
+    ]
     origin = "\n".join(
         f"- {line}"
         for line in (
@@ -560,7 +573,7 @@ def main(arguments: Sequence[str]) -> int:
         for variant in variants
         if (what := play(variant, seed, runs, model, args.timeout)) is not None
     ]
-    found = read_all(runs)
+    found = read_all(runs, model)
     if not found:
         raise UserError(f"{runs}: no run is done")
     write(found, runs, None if args.out is None else Path(args.out), " ".join([COMMAND, *arguments]))

