@@ -14,8 +14,6 @@ so that transformers and the engines load it. Steps after it are in the redo log
 checkpoint. Of a run with LoRA, base and changes are merged; with --adapter, the
 changes alone are written, for peft.PeftModel.from_pretrained."""
 
-_COPIED = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
@@ -44,9 +42,6 @@ def run(args: argparse.Namespace) -> int:
     recipe = checkpoints.read_recipe(run_dir, [])
     folder = exporting.choose(run_dir, _best(run_dir) if args.best else args.step)
     exporting.export(folder, recipe, out, adapter=args.adapter)
-    for path in sorted(Path(recipe.model.path).iterdir()):
-        if path.is_file() and path.name.startswith(_COPIED) and not (out / path.name).exists():
-            (out / path.name).write_bytes(path.read_bytes())
     what = "the adapter" if args.adapter else "the weights"
     print(f"{out}: {what} of {folder.name}, in {'float32' if args.adapter else recipe.model.dtype}")
     num_later = redo.num_after(run_dir, checkpoint.step_of(folder))

@@ -18,6 +18,8 @@ from polyrl.errors import ConfigError
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 
+TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
+"""How the names begin of all files that say what a text's tokens are."""
 _KEY = "model.path"
 
 

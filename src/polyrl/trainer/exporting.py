@@ -1,16 +1,23 @@
-"""Writing a checkpoint as a Hugging Face directory, or its LoRA changes as a directory of peft's."""
+"""Writing a checkpoint as a Hugging Face directory, or its LoRA changes as a directory of peft's: whole, or not at all.
 
+It is written under another name beside the one that it gets, so that a disk that is full leaves nothing in the way.
+"""
+
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from polyrl.config.recipe import Recipe
+from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint, lora
 from polyrl.trainer.lora import LoraPolicy
 from polyrl.trainer.model import Policy
 
 _MASTER = "policy/master/"
+_COPIED = (*TOKENIZER_FILES, "generation_config")
 
 
 def choose(run_dir: Path, step: int | None) -> Path:
@@ -22,13 +29,13 @@ def choose(run_dir: Path, step: int | None) -> Path:
         return found[-1]
     wanted = [one for one in found if one.name == checkpoint.name_of(step)]
     if not wanted:
-        known = ", ".join(str(int(one.name.rpartition("-")[2])) for one in found)
+        known = ", ".join(str(checkpoint.step_of(one)) for one in found)
         raise UserError(f"--step: no checkpoint of step {step}; there are {known}")
     return wanted[0]
 
 
 def export(folder: Path, recipe: Recipe, out: Path, *, adapter: bool = False) -> None:
-    """The model's own directory says what it is; the checkpoint has its weights.
+    """The model's own directory says what it is, and has the tokenizer; the checkpoint has its weights.
 
     `adapter`: only the changes of LoRA, as peft has them; otherwise they are merged. Raises UserError.
     """
@@ -42,15 +49,26 @@ def export(folder: Path, recipe: Recipe, out: Path, *, adapter: bool = False) ->
     with torch.no_grad():
         for name, parameter in policy.parameters().items():
             parameter.copy_(tensors[_MASTER + name])
+    fresh = out.with_name(f".{out.name}")
     try:
-        if not isinstance(policy, LoraPolicy):
-            policy.model.save_pretrained(out)
-        elif adapter:
-            policy.save_adapter(out)
-        else:
-            policy.save_merged(out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
+        shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+        _write(policy, fresh, adapter=adapter)
+        for path in sorted(Path(recipe.model.path).iterdir()):
+            if path.is_file() and path.name.startswith(_COPIED) and not (fresh / path.name).exists():
+                shutil.copyfile(path, fresh / path.name)
+        fresh.rename(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise UserError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _write(policy: Policy, out: Path, *, adapter: bool) -> None:
+    if not isinstance(policy, LoraPolicy):
+        policy.model.save_pretrained(out)
+    elif adapter:
+        policy.save_adapter(out)
+    else:
+        policy.save_merged(out)
 
 
 def _load(recipe: Recipe) -> Policy:

@@ -22,6 +22,7 @@ from polyrl.config import apply_overrides, build, load_toml
 from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import with_whole_paths
+from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
@@ -30,7 +31,6 @@ from polyrl.trainer.redo import Entry
 from polyrl.trainer.saving import Rules, Saver
 
 _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
-_TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
 _WEIGHT_FILES = (".safetensors", ".bin")
 _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
@@ -167,7 +167,7 @@ def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
 
 def tokenizer_digest(folder: Path) -> str:
     """Of all files that say what a text's tokens are."""
-    return _digest_of_files(path for path in folder.iterdir() if path.name.startswith(_TOKENIZER_FILES))
+    return _digest_of_files(path for path in folder.iterdir() if path.name.startswith(TOKENIZER_FILES))
 
 
 def models_digest(recipe: Recipe) -> str:

@@ -1,0 +1,60 @@
+"""Exports are there whole, or not at all; what a disk does not take is one line."""
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.trainer.small import save_small
+from transformers import AutoModelForCausalLM
+
+from polyrl.config.recipe import Recipe
+from polyrl.config.recipe_files import load_recipe
+from polyrl.errors import UserError
+from polyrl.trainer import checkpoint, exporting
+from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer.model import Policy
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Path, Recipe]:
+    """A checkpoint, and the recipe of its run."""
+    folder = save_small(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("its tokenizer")
+    policy = Policy.load(str(folder))
+    state = TrainerState(next_step=1, fingerprint=checkpoint.fingerprint(policy.parameters()))
+    masters = {f"policy/master/{name}": one.detach() + 1.0 for name, one in policy.parameters().items()}
+    return checkpoint.save(tmp_path, state, masters), load_recipe("arithmetic", [f"model.path={folder}"])
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As a disk that is nearly full takes them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("num_bytes", [MB, 10_000], ids=["tokenizer", "weights"])
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing_in_the_way(
+    tmp_path: Path, trained: tuple[Path, Recipe], num_bytes: int
+):
+    folder, recipe = trained
+    out = tmp_path / "out"
+    with (tmp_path / "model" / "vocab.txt").open("wb") as vocabulary:
+        vocabulary.truncate(2 * MB)
+    with files_of_at_most(num_bytes), pytest.raises(UserError, match=rf"^{out}: cannot be written: .*too large"):
+        exporting.export(folder, recipe, out)
+    assert not out.exists() and not (tmp_path / ".out").exists()
+    shutil.copytree(tmp_path / "model", tmp_path / ".out")  # as a process leaves it that was killed
+    exporting.export(folder, recipe, out)
+    assert (out / "tokenizer.json").read_text() == "its tokenizer" and (out / "vocab.txt").stat().st_size == 2 * MB
+    before, after = (AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (tmp_path / "model", out))
+    assert all(bool((after[name] == one + 1.0).all()) for name, one in before.items())
