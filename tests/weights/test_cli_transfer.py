@@ -13,7 +13,7 @@ from tests.weights.stage import layout_of, weights
 
 from polyrl.weights import folder
 from polyrl.weights.chunks import table_of
-from polyrl.weights.manifest import Manifest
+from polyrl.weights.manifest import AdapterFacts, Manifest, Spec, lay_out
 
 TOKEN = "a token of sixteen characters and more".replace(" ", "-")
 COMMAND = (sys.executable, "-m", "polyrl", "weights")
@@ -70,6 +70,19 @@ def test_a_version_is_served_and_pulled_as_it_is(version, tmp_path):
         wrong = pulling(*offer["addresses"], token="another-token-of-some-length")
         assert wrong.returncode == 1
         assert "does not hold the run's key" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_an_adapter_is_served_and_pulled_with_what_it_changes(tmp_path):
+    layout = lay_out([Spec("l.lora_A.weight", "float32", (2, 8)), Spec("l.lora_B.weight", "float32", (8, 2))])
+    data = bytes(range(128))
+    manifest = Manifest(3, layout, table_of(data), "", adapter=AdapterFacts("0" * 64, "float32", 2.0))
+    folder.write(tmp_path / "adapter", manifest, data)
+    with serving(tmp_path / "adapter") as offer:
+        assert offer["digest"] == manifest.digest
+        done = pulling(*offer["addresses"], "--out", str(tmp_path / "pulled"))
+        assert done.returncode == 0, done.stderr
+    pulled, found = folder.read(tmp_path / "pulled", manifest.digest)
+    assert pulled == manifest and bytes(found) == data
 
 
 def test_what_cannot_be_is_said_in_a_line(tmp_path):

@@ -68,6 +68,7 @@ def _serve(args: argparse.Namespace) -> int:
             lambda view: folders.copy_into(layout, found, directory, view),
             lossy="" if manifest is None else manifest.lossy,
             parent=None if manifest is None else manifest.parent,
+            adapter=None if manifest is None else manifest.adapter,
         )
         if manifest is not None and offer.digest != manifest.digest:
             raise UserError(f"{directory}: its bytes are not those of its manifest; `polyrl weights verify` says which")
