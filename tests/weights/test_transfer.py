@@ -4,13 +4,14 @@ import os
 import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.weights.stage import KEY, SETTINGS, Faults, blob_of, layout_of, publish, pull, stage, weights
 
-from polyrl.weights import protocol
+from polyrl.weights import protocol, sender
 from polyrl.weights.manifest import DeltaManifest, encode
 from polyrl.weights.settings import TransferError
 from polyrl.wire.credentials import weights_key_of
@@ -423,6 +424,21 @@ def test_late_joiners_pull_while_others_do():
         for thread in threads:
             thread.join(30)
         assert got == dict.fromkeys(range(6), True)
+
+
+def test_whoever_has_no_key_cannot_keep_those_out_who_have(monkeypatch):
+    monkeypatch.setattr(sender, "MAX_CONNECTIONS", 8)
+    with stage() as on, ExitStack() as strangers:
+        server, peer = on.server(), on.peer()
+        offer = publish(server, 1)
+        host, _, port = offer.addresses[0].rpartition(":")
+        known = peer._dialer.dial(offer.addresses[0])
+        strangers.callback(known.close)
+        for _ in range(30):
+            strangers.enter_context(socket.create_connection((host, int(port))))
+        assert pull(peer, offer) == weights(1)
+        assert known.catalog().blobs  # who has proved the key makes way for nobody
+        assert server.cuts["too many connections, and no proof yet"] > 0
 
 
 def test_the_egress_limit_holds():

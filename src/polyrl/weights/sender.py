@@ -9,6 +9,7 @@ visible from another network namespace). It gets a descriptor that can only be r
 """
 
 import contextlib
+import errno
 import secrets
 import socket
 import ssl
@@ -62,6 +63,8 @@ class Sender:
         self._guard = threading.Lock()
         self._closing = threading.Event()
         self._threads: dict[threading.Thread, None] = {}
+        self._unproven: dict[Channel, None] = {}
+        """Those who have connected and not proved yet that they hold the key, the oldest first."""
         self._listeners: list[socket.socket] = []
         self._watch: Watch | None = None
 
@@ -142,18 +145,32 @@ class Sender:
                 sock, _ = listener.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    self.cuts[f"accept: {error.strerror}"] += 1
-                    self._closing.wait(0.1)  # too many files are open, or a connection was gone before it was taken
+                    self._count(f"accept: {error.strerror}")
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        self._make_room()
+                    self._closing.wait(0.1)  # also where a connection was gone before it was taken
                 continue
-            if len(self._threads) > MAX_CONNECTIONS:
-                self.cuts["too many connections"] += 1
+            if len(self._threads) > MAX_CONNECTIONS and not self._make_room():
+                self._count("too many connections")
                 sock.close()
                 continue
             self._run(self._serve, sock, "weights-serve")
 
+    def _make_room(self) -> bool:
+        """Whoever has no key fills no port: of those who have not proved theirs, the oldest makes way."""
+        with self._guard:
+            oldest = next(iter(self._unproven), None)
+            if oldest is None:
+                return False
+            del self._unproven[oldest]
+        oldest.cut("too many connections, and no proof yet")
+        return True
+
     def _serve(self, sock: socket.socket) -> None:
         assert self._watch is not None
         channel = Channel(sock, self._settings.stall_s)
+        with self._guard:
+            self._unproven[channel] = None
         channel.extend(min(HANDSHAKE_S, self._settings.stall_s))
         self._watch.add(channel)
         try:
@@ -168,8 +185,13 @@ class Sender:
                 channel.extend(1.0)
                 channel.send(protocol.refused(code, str(error)))
         finally:
+            self._forget_unproven(channel)
             self._watch.remove(channel)
             channel.close()
+
+    def _forget_unproven(self, channel: Channel) -> None:
+        with self._guard:
+            self._unproven.pop(channel, None)
 
     def _count(self, why: str) -> None:
         with self._guard:
@@ -186,6 +208,7 @@ class Sender:
         channel.send(protocol.welcome(self._key, theirs, ours, self.node))
         incoming.limits = protocol.BEFORE_PROOF
         protocol.check_proof(self._key, theirs, ours, self.node, _next(channel, incoming))
+        self._forget_unproven(channel)
         incoming.limits = protocol.REQUESTS
         while True:
             request = incoming.take()
