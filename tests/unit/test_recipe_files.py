@@ -62,11 +62,14 @@ def test_whole_paths_are_the_same_from_every_folder_and_what_is_no_path_stays(tm
         "algorithm.kl=loss",
         "algorithm.reference=../before",
         "data.validation=v.jsonl",
+        "manager.tls_cert=c.pem",
+        "manager.tls_key=k.pem",
     ]
     whole = with_whole_paths(load_recipe("arithmetic", overrides))
     assert whole.model.path == str(tmp_path / "models/tiny")
     assert whole.algorithm.reference == str(tmp_path.parent / "before") and whole.algorithm.critic.path == ""
     assert (whole.data.source, whole.data.validation) == ("arithmetic", str(tmp_path / "v.jsonl"))
+    assert (whole.manager.tls_cert, whole.manager.ca) == (str(tmp_path / "c.pem"), "")
     monkeypatch.chdir("/")
     assert with_whole_paths(whole) == whole
     domain = {"name": "sums", "source": "sums.jsonl", "reward": "math"}

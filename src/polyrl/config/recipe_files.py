@@ -39,13 +39,16 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 
 def with_whole_paths(recipe: Recipe) -> Recipe:
     """The same for whoever is in another folder."""
-    algorithm, data = recipe.algorithm, _with_whole_places(recipe.data)
+    algorithm, data, manager = recipe.algorithm, _with_whole_places(recipe.data), recipe.manager
     critic = replace(algorithm.critic, path=_whole(algorithm.critic.path))
     return replace(
         recipe,
         model=replace(recipe.model, path=_whole(recipe.model.path)),
         algorithm=replace(algorithm, critic=critic, reference=_whole(algorithm.reference)),
         data=replace(data, domains=tuple(_with_whole_places(one) for one in data.domains)),
+        manager=replace(
+            manager, tls_cert=_whole(manager.tls_cert), tls_key=_whole(manager.tls_key), ca=_whole(manager.ca)
+        ),
     )
 
 

@@ -15,9 +15,10 @@ _FREE = ""
 _OPENED = "the manager opened the run with it, and its journal is replayed with that alone"
 _TRAINED = "steps since the last checkpoint are trained again, and must come out as they did"
 _KEPT = "the checkpoint holds the tensors of what it was"
+_HALF_DONE = "the open round is half made with it: its prompts, or what is drawn for them and scored"
 
 WHY_NOT: dict[str, str] = {
-    "name": _OPENED,
+    "name": _FREE,
     "about": _FREE,
     "model": _KEPT,
     "lora": _KEPT,
@@ -25,9 +26,11 @@ WHY_NOT: dict[str, str] = {
     "train.mode": _OPENED,
     "train.max_staleness": _OPENED,
     "train.price_usd_per_hour": _OPENED,
+    "train.run_dir": "the run goes on where it is",
     "train.steps": _FREE,
     "train.stop_at_reward": _FREE,
     "train.micro_batch_tokens": _FREE,
+    "train.min_micro_batch_samples": _FREE,
     "train.mismatch_warning": _FREE,
     "train.ranks": _FREE,
     "algorithm": _TRAINED,
@@ -35,8 +38,14 @@ WHY_NOT: dict[str, str] = {
     "optimizer": _TRAINED,
     "optimizer.kind": _KEPT,
     "optimizer.offload": _FREE,
-    "rollout": _OPENED,
-    "data": _OPENED,
+    "rollout": _HALF_DONE,
+    "rollout.max_new_tokens": _OPENED,
+    "rollout.temperature": _TRAINED,
+    "data": _HALF_DONE,
+    "data.prompts_per_step": _OPENED,
+    "data.num_prompts": _OPENED,
+    "data.num_epochs": _OPENED,
+    "data.shuffle_seed": _OPENED,
     "validation": _FREE,
     "rewards": _OPENED,
     "fleet": _FREE,
