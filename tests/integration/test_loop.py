@@ -36,7 +36,7 @@ class CountingSteps:
         return Added(len(groups))
 
     def finish(self) -> StepStats:
-        return StepStats(self._step, Added(len(self.groups)), updated=True, metrics={})
+        return StepStats(self._step, Added(len(self.groups)), metrics={})
 
     def abort(self) -> None: ...
 

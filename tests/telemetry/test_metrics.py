@@ -14,12 +14,10 @@ from polyrl.telemetry.metric_names import ALIASES, HEADLINES, METRICS, describe
 from polyrl.telemetry.metrics import (
     CUT_FILE_NAME,
     MetricsFile,
-    from_samples,
     from_step_line,
     read_metrics,
     show_value,
     step_line,
-    throughput,
     with_aliases,
 )
 
@@ -193,30 +191,8 @@ def test_a_step_that_trained_nothing_has_no_price_a_token():
     assert from_step_line(a_line(tokens_trained=0, num_samples=0))["cost/usd_per_mtok"] is None
 
 
-def test_samples_become_rewards_and_lengths():
-    metrics = from_samples([0.0, 1.0, 1.0, 0.0], [10, 40, 20, 30], [5, 5, 7, 7])
-    assert metrics == {
-        "reward/mean": 0.5,
-        "reward/std": 0.5,
-        "reward/max": 1.0,
-        "reward/min": 0.0,
-        "token/response_length/mean": 25.0,
-        "token/response_length/max": 40,
-        "token/response_length/min": 10,
-        "token/response_length/p95": 40,
-        "token/prompt_length/mean": 6.0,
-    }
-    assert from_samples([0.0] * 100, range(1, 101), [1])["token/response_length/p95"] == 95
-    assert from_samples([], [], []) == {}
-
-
-def test_throughput_is_of_all_devices_and_of_each():
-    assert throughput(1000, 2.0, 4) == {"perf/throughput": 125.0, "perf/throughput_all_gpus": 500.0}
-    assert throughput(1000, 0.0, 4) == {"perf/throughput": None, "perf/throughput_all_gpus": None}
-
-
-def test_every_name_that_we_give_is_described():
-    names = with_aliases({**from_step_line(a_line()), **from_samples([1.0], [2], [3]), **throughput(1, 1.0, 1)})
+def test_every_name_of_a_scheduler_s_line_is_described():
+    names = with_aliases(from_step_line(a_line()))
     assert [name for name in names if describe(name) is None] == []
     assert {f"tokens/discarded/{cause}" for cause in get_args(DiscardCause)} <= set(names)
 

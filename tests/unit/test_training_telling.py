@@ -12,6 +12,7 @@ from polyrl.cli.training.processes import Address
 from polyrl.cli.training.telling import Telling
 from polyrl.config.recipe_files import load_recipe
 from polyrl.scheduling.ledger import StepLine
+from polyrl.telemetry.metric_names import describe
 from polyrl.telemetry.metrics import MetricsFile, read_metrics, read_steps
 from polyrl.trainer.loop import StepReport
 from polyrl.trainer.step import Added, StepStats
@@ -52,11 +53,12 @@ def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     display = Display("tiny", 2, Dialer(URL, "a token"))
     telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display)
     seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "save": 0.0, "publish": 0.1}
-    stats = StepStats(0, Added(), updated=False, metrics={})
+    stats = StepStats(0, Added(), metrics={})
     report = StepReport(0, stats, a_line(0, num_groups=0), [0.1, 0.1], [], [], {}, 0, 1, seconds)
     asyncio.run(telling.step_ended(report))
     telling.close()
     [line] = read_metrics(tmp_path / "metrics.jsonl")
+    assert [name for name in line if describe(name) is None] == []
     assert line["reward/mean"] == 0.1
     assert line["token/response_length/mean"] is line["token/prompt_length/mean"] is None
 
@@ -77,7 +79,7 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
     lines = {2: a_line(2, usd=7.0), 3: a_line(3, usd=7.5)}
     telling.begin(cast("Any", OneFleet(*(lines[step] for step in known))))
     seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "save": 0.0, "publish": 0.1}
-    stats = StepStats(3, Added(), updated=True, metrics={})
+    stats = StepStats(3, Added(), metrics={})
     asyncio.run(telling.step_ended(StepReport(3, stats, lines[3], [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
     telling.close()
     [line] = read_metrics(tmp_path / "metrics.jsonl")

@@ -1,6 +1,6 @@
 """A run's metrics: `metrics.jsonl`, one line a step; the same as a line of text; what the scheduler says of a step.
 
-    metrics = with_aliases({**from_step_line(line, before), **from_samples(rewards, lengths, prompt_lengths)})
+    metrics = with_aliases({**from_step_line(line, before), **others})
     file.log(line.step, metrics)
     print(step_line(line.step, metrics))
 
@@ -14,9 +14,8 @@ Left out: what names mean (metric_names.py), other places for them (trackers.py)
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import get_args
 
 import msgspec
@@ -182,33 +181,6 @@ def from_step_line(line: StepLine, before: StepLine | None = None) -> dict[str, 
         **{f"bias/inclusion_by_bin/{b}": trained / ended for b, ended, trained in line.inclusion_by_length},
         "weights/version": Step(line.step + 1),
     }
-
-
-def from_samples(
-    rewards: Sequence[float], lengths: Sequence[int], prompt_lengths: Sequence[int]
-) -> dict[str, MetricValue]:
-    """What a step was trained on: one number a sample in each. Empty if there was none."""
-    if not rewards or not lengths or not prompt_lengths:
-        return {}
-    by_length = sorted(lengths)
-    return {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
-        "reward/max": max(rewards),
-        "reward/min": min(rewards),
-        "token/response_length/mean": fmean(lengths),
-        "token/response_length/max": by_length[-1],
-        "token/response_length/min": by_length[0],
-        "token/response_length/p95": by_length[math.ceil(0.95 * len(by_length)) - 1],
-        "token/prompt_length/mean": fmean(prompt_lengths),
-    }
-
-
-def throughput(num_tokens: int, step_s: float, num_devices: int) -> dict[str, MetricValue]:
-    """`num_tokens` are those trained, prompts included; devices are the trainer's and the fleet's together."""
-    tok_s = num_tokens / step_s if step_s > 0 else None
-    each = None if tok_s is None or num_devices < 1 else tok_s / num_devices
-    return {"perf/throughput": each, "perf/throughput_all_gpus": tok_s}
 
 
 def _share(seconds: float, whole_s: float) -> float:

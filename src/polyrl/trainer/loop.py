@@ -117,8 +117,6 @@ class Loop:
         self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
-        self.is_stopping = False
-        """Set by whoever wants it to end after the step that runs."""
 
     async def run(self, first_step: int = 0) -> str:
         """Train to the end. Returns why it ended, in a line."""
@@ -143,8 +141,6 @@ class Loop:
             enough = recipe.train.stop_at_reward
             if enough is not None and report.rewards and float(np.mean(report.rewards)) >= enough:
                 return f"step {step}: the mean reward has reached {enough:g}"
-            if self.is_stopping:
-                return f"stopped after step {step}"
         return f"all {recipe.train.steps} steps are trained"
 
     async def _validate_if_due(self, version: int) -> None:

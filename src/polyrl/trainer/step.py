@@ -14,9 +14,8 @@ can be scored, holds the groups back, and `finish` trains. Which group is in whi
 step and the groups' ids, not of the order in which they arrived.
 
 Old log-probabilities are those of the step's starting weights. While a step has one update, these are the present
-weights, and the forward pass that trains has them for nothing. Otherwise `add` scores them. Who makes several updates
-with several begin() of one step brings them along (`with_old_logprobs` before the first update). Blocking; whoever owns
-the event loop calls it from a thread.
+weights, and the forward pass that trains has them for nothing. Otherwise `add` scores them. Blocking; whoever owns the
+event loop calls it from a thread.
 
 Ranks make the same calls with the same groups. Each trains its part of the packs, and since all know all samples, each
 knows what everything is divided by.
@@ -74,8 +73,6 @@ class StepStats(NamedTuple):
     step: int
     added: Added
     """In all."""
-    updated: bool
-    """False: nothing was trained, or no gradient was finite. The weights are as they were."""
     metrics: dict[str, float]
 
 
@@ -135,8 +132,6 @@ class StepAccumulator:
         self._holds_back = config.mini_batches > 1 or self._preparation.needs_step
         self._step: int | None = None
         self._num_steps: int | None = None
-        self._moved_in: int | None = None
-        """The last step with an update."""
         self._forget()
 
     @property
@@ -189,7 +184,7 @@ class StepAccumulator:
         metrics["actor/lr"] = updates[-1].lr
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
         metrics |= self._of_critic
-        return StepStats(step, self._added, any(one.applied for one in updates), metrics)
+        return StepStats(step, self._added, metrics)
 
     def abort(self) -> None:
         """Forget what was added. Does nothing outside a step."""
@@ -198,12 +193,6 @@ class StepAccumulator:
         self._optimizer.discard()
         if self._critic is not None:
             self._critic.optimizer.discard()
-
-    def with_old_logprobs(self, groups: Sequence[Group]) -> list[list[TrainSample]]:
-        """The same samples with log-probabilities of the present weights, for use after these have moved."""
-        samples = [sample._replace(old_logprobs=None) for group in groups for sample in group]
-        scored = iter(self._preparation.with_old_logprobs(samples))
-        return [[next(scored) for _ in group] for group in groups]
 
     def _forget(self) -> None:
         self._added = Added()
@@ -239,9 +228,7 @@ class StepAccumulator:
                 self._update_critic(self._critic, step)
             update = self._optimizer.update(step, denominator if denominator else 1.0, self._num_steps)
         self._num_open_tokens = self._num_open_samples = 0
-        if update.applied:
-            self._moved_in = step
-        elif denominator:
+        if denominator and not update.applied:
             log.warning("step %d: the gradient's norm is %s: the weights stay as they are", step, update.grad_norm)
         if denominator:
             self._tally.close(denominator)
@@ -349,10 +336,6 @@ class StepAccumulator:
         given = [one.old_logprobs for one in samples if one.old_logprobs is not None]
         if len(given) == len(samples):
             return self._send(np.concatenate(given))
-        if self._moved_in == self._step:
-            raise RuntimeError(
-                "the weights have moved within this step, and samples came without old log-probabilities"
-            )
         return present.detach()
 
     def _send(self, numbers: "np.ndarray[Any, Any]") -> Tensor:

@@ -76,7 +76,6 @@ class ManagerProcess:
         self._log_file = run_dir / "logs" / "manager.log"
         self._process: Process | None = None
         self._watch: asyncio.Task[None] | None = None
-        self.num_restarts = 0
 
     @property
     def pid(self) -> int | None:
@@ -126,7 +125,6 @@ class ManagerProcess:
                 raise UserError(f"the manager died {len(deaths)} times in a minute: {last_line(self._log_file)}")
             log.warning("the manager ended (%s); it is started again", show_code(code))
             await asyncio.sleep(_RESTART_PAUSE_S)
-            self.num_restarts += 1
             try:
                 await self._start()
             except UserError:
