@@ -1,8 +1,10 @@
 """A worker over a long time: breaks, a manager that does not answer, a signal while its engine starts."""
 
 import asyncio
+import gc
 import time
 from pathlib import Path
+from typing import Any, cast
 
 from msgspec import structs
 from tests.integration.live import ENGINE, QUICK, Live, manager, play_round, run, trainer, until
@@ -12,6 +14,7 @@ from polyrl.engines.engine import EngineError, EngineInfo, EngineStats, Job, Sin
 from polyrl.ids import LeaseId, Version, WorkerName
 from polyrl.manager.status import status
 from polyrl.wire import frames
+from polyrl.wire.control import JoinReply
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
@@ -100,6 +103,46 @@ def test_a_worker_that_has_been_connected_for_longer_than_its_patience_comes_bac
             await until(lambda: is_greeted(live), "it is back")
             worker.drain("the test is over")
             assert (await life).ok
+
+    run(scenario())
+
+
+def test_a_manager_that_sends_what_is_no_frame_is_left_with_a_line(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            life = asyncio.create_task(agent(live).run())
+            await until(lambda: is_greeted(live), "it is connected")
+            link = live.service.executor.workers[NAME].link
+            assert link is not None
+            link.send(cast(Any, b"bytes alone"))
+            left = await life
+            assert not left.ok
+            assert str(left).startswith(f"{live.url}: what it sent is no frame of this PolyRL: ") and "\n" not in str(
+                left
+            )
+
+    run(scenario())
+
+
+class SocketThatTakesNothing:
+    closed = False
+
+    async def send_bytes(self, _: bytes) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+def test_that_it_leaves_is_said_however_long_the_connection_takes_it():
+    async def scenario() -> None:
+        worker = holding(EmulatedEngine(ENGINE))
+        worker._session = JoinReply(
+            worker=NAME, session="s", heartbeat_interval_s=1.0, flush_interval_s=1.0, flush_phase_s=0.0
+        )
+        worker._socket = cast(Any, SocketThatTakesNothing())
+        before = asyncio.all_tasks()
+        worker.drain("SIGTERM")
+        await asyncio.sleep(0)
+        gc.collect()  # the loop itself does not hold a task
+        assert len(asyncio.all_tasks() - before) == 1
 
     run(scenario())
 

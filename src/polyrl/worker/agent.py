@@ -119,6 +119,8 @@ class WorkerAgent:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._welcomed = False
         self._draining = ""
+        self._saying: asyncio.Task[None] | None = None
+        """That we leave."""
         self._left: asyncio.Future[Left] | None = None
         self._pull: asyncio.Task[None] | None = None
         self._ordered: frames.Pull | None = None
@@ -171,7 +173,7 @@ class WorkerAgent:
         except EngineError as error:
             return Left(str(error), ok=False)
         finally:
-            for task in (starting, life, self._pull, self._turning):
+            for task in (starting, life, self._pull, self._turning, self._saying):
                 if task is not None:
                     task.cancel()
             await self._engine.close()
@@ -191,7 +193,7 @@ class WorkerAgent:
         if self._session is None:
             self._leave(reason, ok=True)
         else:
-            asyncio.get_running_loop().create_task(self._send(frames.Leaving(reason)))
+            self._saying = asyncio.get_running_loop().create_task(self._send(frames.Leaving(reason)))
 
     def _leave(self, why: str, *, ok: bool) -> None:
         if self._left is not None and not self._left.done():
@@ -299,7 +301,11 @@ class WorkerAgent:
         async for message in self._socket:
             if message.type is not aiohttp.WSMsgType.BINARY:
                 break
-            await self._hear(frames.decode_to_worker(message.data))
+            try:
+                frame = frames.decode_to_worker(message.data)
+            except frames.NO_FRAME as error:
+                raise UserError(f"{self._dialer.url}: what it sent is no frame of this PolyRL: {error}") from error
+            await self._hear(frame)
         raise Unreachable("the connection to the manager broke")
 
     async def _hear(self, frame: frames.ToWorker) -> None:
