@@ -354,20 +354,26 @@ class Fleet:
             async for message in self._socket:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
-                await self._hear(frames.decode_to_trainer(message.data))
+                await self._hear(self._decode(message.data))
         except (aiohttp.ClientError, ConnectionError, OSError) as error:
             log.info("the connection to the manager broke: %s", error)
         finally:
             self._greeted = False
             self._in_parts.clear()  # they are delivered from their beginning
 
+    def _decode(self, data: bytes) -> frames.ToTrainer:
+        try:
+            return frames.decode_to_trainer(data)
+        except frames.NO_FRAME as error:
+            raise UserError(f"{self._dialer.url}: what it sent is no frame of this PolyRL: {error}") from error
+
     async def _send_backlog(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """What was said before, in order; whoever speaks meanwhile waits in line. Then all may send by themselves."""
         sent = 0
-        while self._unacknowledged and self._unacknowledged[-1][0] > sent:
-            number, statement = next(one for one in self._unacknowledged if one[0] > sent)
-            await socket.send_bytes(frames.encode(statement))
-            sent = number
+        while waiting := [one for one in self._unacknowledged if one[0] > sent]:
+            for number, statement in waiting:
+                await socket.send_bytes(frames.encode(statement))
+                sent = number
         self._greeted = True
 
     # Hearing

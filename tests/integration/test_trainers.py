@@ -1,10 +1,13 @@
 """One trainer after the other: what was taken is not delivered again, and who is followed by another ends."""
 
 import asyncio
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from tests.integration.live import CONFIG, PATIENCE_S, Live, honest_worker, manager, play_round, run, trainer
+from tests.integration.live import CONFIG, PATIENCE_S, Live, honest_worker, manager, play_round, prompt_of, run, trainer
 
 from polyrl.client import Fleet
 from polyrl.errors import UserError
@@ -146,3 +149,44 @@ async def speak_on(run_dir: Path) -> None:
 
 def test_what_was_said_is_on_file_although_others_go_on_speaking(tmp_path):
     run(speak_on(tmp_path))
+
+
+class Heard:
+    """A connection that takes all, and during which more is said."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.seqs: list[int] = []
+
+    async def send_bytes(self, data: bytes) -> None:
+        frame = frames.decode_from_trainer(data)
+        assert isinstance(frame, frames.MicroBatchDone)
+        self.seqs.append(frame.seq)
+        if len(self.seqs) in (1, NUM_SAID):
+            await self.fleet.micro_batch_done(0)
+
+
+class CountedLooks(deque[tuple[int, frames.Statement]]):
+    num = 0
+
+    def __iter__(self) -> Iterator[tuple[int, frames.Statement]]:
+        for one in super().__iter__():
+            self.num += 1
+            yield one
+
+
+NUM_SAID = 500
+
+
+def test_what_was_said_is_said_again_in_order_and_looked_at_a_few_times_only():
+    async def scenario() -> None:
+        fleet = Fleet(Dialer("http://127.0.0.1:1", "token"), CONFIG, prompt_of, None, 1.0)
+        looks = fleet._unacknowledged = CountedLooks()
+        for _ in range(NUM_SAID):
+            await fleet.micro_batch_done(0)
+        heard = Heard(fleet)
+        await fleet._send_backlog(cast(Any, heard))
+        assert heard.seqs == list(range(1, NUM_SAID + 3))
+        assert looks.num < 5 * NUM_SAID
+
+    run(scenario())
