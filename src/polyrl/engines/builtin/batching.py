@@ -36,7 +36,6 @@ class Sequence:
         "lease",
         "max_total",
         "num_computed",
-        "num_prompt",
         "num_published",
         "tokens",
     )
@@ -44,8 +43,6 @@ class Sequence:
     def __init__(self, lease: LeaseId, tokens: list[int], max_total: int, data: Any = None) -> None:
         self.lease = lease
         self.tokens = tokens
-        self.num_prompt = len(tokens)
-        """Tokens that were given, rather than drawn here."""
         self.max_total = max_total
         """It ends at this many tokens, the given ones among them."""
         self.num_computed = 0

@@ -83,12 +83,11 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class _Answer:
     """The engine's record of a sample."""
 
-    __slots__ = ("ends", "job", "num_given")
+    __slots__ = ("ends", "job")
 
     def __init__(self, job: Job, ends: frozenset[int]) -> None:
         self.job = job
         self.ends = ends
-        self.num_given = len(job.prompt) + len(job.so_far)
 
 
 class BuiltinEngine:

@@ -2,7 +2,7 @@
 
 A block has room for the keys and values of `block_tokens` tokens. It is in one of three states:
 
-    empty --extend--> held --release--> idle (was published: can be matched)  --match--> held
+    empty --extend--> held --release--> idle (was published: can be found)    --hold---> held
                                    \\--> empty (was not)                      --evicted by extend--> held by another
 
 Rules it keeps:
@@ -53,14 +53,6 @@ class KvCache:
         return -(-num_tokens // self.block_tokens)
 
     # Sharing
-
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Hold the blocks of the longest known prefix, whole ones, that leaves at least one token to compute."""
-        keys: list[bytes] = []
-        self.extend_keys(keys, tokens[: len(tokens) - 1])
-        blocks = self.find(keys)
-        self.hold(blocks)
-        return blocks
 
     def extend_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
         """Grow `keys`, those of the first whole blocks of `tokens`, in place to those of all of them."""
