@@ -380,17 +380,6 @@ def test_a_worker_that_has_samples_and_brings_no_token_is_given_up():
     assert run.ledger.moves == {"lost": 2}
 
 
-def test_an_engine_that_fails_three_leases_in_a_row_is_given_up_and_so_is_the_sample():
-    run = Driver(small_config(prompts=1, samples=2))
-    run.begin()
-    run.join("a")
-    for _ in range(2):
-        run.end("1/0", at=0, reason="engine_failed")
-    said = run.end("1/0", at=0, reason="engine_failed")
-    assert [one.worker for one in only(said, c.ForgetWorker)] == ["a"]
-    assert run.ledger.samples_discarded["failed"] >= 1
-
-
 def test_a_round_of_another_step_is_not_taken():
     run = Driver(small_config(prompts=1, samples=1))
     run.begin()

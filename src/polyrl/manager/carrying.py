@@ -34,7 +34,7 @@ def carry_out(executor: Executor, command: c.Command) -> None:
             if (session := executor.session(command.worker)) is not None:
                 session.say(frames.Release(command.why))
         case c.ForgetWorker():
-            executor.forget(command.worker, command.why, rejoin=True)
+            _forget(executor, command)
         case c.Score():
             score(executor, command.sample, command.attempt, command.timeout_s)
         case c.StartTraining():
@@ -45,6 +45,13 @@ def carry_out(executor: Executor, command: c.Command) -> None:
             raise LawViolation(f"nobody here can change how wide an engine is: {command}")
         case _:
             _tell_trainer(executor, command)
+
+
+def _forget(executor: Executor, command: c.ForgetWorker) -> None:
+    session = executor.workers.get(command.worker)
+    last = "" if session is None or command.rejoin else session.last_failure
+    why = f"{command.why}; the last: {last}" if last else command.why
+    executor.forget(command.worker, why, rejoin=command.rejoin, in_anger=not command.rejoin)
 
 
 def _account(executor: Executor, command: c.Abort) -> None:

@@ -170,7 +170,7 @@ class Executor:
         if session is None:
             return
         self.dirty.pop(session.key, None)
-        log.info("worker %s is given up: %s", name, why)
+        log.log(logging.WARNING if in_anger else logging.INFO, "worker %s is given up: %s", name, why)
         if session.link is not None:
             session.link.send(frames.Release(why, rejoin, in_anger))
             session.link.close(why)

@@ -6,7 +6,7 @@ is over are counted and go nowhere; a gap, an unknown version or a token too man
 
 import logging
 
-from polyrl.ids import LeaseId
+from polyrl.ids import LeaseId, show_sample
 from polyrl.manager.executor import Executor
 from polyrl.manager.payload import append_cells, without_rows
 from polyrl.manager.refusals import Refused
@@ -36,7 +36,7 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
     idle, num_gaps = _append(executor, worker, column, frame.cells)
     _journal_tokens(executor, worker, frame, raw, column, idle)
     for ended in frame.ended:
-        _ended(executor, worker, ended)
+        _ended(executor, session, worker, ended)
     if num_gaps:
         raise Refused("offset", f"{num_gaps} samples with a gap in their tokens")
 
@@ -102,7 +102,7 @@ def _append(executor: Executor, worker: Worker, column: columns.Columns, cells: 
     return idle, num_gaps
 
 
-def _ended(executor: Executor, worker: Worker, ended: frames.Ended) -> None:
+def _ended(executor: Executor, session: WorkerSession, worker: Worker, ended: frames.Ended) -> None:
     assert executor.scheduler is not None
     sample = executor.scheduler.desk.leases.get(LeaseId(ended.lease))
     if sample is None or sample.worker != worker.seat:
@@ -118,7 +118,8 @@ def _ended(executor: Executor, worker: Worker, ended: frames.Ended) -> None:
         executor.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
         if ended.reason != "handed_over":
-            log.warning("sample %s on %s: %s: %s", sample.id, worker.name, ended.reason, ended.detail)
+            session.last_failure = f"{ended.reason}: {ended.detail}"
+            log.warning("sample %s on %s: %s", show_sample(sample.id), worker.name, session.last_failure)
             if (question := executor.questions.get(sample.group)) is not None:
                 question.is_refused, question.detail = ended.reason == "refused", ended.detail
         executor.tell(e.LeaseEnded(sample.lease, ended.num_tokens, ended.reason))

@@ -33,6 +33,8 @@ class WorkerSession:
         self.heard_at = 0.0
         self.told_at = 0.0
         """When the scheduler last heard of its progress."""
+        self.last_failure = ""
+        """What it said of the last lease that it could not do."""
         self._orders: list[frames.Order] = []
         self._aborts: list[int] = []
         self._hand_overs: list[int] = []

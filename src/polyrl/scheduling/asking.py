@@ -49,7 +49,7 @@ def ask(desk: Desk, num_samples: int) -> None:
 
 def sample_answered(desk: Desk, sample: Sample, now: Seconds) -> None:
     """An answer has ended by itself."""
-    leases.end_lease(desk, sample, desk.asked, now).num_failures = 0
+    leases.end_lease(desk, sample, desk.asked, now)
     _end(desk, sample)
 
 
@@ -62,7 +62,7 @@ def stop(desk: Desk, event: SampleStopped, now: Seconds) -> None:
     if sample.version != NO_VERSION:  # what nobody was ever given has no tokens
         leases.note_tokens(desk, sample, event.num_tokens)
     if sample.lease == NO_LEASE:
-        desk.asked.num_waiting -= 1
+        leases.stop_waiting(desk.asked, sample)
     else:
         lease = sample.lease
         worker = leases.end_lease(desk, sample, desk.asked, now)

@@ -75,11 +75,13 @@ class ReleaseWorker(CommandStruct, frozen=True, tag=True):
     why: str
 
 
-class ForgetWorker(CommandStruct, frozen=True, tag=True):
+class ForgetWorker(CommandStruct, frozen=True, tag=True, omit_defaults=True):
     """A worker is given up: close its connection, refuse its news. Only tells."""
 
     worker: WorkerName
     why: str
+    rejoin: bool = True
+    """It may join again. Not so when it fails what others can do: it would fail it again."""
 
 
 class StartTraining(CommandStruct, frozen=True, tag=True):

@@ -111,6 +111,8 @@ class Desk:
         self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
         self.scores_due = False
         """Answers wait for their rewards and a place is free."""
+        self.failed_wait = any(round_.failed for round_ in (state.asked, *state.rounds.values()))
+        """Samples that a worker failed wait: who may have them can change with any event."""
         self.place_due = False
         """Samples wait and a worker may have credit."""
         self.rounds_due = False

@@ -17,7 +17,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from polyrl.ids import Incarnation, LeaseId, SampleId, Seconds, Version, WorkerName
+from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Version, WorkerName
 from polyrl.scheduling.ledger import Activity, Ledger
 from polyrl.scheduling.samples import NO_VERSION
 
@@ -92,7 +92,10 @@ class Worker(Struct):
     bad_source: bool = False
     """A pull from it failed: others take their weights elsewhere."""
     relays: bool = True
-    num_failures: int = 0
+    failed_groups: list[GroupId] = []
+    """Groups of which it failed samples since its last answer. Whose fault that is, is not known yet (failures.py)."""
+    num_faults: int = 0
+    """Such groups that another worker has answered."""
     num_waiting: int = 0
     """Samples that its engine itself holds back, and not only because it computes prompts."""
     held_back_at: int = -1
@@ -113,6 +116,11 @@ class Worker(Struct):
     @property
     def may_generate(self) -> bool:
         return self.state == "active" and self.duty == "generating" and not self.down
+
+    @property
+    def is_doubtful(self) -> bool:
+        """It failed samples and has brought no answer since."""
+        return bool(self.failed_groups) or self.num_faults > 0
 
     @property
     def credit(self) -> int:

@@ -6,6 +6,7 @@ does not hold is a bug of the scheduler, whatever the environment did.
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds, Version, show_sample
+from polyrl.scheduling import failures
 from polyrl.scheduling.desk import Desk, State
 from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.samples import ASKED, NO_LEASE, NO_VERSION, Group, Round, Sample
@@ -129,7 +130,9 @@ def _check_queue(desk: Desk, round_: Round, name: str) -> None:
     _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
     queued = frozenset(round_.fresh) | frozenset(one for _, one in round_.resumed)
     for one in waiting:
-        _law(one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
+        _law(one.num_failures > 0 or one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
+    failed = [one.id for one in waiting if one.num_failures]
+    _law(sorted(round_.failed) == failed, f"{name} has other samples that failed and wait than it says")
 
 
 def _check_leases(desk: Desk) -> None:
@@ -251,10 +254,16 @@ def _check_sums(state: State) -> None:
 def _check_rest(desk: Desk) -> None:
     due = desk.scores_due or desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
     _law(not due, "something was left undone at the end of an event")
-    if desk.asked.num_waiting and not desk.state.paused:
-        _law(not desk.router.has_room(Version(0), remote=True), "an asked sample waits although a worker has room")
-    may_place = any(round_.num_waiting for round_ in desk.state.rounds.values())
-    if may_place and not desk.state.paused:
-        oldest = min(round_.step for round_ in desk.state.rounds.values() if round_.num_waiting)
-        room = desk.router.has_room(oldest_version(oldest, desk.config.max_staleness))
-        _law(not room, "a sample waits although a worker has room for it")
+    if desk.state.paused:
+        return
+    for round_ in (desk.asked, *desk.state.rounds.values()):
+        is_asked = round_ is desk.asked
+        oldest = Version(0) if is_asked else oldest_version(round_.step, desk.config.max_staleness)
+        if round_.num_waiting > len(round_.failed):
+            room = desk.router.has_room(oldest, remote=is_asked)
+            _law(not room, f"{'an asked' if is_asked else 'a'} sample waits although a worker has room for it")
+        for first in round_.failed[:1]:
+            sample = desk.state.samples[first]
+            others = failures.others(desk, desk.state.groups[sample.group])
+            room = any(one.credit > 0 and not one.is_doubtful for one in others)
+            _law(not room, "a sample that failed waits although a worker that never did has room for it")

@@ -8,6 +8,7 @@ of it is late news.
 import heapq
 
 from polyrl.ids import LeaseId, SampleId, Seconds, Version
+from polyrl.scheduling import failures
 from polyrl.scheduling.commands import Abort, Generate, HandOver, ReleaseWorker
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker, settle
@@ -24,6 +25,7 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
     """Give waiting samples to workers with credit: asked ones, then earlier rounds; moved samples before fresh ones."""
     if desk.state.paused:
         return
+    desk.failed_wait = False
     if desk.asked.num_waiting:
         _place_asked(desk, now)
     groups = desk.groups
@@ -32,24 +34,28 @@ def place_waiting(desk: Desk, now: Seconds) -> None:
     for round_ in desk.rounds.values():
         if not round_.num_waiting:
             continue
+        if round_.failed:
+            _place_failed(desk, round_, now)
         if not with_credit:
-            return
+            continue
         min_version = oldest_version(round_.step, desk.config.max_staleness)
-        while round_.num_waiting and with_credit:
+        while round_.num_waiting > len(round_.failed) and with_credit:
             sample = _first_waiting(desk.samples, round_)
             group = groups[sample.group]
             worker = None if sample.target < 0 else desk.router.take(sample.target, min_version)
             if worker is None:
                 worker = choose(min_version, -1 if sample.num_tokens else group.prefix_worker)
             if worker is None:
-                return
+                break
             _grant(desk, sample, group, round_, worker, now)
 
 
 def _place_asked(desk: Desk, now: Seconds) -> None:
     """Any version may write what was asked; the trainer's own devices do not (asking.py)."""
     asked, router = desk.asked, desk.router
-    while asked.num_waiting:
+    if asked.failed:
+        _place_failed(desk, asked, now)
+    while asked.num_waiting > len(asked.failed):
         sample = _first_waiting(desk.samples, asked)
         group = desk.groups[sample.group]
         worker = router.choose(_ANY_VERSION, -1 if sample.num_tokens else group.prefix_worker, remote=True)
@@ -60,20 +66,38 @@ def _place_asked(desk: Desk, now: Seconds) -> None:
     asked.resumed.clear()
 
 
+def _place_failed(desk: Desk, round_: Round, now: Seconds) -> None:
+    """First come, first served: there may be thousands, and while nobody may have the first, no other is looked at."""
+    while round_.failed:
+        sample = desk.samples[round_.failed[0]]
+        group = desk.groups[sample.group]
+        worker = failures.choose(desk, sample, group)
+        if worker is None:
+            desk.failed_wait = True
+            return
+        del round_.failed[0]
+        _grant(desk, sample, group, round_, worker, now)
+
+
 def _first_waiting(samples: dict[SampleId, Sample], round_: Round) -> Sample:
     """The sample to place next. There is one: `num_waiting` says so."""
     resumed = round_.resumed
     while resumed:
         sample = samples.get(resumed[0][1])
-        if sample is not None and sample.state == "waiting" and sample.num_tokens == -resumed[0][0]:
+        if sample is not None and sample.num_tokens == -resumed[0][0] and _waits_here(sample):
             return sample
         heapq.heappop(resumed)
     fresh = round_.fresh
     while True:
         sample = samples.get(fresh[-1])
-        if sample is not None and sample.state == "waiting" and sample.num_tokens == 0:
+        if sample is not None and sample.num_tokens == 0 and _waits_here(sample):
             return sample
         fresh.pop()
+
+
+def _waits_here(sample: Sample) -> bool:
+    """In `fresh` or `resumed`: samples that failed wait elsewhere."""
+    return sample.state == "waiting" and not sample.num_failures
 
 
 def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Worker, now: Seconds) -> None:
@@ -186,7 +210,9 @@ def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str)
         sample.num_tokens = 0
         sample.version = NO_VERSION
     sample.moved_at = sample.num_tokens
-    if sample.num_tokens:
+    if sample.num_failures:
+        round_.failed.append(sample.id)
+    elif sample.num_tokens:
         heapq.heappush(round_.resumed, (-sample.num_tokens, sample.id))
     else:
         round_.fresh.append(sample.id)
@@ -203,10 +229,16 @@ def hand_over(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
     desk.commands.append(HandOver(worker.name, sample.lease, why))
 
 
+def stop_waiting(round_: Round, sample: Sample) -> None:
+    round_.num_waiting -= 1
+    if sample.num_failures:
+        round_.failed.remove(sample.id)
+
+
 def discard_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
     """End a sample untrained, wherever it stands; abort it if it runs. Scoring is cancelled by the caller's part."""
     if sample.state == "waiting":
-        round_.num_waiting -= 1
+        stop_waiting(round_, sample)
     elif sample.lease != NO_LEASE:
         note_length(desk, sample, round_, finished=False)
         lease = sample.lease

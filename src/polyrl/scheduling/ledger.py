@@ -20,7 +20,7 @@ from polyrl.ids import Seconds, Step, WorkerName
 
 Activity = Literal["starting", "pulling", "generating", "idle", "draining", "training"]
 DiscardCause = Literal[
-    "speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "not_taken", "withdrawn"
+    "speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "refused", "not_taken", "withdrawn"
 ]
 
 NUM_LENGTH_BINS = 24

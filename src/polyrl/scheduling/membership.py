@@ -105,8 +105,8 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
     desk.devices_due = True
 
 
-def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool) -> None:
-    """A worker is gone, or we give it up; `tell` the driver if it does not know."""
+def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejoin: bool = True) -> None:
+    """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back."""
     state = desk.state
     settle(worker, state.ledger, now)
     if worker.state != "draining" or worker.leases:
@@ -122,7 +122,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool) -> N
     desk.pulls_due = True
     desk.devices_due = True
     if tell:
-        desk.commands.append(ForgetWorker(worker.name, why))
+        desk.commands.append(ForgetWorker(worker.name, why, rejoin))
 
 
 def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:

@@ -91,7 +91,8 @@ class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     switch_timeout_s: Positive = 300.0
     drain_timeout_s: Positive = 30.0
     max_failures: AtLeastOne = 3
-    """A worker that fails this many leases in a row is given up; a sample that fails this often is dropped."""
+    """A worker that fails this many groups in a row that others answer is given up; a sample that fails this often is
+    dropped."""
     migrate: bool = True
     """Resume the samples of a lost worker where they stopped. Off: they start again, for comparison."""
 

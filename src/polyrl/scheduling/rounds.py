@@ -128,7 +128,7 @@ def sample_generated(desk: Desk, sample: Sample, now: Seconds) -> None:
     """An answer has ended."""
     group = desk.groups[sample.group]
     round_ = desk.rounds[group.step]
-    leases.end_lease(desk, sample, round_, now).num_failures = 0
+    leases.end_lease(desk, sample, round_, now)
     sample.state = "generated"
     num_tokens = sample.num_tokens
     leases.note_length(desk, sample, round_, finished=num_tokens < desk.max_new_tokens)

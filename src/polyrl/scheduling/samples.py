@@ -52,6 +52,7 @@ class Sample(Struct, gc=False):
     attempt: int = 0
     """Of scoring it. Only the answer to the latest one counts."""
     num_failures: int = 0
+    """How often a worker failed it. One that failed waits in a queue of its own (failures.py)."""
     seen_tokens: int = -1
     """Its tokens at the last look for stalled leases; -1 when there was none under its present lease."""
 
@@ -72,6 +73,8 @@ class Group(Struct, gc=False):
     num_scored: int = 0
     prefix_worker: int = -1
     """The seat of the worker that was last given one of its samples."""
+    failed_on: list[int] = []
+    """Seats of workers that failed one of its samples."""
 
     def sample_ids(self) -> Sequence[SampleId]:
         first = sample_id(self.id, 0)
@@ -108,6 +111,8 @@ class Round(Struct):
     num_moves: int = 0
     closed_at: Seconds | None = None
     next_hand_back_share: float = 0.0
+    failed: list[SampleId] = []
+    """Waiting samples that a worker failed, first come first served: not everybody gets them (failures.py)."""
 
     @classmethod
     def of_asked(cls) -> "Round":

@@ -16,7 +16,7 @@ import msgspec
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds
-from polyrl.scheduling import asking, balancing, devices, leases, membership, rounds, scoring, steps
+from polyrl.scheduling import asking, balancing, devices, failures, leases, membership, rounds, scoring, steps
 from polyrl.scheduling.commands import Abort, Command
 from polyrl.scheduling.deadlines import Wait
 from polyrl.scheduling.desk import Desk, State, new_state
@@ -57,6 +57,7 @@ from polyrl.scheduling.events import (
 from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.ledger import Ledger
 from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.samples import Sample
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -108,6 +109,8 @@ class Scheduler:
         if desk.scores_due:
             desk.scores_due = False
             scoring.start_waiting(desk, now)
+        if desk.failed_wait:
+            desk.place_due = True
         if desk.place_due or desk.rounds_due or desk.devices_due or desk.pulls_due:
             self._pursue(now)
         return desk.commands
@@ -121,6 +124,7 @@ class Scheduler:
                     desk.state.ledger.late_news += 1
                     return
                 leases.note_tokens(desk, sample, event.num_tokens)
+                self._clear(sample, now)
                 if sample.group in desk.asked.groups:
                     asking.sample_answered(desk, sample, now)
                 else:
@@ -296,23 +300,38 @@ class Scheduler:
         leases.note_tokens(desk, sample, event.num_tokens)
         round_ = desk.round_of(sample)
         worker = desk.state.fleet.seats[sample.worker]
+        group = desk.groups[sample.group]
         blameless = worker.down and sample.num_tokens > sample.moved_at  # what kills an engine does so at its start
+        has_failed = event.reason != "handed_over" and not blameless
+        sample.num_failures += has_failed
         leases.requeue(desk, sample, round_, now, event.reason)
-        if event.reason == "handed_over" or blameless:
+        if not has_failed:
             return
-        if event.reason == "refused" and round_ is desk.asked:  # the asker's fault, not the worker's
+        is_refused, is_asked = event.reason == "refused", round_ is desk.asked
+        if is_refused and is_asked:  # the asker's fault, not the worker's
             asking.fail(desk, sample, now)
             return
-        limit = desk.config.fleet_rules.max_failures
-        sample.num_failures += 1
-        worker.num_failures += not worker.down  # one death, however many samples it took along
-        if sample.num_failures >= limit:
-            if round_ is desk.asked:
+        if not worker.down:  # one death, however many samples it took along
+            failures.note(desk, worker, group)
+        if is_refused and (why := failures.why_given_up(desk, group)):
+            rounds.drop_group(desk, group, round_, "refused", why, now)
+        elif sample.num_failures >= desk.config.fleet_rules.max_failures:
+            if is_asked:
                 asking.fail(desk, sample, now)
             else:
                 rounds.sample_failed(desk, sample, round_, now)
-        if worker.num_failures >= limit and worker.seat in desk.seats and worker.state != "draining":  # who drains goes
-            membership.lose(desk, worker, f"{worker.num_failures} leases failed in a row", now, tell=True)
+
+    def _clear(self, sample: Sample, now: Seconds) -> None:
+        """An answer shows that its worker is well, and that whoever failed the group before is not."""
+        desk = self.desk
+        worker, group = desk.seats[sample.worker], desk.groups[sample.group]
+        if not worker.is_doubtful and not group.failed_on:
+            return
+        for guilty in failures.answered(desk, worker, group):
+            why = f"it failed samples of {guilty.num_faults} groups in a row that others answered"
+            # The trainer's own comes back: it is there to train.
+            membership.lose(desk, guilty, why, now, tell=True, rejoin=guilty.local)
+            devices.arm_window(desk, now)
 
     def _reward_finished(self, event: RewardFinished, now: Seconds) -> None:
         desk = self.desk

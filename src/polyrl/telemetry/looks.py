@@ -40,6 +40,7 @@ CAUSES = {
     "filtered": "groups that teach nothing",
     "reward_failed": "rewards that failed",
     "failed": "samples that failed",
+    "refused": "prompts that workers refused",
     "not_taken": "not taken by the trainer",
     "withdrawn": "asked for beside the trainer, and no longer wanted",
 }

@@ -1,0 +1,82 @@
+"""Workers that fail what others can do, and prompts that nobody can do, in a live fleet."""
+
+import asyncio
+from pathlib import Path
+
+from msgspec import structs
+from tests.integration.live import CONFIG, ENGINE, Live, honest_worker, is_connected, manager, play_round, run, trainer
+
+from polyrl.client import Prompt
+from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
+from polyrl.ids import WorkerName
+from polyrl.scheduling.ledger import Ledger
+from polyrl.scheduling.parameters import DomainData
+from polyrl.wire.dial import Dialer
+from polyrl.wire.frames import Sampling
+from polyrl.worker.agent import WorkerAgent, WorkerOptions
+
+SIX = structs.replace(CONFIG, domains=(DomainData(name="d", prompts_per_step=6, num_prompts=50),))
+
+
+def ledger(live: Live) -> Ledger:
+    scheduler = live.service.executor.scheduler
+    assert scheduler is not None
+    return scheduler.ledger
+
+
+def agent(live: Live, engine: EmulatedConfig) -> WorkerAgent:
+    return WorkerAgent(EmulatedEngine(engine), Dialer(live.url, live.token("worker")), WorkerOptions("bad"))
+
+
+def test_a_worker_that_refuses_every_job_harms_no_round_and_ends_with_its_last_refusal(tmp_path: Path):
+    async def scenario():
+        async with manager(tmp_path) as live, honest_worker(live), trainer(live, SIX) as fleet:
+            life = asyncio.create_task(agent(live, structs.replace(ENGINE, slots=64, kv_tokens=3)).run())
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert [len(group.samples) for group in groups] == [4] * 6
+            left = await life
+            assert not left.ok
+            assert "in a row that others answered; the last: refused: prompt and answer so far are" in str(left)
+            assert ledger(live).samples_discarded == {} and ledger(live).workers[WorkerName("bad")].num_joins == 1
+
+    run(scenario())
+
+
+def test_a_worker_whose_engine_fails_every_job_harms_no_round_either(tmp_path: Path):
+    async def scenario():
+        async with manager(tmp_path) as live, honest_worker(live), trainer(live, SIX) as fleet:
+            life = asyncio.create_task(agent(live, structs.replace(ENGINE, slots=64, fail_every=1)).run())
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert [len(group.samples) for group in groups] == [4] * 6
+            assert "engine_failed: as fail_every asks" in str(await life)
+
+    run(scenario())
+
+
+def test_a_prompt_that_every_engine_refuses_is_dropped_and_costs_nobody_its_place(tmp_path: Path):
+    def prompts(domain: int, prompt: int, epoch: int) -> Prompt:
+        first.append(prompt)
+        return Prompt([1, 2, 3, 4], Sampling(stop=("x",)) if prompt == first[0] else Sampling())
+
+    first: list[int] = []
+
+    async def scenario():
+        async with (
+            manager(tmp_path) as live,
+            honest_worker(live, name="a"),
+            honest_worker(live, name="b"),
+            trainer(live, SIX, prompts=prompts) as fleet,
+        ):
+            await fleet.publish(0)
+            groups = [len(group.samples) async for group in fleet.round(0)]
+            assert groups == [4] * 6, "another prompt took its place"
+            assert ledger(live).prompts_dropped == {"refused": 1}
+            assert {name: (one.num_joins, one.num_losses) for name, one in ledger(live).workers.items()} == {
+                "a": (1, 0),
+                "b": (1, 0),
+            }
+            assert is_connected(live, "a") and is_connected(live, "b")
+
+    run(scenario())
