@@ -66,6 +66,14 @@ class TestBuiltinEngine(EngineContract):
 # Jobs
 
 
+def test_an_answer_that_fills_the_context_and_whose_end_was_not_heard_of_ends_at_once(folder):
+    async def script(stage: Stage) -> None:
+        lease = stage.begin(prompt=[5] * 100, so_far=[5] * 28, max_tokens=40, sampling=ON)
+        assert await stage.sink.end_of(lease) == "length"
+
+    play(script, folder, max_context=128)
+
+
 @pytest.mark.parametrize(
     ("job", "why"),
     [

@@ -268,16 +268,24 @@ class EngineContract:
 
         self.play(script)
 
+    @pytest.mark.parametrize("max_tokens", [2, 1], ids=["nothing left", "less than nothing left"])
+    def test_a_whole_answer_whose_end_was_not_heard_of_ends_at_once(self, max_tokens):
+        async def script(stage: Stage) -> None:
+            lease = stage.begin(so_far=[5, 6], max_tokens=max_tokens, sampling=ON)
+            assert await stage.sink.end_of(lease) == "length"
+            assert lease not in stage.sink.texts
+
+        self.play(script)
+
     @pytest.mark.parametrize(
         "job",
         [
             {"prompt": []},
             {"prompt": [5, -1]},
             {"so_far": [5, -1]},
-            {"so_far": [5, 6], "max_tokens": 2},
-            {"so_far": [5, 6], "max_tokens": 1},
+            {"max_tokens": 0},
         ],
-        ids=["empty prompt", "negative id", "negative id so far", "nothing left", "less than nothing left"],
+        ids=["empty prompt", "negative id", "negative id so far", "no token wanted"],
     )
     def test_a_job_that_makes_no_sense_is_refused_with_a_line(self, job):
         async def script(stage: Stage) -> None:

@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from msgspec import structs
-from tests.integration.live import ENGINE, QUICK, Live, manager, play_round, run, trainer, until
+from tests.integration.live import (
+    CONFIG,
+    ENGINE,
+    QUICK,
+    Live,
+    Peer,
+    honest_worker,
+    manager,
+    play_round,
+    run,
+    tokens,
+    trainer,
+    until,
+)
 
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineError, EngineInfo, EngineStats, Job, Sink, Weights
@@ -319,3 +332,21 @@ def test_an_engine_that_died_and_came_back_behind_a_break_is_believed_to_be_empt
 
 def state_of(live: Live) -> str:
     return next((one.state for one in status(live.service.executor, 0.0).workers if one.name == NAME), "")
+
+
+def test_a_worker_that_is_lost_between_an_answers_last_token_and_its_end_costs_nothing(tmp_path: Path):
+    async def scenario():
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
+            await fleet.publish(0)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            order = await peer.until_ordered()
+            await peer.say(tokens(order.lease, ids=[7] * CONFIG.max_new_tokens))
+            await until(lambda: live.service.executor.num_tokens == CONFIG.max_new_tokens, "the tokens came")
+            await peer.say(frames.Goodbye("gone"))
+            async with honest_worker(live):
+                assert [len(group.samples) for group in await playing] == [4, 4]
+            scheduler = live.service.executor.scheduler
+            assert scheduler is not None and "refused" not in scheduler.ledger.moves
+
+    run(scenario())

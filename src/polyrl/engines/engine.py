@@ -13,6 +13,7 @@ Rules every engine keeps:
 - A sample ends by itself in exactly one `ended`: `stop`, `length`, `engine_failed` or `refused`. After an abort: none.
 - Resuming is generating after prompt + so_far: `max_tokens` counts both turns together. An engine that declares
   `seeds_survive_moves` draws the same tokens for the same seed and the same weights, wherever the first turn ended.
+- A whole answer, whose worker was lost before it told the end, ends at once: as its last token says, or as `length`.
 - A job that it cannot do is refused through the sink, with a line that says why; it never raises for a job.
 - Who stops waiting for an abort or an install stops nothing: it goes on to its end (`finishing`).
 - The sink is called on the event loop that `start` ran on.
@@ -109,9 +110,16 @@ def why_not_begun(job: Job, version: Version | None) -> str:
         return "no weights are installed"
     if not job.prompt:
         return "the prompt is empty"
-    if job.max_tokens <= len(job.so_far):
-        return f"max_tokens is {job.max_tokens}, and {len(job.so_far)} tokens are there already"
+    if job.max_tokens < 1:
+        return f"max_tokens is {job.max_tokens}"
     return ""
+
+
+def is_whole(job: Job, max_context: int | None = None) -> bool:
+    """Whether its last token was made already, and its end not heard of: `length`, unless that token says `stop`."""
+    if not job.so_far:
+        return False
+    return len(job.so_far) >= job.max_tokens or len(job.prompt) + len(job.so_far) == max_context
 
 
 def why_no_tokens(job: Job, vocab: int) -> str:

@@ -28,6 +28,7 @@ from polyrl.engines.engine import (
     Job,
     Sink,
     Weights,
+    is_whole,
     why_no_tokens,
     why_not_begun,
 )
@@ -239,6 +240,9 @@ class BuiltinEngine:
         if job.so_far and (job.so_far[-1] in ends or self._has_stop_string(sequence, answer)):
             self._sink.ended(job.lease, "stop")  # its end was made already, and not heard of
             return
+        if is_whole(job, self._max_context):
+            self._sink.ended(job.lease, "length")
+            return
         self._batch.add(sequence)
         self._work.set()
 
@@ -258,6 +262,8 @@ class BuiltinEngine:
             return f"stop strings need a tokenizer, and there is none in {self._config.model}; give stop ids"
         if why := why_no_tokens(job, self._loaded.vocab):
             return why
+        if is_whole(job, self._max_context):
+            return ""
         if num >= self._max_context:
             return f"prompt and answer so far are {num} tokens, and the model's context is {self._max_context}"
         if not self._batch.fits(min(len(job.prompt) + job.max_tokens, self._max_context)):

@@ -44,6 +44,7 @@ from polyrl.engines.engine import (
     Job,
     Sink,
     Weights,
+    is_whole,
     why_no_tokens,
     why_not_begun,
 )
@@ -153,7 +154,7 @@ class EmulatedEngine:
         if why := why_no_tokens(job, LARGEST_TOKEN + 1):
             return why
         context, capacity = len(job.prompt) + len(job.so_far), self._config.kv_tokens
-        if capacity and context >= capacity:
+        if capacity and context >= capacity and not is_whole(job):
             return f"prompt and answer so far are {context} tokens, and the cache holds {capacity}"
         return ""
 

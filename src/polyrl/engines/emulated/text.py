@@ -74,7 +74,7 @@ def ending_of(job: Job, config: EmulatedConfig, recorded: list[int]) -> Ending:
         ending = Ending(job.max_tokens, "length", False)
     done = len(job.so_far)
     if ending.num_tokens <= done:  # its end was made already, and not heard of
-        return Ending(done, "stop", False)
+        return Ending(done, ending.reason, False)
     if job.sampling.stop_ids:
         tokens, _ = draw([mix64(job.seed, TOKEN_STREAM)], [done], [ending.num_tokens - done], config.vocab)
         stops = np.flatnonzero(np.isin(tokens, job.sampling.stop_ids))

@@ -27,6 +27,7 @@ from polyrl.engines.engine import (
     Job,
     Sink,
     Weights,
+    is_whole,
     why_no_tokens,
     why_not_begun,
 )
@@ -278,6 +279,8 @@ class ServedEngine:
         answer.ends = frozenset(job.sampling.stop_ids) | (frozenset() if job.sampling.ignore_eos else facts.end_ids)
         if job.so_far and job.so_far[-1] in answer.ends:
             return _End("stop")  # its end was made already, and not heard of
+        if is_whole(job, facts.max_context):
+            return _End("length")
         answer.server = server
         self._warn(server, job.sampling)
         try:
@@ -305,6 +308,8 @@ class ServedEngine:
             return "stop strings need a tokenizer, and the server runs without one; give stop ids"
         if why := why_no_tokens(job, facts.vocab):
             return why
+        if is_whole(job, facts.max_context):
+            return ""
         if num >= facts.max_context:
             return f"prompt and answer so far are {num} tokens, and the context is {facts.max_context}"
         longest = min(len(job.prompt) + job.max_tokens, facts.max_context)
