@@ -277,6 +277,22 @@ def test_tokens_of_a_version_older_than_the_lease_are_refused(tmp_path: Path):
     run(scenario())
 
 
+def test_a_late_row_of_a_strange_version_excuses_no_row_beside_it(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, version=1) as peer:
+            await fleet.publish(1)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 1))
+            order = await peer.until_ordered()
+            timely, late = tokens(order.lease, version=0), tokens(999_999, version=50)
+            names = ("leases", "offsets", "counts", "versions", "cells")
+            await peer.say(frames.Tokens(1, *(getattr(timely, name) + getattr(late, name) for name in names)))
+            assert "the lease was given to 1" in (await peer.fate()).why
+            playing.cancel()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("version", [0, 7])
 def test_a_worker_that_holds_a_version_before_it_is_published_is_welcome_and_pulls_it(tmp_path: Path, version: int):
     """Its engine may have the weights that the run starts from, or those of another run."""

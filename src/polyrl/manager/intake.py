@@ -44,17 +44,16 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
 def _check_versions(executor: Executor, worker: Worker, column: columns.Columns) -> None:
     """Nobody writes with weights that it has not got yet, or had before its lease was given."""
     assert executor.scheduler is not None
-    oldest, newest = min(column.versions), max(column.versions)
-    if not 0 <= oldest <= newest <= worker.version:
-        rows = zip(column.leases, column.versions, strict=True)
-        if any(lease in worker.leases and not 0 <= version <= worker.version for lease, version in rows):
-            raise Refused("version", f"tokens of a version that it does not hold; it holds {worker.version}")
-        return  # late ones, of a version that was replaced since
-    if oldest == worker.version:
+    held = worker.version
+    if min(column.versions) == max(column.versions) == held >= 0:  # nearly always
         return
     for lease, version in zip(column.leases, column.versions, strict=True):
         sample = executor.scheduler.desk.leases.get(LeaseId(lease))
-        if sample is not None and sample.worker == worker.seat and version < sample.version:
+        if sample is None or sample.worker != worker.seat:
+            continue  # late, and perhaps of a version that was replaced since
+        if not 0 <= version <= held:
+            raise Refused("version", f"tokens of a version that it does not hold; it holds {held}")
+        if version < sample.version:
             raise Refused("version", f"tokens of version {version}; the lease was given to {sample.version}")
 
 
