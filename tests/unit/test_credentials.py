@@ -1,7 +1,10 @@
 """Tokens and certificates: made once, readable by their owner alone; what is wrong with a file is said in one line."""
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -48,6 +51,21 @@ def test_a_runs_tokens_are_made_once(tmp_path):
     assert (again.scope_of(admin), again.scope_of(worker)) == ("admin", "worker")
     assert admin != worker
     assert min(len(admin), len(worker)) >= 40
+
+
+def test_a_manager_that_is_killed_while_it_writes_a_token_leaves_none_and_makes_it_the_next_time(tmp_path):
+    script = (
+        "import os, signal, sys, pathlib\n"
+        "from polyrl.wire import credentials\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "credentials.ensure_tokens(pathlib.Path(sys.argv[1]))\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not any((tmp_path / name).exists() for name in TOKEN_FILES.values())
+    tokens = ensure_tokens(tmp_path)
+    assert tokens.scope_of(read_token_file(tmp_path / TOKEN_FILES["worker"])) == "worker"
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(TOKEN_FILES.values())
 
 
 def test_two_runs_have_different_tokens(tmp_path):

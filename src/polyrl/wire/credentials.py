@@ -52,14 +52,16 @@ def ensure_tokens(run_dir: Path) -> Tokens:
 
 
 def _ensure(path: Path) -> str:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return read_token_file(path)
-    token = secrets.token_urlsafe(_TOKEN_BYTES)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(token + "\n")
-    return token
+    """Written beside it first: a kill leaves a whole token, or none. Whoever asks holds the run's directory."""
+    if not path.exists():
+        beside = path.with_name(f".{path.name}.new")
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        beside.replace(path)
+    return read_token_file(path)
 
 
 def read_token_file(path: Path) -> str:
