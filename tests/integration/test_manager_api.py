@@ -19,13 +19,25 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
-from tests.integration.live import CONFIG, QUICK, Live, Peer, is_connected, manager, manager_in_thread, run, until
+from tests.integration.live import (
+    CONFIG,
+    QUICK,
+    Live,
+    Peer,
+    is_connected,
+    manager,
+    manager_in_thread,
+    run,
+    trainer,
+    until,
+)
 
-from polyrl.manager import joining, openapi
+from polyrl.errors import UserError
+from polyrl.manager import asking, joining, openapi
 from polyrl.manager.http import Front, JoinLimit, openapi_text
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskErrorReply
-from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSettings
+from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSettings, StreamSettings
 from polyrl.scheduling.parameters import FleetRules
 from polyrl.wire import frames
 from polyrl.wire.control import ErrorReply, RunReply, RunRequest
@@ -200,6 +212,18 @@ def test_waits_that_are_longer_than_any_timer_are_no_trouble(tmp_path: Path):
         assert post(live, "/v1/join", JOIN).ok
         assert post(live, "/v1/run", {"protocol": 1, "config": msgspec.to_builtins(config)}).ok
         assert post(live, "/v1/pause", {}).ok
+
+
+def test_a_run_that_would_give_workers_up_before_they_report_is_refused_in_a_line(tmp_path: Path):
+    async def scenario() -> None:
+        slow = ManagerSettings(stream=StreamSettings(heartbeat_interval_s=2.0))
+        async with manager(tmp_path, slow) as live:
+            with pytest.raises(UserError, match="heartbeat_timeout_s: got 3, expected at least 4: workers"):
+                async with trainer(live, msgspec.structs.replace(CONFIG, fleet_rules=FleetRules())):
+                    pass
+            assert asking.config_of(slow).fleet_rules.heartbeat_timeout_s == 4.0
+
+    run(scenario())
 
 
 def test_a_worker_can_join_again_after_its_first_session_has_left_the_journal(tmp_path: Path):

@@ -14,9 +14,9 @@ from polyrl.manager.executor import Executor
 from polyrl.manager.payload import Text
 from polyrl.manager.question import Question
 from polyrl.manager.refusals import Refused
-from polyrl.manager.settings import ServeSettings
+from polyrl.manager.settings import MISSED_BEATS, ManagerSettings
 from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import DomainData, SchedulerConfig
+from polyrl.scheduling.parameters import DomainData, FleetRules, SchedulerConfig
 from polyrl.wire import columns
 from polyrl.wire.frames import PromptText, Sampling
 
@@ -66,7 +66,12 @@ def withdraw(executor: Executor, group: GroupId, reason: str) -> None:
         executor.tell(e.GroupWithdrawn(group, reason))
 
 
-def config_of(settings: ServeSettings) -> SchedulerConfig:
+def config_of(settings: ManagerSettings) -> SchedulerConfig:
     """Of a run without a trainer. It has no data: there are no rounds, and nobody requests any."""
     domain = DomainData(name="asked", prompts_per_step=1, num_prompts=1)
-    return SchedulerConfig(domains=(domain,), max_new_tokens=settings.max_new_tokens)
+    patience_s = max(FleetRules().heartbeat_timeout_s, MISSED_BEATS * settings.stream.heartbeat_interval_s)
+    return SchedulerConfig(
+        domains=(domain,),
+        max_new_tokens=settings.serve.max_new_tokens,
+        fleet_rules=FleetRules(heartbeat_timeout_s=patience_s),
+    )

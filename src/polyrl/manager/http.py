@@ -305,7 +305,7 @@ class Front:
 
     async def open_run(self) -> None:
         """A run without a trainer, if there is none: whoever asks is answered by workers as they were started."""
-        config = asking.config_of(self._service.settings.serve)
+        config = asking.config_of(self._service.settings)
         await self._service.ask(lambda executor: joining.open_run_without_trainer(executor, config))
 
     # Streams

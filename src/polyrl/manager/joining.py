@@ -16,6 +16,7 @@ from polyrl.manager.executor import Executor
 from polyrl.manager.journal import RunOpened, SessionOpened
 from polyrl.manager.refusals import Refused
 from polyrl.manager.sessions import TrainerSession, WorkerSession
+from polyrl.manager.settings import MISSED_BEATS
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
@@ -106,8 +107,9 @@ def find_worker(executor: Executor, key: str) -> WorkerSession | None:
 
 
 def open_run(executor: Executor, request: RunRequest) -> RunReply:
-    """Open the run, or go on with it. Raises Refused for a configuration that is not the run's."""
+    """Open the run, or go on with it. Raises Refused for a configuration that cannot be, or is not the run's."""
     fresh = executor.scheduler is None
+    _check_heartbeats(executor, request.config)
     if executor.scheduler is None:
         _begin(executor, request.config)
     elif request.config != executor.scheduler.desk.config:
@@ -134,12 +136,25 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
     )
 
 
+def _check_heartbeats(executor: Executor, config: SchedulerConfig) -> None:
+    """A worker that is given up before its next report is due joins again for ever."""
+    interval_s, timeout_s = executor.settings.stream.heartbeat_interval_s, config.fleet_rules.heartbeat_timeout_s
+    if timeout_s < MISSED_BEATS * interval_s:
+        raise Refused(
+            "run",
+            f"fleet_rules.heartbeat_timeout_s: got {timeout_s:g}, expected at least {MISSED_BEATS * interval_s:g}: "
+            f"workers report every {interval_s:g} s (the manager's stream.heartbeat_interval_s)",
+        )
+
+
 def open_run_without_trainer(executor: Executor, config: SchedulerConfig) -> None:
     """For those who ask (asking.py): workers have the weights that they were started with, which are version 0."""
     if executor.scheduler is None:
         _begin(executor, config)
-        executor.tell(e.VersionPublished(Version(0)))
-        _seat_all(executor)
+    elif executor.trainer is not None or executor.scheduler.desk.state.published >= 0:
+        return  # it goes on. Otherwise a manager was killed before it had written down what follows
+    executor.tell(e.VersionPublished(Version(0)))
+    _seat_all(executor)
 
 
 def _begin(executor: Executor, config: SchedulerConfig) -> None:

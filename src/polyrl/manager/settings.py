@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 FsyncPolicy = Literal["never", "interval", "always"]
+MISSED_BEATS = 2
+"""Heartbeats that may fail to come before a worker is given up: one of them alone is late, or lost, now and then."""
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
