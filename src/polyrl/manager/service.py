@@ -60,7 +60,9 @@ class Service:
         self._inbox: deque[Callable[[], object]] = deque()
         self._answers: list[tuple[asyncio.Future[object], object]] = []
         self._is_due = False
-        self._failure: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        """Of ours: nothing may go on after it."""
+        self._failed = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -90,6 +92,8 @@ class Service:
 
     async def ask(self, question: Callable[[Executor], Answer]) -> Answer:
         """Have something answered by the owner; the answer comes when what it led to is in the journal."""
+        if self._failure is not None:
+            raise self._failure
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def act() -> None:
@@ -111,14 +115,15 @@ class Service:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        self._failure = asyncio.get_running_loop().create_future()
-        self._commit()
-        await self._failure
+        if self._succeeds(self._commit):
+            await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     def _take_turn(self) -> None:
         """The owner's turn: all that has come, or a batch of it. Nobody else touches the executor."""
         self._is_due = False
-        if self._has_failed or not self._succeeds(self._take_batch):
+        if not self._succeeds(self._take_batch):
             return
         if len(self._inbox) <= _MAX_INBOX // 2:
             self._room.set()
@@ -135,18 +140,18 @@ class Service:
             loop = asyncio.get_running_loop()
             self._commit_timer = loop.call_later(_COMMIT_WITHIN_S, self._succeeds, self._commit)
 
-    @property
-    def _has_failed(self) -> bool:
-        return self._failure is not None and self._failure.done() and not self._failure.cancelled()
-
     def _succeeds(self, action: Callable[[], None]) -> bool:
-        if self._has_failed:
+        if self._failure is not None:
             return False
         try:
             action()
-        except Exception as error:  # noqa: BLE001  nothing may go on after it; `own` raises it
-            if self._failure is not None and not self._failure.done():
-                self._failure.set_exception(error)
+        except Exception as error:  # noqa: BLE001  `own` raises it, and so does whatever waits for an answer
+            self._failure = error
+            self._failed.set()
+            for future, _ in self._answers:
+                if not future.done():
+                    future.set_exception(error)
+            self._answers = []
             return False
         return True
 
@@ -193,7 +198,7 @@ class Service:
         for timer in (self._timer, self._commit_timer):
             if timer is not None:
                 timer.cancel()
-        if self._has_failed:
+        if self._failure is not None:
             self._journal.abandon()
         else:
             self.executor.commit()
