@@ -16,7 +16,7 @@ import numpy as np
 
 from polyrl.client import Group, Prompt, connect
 from polyrl.engines.emulated import EmulatedConfig
-from polyrl.engines.emulated.text import TOKEN_STREAM, draw, ending_of
+from polyrl.engines.emulated.text import EOS, TOKEN_STREAM, draw, ending_of
 from polyrl.engines.engine import Job
 from polyrl.ids import LeaseId, SampleId
 from polyrl.scheduling.order import mix64
@@ -233,7 +233,7 @@ def expected_tokens(sample: int, prompt: Prompt, config: SchedulerConfig, engine
     job = Job(LeaseId(1), SampleId(sample), prompt.tokens, [], config.max_new_tokens, seed, Sampling())
     ending = ending_of(job, engine, [])
     tokens = draw([mix64(seed, TOKEN_STREAM)], [0], [ending.num_tokens], engine.vocab)[0].tolist()
-    return tokens[:-1] if ending.has_eos else tokens
+    return [*tokens[:-1], EOS] if ending.has_eos else tokens
 
 
 async def play_round(fleet: Fleet, config: SchedulerConfig, step: int, timeout_s: float) -> list[Group]:

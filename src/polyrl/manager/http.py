@@ -10,7 +10,6 @@ import importlib.resources
 import json
 import logging
 import os
-import secrets
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -319,8 +318,8 @@ class Front:
 
     async def _trainer(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
-        session = self._service.executor.trainer
-        if session is None or not secrets.compare_digest(session.key.encode(), key.encode(errors="replace")):
+        session = await self._service.ask(lambda executor: joining.find_trainer(executor, key))
+        if session is None:
             raise _BadRequest(410, "session", "that session is over: open the run again")
         return await self._stream(request, session, frames.MAX_TRAINER_FRAME_BYTES)
 

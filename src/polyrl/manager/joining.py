@@ -106,6 +106,11 @@ def find_worker(executor: Executor, key: str) -> WorkerSession | None:
     return next((one for one in executor.workers.values() if secrets.compare_digest(one.key.encode(), given)), None)
 
 
+def find_trainer(executor: Executor, key: str) -> TrainerSession | None:
+    session, given = executor.trainer, key.encode(errors="replace")
+    return session if session is not None and secrets.compare_digest(session.key.encode(), given) else None
+
+
 def open_run(executor: Executor, request: RunRequest) -> RunReply:
     """Open the run, or go on with it. Raises Refused for a configuration that cannot be, or is not the run's."""
     fresh = executor.scheduler is None
