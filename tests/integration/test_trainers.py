@@ -181,11 +181,11 @@ NUM_SAID = 500
 def test_what_was_said_is_said_again_in_order_and_looked_at_a_few_times_only():
     async def scenario() -> None:
         fleet = Fleet(Dialer("http://127.0.0.1:1", "token"), CONFIG, prompt_of, None, 1.0)
-        looks = fleet._unacknowledged = CountedLooks()
+        looks = fleet._line._unacknowledged = CountedLooks()
         for _ in range(NUM_SAID):
             await fleet.micro_batch_done(0)
         heard = Heard(fleet)
-        await fleet._send_backlog(cast(Any, heard))
+        await fleet._line._send_backlog(cast(Any, heard))
         assert heard.seqs == list(range(1, NUM_SAID + 3))
         assert looks.num < 5 * NUM_SAID
 

@@ -1,19 +1,8 @@
-"""The trainer's side of the fleet: submit rounds, take complete groups as they arrive, publish versions.
+"""A fleet from the trainer's seat: rounds and their groups, prompts, rewards, versions. client/__init__.py shows it.
 
-    async with connect("http://host:5000", token, config, prompts=prompt_of, reward=score) as fleet:
-        await fleet.publish(0)
-        async for group in fleet.round(0):
-            ...
-            await fleet.take(group)
-        await fleet.step_done(0)
-
-It survives breaks and restarts of the manager: whatever was said is said again until it is on file there, and what was
-missed is sent again. A group is handed out once; a group that was handed out and not taken when this process died comes
-again to the next one.
-
-A group with a token of a version that we did not publish is not handed out: it is rejected, another takes its place.
-
-Left out: training, serving weights (a version is a number here, with a digest and addresses), and the local worker.
+A group is handed out once; a group that was handed out and not taken when this process died comes again to the next
+one. A group with a token of a version that we did not publish is not handed out: it is rejected, another takes its
+place.
 """
 
 import asyncio
@@ -23,24 +12,22 @@ import math
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import aiohttp
 import numpy as np
 
+from polyrl.client.line import Line
 from polyrl.errors import PolyrlError, UserError
 from polyrl.ids import show_sample
 from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.control import RunReply, RunRequest, Status
-from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
+from polyrl.wire.dial import Dialer
 from polyrl.wire.frames import Origin, Sampling, Segment
 from polyrl.wire.pieces import PIECE_BYTES
-
-__all__ = ["Fleet", "Group", "Origin", "Prompt", "Reward", "RoundOver", "Sample", "Sampling", "connect"]
 
 log = logging.getLogger("polyrl.client")
 
@@ -152,17 +139,12 @@ class Fleet:
         self._config = config
         self._prompt_of = prompts
         self._reward_of = reward
-        self._give_up_after_s = give_up_after_s
         self.opened: RunReply | None = None
         """What the manager said when the run was opened."""
         self.lines: list[StepLine] = []
         """A line for each step that was trained since we connected, and for the one before."""
         self.advice: tuple[int, str] | None = None
         """How many workers are worth holding, and why."""
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._greeted = False
-        self._seq = 0
-        self._unacknowledged: deque[tuple[int, frames.Statement]] = deque()
         self._rounds: dict[int, _Round] = {}
         self._last_requested = -1
         self._has_published = False
@@ -171,7 +153,8 @@ class Fleet:
         self._wanted: dict[int, frames.GroupPlan] = {}
         """Groups whose prompts are still to be supplied, by group."""
         self._in_parts: dict[int, tuple[Sample, ...]] = {}
-        """The beginnings of groups whose rest has not come yet."""
+        """The beginnings of groups whose rest has not come yet. After a break they come from their beginning."""
+        self._line = Line(dialer, give_up_after_s, self._hear, self._in_parts.clear)
         self._scoring: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._life: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -252,7 +235,7 @@ class Fleet:
         await self._state(lambda seq: frames.StepDone(seq, step))
 
     async def status(self) -> Status:
-        return await self._again(lambda: self._dialer.get("/v1/status", Status))
+        return await self._line.again(lambda: self._dialer.get("/v1/status", Status))
 
     async def line(self, step: int) -> StepLine:
         """The scheduler's own account of a step, when it is there."""
@@ -263,30 +246,16 @@ class Fleet:
 
     async def settled(self) -> None:
         """Wait until all that was said up to now is on file at the manager; others go on speaking meanwhile."""
-        last = self._seq
+        last = self._line.last_said
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: not self._unacknowledged or self._unacknowledged[0][0] > last or self._has_failed
-            )
+            await self._changed.wait_for(lambda: self._line.is_on_file(last) or self._has_failed)
             self._raise_failure()
-
-    # Saying
 
     async def _state(self, make: Callable[[int], frames.Statement]) -> None:
         self._raise_failure()
-        self._seq += 1
-        statement = make(self._seq)
-        self._unacknowledged.append((self._seq, statement))
-        await self._send(statement)
+        await self._line.state(make)
 
-    async def _send(self, frame: frames.FromTrainer) -> None:
-        """Send, or leave it to the next connection: unacknowledged statements are sent again there."""
-        if self._socket is None or self._socket.closed or not self._greeted:
-            return
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError, OSError):
-            await self._socket.send_bytes(frames.encode(frame))
-
-    # Staying connected
+    # From its beginning to its end
 
     async def _open(self) -> None:
         request = RunRequest(
@@ -295,8 +264,9 @@ class Fleet:
             has_reward=self._reward_of is not None,
             has_weights=self._has_weights,
         )
-        self.opened = await self._again(lambda: self._dialer.post("/v1/run", request, RunReply))
-        self._life = asyncio.create_task(self._live())
+        opened: RunReply = await self._line.again(lambda: self._dialer.post("/v1/run", request, RunReply))
+        self.opened = opened
+        self._life = asyncio.create_task(self._live(opened.session))
 
     async def _close(self) -> None:
         try:
@@ -309,23 +279,10 @@ class Fleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._socket is not None:
-                await self._socket.close()
+            await self._line.close()
 
-    async def _again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Until it can be reached, or for as long as we have patience."""
-        until = time.monotonic() + self._give_up_after_s
-        for pause in pauses():
-            try:
-                return await call()
-            except Unreachable as error:
-                if time.monotonic() > until:
-                    raise UserError(f"{error}; given up after {self._give_up_after_s:.0f} s") from error
-                await asyncio.sleep(pause)
-        raise AssertionError("pauses never end")
-
-    async def _live(self) -> None:
-        tasks = [asyncio.create_task(one) for one in (self._keep_connecting(), self._supply_prompts())]
+    async def _live(self, session: str) -> None:
+        tasks = [asyncio.create_task(one) for one in (self._line.keep(session), self._supply_prompts())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -337,52 +294,12 @@ class Fleet:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _keep_connecting(self) -> None:
-        while True:
-            await self._again(self._stay_connected)
-            await asyncio.sleep(next(pauses()))
-
-    async def _stay_connected(self) -> None:
-        assert self.opened is not None
-        try:
-            self._socket = await self._dialer.stream("/v1/trainer", self.opened.session, frames.MAX_TRAINER_FRAME_BYTES)
-        except SessionOver as error:  # a manager forgets no session by itself; opening again would end the other's
-            raise UserError(f"{self._dialer.url}: another trainer has opened the run, or it is another run") from error
-        try:
-            await self._socket.send_bytes(frames.encode(frames.TrainerHello()))
-            await self._send_backlog(self._socket)
-            async for message in self._socket:
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    break
-                await self._hear(self._decode(message.data))
-        except (aiohttp.ClientError, ConnectionError, OSError) as error:
-            log.info("the connection to the manager broke: %s", error)
-        finally:
-            self._greeted = False
-            self._in_parts.clear()  # they are delivered from their beginning
-
-    def _decode(self, data: bytes) -> frames.ToTrainer:
-        try:
-            return frames.decode_to_trainer(data)
-        except frames.NO_FRAME as error:
-            raise UserError(f"{self._dialer.url}: what it sent is no frame of this PolyRL: {error}") from error
-
-    async def _send_backlog(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """What was said before, in order; whoever speaks meanwhile waits in line. Then all may send by themselves."""
-        sent = 0
-        while waiting := [one for one in self._unacknowledged if one[0] > sent]:
-            for number, statement in waiting:
-                await socket.send_bytes(frames.encode(statement))
-                sent = number
-        self._greeted = True
-
     # Hearing
 
     async def _hear(self, frame: frames.ToTrainer) -> None:
         match frame:
             case frames.Ack():
-                while self._unacknowledged and self._unacknowledged[0][0] <= frame.seq:
-                    self._unacknowledged.popleft()
+                pass  # of the line's; who waits until all is on file looks again
             case frames.Opened():
                 self._wanted |= {plan.group: plan for plan in frame.groups}
             case frames.ScoreThese():
