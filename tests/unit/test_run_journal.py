@@ -57,6 +57,8 @@ class LiveRun(Driver):
     def commit(self) -> None:
         self.journal.commit()
         self.journal.rotate_if_due(self.scheduler, ABOUT, [RUN])
+        if self.journal.sync_due:
+            self.journal.sync()
 
     def note(self, step: int, item: AnyNote | bytes) -> None:
         self.wanted.setdefault(step, []).append(item)
@@ -298,6 +300,33 @@ def test_a_state_that_is_larger_than_a_file_should_be_does_not_make_a_file_an_ev
     assert num_said > 10
 
 
+def test_nor_does_it_when_the_run_goes_on(tmp_path):
+    run = started(tmp_path, TINY)
+    run.until_events_are_in_a_new_file()
+    num_files = len(files(tmp_path, EVENTS))
+    for _ in range(3):
+        run.journal.abandon()
+        run.journal = RunJournal(tmp_path, TINY)
+        found = run.journal.recover()
+        assert found is not None and state_of(found.scheduler) == run.scheduler.save()
+        list(found.payload)
+        run.journal.go_on(())
+        run.now += 1.0
+        run.tell(e.TimePassed())
+        assert len(files(tmp_path, EVENTS)) == num_files
+
+
+def test_the_last_steps_line_is_known_although_its_record_is_in_a_former_file(tmp_path):
+    run = started(tmp_path, TINY)
+    run.play_step(0)
+    run.trained(0)
+    run.until_events_are_in_a_new_file()
+    found, _ = recovered(tmp_path, TINY)
+    assert found.num_records == 0 and found.scheduler is not None
+    (reported,) = (one.line for one in run.said if isinstance(one, c.ReportStep))
+    assert found.scheduler.desk.state.last_line == reported
+
+
 def test_a_manager_that_is_killed_right_after_a_new_file_of_events_began_knows_the_time(tmp_path):
     run = started(tmp_path, TINY)
     run.until_events_are_in_a_new_file()
@@ -322,6 +351,28 @@ def test_payload_is_deleted_when_its_steps_are_over_and_never_before(tmp_path):
         assert RUN in payload
         assert len(files(tmp_path, PAYLOAD)) == 1
     assert len(names) > 4
+
+
+def test_payload_is_deleted_only_when_the_disk_knows_that_its_steps_are_over(tmp_path):
+    run = started(tmp_path, JournalSettings(fsync="interval", fsync_interval_s=3600.0, segment_mb=0.001))
+    run.play_step(0)
+    before = files(tmp_path, PAYLOAD)[:-1]
+    assert before
+    run.trained(0)
+    assert set(before) <= set(files(tmp_path, PAYLOAD))
+    run.journal.sync()
+    assert not set(before) & set(files(tmp_path, PAYLOAD))
+
+
+def test_files_that_are_full_while_a_sync_runs_wait_for_the_next(tmp_path):
+    run = started(tmp_path, JournalSettings(fsync="interval", fsync_interval_s=3600.0, segment_mb=0.001))
+    run.until_events_are_in_a_new_file()
+    sync = run.journal.take_sync()
+    run.until_events_are_in_a_new_file()
+    sync()
+    assert len(run.journal._full) == 1, "it is not on the disk yet, and open"
+    run.journal.sync()
+    assert run.journal._full == []
 
 
 def test_payload_of_a_step_that_is_open_outlives_the_steps_that_were_open_with_it(tmp_path):

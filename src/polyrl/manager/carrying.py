@@ -100,7 +100,6 @@ def _tell_trainer(executor: Executor, command: c.Command) -> None:
             executor.say_to_trainer(frames.DataEnded(command.step))
         case c.ReportStep():
             executor.payload.drop_step(command.line.step)
-            executor.last_line = command.line
             executor.say_to_trainer(frames.StepReported(command.line))
         case c.AddAsked():
             pass  # asking.py knows what it asked for

@@ -26,7 +26,6 @@ from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import frames
 
@@ -50,8 +49,6 @@ class Executor:
         self.workers: dict[WorkerName, WorkerSession] = {}
         self.lives: dict[WorkerName, Incarnation] = {}
         self.trainer: TrainerSession | None = None
-        self.last_line: StepLine | None = None
-        """Of the step that was trained last: a trainer whose connection broke has not heard it."""
         self.refused: Counter[str] = Counter()
         self.num_tokens = 0
         """Tokens that came in since this process started."""

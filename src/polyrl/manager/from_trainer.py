@@ -144,8 +144,8 @@ def _greet(executor: Executor, session: TrainerSession) -> None:
     session.away_since = None
     executor.tell(e.TrainerReturned())
     desk = executor.scheduler.desk
-    if executor.last_line is not None:
-        session.say(frames.StepReported(executor.last_line))
+    if desk.state.last_line is not None:
+        session.say(frames.StepReported(desk.state.last_line))
     if desk.state.data_ended_at is not None:
         session.say(frames.DataEnded(desk.state.data_ended_at))
     for round_ in desk.rounds.values():

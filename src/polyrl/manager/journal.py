@@ -9,12 +9,12 @@ Rules kept here:
 - A killed manager's last frame may be cut short: it is cut off when the run goes on. Any other damage is an error.
 - Events are never deleted. An event file that has grown large is followed by one that starts from the saved state, so
   that recovery reads the last one only. A payload file is deleted when every step that was open while it was written is
-  over.
+  over, and the disk knows that they are.
 """
 
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +23,9 @@ import msgspec
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Seconds
 from polyrl.manager.settings import JournalSettings
-from polyrl.scheduling.commands import Command, ReportStep
+from polyrl.scheduling.commands import Command
 from polyrl.scheduling.events import Event
 from polyrl.scheduling.framing import CutShort, FrameSource, frame_head, read_frame
-from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.records import digest_commands, encode_header, encode_record, read_records, resume_scheduler
 from polyrl.scheduling.scheduler import Scheduler
@@ -94,8 +93,6 @@ class Recovered(NamedTuple):
     now: Seconds
     away_s: Seconds
     num_records: int
-    last_line: StepLine | None
-    """Of the step that was trained last, if its record is in the last file."""
     payload: Iterator[AnyNote | bytes]
     """Notes and Tokens frames, in order."""
 
@@ -114,6 +111,10 @@ class RunJournal:
         self._old_payload: list[tuple[Path, frozenset[int]]] = []
         self._full: list[_Segment] = []
         """Followed by others, and not yet on the disk for sure."""
+        self._over: list[Path] = []
+        """Payload that nobody wants, once the ends of its steps are on the disk."""
+        self._beginning_bytes = 0
+        """How much of the file of events that a run goes on with is its header."""
         self._event_parts: list[bytes] = []
         self._payload_parts: list[bytes] = []
         self._synced_at = time.monotonic()
@@ -129,16 +130,16 @@ class RunJournal:
             return None
         newest = max(path.stat().st_mtime for path in (*events, *payload))
         replayed = _replay_last(events)
+        self._beginning_bytes = replayed.beginning_bytes
         away_s = max(0.0, time.time() - newest)
-        return Recovered(
-            replayed.scheduler, replayed.now, away_s, replayed.num_records, replayed.last_line, _read_payload(payload)
-        )
+        return Recovered(replayed.scheduler, replayed.now, away_s, replayed.num_records, _read_payload(payload))
 
     def go_on(self, open_steps: Collection[int]) -> None:
         """Append to what is there. `open_steps` are those whose payload is still wanted."""
         events, payload = segments(self._folder, EVENTS), segments(self._folder, PAYLOAD)
         if events:
             self._events = _Segment(events[-1], b"")
+            self._events.num_grown_bytes -= self._beginning_bytes
         self._payload = _Segment(payload[-1], _PAYLOAD_FIRST_LINE)
         self._old_payload = [(path, frozenset(open_steps)) for path in payload[:-1]]
 
@@ -180,19 +181,34 @@ class RunJournal:
     @property
     def sync_due(self) -> bool:
         if self._settings.fsync == "never":
-            return bool(self._full)
+            return bool(self._full or self._over)
+        if self._settings.fsync == "always":
+            return False  # every commit does it
         return time.monotonic() - self._synced_at >= self._settings.fsync_interval_s
 
     def sync(self) -> None:
-        """To the disk. May take a while: call it in a thread unless everybody is to wait."""
+        """To the disk, while everybody waits."""
+        self.take_sync()()
+
+    def take_sync(self) -> Callable[[], None]:
+        """What brings all that was committed to the disk. It may take a while, in a thread: it touches nothing of ours.
+
+        One at a time: whoever takes a second one before the first is over closes files under it.
+        """
         self._synced_at = time.monotonic()
         full, self._full = self._full, []
-        for segment in full:
-            segment.sync()
-            segment.close()
-        for segment in (self._payload, self._events):
-            if segment is not None:
+        over, self._over = self._over, []
+        current = [one for one in (self._payload, self._events) if one is not None]
+
+        def sync() -> None:
+            for segment in (*full, *current):
                 segment.sync()
+            for segment in full:
+                segment.close()
+            for path in over:
+                path.unlink(missing_ok=True)
+
+        return sync
 
     def rotate_if_due(self, scheduler: Scheduler | None, about: dict[str, str], standing: Sequence[AnyNote]) -> None:
         """Start new files for those that have grown large. Call it right after `commit`.
@@ -203,7 +219,7 @@ class RunJournal:
         for path, steps in self._old_payload[:]:
             if not steps & open_steps:
                 self._old_payload.remove((path, steps))
-                path.unlink(missing_ok=True)
+                self._over.append(path)
         if self._payload is not None and self._payload.num_grown_bytes > self._segment_bytes:
             self._old_payload.append((self._payload.path, open_steps))
             self._full.append(self._payload)
@@ -286,7 +302,7 @@ class _Replayed(NamedTuple):
     scheduler: Scheduler | None = None
     now: Seconds = 0.0
     num_records: int = 0
-    last_line: StepLine | None = None
+    beginning_bytes: int = 0
 
 
 def _replay_last(events: Sequence[Path]) -> _Replayed:
@@ -298,8 +314,7 @@ def _replay_last(events: Sequence[Path]) -> _Replayed:
         path.unlink()
         return _replay_last(events[:-1])
     scheduler: Scheduler | None = None
-    num_records = 0
-    last_line: StepLine | None = None
+    num_records, beginning_bytes = 0, 0
     try:
         header, records = read_records(path.read_bytes(), str(path))
         scheduler = resume_scheduler(header, None)
@@ -311,13 +326,13 @@ def _replay_last(events: Sequence[Path]) -> _Replayed:
                     "it; go on with that one"
                 )
             num_records += 1
-            last_line = next((one.line for one in commands if isinstance(one, ReportStep)), last_line)
+            beginning_bytes = beginning_bytes or record.offset
     except CutShort as cut:
         if scheduler is None:  # killed while it wrote the header
             path.unlink()
             return _replay_last(events[:-1])
         os.truncate(path, cut.offset)
-    return _Replayed(scheduler, max(0.0, scheduler.now), num_records, last_line)
+    return _Replayed(scheduler, max(0.0, scheduler.now), num_records, beginning_bytes or path.stat().st_size)
 
 
 def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | bytes]:

@@ -36,7 +36,7 @@ def recover(executor: Executor) -> str:
     executor.payload = reader.finish(found.scheduler)
     if found.scheduler is not None:
         _check_answers(found.scheduler.desk, executor.payload)
-    executor.scheduler, executor.last_line = found.scheduler, found.last_line
+    executor.scheduler = found.scheduler
     open_steps = () if found.scheduler is None else tuple(found.scheduler.desk.rounds)
     journal.go_on(open_steps)
     executor.set_clock(found.now + found.away_s)

@@ -169,7 +169,7 @@ class Service:
         if self._journal.sync_due and (self._syncing is None or self._syncing.done()):
             if self._syncing is not None:
                 self._syncing.result()  # a disk that fails is a failure of ours: loudly
-            self._syncing = asyncio.create_task(asyncio.to_thread(self._journal.sync))
+            self._syncing = asyncio.create_task(asyncio.to_thread(self._journal.take_sync()))
 
     def _set_timer(self) -> None:
         """Wake when the scheduler wants it. A timer that comes early, for a wait that was put off, is cheap."""

@@ -13,7 +13,7 @@ from polyrl.scheduling import seeding, tail_batching
 from polyrl.scheduling.commands import Command, RoundKind
 from polyrl.scheduling.deadlines import Deadlines, Wait
 from polyrl.scheduling.fleet import Fleet
-from polyrl.scheduling.ledger import Ledger
+from polyrl.scheduling.ledger import Ledger, StepLine
 from polyrl.scheduling.lengths import LengthModel
 from polyrl.scheduling.parallelism import ParallelismState
 from polyrl.scheduling.parameters import SchedulerConfig
@@ -79,6 +79,8 @@ class State(Struct):
     scoring: Scoring = field(default_factory=Scoring)
     clock: TrainerClock = field(default_factory=TrainerClock)
     ledger: Ledger = field(default_factory=Ledger)
+    last_line: StepLine | None = None
+    """Of the step that was trained last: a trainer that was away has not heard it."""
     deadlines: dict[Wait, Seconds] = {}
 
 

@@ -63,7 +63,8 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     times = _measure(desk, now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = state.ledger.tokens_kept - kept_before
-    desk.commands.append(ReportStep(_line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)))
+    state.last_line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
+    desk.commands.append(ReportStep(state.last_line))
     advice = scaling.advise(state.scaling, desk.config.scaling, times, state.clock.seeded_s, state.fleet.num_remote)
     if advice is not None:
         desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
