@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+import polyrl.manager
 from polyrl.manager import asking, joining
 from polyrl.manager.executor import Executor
 from polyrl.manager.service import Service
@@ -74,7 +76,7 @@ def test_a_failure_while_the_owner_waits_is_raised_by_it(tmp_path):
         owner = asyncio.create_task(service.own())
         await service.ask(open_for_asking)
 
-        def fail() -> None:
+        def fail(_: Executor) -> None:
             raise ZeroDivisionError
 
         service.post(fail)
@@ -83,3 +85,9 @@ def test_a_failure_while_the_owner_waits_is_raised_by_it(tmp_path):
                 await owner
 
     asyncio.run(scenario())
+
+
+def test_no_handler_touches_the_executor():
+    folder = Path(polyrl.manager.__file__).parent
+    for path in (folder / "http.py", *(folder / "serving").glob("*.py")):
+        assert not re.search(r"service\.executor\b", path.read_text(encoding="utf-8")), path.name

@@ -176,7 +176,7 @@ class Front:
     def _cut(self, connection: web.RequestHandler) -> None:
         del self._silent[connection]
         if connection.transport is not None:
-            self._service.executor.refused["silent"] += 1
+            self._service.count_refusal("silent")
             connection.transport.abort()
 
     def _heard(self, connection: web.RequestHandler) -> None:
@@ -193,17 +193,17 @@ class Front:
             return await handler(request)
         except web.HTTPException as failure:
             is_large = isinstance(failure, web.HTTPRequestEntityTooLarge)
-            self._service.executor.refused["body" if is_large else "route"] += 1
+            self._service.count_refusal("body" if is_large else "route")
             most = f"the body is larger than {self._limits.max_body_mb:g} MB (limits.max_body_mb)"
             answer = _refusal(request, failure.status, most if is_large else failure.reason)
             if "Allow" in failure.headers:
                 answer.headers["Allow"] = failure.headers["Allow"]
             return answer
         except _BadRequest as failure:
-            self._service.executor.refused[failure.kind] += 1
+            self._service.count_refusal(failure.kind)
             return _refusal(request, failure.code, str(failure))
         except AskError as failure:
-            self._service.executor.refused["ask"] += 1
+            self._service.count_refusal("ask")
             return reply(failure.reply(), failure.status)
         finally:
             if request.protocol.transport is not None:
@@ -326,14 +326,14 @@ class Front:
     async def _stream(
         self, request: web.Request, session: WorkerSession | TrainerSession, max_bytes: int
     ) -> web.StreamResponse:
-        service, executor = self._service, self._service.executor
+        service = self._service
         socket = web.WebSocketResponse(max_msg_size=max_bytes, compress=False, heartbeat=None, timeout=5.0)
         if not socket.can_prepare(request):
             raise _BadRequest(400, "websocket", "expected a WebSocket")
         await socket.prepare(request)
         link = Link(socket, int(service.settings.stream.max_queued_mb * _MB))
         self._links.add(link)
-        service.post(lambda: session.connect(link))
+        service.post(lambda _: session.connect(link))
         pump = asyncio.create_task(link.pump(request.transport, service.settings.stream.send_timeout_s))
         pump.add_done_callback(lambda sent: sent.result() or _abort(request))
         try:
@@ -344,31 +344,30 @@ class Front:
                 await service.wait_for_room()
                 first = await socket.receive()
             if first.type is WSMsgType.TEXT:
-                executor.refused["frame"] += 1
+                service.count_refusal("frame")
                 link.close("frames are binary", code=1003)
             elif isinstance(first.data, WebSocketError):
-                executor.refused["frame"] += 1  # too large, or no WebSocket frame at all; it was told
+                service.count_refusal("frame")  # too large, or no WebSocket frame at all; it was told
         except TimeoutError:
-            executor.refused["silent"] += 1
+            service.count_refusal("silent")
             link.close("no Hello came", code=1008)
         finally:
             if isinstance(session, WorkerSession):
-                service.post(lambda: from_workers.gone(executor, session, link))
+                service.post(lambda executor: from_workers.gone(executor, session, link))
             else:
-                service.post(lambda: from_trainer.gone(executor, session, link))
+                service.post(lambda executor: from_trainer.gone(executor, session, link))
             link.close("the connection is over")
             self._links.discard(link)
             await pump
             if link.is_too_slow:
-                executor.refused["slow_reader"] += 1
+                service.count_refusal("slow_reader")
         return socket
 
     def _hand_in(self, session: WorkerSession | TrainerSession, link: Link, data: bytes) -> None:
-        executor = self._service.executor
         if isinstance(session, WorkerSession):
-            self._service.post(lambda: from_workers.said(executor, session, link, data))
+            self._service.post(lambda executor: from_workers.said(executor, session, link, data))
         else:
-            self._service.post(lambda: from_trainer.said(executor, session, link, data))
+            self._service.post(lambda executor: from_trainer.said(executor, session, link, data))
 
 
 def _refusal(request: web.Request, code: int, text: str) -> web.Response:

@@ -102,8 +102,15 @@ def _tell_joined(executor: Executor, session: WorkerSession) -> None:
 
 
 def find_worker(executor: Executor, key: str) -> WorkerSession | None:
-    given = key.encode(errors="replace")  # compare_digest takes no text beyond ASCII
-    return next((one for one in executor.workers.values() if secrets.compare_digest(one.key.encode(), given)), None)
+    return next((one for one in executor.workers.values() if _is_key(one.key, key)), None)
+
+
+def find_trainer(executor: Executor, key: str) -> TrainerSession | None:
+    return None if executor.trainer is None or not _is_key(executor.trainer.key, key) else executor.trainer
+
+
+def _is_key(ours: str, given: str) -> bool:
+    return secrets.compare_digest(ours.encode(), given.encode(errors="replace"))  # it takes no text beyond ASCII
 
 
 def find_trainer(executor: Executor, key: str) -> TrainerSession | None:

@@ -1,7 +1,8 @@
 """The manager as a process: one port, one owner of the scheduler, a clean start from whatever is in the run directory.
 
 The owner takes everything from the inbox, in turns: frames of connections, questions of HTTP handlers, the clock.
-Handlers never touch the executor themselves; `ask` hands a question over and waits until its answer is in the journal.
+Handlers never touch the executor themselves: `post` hands over what is to be done with it, and `ask` a question, which
+is answered when what it led to is in the journal.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ class Service:
         self.executor = Executor(self._journal, settings, about, carry_out)
         self.executor.weights_key = self.tokens.weights_key()
         self.recovered = recover(self.executor)
-        self._inbox: deque[Callable[[], object]] = deque()
+        self._inbox: deque[Callable[[Executor], object]] = deque()
         self._answers: list[tuple[asyncio.Future[object], object]] = []
         self._is_due = False
         self._failure: Exception | None = None
@@ -77,7 +78,7 @@ class Service:
 
     # The inbox
 
-    def post(self, action: Callable[[], object]) -> None:
+    def post(self, action: Callable[[Executor], object]) -> None:
         """Have something done by the owner."""
         self._inbox.append(action)
         if len(self._inbox) > _MAX_INBOX:
@@ -85,6 +86,9 @@ class Service:
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def count_refusal(self, kind: str) -> None:
+        self.post(lambda executor: executor.refused.update((kind,)))
 
     async def wait_for_room(self) -> None:
         """Readers wait here, so that nobody can fill the inbox."""
@@ -96,9 +100,9 @@ class Service:
             raise self._failure
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
-        def act() -> None:
+        def act(executor: Executor) -> None:
             try:
-                answer = question(self.executor)
+                answer = question(executor)
             except Exception as error:
                 if not future.cancelled():
                     future.set_exception(error)
@@ -133,7 +137,7 @@ class Service:
 
     def _take_batch(self) -> None:
         for _ in range(min(_BATCH, len(self._inbox))):
-            self._inbox.popleft()()
+            self._inbox.popleft()(self.executor)
         if self.executor.is_urgent or self._answers:
             self._commit()
         elif self._commit_timer is None:
@@ -187,11 +191,11 @@ class Service:
         self._timer = None
         late_s = asyncio.get_running_loop().time() - self._wakes_at
         if late_s > _STOOD_STILL_S:  # stopped, or starved: what came meanwhile is still in the sockets
-            self.post(lambda: self.executor.tell(e.DriverResumed(late_s, 0.0)))
+            self.post(lambda executor: executor.tell(e.DriverResumed(late_s, 0.0)))
         self.post(self._pass_time)
 
-    def _pass_time(self) -> None:
-        self.executor.pass_time()
+    def _pass_time(self, executor: Executor) -> None:
+        executor.pass_time()
         self._set_timer()
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class Answers:
         groups = [one.group for one in self._questions if one.closed is None]
         if groups:
             why = self._closing or "whoever asked is gone"
-            self._service.post(lambda: [asking.withdraw(self._service.executor, one, why) for one in groups])
+            self._service.post(lambda executor: [asking.withdraw(executor, one, why) for one in groups])
 
     async def pieces(self) -> AsyncIterator[Pieces]:
         """Until every choice has ended. Raises AskError, or ConnectionResetError when the client hung up."""
@@ -144,7 +144,7 @@ class Answers:
             self._changed.clear()
 
     def _stop(self, answer: Answer) -> None:
-        self._service.post(lambda: asking.stop(self._service.executor, answer.sample, answer.text))
+        self._service.post(lambda executor: asking.stop(executor, answer.sample, answer.text))
 
     def _check(self) -> None:
         if self._is_gone():
