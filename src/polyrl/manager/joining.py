@@ -113,11 +113,6 @@ def _is_key(ours: str, given: str) -> bool:
     return secrets.compare_digest(ours.encode(), given.encode(errors="replace"))  # it takes no text beyond ASCII
 
 
-def find_trainer(executor: Executor, key: str) -> TrainerSession | None:
-    session, given = executor.trainer, key.encode(errors="replace")
-    return session if session is not None and secrets.compare_digest(session.key.encode(), given) else None
-
-
 def open_run(executor: Executor, request: RunRequest) -> RunReply:
     """Open the run, or go on with it. Raises Refused for a configuration that cannot be, or is not the run's."""
     fresh = executor.scheduler is None
