@@ -232,10 +232,10 @@ def test_after_an_outage_what_the_directory_holds_has_no_digest_of_the_run():
         engine = MortalEngine(structs.replace(ENGINE, version=3))
         worker = holding(engine)
         worker._info = await engine.start(worker)
-        worker._digests = {Version(3): "of what was fetched under its number", Version(7): "of the next"}
+        worker._installer._digests = {Version(3): "of what was fetched under its number", Version(7): "of the next"}
         await engine.die()
         worker._look_at_engine()
-        assert worker._digests == {Version(7): "of the next"}
+        assert worker._installer._digests == {Version(7): "of the next"}
         await engine.close()
 
     run(scenario())

@@ -15,7 +15,6 @@ sent by offset afterwards. A signal means: hand everything over at its current t
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,15 +22,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import aiohttp
 from msgspec import structs
 
-from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job, Weights
+from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job
 from polyrl.engines.finishing import finish
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version
-from polyrl.weights.settings import TransferError
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer, NameTaken, SessionOver, Unreachable, pauses
 from polyrl.wire.imposed import length_of
+from polyrl.worker.installing import Installer
 from polyrl.worker.streams import LeaseBook
 
 if TYPE_CHECKING:
@@ -97,19 +96,16 @@ class WorkerAgent:
         self._dialer = dialer
         self._options = options
         self._peer_of, self._turn_to = peer_of, turn_to
-        self._peer: WeightPeer | None = None
+        self._installer = Installer(engine, options.pull_deadline_s, self._tell_of_install)
         self._turning: asyncio.Task[None] | None = None
         self._duty: frames.Duty | None = None
         """The last that it was told to do."""
-        self._digests: dict[Version, str] = {}
-        """Of the versions that were fetched last."""
         self._imposed: dict[LeaseId, int] = {}
         """Leases whose answers end where they are told to."""
         self._book = LeaseBook()
         self._has_ends = asyncio.Event()
         """Somebody waits for the end of an answer, and its place is free: it is told before its turn."""
         self._info: EngineInfo | None = None
-        self._version: Version | None = None
         self._announced: Version | None = None
         """The version that the manager was told of on this connection."""
         self._down = ""
@@ -122,11 +118,6 @@ class WorkerAgent:
         self._saying: asyncio.Task[None] | None = None
         """That we leave."""
         self._left: asyncio.Future[Left] | None = None
-        self._pull: asyncio.Task[None] | None = None
-        self._ordered: frames.Pull | None = None
-        """The last that it was told to fetch."""
-        self._break_off = threading.Event()
-        """Ends the fetch that is under way."""
         self._lost_at = 0.0
         """When the last good connection ended."""
         self._waits = pauses()
@@ -136,7 +127,7 @@ class WorkerAgent:
     # The sink: what the engine says
 
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
-        self._version = version  # an install may be told by its first token before it is told by its end
+        self._installer.version = version  # an install may be told by its first token before it is told by its end
         self._book.add(lease, tokens, logprobs, version)
 
     def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
@@ -160,7 +151,7 @@ class WorkerAgent:
                 if not starting.done():
                     return self._left.result()
                 self._info = starting.result()
-                self._version = self._info.version
+                self._installer.version = self._info.version
                 log.info("engine %s is ready: %s, %d slots", self._info.engine, self._info.model, self._info.slots)
                 life = asyncio.create_task(self._live())
                 done, _ = await asyncio.wait((life, self._left), return_when=asyncio.FIRST_COMPLETED)
@@ -173,12 +164,12 @@ class WorkerAgent:
         except EngineError as error:
             return Left(str(error), ok=False)
         finally:
-            for task in (starting, life, self._pull, self._turning, self._saying):
+            for task in (starting, life, self._turning, self._saying):
                 if task is not None:
                     task.cancel()
+            self._installer.cancel()
             await self._engine.close()
-            if self._peer is not None:
-                await asyncio.to_thread(self._peer.close)
+            await self._installer.close()
 
     def drain(self, reason: str) -> None:
         """Hand everything over and leave; a second time: leave now."""
@@ -237,14 +228,14 @@ class WorkerAgent:
             num_devices=self._options.num_devices,
             price_usd_per_hour=self._options.price_usd_per_hour,
             kv_tokens=self._info.kv_tokens,
-            version=self._version,
+            version=self._installer.version,
             starting_s=min(1e6, time.monotonic() - self._began_at),
             relays=self._peer_of is not None and self._options.relays,
             local=self._options.is_local,
         )
         self._session = await self._dialer.post("/v1/join", request, JoinReply)
-        if self._peer is None and self._peer_of is not None:
-            self._peer = await asyncio.to_thread(self._peer_of, bytes.fromhex(self._session.weights_key))
+        if self._installer.peer is None and self._peer_of is not None:
+            self._installer.peer = await asyncio.to_thread(self._peer_of, bytes.fromhex(self._session.weights_key))
         self._began_at = time.monotonic()
         log.info("joined %s as %s", self._dialer.url, self._options.name)
 
@@ -255,16 +246,20 @@ class WorkerAgent:
 
     # A connection
 
+    @property
+    def _runs(self) -> int:
+        """The version, as frames say it."""
+        return -1 if self._installer.version is None else self._installer.version
+
     async def _stay_connected(self) -> None:
         assert self._session is not None
         self._socket = await self._dialer.stream("/v1/worker", self._session.session, frames.MAX_TRAINER_FRAME_BYTES)
         self._welcomed = False
         self._look_at_engine()
-        self._announced = self._version
-        version = -1 if self._version is None else self._version
-        digest = "" if self._version is None else self._digests.get(self._version, "")
-        relayed = self._peer.addresses if self._peer is not None and self._options.relays else ()
-        await self._send(frames.Hello(version, self._book.hello(), self._draining, digest, relayed, self._down))
+        self._announced = self._installer.version
+        peer, digest = self._installer.peer, self._installer.digest
+        relayed = peer.addresses if peer is not None and self._options.relays else ()
+        await self._send(frames.Hello(self._runs, self._book.hello(), self._draining, digest, relayed, self._down))
         regular = (self._receive(), self._flush_often(), self._report_often(), self._expect_welcome())
         tasks = [asyncio.create_task(one) for one in regular]
         try:
@@ -319,7 +314,7 @@ class WorkerAgent:
                 aborted = [lease for lease in map(LeaseId, frame.aborts) if self._book.drop(lease)]
                 await self._stop(aborted, map(LeaseId, frame.hand_overs))
             case frames.Pull():
-                self._start_install(frame)
+                self._installer.start(frame)
             case frames.Turn():
                 self._start_turn(frame.duty)
             case frames.Welcome():
@@ -377,61 +372,10 @@ class WorkerAgent:
             return
         await self._send(frames.Turned(duty))
 
-    def _start_install(self, pull: frames.Pull) -> None:
-        """Replace what is under way, unless it is the same: after a break we are asked again.
-
-        The same version from elsewhere is another order: what we fetch from is gone, or too slow.
-        """
-        before = None if self._pull is None or self._pull.done() else self._pull
-        if before is not None and self._ordered is not None and _what(pull) == _what(self._ordered):
-            return
-        self._break_off.set()
-        self._ordered, self._break_off = pull, threading.Event()
-        self._pull = asyncio.create_task(self._install(Version(pull.version), pull, self._break_off, before))
-
-    async def _install(
-        self, version: Version, pull: frames.Pull, break_off: threading.Event, before: asyncio.Task[None] | None
-    ) -> None:
-        if before is not None:
-            await asyncio.wait((before,))
-        if break_off.is_set():
-            return
-        try:
-            weights = await self._fetch(version, pull, break_off)
-            try:
-                await self._engine.install(weights)
-            finally:
-                if weights.copy is not None:
-                    weights.copy.close()
-        except (EngineError, TransferError, UserError) as error:
-            if break_off.is_set():
-                return  # who asked has asked for something else
-            log.warning("version %d could not be installed: %s", version, error)
-            await self._send(frames.InstallFailed(version, str(error)[:2000]))
-        except Exception as error:  # whoever asked waits for an answer, also when the fault is ours
-            log.exception("version %d could not be installed", version)
-            await self._send(frames.InstallFailed(version, f"{type(error).__name__}: {error}"[:2000]))
-        else:  # said even of what it ran already: who asked waits for it
-            self._version = self._announced = version
-            if pull.digest:
-                self._digests[version] = pull.digest
-            await self._send(frames.Installed(version, pull.digest))
-
-    async def _fetch(self, version: Version, pull: frames.Pull, break_off: threading.Event) -> Weights:
-        """The version's weights in this machine's memory, verified; nothing where versions are only numbers."""
-        if not pull.digest:
-            return Weights(version)
-        if self._peer is None:
-            raise EngineError("this worker was started without a way to fetch weights")
-        self._digests = {one: digest for one, digest in self._digests.items() if one == self._version}
-        if version != self._version:  # else it was replaced, and what we run is what it was
-            self._digests[version] = pull.digest
-        began = time.monotonic()
-        copy = await asyncio.to_thread(
-            self._peer.pull, version, pull.digest, pull.addresses, self._options.pull_deadline_s, stop=break_off
-        )
-        log.info("version %d from %s in %.2f s", version, pull.source or "the trainer", time.monotonic() - began)
-        return Weights(version, copy=copy)
+    async def _tell_of_install(self, frame: frames.Installed | frames.InstallFailed) -> None:
+        if isinstance(frame, frames.Installed):
+            self._announced = Version(frame.version)
+        await self._send(frame)
 
     async def _released(self, frame: frames.Release) -> None:
         if frame.rejoin and not self._draining:
@@ -473,10 +417,11 @@ class WorkerAgent:
         if self._num_outages > num_outages and not was_down:
             await self._send(frames.Down(self._down or "it was down for a moment"))
         if (self._num_outages > num_outages or was_down) and not self._down:
-            await self._send(frames.Back(-1 if self._version is None else self._version))
-        if self._version is not None and self._version != self._announced:
-            self._announced = self._version
-            await self._send(frames.Installed(self._version, self._digests.get(self._version, "")))
+            await self._send(frames.Back(self._runs))
+        version = self._installer.version
+        if version is not None and version != self._announced:
+            self._announced = version
+            await self._send(frames.Installed(version, self._installer.digest))
 
     def _look_at_engine(self) -> None:
         """An engine that was down runs what it ran at its start."""
@@ -484,9 +429,8 @@ class WorkerAgent:
         self._down = stats.down[:2000]
         if stats.num_outages > self._num_outages and self._info is not None:
             self._num_outages = stats.num_outages
-            self._version = self._announced = self._info.version
-            if self._version is not None:  # what its directory holds: nobody fetched it
-                self._digests.pop(self._version, None)
+            self._installer.restarted(self._info.version)
+            self._announced = self._info.version
 
     async def _report_often(self) -> None:
         assert self._session is not None
@@ -507,10 +451,6 @@ class WorkerAgent:
 def _first_line(error: Exception) -> str:
     said = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def _what(pull: frames.Pull) -> tuple[int, str, tuple[str, ...]]:
-    return pull.version, pull.digest, pull.addresses
 
 
 def until_next(interval_s: float, phase_s: float, now: float) -> float:
