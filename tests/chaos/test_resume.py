@@ -95,9 +95,7 @@ def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(
     expected, found = end_of(tmp_path / "whole", num_steps), end_of(run_dir, num_steps)
     assert expected.keys() == found.keys()
     assert all(torch.equal(one, found[name]) for name, one in expected.items())
-    lines, whole_lines = rewards(run_dir), rewards(tmp_path / "whole")
-    assert lines.items() <= whole_lines.items()
-    assert len(lines) >= len(whole_lines) - kills  # between its checkpoint and its line, a step can lose the latter
+    assert rewards(run_dir) == rewards(tmp_path / "whole")
     ledger = polyrl("ledger", str(run_dir), "--verify")
     said, _ = ledger.communicate(timeout=120)
     assert ledger.returncode == 0, said.decode()
@@ -107,10 +105,10 @@ def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(
 def test_killed_in_its_first_moments_again_and_again_it_begins_or_goes_on_as_it_says(model: Path, tmp_path: Path):
     """Also before it has a checkpoint, and before its manager has heard of it."""
     run_dir, num_steps, draw = tmp_path / "young", 3, random.Random(1)
-    for kill in range(6):
+    for kill in range(5):
         process = again(model, run_dir, num_steps)
         wait_for((run_dir / "manager.json").is_file, process)
-        if kill == 3:
+        if kill == 2:
             wait_for(lambda: has_begun(run_dir), process)
         else:
             time.sleep(draw.uniform(0.0, 0.4))
@@ -195,8 +193,7 @@ def test_with_rounds_ahead_trainer_worker_and_manager_are_killed_and_nothing_is_
     assert end_of(run_dir, num_steps)
     lines = read_metrics(run_dir / "metrics.jsonl")
     steps = [int(line["step"] or 0) for line in lines]
-    assert steps == sorted(set(steps))
-    assert num_steps - killed.count("trainer") <= len(steps) <= num_steps  # killed before it told, it tells no more
+    assert steps == list(range(num_steps))
     assert 0 < max(int(line["staleness/max"] or 0) for line in lines) <= 2
     ledger = polyrl("ledger", str(run_dir), "--verify")
     said, _ = ledger.communicate(timeout=120)

@@ -104,7 +104,7 @@ def test_a_group_that_teaches_nothing_is_replaced_before_its_step_is_trained(mod
         return 1.0 if place % 2 else float(sample.id % 2)
 
     groups, report = play(tmp_path, mode, reward_of)
-    assert len(groups) == report.line.num_groups == NUM_PROMPTS
+    assert report.line is not None and len(groups) == report.line.num_groups == NUM_PROMPTS
     assert report.num_filtered > 0
     assert len(report.rewards) == live.CONFIG.rounds.samples_per_prompt * (NUM_PROMPTS + report.num_filtered)
     numbers = [group[0].group for group in groups]
@@ -154,3 +154,61 @@ def test_a_run_that_goes_on_asks_for_the_validation_that_is_due_where_it_starts(
 
     live.run(scenario())
     assert validated == ([2] if every == 2 else [3])
+
+
+class Killed(Exception):
+    pass
+
+
+class DiesInStep(Publisher):
+    """A safe place and a publisher: all ends as the one has the step, or as the other is to have its version."""
+
+    def __init__(self, *, when_safe: bool) -> None:
+        self.report, self._when_safe = b"", when_safe
+
+    async def offered(self, version: int, digest: str) -> bool:
+        return False
+
+    async def trained(self, step: int, batches: Sequence[Sequence[Group]], report: bytes) -> None:
+        self.report = report
+        if self._when_safe:
+            raise Killed
+
+    async def finish(self) -> None: ...
+
+    async def publish(self, version: int) -> Offer:
+        if version == 1:
+            raise Killed
+        return await super().publish(version)
+
+
+@pytest.mark.parametrize("when_safe", [True, False], ids=["before it is done for the manager", "after"])
+def test_a_step_that_is_safe_and_untold_is_told_by_the_process_that_goes_on(tmp_path: Path, *, when_safe: bool):
+    rewards: dict[int, float] = {}
+
+    async def reward_of(sample: Sample) -> float:
+        return rewards.setdefault(sample.id, float(sample.id % 2))
+
+    recipe, safety, listener = make_recipe("train.steps=2"), DiesInStep(when_safe=when_safe), Listener()
+
+    async def live_once(manager: live.Live, publisher: Publisher, *past: Any, **more: Any) -> None:
+        devices = Devices()
+        try:
+            async with live.trainer(manager, reward=reward_of) as fleet:
+                loop = Loop(recipe, fleet, CountingSteps(), devices, publisher, prompt_tokens, listener, **more)
+                await loop.run(*past)
+        finally:
+            devices.close()
+
+    async def scenario() -> None:
+        async with live.manager(tmp_path) as manager, live.honest_worker(manager):
+            with pytest.raises(Killed):
+                await live_once(manager, safety, safety=safety)
+            assert not listener.reports
+            await live_once(manager, Publisher(), 1, StepReport.decode(safety.report))
+
+    live.run(scenario())
+    first, second = listener.reports
+    assert (first.step, second.step) == (0, 1)
+    assert first.line is not None and (first.line.step, first.line.num_samples) == (0, len(first.lengths))
+    assert first.rewards and set(first.rewards) <= {0.0, 1.0} and "save" not in first.seconds

@@ -1,19 +1,33 @@
 """What may be changed in a run that goes on: nothing that its manager's journal was written with."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from tests.trainer.small import save_small
 
 from polyrl.cli.training.changes import WHY_NOT
-from polyrl.cli.training.checkpoints import Past, check_past, models_digest, read_recipe, tokenizer_digest, write_recipe
+from polyrl.cli.training.checkpoints import (
+    Past,
+    check_past,
+    models_digest,
+    read_past,
+    read_recipe,
+    tokenizer_digest,
+    write_recipe,
+)
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError, UserError
-from polyrl.trainer import checkpoint
+from polyrl.telemetry.metrics import MetricsFile
+from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer.loop import StepReport
 from polyrl.trainer.model import Policy
+from polyrl.trainer.step import Added, StepStats
 
 
 @pytest.fixture
@@ -148,3 +162,22 @@ def test_a_disk_that_is_full_leaves_the_recipe_whole(run_dir: Path, monkeypatch:
     with pytest.raises(UserError, match=r"recipe\.toml: cannot be written: No space left on device"):
         write_recipe(run_dir, load_recipe("arithmetic", ["train.steps=7"]))
     assert read_recipe(run_dir, []) == before
+
+
+def test_what_was_not_told_of_the_last_step_is_found_also_when_a_checkpoint_covers_it(tmp_path: Path):
+    def report(step: int) -> StepReport:
+        stats = StepStats(step, Added(), metrics={"actor/pg_loss": cast("Any", np.float32(0.5))})
+        return StepReport(step, stats, None, [1.0], [3], [2], {0: 3}, 0, 0, {"total": 2.0})
+
+    checkpoint.save(tmp_path, TrainerState(next_step=0), {})
+    for step in range(2):
+        redo.append(tmp_path, step, 9, [], report(step).encode())
+    assert read_past(tmp_path).untold == report(1)
+    file = MetricsFile(tmp_path / "metrics.jsonl", first_step=2)
+    file.log(0, {"reward/mean": 1.0})
+    checkpoint.save(tmp_path, TrainerState(next_step=2), {"a": torch.zeros(1)})
+    past = read_past(tmp_path)
+    assert (past.next_step, past.log, past.untold) == (2, [], report(1))
+    file.log(1, {"reward/mean": 1.0})
+    file.close()
+    assert read_past(tmp_path).untold is None

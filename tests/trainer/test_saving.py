@@ -87,7 +87,8 @@ def test_with_one_checkpoint_kept_the_log_begins_at_it(tmp_path: Path):
         for step in range(4):
             await model.step(step)
         await model.saver.finish()
-        assert model.steps_on_disk() == [4] and redo.num_after(tmp_path, 0) == 0
+        assert model.steps_on_disk() == [4] and redo.num_after(tmp_path, 4) == 0
+        assert redo.num_after(tmp_path, 0) == 1, "what is to be told of the last step is in its entry"
 
     play(scenario)
 

@@ -84,3 +84,18 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
     telling.close()
     [line] = read_metrics(tmp_path / "metrics.jsonl")
     assert (line["cost/usd_step"], line["cost/usd_total"]) == (cost, 7.5)
+
+
+def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validation_waits_for_its_own(tmp_path: Path):
+    display = Display("tiny", 4, Dialer(URL, "a token"))
+    telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=1)
+    asyncio.run(telling.validated(1, {"validation/pass@1": 0.5}))
+    for step, line, seconds in ((0, None, {}), (1, a_line(1), {"save": 0.1, "publish": 0.2})):
+        stats = StepStats(step, Added(), metrics={})
+        seconds = {"total": 1.0, "generate": 1.0, "train": 0.5, "wait": 0.0, **seconds}
+        asyncio.run(telling.step_ended(StepReport(step, stats, line, [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
+    telling.close()
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (first["step"], first["reward/mean"], first["time/step_publish"]) == (0, 1.0, None)
+    assert "cost/usd_total" not in first and "validation/pass@1" not in first
+    assert (second["validation/pass@1"], second["time/step_publish"]) == (0.5, 0.2)

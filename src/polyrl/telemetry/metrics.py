@@ -55,10 +55,10 @@ class MetricsFile:
             raise
 
     def _cut(self, first_step: int) -> int:
-        """Leave whole lines of earlier steps only; returns the last of these, or one less than the first to come."""
+        """Leave whole lines of earlier steps only; returns the last of these, -1 if there is none."""
         data = self.path.read_bytes()
         kept_bytes = whole_bytes = 0
-        last_step = first_step - 1
+        last_step = -1
         for end, line in _lines(data, str(self.path)):
             step = int(line[_STEP] or 0)
             if step < first_step and kept_bytes == whole_bytes:

@@ -13,12 +13,14 @@ Left out: where processes come from (cli/train), what rewards are, what the numb
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from polyrl.client import Fleet, Group, RoundOver, Sample
@@ -36,6 +38,8 @@ ZERO_VARIANCE = "all rewards are equal"
 _CPU_MICRO_BATCH_SAMPLES = 16
 _LINE_TIMEOUT_S = 600.0
 """As long as the client is patient with a manager that is gone: it may be starting again."""
+_PAST_LINE_TIMEOUT_S = 10.0
+"""It is told at every connection, if at all."""
 
 Prompts = Callable[[int, int], "np.ndarray[tuple[int], np.dtype[np.int32]]"]
 """(domain, prompt) -> its tokens."""
@@ -60,7 +64,7 @@ class Safety(Protocol):
 
     async def offered(self, version: int, digest: str) -> bool: ...
 
-    async def trained(self, step: int, batches: Sequence[Sequence[TrainedGroup]]) -> None: ...
+    async def trained(self, step: int, batches: Sequence[Sequence[TrainedGroup]], report: bytes) -> None: ...
 
     async def finish(self) -> None: ...
 
@@ -70,7 +74,8 @@ class StepReport(NamedTuple):
 
     step: int
     stats: StepStats
-    line: StepLine
+    line: StepLine | None
+    """None: the manager's account is not there yet, or no more."""
     rewards: list[float]
     """Of all samples that came, also those of groups that teach nothing."""
     lengths: list[int]
@@ -83,7 +88,14 @@ class StepReport(NamedTuple):
     num_filtered: int
     """Groups that were rejected because they teach nothing."""
     seconds: dict[str, float]
-    """total, generate, train, save, publish, wait."""
+    """total, generate, train, wait; save and publish when they are known."""
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self, enc_hook=float)  # some numbers are numpy's
+
+    @staticmethod
+    def decode(data: bytes) -> "StepReport":
+        return msgspec.msgpack.decode(data, type=StepReport)
 
 
 class Events(Protocol):
@@ -118,17 +130,22 @@ class Loop:
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
 
-    async def run(self, first_step: int = 0) -> str:
-        """Train to the end. Returns why it ended, in a line."""
-        why = await self._run(first_step)
+    async def run(self, first_step: int = 0, untold: StepReport | None = None) -> str:
+        """Train to the end. Returns why it ended, in a line.
+
+        `untold` is of a step that a process before this one made safe, and died before it told of it.
+        """
+        why = await self._run(first_step, untold)
         if self._safety is not None:
             await self._events.saves()
             await self._safety.finish()
         return why
 
-    async def _run(self, first_step: int) -> str:
+    async def _run(self, first_step: int, untold: StepReport | None) -> str:
         recipe = self._recipe
         await self._settle_the_past(first_step)
+        if untold is not None:
+            await self._events.step_ended(untold._replace(line=await self._line_of_the_past(untold.step)))
         await self._publish(first_step)
         await self._validate_if_due(first_step)  # a process before this one may have died before it did
         for step in range(first_step, recipe.train.steps):
@@ -159,6 +176,13 @@ class Loop:
             else:
                 await self._fleet.restart_step(step)
 
+    async def _line_of_the_past(self, step: int) -> StepLine | None:
+        """A manager that goes on does not know it where its journal has begun a new file since."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PAST_LINE_TIMEOUT_S):
+                return await self._fleet.line(step)
+        return None
+
     async def _step(self, step: int) -> StepReport:
         began = time.monotonic()
         waited_before, trained_before = self._devices.waited_s, self._devices.trained_s
@@ -168,40 +192,26 @@ class Loop:
         generated = time.monotonic()
         async with self._devices.held():
             stats = await self._devices.run(self._steps.finish)
-            save_s = await self._make_safe(step, batches)
+            seconds = {
+                "total": time.monotonic() - began,
+                "generate": generated - began,
+                "train": self._devices.trained_s - trained_before,
+                "wait": self._devices.waited_s - waited_before,
+            }
+            report = _report(stats, batches, filtered, seconds)
+            save_s = await self._make_safe(report, batches)
             await self._fleet.step_done(step)
             publish_s = await self._publish(step + 1)
         line = await self._line(step)
-        samples = [sample for batch in batches for group in batch for sample in group]
-        rewards = [one.reward for one in samples]
-        rewards += [one.reward for group in filtered for one in group.samples]
-        seconds = {
-            "total": time.monotonic() - began,
-            "generate": generated - began,
-            "train": self._devices.trained_s - trained_before,
-            "wait": self._devices.waited_s - waited_before,
-            "save": save_s,
-            "publish": publish_s,
-        }
-        return StepReport(
-            step,
-            stats,
-            line,
-            rewards,
-            [len(one.answer) for one in samples],
-            [len(one.prompt) for one in samples],
-            _tokens_by_age(step, samples),
-            sum(len({turn.version for turn in one.written_by}) > 1 for one in samples),
-            len(filtered),
-            seconds,
-        )
+        seconds |= {"total": time.monotonic() - began, "save": save_s, "publish": publish_s}
+        return report._replace(line=line, seconds=seconds)
 
-    async def _make_safe(self, step: int, batches: list[list[list[TrainSample]]]) -> float:
+    async def _make_safe(self, report: StepReport, batches: list[list[list[TrainSample]]]) -> float:
         """How long it took."""
         began = time.monotonic()
         if self._safety is not None:
             await self._fleet.settled()  # what was taken is on file there, before it is on file here
-            await self._safety.trained(step, batches)
+            await self._safety.trained(report.step, batches, report.encode())
         return time.monotonic() - began
 
     async def _line(self, step: int) -> StepLine:
@@ -299,6 +309,26 @@ def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, devic
     if least is None:
         return device_type == "cpu" and num_samples >= _CPU_MICRO_BATCH_SAMPLES
     return num_samples >= least
+
+
+def _report(
+    stats: StepStats, batches: list[list[list[TrainSample]]], filtered: list[Group], seconds: dict[str, float]
+) -> StepReport:
+    samples = [sample for batch in batches for group in batch for sample in group]
+    rewards = [one.reward for one in samples]
+    rewards += [one.reward for group in filtered for one in group.samples]
+    return StepReport(
+        stats.step,
+        stats,
+        None,
+        rewards,
+        [len(one.answer) for one in samples],
+        [len(one.prompt) for one in samples],
+        _tokens_by_age(stats.step, samples),
+        sum(len({turn.version for turn in one.written_by}) > 1 for one in samples),
+        len(filtered),
+        seconds,
+    )
 
 
 def _turns(sample: Sample) -> tuple[Turn, ...]:

@@ -1,6 +1,7 @@
 """The redo log: what each step was trained on, so that a step is safe for a few megabytes.
 
-    RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added
+    RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added; and what will
+                                         be told of it
 
 A checkpoint and the entries from its step on are one state: who trains them again is where the run was. On a CPU to the
 last bit; on a GPU, whose sums have no fixed order, to rounding.
@@ -11,6 +12,7 @@ checkpoints cover them, where two are kept, so that one of them may be damaged (
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,11 +40,13 @@ class Entry(Struct, frozen=True):
     """Of the whole run, as it was then: the learning rate may hang on it."""
     batches: list[bytes]
     """What each call of `Steps.add` was given (batch.encode_groups)."""
+    report: bytes = b""
+    """What is told of the step when it is done (loop.StepReport): who dies before leaves it to the next process."""
 
 
-def append(run_dir: Path, step: int, num_steps: int, batches: Sequence[Sequence[Group]]) -> None:
+def append(run_dir: Path, step: int, num_steps: int, batches: Sequence[Sequence[Group]], report: bytes = b"") -> None:
     """Raises OSError; what is there is whole then."""
-    body = msgspec.msgpack.encode(Entry(step, num_steps, [encode_groups(one) for one in batches]))
+    body = msgspec.msgpack.encode(Entry(step, num_steps, [encode_groups(one) for one in batches], report))
     folder = _folder(run_dir)
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -58,6 +62,14 @@ def read(run_dir: Path, first_step: int) -> list[Entry]:
             missing = path.with_name(checkpoint.name_of(step))
             raise UserError(f"{missing}: is missing, and later steps are there; {_what_is_left(run_dir)}")
     return [_read(path, run_dir) for path in found]
+
+
+def report_of(run_dir: Path, step: int) -> bytes:
+    """What was to be told of a step; empty where that is not known."""
+    if has(run_dir, step):
+        with contextlib.suppress(UserError):  # nobody needs the step to go on
+            return _read(_folder(run_dir) / checkpoint.name_of(step), run_dir).report
+    return b""
 
 
 def has(run_dir: Path, step: int) -> bool:

@@ -125,10 +125,13 @@ class Saver:
             await asyncio.to_thread(checkpoint.note_published, self._run_dir, self._published)
         return bool(before)
 
-    async def trained(self, step: int, batches: Sequence[Sequence[Group]]) -> None:
-        """Make a step safe; nobody moves the weights meanwhile. Raises UserError if the disk does not take it."""
+    async def trained(self, step: int, batches: Sequence[Sequence[Group]], report: bytes = b"") -> None:
+        """Make a step safe; nobody moves the weights meanwhile. Raises UserError if the disk does not take it.
+
+        `report` is what will be told of it.
+        """
         with _disk(f"{self._run_dir}: what step {step} was trained on cannot be written"):
-            await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches)
+            await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches, report)
         self._next_step = step + 1
         is_asked_for = self._rules.is_asked_for(self._next_step)
         if self._writing is not None and not self._writing.done() and not is_asked_for:
@@ -193,7 +196,8 @@ class Saver:
         keep = self._rules.keep
         self._write_checkpoint(self._run_dir, state, self._snapshot.tensors, keep=keep, stop=self._stop)
         steps = [checkpoint.step_of(one) for one in checkpoint.found(self._run_dir)]
-        redo.forget(self._run_dir, steps[-min(2, keep.last, len(steps))])
+        # The last one stays, whatever covers it: what it says of its step may still be untold.
+        redo.forget(self._run_dir, min(steps[-min(2, keep.last, len(steps))], state.next_step - 1))
 
     async def _written(self) -> None:
         """Wait for what is being written. Raises what it failed of."""

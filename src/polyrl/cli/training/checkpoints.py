@@ -24,8 +24,10 @@ from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import with_whole_paths
 from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.errors import UserError
+from polyrl.telemetry import metrics
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
+from polyrl.trainer.loop import StepReport
 from polyrl.trainer.model import Policy
 from polyrl.trainer.redo import Entry
 from polyrl.trainer.saving import Rules, Saver
@@ -50,6 +52,8 @@ class Past(NamedTuple):
     published: dict[int, tuple[str, ...]]
     """The digests of the versions that were published last."""
     port: int
+    untold: StepReport | None = None
+    """Of the last step, where nobody has told of it."""
 
     @property
     def next_step(self) -> int:
@@ -93,7 +97,15 @@ def read_past(run_dir: Path) -> Past:
     except (OSError, ValueError):
         port = 0
     log = redo.read(run_dir, state.next_step)
-    return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port)
+    untold = _read_untold(run_dir, state.next_step + len(log) - 1)
+    return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port, untold)
+
+
+def _read_untold(run_dir: Path, step: int) -> StepReport | None:
+    report, told = redo.report_of(run_dir, step), run_dir / metrics.FILE_NAME
+    if not report or (told.exists() and any(line["step"] == step for line in metrics.read_steps(told))):
+        return None
+    return StepReport.decode(report)
 
 
 def _way_out(run_dir: Path, found: list[Path]) -> str:

@@ -168,7 +168,8 @@ async def train(
         try:
             await _until_joined(recipe, fleet, workers)
             failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
-            why = await _first_of(loop.run(first_step), failures, worker)
+            untold = None if past is None else past.untold
+            why = await _first_of(loop.run(first_step, untold), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
             raise

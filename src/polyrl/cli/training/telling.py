@@ -65,7 +65,9 @@ class Telling:
 
     async def step_ended(self, report: StepReport) -> None:
         metrics = with_aliases(self._metrics(report))
-        self._validated = {}
+        if self._version == report.step:  # another one's is still to be told
+            metrics |= self._validated
+            self._validated = {}
         self._trackers.log(report.step, metrics)
         self._display.step_ended(report.step, metrics)
         if not report.stats.added.num_groups and report.num_filtered:
@@ -103,9 +105,8 @@ class Telling:
         lengths = np.array(report.lengths or [0])
         seconds = report.seconds
         metrics: dict[str, MetricValue] = {
-            **from_step_line(report.line, self._line_before(report.step)),
+            **({} if report.line is None else from_step_line(report.line, self._line_before(report.step))),
             **report.stats.metrics,
-            **self._validated,
             "reward/mean": float(rewards.mean()) if report.rewards else None,
             "reward/std": float(rewards.std()) if report.rewards else None,
             "reward/max": float(rewards.max()) if report.rewards else None,
@@ -117,14 +118,15 @@ class Telling:
             "token/prompt_length/mean": float(np.mean(report.prompt_lengths)) if report.prompt_lengths else None,
             "time/step_total": seconds["total"],
             "time/step_train": seconds["train"],
-            "time/step_save": seconds["save"],
-            "time/step_publish": seconds["publish"],
+            "time/step_save": seconds.get("save"),
+            "time/step_publish": seconds.get("publish"),
             "rounds/filtered_groups": report.num_filtered,
             **ages(report),
         }
         num_tokens = report.stats.added.num_tokens
         metrics["perf/throughput_all_gpus"] = num_tokens / seconds["total"]
-        metrics["perf/throughput"] = num_tokens / seconds["total"] / max(1.0, 1.0 + report.line.mean_workers)
+        num_workers = 0.0 if report.line is None else report.line.mean_workers
+        metrics["perf/throughput"] = num_tokens / seconds["total"] / max(1.0, 1.0 + num_workers)
         if self._fleet is not None and self._fleet.advice is not None:
             metrics["fleet/useful"] = self._fleet.advice[0]
         if self._recipe.rollout.impose_lengths.kind != "off":
