@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from polyrl.disk import sync_folder
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Seconds
 from polyrl.manager.settings import JournalSettings
@@ -103,7 +104,7 @@ class RunJournal:
     def __init__(self, run_dir: Path, settings: JournalSettings) -> None:
         self._folder = run_dir / LIVE_FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(run_dir)
+        sync_folder(run_dir)
         self._settings = settings
         self._segment_bytes = int(settings.segment_mb * _MB)
         self._events: _Segment | None = None
@@ -254,7 +255,7 @@ class _Segment:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
         self.num_grown_bytes = os.fstat(self._file).st_size
         """What was added to its beginning. A saved state that is larger than a file should be still has one file."""
         if self.num_grown_bytes == 0:
@@ -284,15 +285,6 @@ class _Segment:
 
     def close(self) -> None:
         os.close(self._file)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A file that is on the disk is lost all the same if its name is not."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # Reading

@@ -29,6 +29,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from polyrl.disk import sync_folder, write_synced, write_whole
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,12 +122,12 @@ def save(
         if tensors:
             digest = _write_tensors(fresh / _TENSORS, tensors, stop)
             state = msgspec.structs.replace(state, files={_TENSORS: digest})
-        _write_synced(fresh / _STATE, _seal(state))
-        sync(fresh)
+        write_synced(fresh / _STATE, _seal(state))
+        sync_folder(fresh)
         if final.exists():
             shutil.rmtree(final)
         fresh.rename(final)
-        sync(folder)
+        sync_folder(folder)
     except (OSError, Stopped):
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -303,34 +304,3 @@ def check_model(state: TrainerState, policy: "Policy", name: str) -> None:
 
 def digest_of(data: bytes) -> str:
     return blake3.blake3(data).hexdigest()
-
-
-# Files that are there whole, or not at all
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """In place of what is there, if anything. Raises OSError; then that is as it was."""
-    fresh = path.with_name(f".{path.name}")
-    try:
-        _write_synced(fresh, data)
-        fresh.rename(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """A file that is on the disk is lost all the same if its name is not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from polyrl.disk import sync_folder, write_whole
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint
 from polyrl.trainer.batch import Group, decode_groups, encode_groups
@@ -50,8 +51,8 @@ def append(run_dir: Path, step: int, num_steps: int, batches: Sequence[Sequence[
     folder = _folder(run_dir)
     if not folder.exists():
         folder.mkdir(parents=True)
-        checkpoint.sync(folder.parent)
-    checkpoint.write_whole(folder / checkpoint.name_of(step), _FIRST_LINE + blake3.blake3(body).digest() + body)
+        sync_folder(folder.parent)
+    write_whole(folder / checkpoint.name_of(step), _FIRST_LINE + blake3.blake3(body).digest() + body)
 
 
 def read(run_dir: Path, first_step: int) -> list[Entry]:

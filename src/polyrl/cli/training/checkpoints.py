@@ -23,6 +23,7 @@ from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import with_whole_paths
 from polyrl.data.tokens import TOKENIZER_FILES
+from polyrl.disk import write_whole
 from polyrl.errors import UserError
 from polyrl.telemetry import metrics
 from polyrl.trainer import checkpoint, redo
@@ -64,7 +65,7 @@ def write_recipe(run_dir: Path, recipe: Recipe) -> None:
     """Raises UserError if the disk does not take it; the one before is whole then."""
     path = run_dir / _RECIPE_FILE
     try:
-        checkpoint.write_whole(path, dump_toml(with_whole_paths(recipe)).encode())
+        write_whole(path, dump_toml(with_whole_paths(recipe)).encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
