@@ -6,6 +6,7 @@ What it must write comes from transformers (reference.py), or from the same samp
 import asyncio
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -599,3 +600,27 @@ def test_asleep_it_writes_nothing_and_awake_it_goes_on_to_the_same_answers(folde
     expected: list[list[int]] = []
     play(undisturbed, folder)
     play(interrupted, folder)
+
+
+def test_who_stops_waiting_for_a_sleep_or_a_wake_does_not_stop_it_half_way(folder, monkeypatch):
+    async def script(stage: Stage) -> None:
+        sleeper = stage.engine
+        assert isinstance(sleeper, BuiltinEngine)
+        runner = sleeper._runner
+        assert runner is not None
+        done: list[str] = []
+        for name in ("sleep", "wake"):
+            act = getattr(runner, name)
+            monkeypatch.setattr(runner, name, lambda act=act, name=name: (time.sleep(0.2), act(), done.append(name)))
+        for turn in (sleeper.sleep, sleeper.wake):
+            waiting = asyncio.create_task(turn())
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert done == ["sleep", "wake"]
+        await sleeper.wake()
+        assert done == ["sleep", "wake"], "it is awake, and knows it"
+        assert await stage.text()
+
+    play(script, folder)

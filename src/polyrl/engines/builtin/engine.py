@@ -32,7 +32,7 @@ from polyrl.engines.engine import (
     why_no_tokens,
     why_not_begun,
 )
-from polyrl.engines.finishing import finish
+from polyrl.engines.finishing import finish, finish_first
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Version
 
@@ -200,6 +200,9 @@ class BuiltinEngine:
 
     async def sleep(self) -> None:
         """Free the cache, and take no step until `wake`. The weights stay where they are."""
+        await finish_first(self._sleep())
+
+    async def _sleep(self) -> None:
         self._interrupt()
         async with self._between_steps:
             if self._runner is None or not self._awake.is_set():
@@ -209,6 +212,9 @@ class BuiltinEngine:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.sleep)
 
     async def wake(self) -> None:
+        await finish_first(self._wake())
+
+    async def _wake(self) -> None:
         async with self._between_steps:
             if self._runner is None or self._awake.is_set():
                 return
