@@ -1,6 +1,8 @@
 """Workers that fail what others can do, and prompts that nobody can do, in a live fleet."""
 
 import asyncio
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -8,7 +10,8 @@ from tests.integration.live import CONFIG, ENGINE, Live, honest_worker, is_conne
 
 from polyrl.client import Prompt
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
-from polyrl.ids import WorkerName
+from polyrl.engines.engine import EngineInfo, Sink
+from polyrl.ids import LeaseId, Version, WorkerName
 from polyrl.scheduling.ledger import Ledger
 from polyrl.scheduling.parameters import DomainData
 from polyrl.wire.dial import Dialer
@@ -80,3 +83,40 @@ def test_a_prompt_that_every_engine_refuses_is_dropped_and_costs_nobody_its_plac
             assert is_connected(live, "a") and is_connected(live, "b")
 
     run(scenario())
+
+
+class Diverged(EmulatedEngine):
+    """Its weights became NaN, and so did all that it computes."""
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        return await super().start(_WithoutNumbers(sink))
+
+
+class _WithoutNumbers:
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.ended = sink.ended
+
+    def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
+        self._sink.tokens(lease, tokens, [math.nan] * len(logprobs), version)
+
+
+def test_weights_that_give_no_numbers_end_the_round_and_cost_nobody_its_place(tmp_path: Path, caplog):
+    async def scenario():
+        async with manager(tmp_path) as live, trainer(live) as fleet:
+            agents = [
+                WorkerAgent(Diverged(ENGINE), Dialer(live.url, live.token("worker")), WorkerOptions(name))
+                for name in ("a", "b")
+            ]
+            lives = [asyncio.create_task(one.run()) for one in agents]
+            await fleet.publish(0)
+            assert await play_round(fleet, 0) == []
+            assert set(ledger(live).prompts_dropped) == {"failed"}
+            assert [(one.num_joins, one.num_losses) for one in ledger(live).workers.values()] == [(1, 0), (1, 0)]
+            assert set(live.refused) <= {"late_lease"}
+            for life in lives:
+                life.cancel()
+            await asyncio.wait(lives)
+
+    run(scenario())
+    assert "engine_failed: version 0 gives no numbers" in caplog.text

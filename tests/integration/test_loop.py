@@ -12,6 +12,8 @@ from tests.integration import live
 from polyrl.client import RewardOf, Sample
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe import Recipe
+from polyrl.engines.emulated import EmulatedConfig
+from polyrl.errors import UserError
 from polyrl.scheduling.parameters import DomainData
 from polyrl.trainer.batch import Group
 from polyrl.trainer.devices import Devices
@@ -70,7 +72,9 @@ def prompt_tokens(domain: int, prompt: int) -> Any:
     return np.array(live.prompt_of(domain, prompt, 0).tokens, np.int32)
 
 
-def play(run_dir: Path, mode: str, reward_of: RewardOf, *overrides: str) -> tuple[list[Group], StepReport]:
+def play(
+    run_dir: Path, mode: str, reward_of: RewardOf, *overrides: str, engine: EmulatedConfig = live.ENGINE
+) -> tuple[list[Group], StepReport]:
     """One step: what it trained on, and what was told of it."""
     recipe = make_recipe(f"train.mode={mode}", "train.steps=1", *overrides)
     domain = DomainData(name="d", prompts_per_step=NUM_PROMPTS, num_prompts=50)
@@ -82,7 +86,7 @@ def play(run_dir: Path, mode: str, reward_of: RewardOf, *overrides: str) -> tupl
     async def scenario() -> None:
         async with (
             live.manager(run_dir) as manager,
-            live.honest_worker(manager),
+            live.honest_worker(manager, engine),
             live.trainer(manager, config, reward=reward_of) as fleet,
         ):
             devices = Devices()
@@ -124,6 +128,14 @@ def test_a_group_with_equal_rewards_is_trained_where_it_teaches(overrides: list[
 
     groups, report = play(tmp_path, "streaming", always_right, *overrides)
     assert (len(groups), report.num_filtered) == (NUM_PROMPTS, 0)
+
+
+def test_a_round_of_which_nothing_can_be_generated_ends_the_run_with_a_line(tmp_path: Path):
+    async def always_right(sample: Sample) -> float:
+        return 1.0
+
+    with pytest.raises(UserError, match="step 0: nothing of its round could be generated and scored"):
+        play(tmp_path, "streaming", always_right, engine=replace(live.ENGINE, fail_every=1))
 
 
 @pytest.mark.parametrize(("every", "asked"), [(2, [0, 2]), (3, [0])])

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import math
 import pickle
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.unit.slices import Model, loader, state
 from tests.weights.copies import copy_of
 
 from polyrl.engines.engine import EngineError, Weights
-from polyrl.engines.served import sglang
+from polyrl.engines.served import sglang, vllm
 from polyrl.engines.served.between import SOCKET_VARIABLE
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.server import Asked, JobRefused, Part, ServedConfig, ServerBroken, Span
@@ -220,3 +221,13 @@ def test_a_server_that_does_not_begin_an_update_keeps_its_weights(tmp_path):
         assert not isinstance(failure.value, ServerBroken)
 
     play(WeightRoutes([Model(1)], fails="/begin_weight_update"), ServedConfig(model=str(tmp_path)), script)
+
+
+def test_a_log_probability_that_is_no_number_is_none_and_no_error():
+    """JSON has no NaN: both servers write null where weights give none."""
+    event = {"output_ids": [5], "meta_info": {"output_token_logprobs": [[None, 5, None]]}}
+    (of_sglang,) = sglang._parts(msgspec.json.encode(event))
+    choice = {"token_ids": [5], "logprobs": {"content": [{"logprob": None}]}}
+    (of_vllm,) = vllm._parts(msgspec.json.encode({"choices": [choice]}))
+    assert of_sglang.tokens == of_vllm.tokens == [5]
+    assert math.isnan(of_sglang.logprobs[0]) and math.isnan(of_vllm.logprobs[0])

@@ -189,6 +189,11 @@ class Loop:
         await self._events.step_begins(step)
         self._steps.begin(step)
         batches, filtered = await self._train_round(step)
+        if not batches and not filtered:
+            raise UserError(
+                f"step {step}: nothing of its round could be generated and scored; the manager's log says why, "
+                "and `polyrl ledger` counts it. The run can go on when that is mended"
+            )
         generated = time.monotonic()
         async with self._devices.held():
             stats = await self._devices.run(self._steps.finish)

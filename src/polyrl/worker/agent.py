@@ -15,6 +15,7 @@ sent by offset afterwards. A signal means: hand everything over at its current t
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -103,6 +104,8 @@ class WorkerAgent:
         self._imposed: dict[LeaseId, int] = {}
         """Leases whose answers end where they are told to."""
         self._book = LeaseBook()
+        self._failing: dict[LeaseId, asyncio.Task[None]] = {}
+        """Leases that we ended, until their engine has let go of them."""
         self._has_ends = asyncio.Event()
         """Somebody waits for the end of an answer, and its place is free: it is told before its turn."""
         self._info: EngineInfo | None = None
@@ -128,6 +131,9 @@ class WorkerAgent:
 
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
         self._installer.version = version  # an install may be told by its first token before it is told by its end
+        if not math.isfinite(sum(logprobs)):  # by weights that diverged; whoever sends it on is refused as a liar
+            self._fail(lease, f"version {version} gives no numbers")
+            return
         self._book.add(lease, tokens, logprobs, version)
 
     def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
@@ -137,6 +143,13 @@ class WorkerAgent:
             reason = "stop"  # where it was told to stop
         self._book.end(lease, reason, detail)
         self._has_ends.set()
+
+    def _fail(self, lease: LeaseId, why: str) -> None:
+        """End a lease that its engine believes to go on."""
+        if lease not in self._failing:
+            self.ended(lease, "engine_failed", why)
+            self._failing[lease] = task = asyncio.get_running_loop().create_task(self._abort(lease))
+            task.add_done_callback(lambda _: self._failing.pop(lease, None))
 
     # Life
 
@@ -164,7 +177,7 @@ class WorkerAgent:
         except EngineError as error:
             return Left(str(error), ok=False)
         finally:
-            for task in (starting, life, self._turning, self._saying):
+            for task in (starting, life, self._turning, self._saying, *self._failing.values()):
                 if task is not None:
                     task.cancel()
             self._installer.cancel()

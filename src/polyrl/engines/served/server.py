@@ -3,6 +3,7 @@
 A server speaks in token ids only. What it gives is told as it is: `Part` holds what came since the last one.
 """
 
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
@@ -100,6 +101,11 @@ class Part(NamedTuple):
     end: End = ""
     spans: Sequence[Span] = ()
     """With the end, where the server says it."""
+
+
+def number(logprob: float | None) -> float:
+    """JSON has no NaN: servers write null."""
+    return math.nan if logprob is None else logprob
 
 
 class Load(NamedTuple):

@@ -29,6 +29,7 @@ from polyrl.engines.served.server import (
     ServedConfig,
     Span,
     Weighing,
+    number,
     stream,
 )
 from polyrl.engines.served.sglang_weights import SglangWeighing
@@ -51,7 +52,7 @@ class _Finish(Struct):
 
 class _Meta(Struct):
     finish_reason: _Finish | None = None
-    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_token_logprobs: list[tuple[float | None, int, Any]] = []
     weight_versions: list[Span] | None = None
     completion_tokens: int = 0
 
@@ -189,7 +190,7 @@ def _part(event: _Event) -> Part:
         if finish.status_code == 400:
             raise JobRefused(finish.message)
         return Part((), (), "aborted")  # its last token may come a second time
-    logprobs = [one[0] for one in meta.output_token_logprobs]
+    logprobs = [number(one[0]) for one in meta.output_token_logprobs]
     if finish is None:
         return Part(event.output_ids, logprobs)
     if finish.type not in _ENDS:

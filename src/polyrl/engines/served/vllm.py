@@ -27,6 +27,7 @@ from polyrl.engines.served.server import (
     ServedConfig,
     Span,
     Weighing,
+    number,
     stream,
 )
 from polyrl.engines.served.vllm_weights import VllmWeighing
@@ -43,7 +44,7 @@ _ENDS: dict[str, End] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class _Logprob(Struct):
-    logprob: float
+    logprob: float | None
 
 
 class _Logprobs(Struct):
@@ -181,7 +182,7 @@ def _parts(data: bytes) -> list[Part]:
 
 
 def _part(choice: _Choice) -> Part:
-    logprobs = [] if choice.logprobs is None else [one.logprob for one in choice.logprobs.content]
+    logprobs = [] if choice.logprobs is None else [number(one.logprob) for one in choice.logprobs.content]
     if choice.finish_reason is None:
         return Part(choice.token_ids, logprobs)
     if choice.finish_reason not in _ENDS:
