@@ -172,7 +172,10 @@ def test_a_reward_that_never_succeeds_ends_the_run_with_its_reason(desk: Path):
     assert last == (
         "polyrl: error: the reward their_reward:score failed for all of 32 answers: KeyError: 'no such column'"
     )
-    said, _ = worker.communicate(timeout=20)  # it was told, and does not dial on
+    try:
+        said, _ = worker.communicate(timeout=20)  # it was told, and does not dial on
+    finally:
+        worker.kill()
     assert worker.returncode == 0, said
     assert processes_in(desk) == []
 
