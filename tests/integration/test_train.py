@@ -386,7 +386,7 @@ def test_a_run_is_not_written_over(desk: Path, capsys: pytest.CaptureFixture[str
     (desk / "runs/tiny/journal").mkdir(parents=True)
     (desk / "runs/tiny/journal/events-000001.bin").touch()
     assert main(["train", "recipe.toml"]) == 2
-    assert "runs/tiny: there is a run already" in capsys.readouterr().err
+    assert "runs/tiny: there is a run already; name another with --run-dir\n" in capsys.readouterr().err
 
 
 def test_a_run_that_found_its_port_taken_is_not_in_the_way_of_the_next(desk: Path, capsys: pytest.CaptureFixture[str]):

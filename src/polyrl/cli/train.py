@@ -152,11 +152,13 @@ def _check_that_none_is_there(run_dir: Path) -> None:
     """Raises UserError. The manager of one that was killed may be about to write it down."""
     from polyrl.cli.training import checkpoints
     from polyrl.errors import UserError
+    from polyrl.trainer import checkpoint
 
     if not _has_run(run_dir):
         checkpoints.wait_for_manager_to_end(run_dir)
     if _has_run(run_dir):
-        raise UserError(f"{run_dir}: there is a run already; go on with --resume, or name another with --run-dir")
+        go_on = "go on with --resume, or " if checkpoint.found(run_dir) else ""  # some keep none
+        raise UserError(f"{run_dir}: there is a run already; {go_on}name another with --run-dir")
 
 
 def _has_run(run_dir: Path) -> bool:
