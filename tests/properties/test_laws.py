@@ -16,7 +16,7 @@ import pytest
 
 from polyrl.scheduling import events as e
 from polyrl.scheduling.scheduler import Scheduler
-from tests.properties.hostile import HostileWorld, play
+from tests.properties.hostile import HostileWorld, Machine, play
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 50
@@ -45,6 +45,18 @@ class ReloadingWorld(HostileWorld):
         super().tell(event)
 
 
+class WorldOfBadWorkers(HostileWorld):
+    """Some workers fail every sample that they are given, however fair the world is to the others."""
+
+    def progress(self, machine: Machine) -> None:
+        if machine.name not in ("w0", "w1"):
+            super().progress(machine)
+            return
+        for lease, (_, num) in machine.running.items():
+            self.news.append(e.LeaseEnded(lease, num, "refused" if lease % 3 else "engine_failed"))
+        machine.running.clear()
+
+
 def first_seeds_of(mode: str, num: int) -> list[int]:
     """The first worlds whose configuration has this mode, half of them with overlapping rounds."""
     found: dict[bool, list[int]] = {False: [], True: []}
@@ -60,6 +72,12 @@ def first_seeds_of(mode: str, num: int) -> list[int]:
 def test_all_laws_hold_in_a_hostile_world_and_it_goes_on_when_the_world_is_fair(first):
     for seed in range(first, first + CHUNK):
         play(seed)
+
+
+@pytest.mark.parametrize("first", range(0, 100, CHUNK))
+def test_all_laws_hold_where_some_workers_fail_all_that_they_are_given(first):
+    for seed in range(first, first + CHUNK):
+        WorldOfBadWorkers(seed).play(250)
 
 
 def test_a_draining_worker_whose_last_lease_fails_is_released_and_not_given_up_as_well():

@@ -162,6 +162,12 @@ def sample_failed(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> No
     _drop_sample(desk, sample, round_, "failed", "no worker could generate it", now)
 
 
+def group_refused(desk: Desk, group: Group, round_: Round, why: str, now: Seconds) -> None:
+    """No worker will generate any of it."""
+    drop_group(desk, group, round_, "refused", why, now)
+    score_if_generated(desk, round_)
+
+
 def _claim(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
     group.state = "claimed"
     round_.claims[group.domain] += 1

@@ -314,7 +314,7 @@ class Scheduler:
         if not worker.down:  # one death, however many samples it took along
             failures.note(desk, worker, group)
         if is_refused and (why := failures.why_given_up(desk, group)):
-            rounds.drop_group(desk, group, round_, "refused", why, now)
+            rounds.group_refused(desk, group, round_, why, now)
         elif sample.num_failures >= desk.config.fleet_rules.max_failures:
             if is_asked:
                 asking.fail(desk, sample, now)
