@@ -72,16 +72,12 @@ def measure(work: ServedWork) -> dict[str, Any]:
     """Raises UserError when the server is not installed or does not start."""
     python = python_for(work.kind)
     with scratch() as folder:  # weights from disk then come from memory
-        model = Path(work.model) if work.model else _tiny_model(folder / "model")
+        model = folder / "model"
+        make_model(Work("tiny-qwen3", work.model, 1, 1, 1), "cpu").save_pretrained(model)  # in float32, as it is served
         try:
             return run_loop(_measure(work, model, python, folder))
         except EngineError as error:
             raise UserError(f"the {work.kind} server: {error}") from error
-
-
-def _tiny_model(where: Path) -> Path:
-    make_model(Work("tiny-qwen3", None, 1, 1, 1), "cpu").save_pretrained(where)
-    return where
 
 
 async def _measure(work: ServedWork, model: Path, python: str, folder: Path) -> dict[str, Any]:

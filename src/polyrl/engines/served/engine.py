@@ -46,6 +46,10 @@ NAMES: dict[Kind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 
 HEAR_EVERY_S = 0.025
 """Half of what a worker gathers tokens for before it sends them."""
+_HEAR_MANY_EVERY_S = 0.05
+_READ_S = 0.008
+"""Of them, before what came of many answers is heard."""
+_MANY = 4
 _QUIET_S = 0.02
 """Nothing came for so long from a server that stands still: all that it wrote is heard."""
 _QUIET_AT_MOST_S = 2.0
@@ -112,6 +116,7 @@ class ServedEngine:
         self._answers: dict[LeaseId, _Answer] = {}
         self._installing = asyncio.Lock()
         self._heard_at = 0.0
+        self._rested_at = 0.0
         self._stands_still = False
         """While weights are put in: it writes nothing then, and should not."""
         self._hearing: asyncio.Task[None] | None = None
@@ -329,8 +334,21 @@ class ServedEngine:
 
     async def _hear_often(self) -> None:
         while self._answers:
-            await asyncio.sleep(HEAR_EVERY_S)
+            await asyncio.sleep(_READ_S if self._rest() else HEAR_EVERY_S)
             self._hear_now()
+
+    def _rest(self) -> bool:
+        """With many answers, let the whole event loop stand still until it is time to read them. Whether it is.
+
+        A server that writes 32 answers sends 32 chunks a step, one by one, and waking for each costs more than reading
+        it: of two cores that server and worker shared, the server lost a tenth. What gathers in the sockets meanwhile
+        is read in one go. Nobody else in a worker minds 40 ms, and all that computes does so in threads.
+        """
+        if len(self._answers) < _MANY or self._stands_still:
+            return False
+        time.sleep(max(0.0, self._rested_at + _HEAR_MANY_EVERY_S - time.monotonic()))
+        self._rested_at = time.monotonic()
+        return True
 
     def _hear_now(self) -> None:
         for answer in self._answers.values():
