@@ -34,6 +34,7 @@ from polyrl.engines.engine import (
 from polyrl.engines.finishing import finish
 from polyrl.engines.served.http import Events, Http
 from polyrl.engines.served.keeper import Keeper
+from polyrl.engines.served.pause import Pause
 from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
 from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.order import mix64
@@ -44,12 +45,6 @@ log = logging.getLogger("polyrl.engines.served")
 Kind = Literal["vllm", "sglang"]
 NAMES: dict[Kind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 
-HEAR_EVERY_S = 0.025
-"""Half of what a worker gathers tokens for before it sends them."""
-_HEAR_MANY_EVERY_S = 0.05
-_READ_S = 0.008
-"""Of them, before what came of many answers is heard."""
-_MANY = 4
 _QUIET_S = 0.02
 """Nothing came for so long from a server that stands still: all that it wrote is heard."""
 _QUIET_AT_MOST_S = 2.0
@@ -116,7 +111,7 @@ class ServedEngine:
         self._answers: dict[LeaseId, _Answer] = {}
         self._installing = asyncio.Lock()
         self._heard_at = 0.0
-        self._rested_at = 0.0
+        self._pause = Pause()
         self._stands_still = False
         """While weights are put in: it writes nothing then, and should not."""
         self._hearing: asyncio.Task[None] | None = None
@@ -334,21 +329,8 @@ class ServedEngine:
 
     async def _hear_often(self) -> None:
         while self._answers:
-            await asyncio.sleep(_READ_S if self._rest() else HEAR_EVERY_S)
+            await self._pause.take(0 if self._stands_still else len(self._answers))
             self._hear_now()
-
-    def _rest(self) -> bool:
-        """With many answers, let the whole event loop stand still until it is time to read them. Whether it is.
-
-        A server that writes 32 answers sends 32 chunks a step, one by one, and waking for each costs more than reading
-        it: of two cores that server and worker shared, the server lost a tenth. What gathers in the sockets meanwhile
-        is read in one go. Nobody else in a worker minds 40 ms, and all that computes does so in threads.
-        """
-        if len(self._answers) < _MANY or self._stands_still:
-            return False
-        time.sleep(max(0.0, self._rested_at + _HEAR_MANY_EVERY_S - time.monotonic()))
-        self._rested_at = time.monotonic()
-        return True
 
     def _hear_now(self) -> None:
         for answer in self._answers.values():
@@ -359,11 +341,12 @@ class ServedEngine:
         if answer.events is None or answer.end.done():
             return
         try:
-            for part in answer.events.read():
-                end = self._take(answer, part)
-                if end is not None:
-                    answer.end.set_result(end)
-                    return
+            parts = answer.events.read()
+            if not parts:
+                return
+            end = self._take(answer, _joined(parts))
+            if end is not None:
+                answer.end.set_result(end)
         except Exception as error:  # noqa: BLE001  it is raised in the answer's task, and harms no other
             answer.end.set_result(error)
 
@@ -376,8 +359,6 @@ class ServedEngine:
         if answer.is_silent or not part.tokens or self._sink is None or self._version is None:
             return end
         tokens, logprobs = part.tokens, part.logprobs
-        if len(tokens) != len(logprobs):
-            raise EngineError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
         if not answer.ends.isdisjoint(tokens):
             num = next(at for at, token in enumerate(tokens, 1) if token in answer.ends)
             tokens, logprobs, end = tokens[:num], logprobs[:num], _End("stop", goes_on=not part.end)
@@ -491,6 +472,17 @@ class ServedEngine:
         while self._answers and time.monotonic() < min(until, self._heard_at + _QUIET_S):
             self._hear_now()
             await asyncio.sleep(_QUIET_S / 4)
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    """What came together, as one: only the last has an end. Raises EngineError."""
+    for part in parts:
+        if len(part.tokens) != len(part.logprobs):
+            raise EngineError(f"{len(part.tokens)} tokens with {len(part.logprobs)} log-probabilities")
+    if len(parts) == 1:
+        return parts[0]
+    tokens = [one for part in parts for one in part.tokens]
+    return Part(tokens, [one for part in parts for one in part.logprobs], parts[-1].end, parts[-1].spans)
 
 
 def _asked(answer: _Answer, facts: Facts) -> Asked:
