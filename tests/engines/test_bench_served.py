@@ -18,7 +18,8 @@ def test_a_server_is_measured_straight_and_through_worker_and_manager(kind: Kind
     result = json.loads(capsys.readouterr().out)
     assert (result["server"], result["batch"], result["new"]) == (kind, 16, 32)
     assert result["tok_s"] > 0
-    assert result["tok_s_ratio"] == pytest.approx(result["tok_s"] / result["direct_tok_s"], rel=0.1)
+    assert result["tok_s_ratio"] == pytest.approx(result["tok_s"] / result["direct_tok_s"], rel=0.3)
+    assert result["tok_s_ratio_to_thrifty"] > 0
     assert 0 < result["install_stood_still_s"] <= result["install_s"]
     assert result["from_disk_stood_still_s"] > 0
     assert result["weights_bytes"] > 1_000_000

@@ -1,7 +1,7 @@
 """What it costs to go through worker and manager instead of straight to a server, and what an install costs.
 
 One server, one run. The same work goes to it directly, over its own interface of token ids, and through a worker and a
-manager in processes of their own, in turns (now this first, now that); ratios are of the two turns of a pair:
+manager in processes of their own, in turns (each way first in its turn); ratios are of turns that followed each other:
 
     tokens a second    many samples at once; a turn ends when the last of them is here, whole
     added latency      one short sample at a time; from asking to the whole answer. It holds the wait for a flush
@@ -64,7 +64,7 @@ class ServedWork(NamedTuple):
     """Samples at once: a multiple of the size of a group."""
     prompt: int
     new: int
-    turns: int = 12
+    turns: int = 30
     repetitions: int = 20
     """Of short samples, and half as many of installs."""
 
