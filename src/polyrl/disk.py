@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     """In place of what is there, if anything. Raises OSError; then that is as it was."""
     fresh = path.with_name(f".{path.name}")
     try:
-        write_synced(fresh, data)
+        write_synced(fresh, data, mode)
         fresh.rename(path)
     except OSError:
         fresh.unlink(missing_ok=True)
@@ -16,8 +16,8 @@ def write_whole(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

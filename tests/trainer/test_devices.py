@@ -28,6 +28,19 @@ def test_without_an_engine_it_is_always_trainings_turn():
     asyncio.run(scenario())
 
 
+class SlowWork:
+    """On a device: it says that it has started, and ends when it is told to."""
+
+    def __init__(self, engine: Engine, word: str) -> None:
+        self._engine, self._word = engine, word
+        self.started, self.goes_on = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.started.set()
+        self.goes_on.wait(5.0)
+        self._engine.said.append(self._word)
+
+
 def test_training_waits_until_the_engine_sleeps():
     async def scenario() -> None:
         engine = Engine()
@@ -45,23 +58,19 @@ def test_training_waits_until_the_engine_sleeps():
 
 def test_the_engine_wakes_only_when_the_work_that_runs_has_ended():
     async def scenario() -> None:
-        engine, goes_on, started = Engine(), threading.Event(), threading.Event()
+        engine = Engine()
+        work = SlowWork(engine, "trained")
         devices = Devices(engine)
         await devices.turn_to("training")
 
-        def work() -> None:
-            started.set()
-            goes_on.wait(5.0)
-            engine.said.append("trained")
-
         working = asyncio.create_task(devices.train(work))
-        while not started.is_set():
+        while not work.started.is_set():
             await asyncio.sleep(0.001)
         turning = asyncio.create_task(devices.turn_to("generating"))
         waiting = asyncio.create_task(devices.train(lambda: engine.said.append("trains again")))
         await asyncio.sleep(0.01)
         assert not turning.done()
-        goes_on.set()
+        work.goes_on.set()
         await working
         await turning
         await asyncio.sleep(0.01)
@@ -110,14 +119,10 @@ def test_weights_that_move_keep_the_engine_asleep_until_they_have_their_name():
 
 def test_a_step_that_is_cancelled_ends_its_work_and_wakes_no_engine_to_weights_without_a_name():
     async def scenario() -> None:
-        engine, goes_on, started = Engine(), threading.Event(), threading.Event()
+        engine = Engine()
+        move_weights = SlowWork(engine, "moved")
         devices = Devices(engine)
         await devices.turn_to("training")
-
-        def move_weights() -> None:
-            started.set()
-            goes_on.wait(5.0)
-            engine.said.append("moved")
 
         async def step() -> None:
             async with devices.held():
@@ -125,13 +130,13 @@ def test_a_step_that_is_cancelled_ends_its_work_and_wakes_no_engine_to_weights_w
                 engine.said.append("publishes")
 
         stepping = asyncio.create_task(step())
-        await asyncio.to_thread(started.wait, 5.0)
+        await asyncio.to_thread(move_weights.started.wait, 5.0)
         turning = asyncio.create_task(devices.turn_to("generating"))
         for _ in range(2):  # somebody is impatient
             stepping.cancel()
             await asyncio.sleep(0.01)
         assert not stepping.done()
-        goes_on.set()
+        move_weights.goes_on.set()
         await asyncio.wait((stepping,))
         assert stepping.cancelled()
         await asyncio.sleep(0.01)
@@ -145,21 +150,17 @@ def test_a_step_that_is_cancelled_ends_its_work_and_wakes_no_engine_to_weights_w
 
 def test_gradients_that_are_cancelled_end_before_the_engine_wakes():
     async def scenario() -> None:
-        engine, goes_on, started = Engine(), threading.Event(), threading.Event()
+        engine = Engine()
+        work = SlowWork(engine, "ended")
         devices = Devices(engine)
         await devices.turn_to("training")
 
-        def work() -> None:
-            started.set()
-            goes_on.wait(5.0)
-            engine.said.append("ended")
-
         working = asyncio.create_task(devices.train(work))
-        await asyncio.to_thread(started.wait, 5.0)
+        await asyncio.to_thread(work.started.wait, 5.0)
         turning = asyncio.create_task(devices.turn_to("generating"))
         working.cancel()
         await asyncio.sleep(0.01)
-        goes_on.set()
+        work.goes_on.set()
         await turning
         assert working.cancelled()
         assert engine.said == ["sleeps", "ended", "wakes"]

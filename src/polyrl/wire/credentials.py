@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from polyrl.disk import write_whole
 from polyrl.errors import UserError
 
 Scope = Literal["worker", "generate", "admin"]
@@ -52,15 +53,9 @@ def ensure_tokens(run_dir: Path) -> Tokens:
 
 
 def _ensure(path: Path) -> str:
-    """Written beside it first: a kill leaves a whole token, or none. Whoever asks holds the run's directory."""
+    """Nobody else writes it: whoever asks holds the run's directory."""
     if not path.exists():
-        beside = path.with_name(f".{path.name}.new")
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
-            file.flush()
-            os.fsync(descriptor)
-        beside.replace(path)
+        write_whole(path, f"{secrets.token_urlsafe(_TOKEN_BYTES)}\n".encode(), 0o600)
     return read_token_file(path)
 
 
