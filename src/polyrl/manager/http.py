@@ -13,6 +13,7 @@ import os
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +24,7 @@ from polyrl.errors import UserError
 from polyrl.ids import WorkerName
 from polyrl.manager import asking, from_trainer, from_workers, joining
 from polyrl.manager.executor import Executor
+from polyrl.manager.inlet import Inlet
 from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused, RequestError
 from polyrl.manager.service import Service
@@ -327,7 +329,7 @@ class Front:
         self, request: web.Request, session: WorkerSession | TrainerSession, max_bytes: int
     ) -> web.StreamResponse:
         service = self._service
-        socket = web.WebSocketResponse(max_msg_size=max_bytes, compress=False, heartbeat=None, timeout=5.0)
+        socket = Inlet(max_bytes)
         if not socket.can_prepare(request):
             raise _BadRequest(400, "websocket", "expected a WebSocket")
         await socket.prepare(request)
@@ -339,7 +341,8 @@ class Front:
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
                 first = await socket.receive()
-            while first.type is WSMsgType.BINARY:
+            socket.give_to(partial(self._hand_in, session, link), service.has_room)
+            while first.type is WSMsgType.BINARY:  # the first, and those for which there was no room
                 self._hand_in(session, link, first.data)
                 await service.wait_for_room()
                 first = await socket.receive()
@@ -352,6 +355,7 @@ class Front:
             service.count_refusal("silent")
             link.close("no Hello came", code=1008)
         finally:
+            socket.keep()
             if isinstance(session, WorkerSession):
                 service.post(lambda executor: from_workers.gone(executor, session, link))
             else:

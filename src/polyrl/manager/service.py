@@ -90,6 +90,9 @@ class Service:
     def count_refusal(self, kind: str) -> None:
         self.post(lambda executor: executor.refused.update((kind,)))
 
+    def has_room(self) -> bool:
+        return self._room.is_set()
+
     async def wait_for_room(self) -> None:
         """Readers wait here, so that nobody can fill the inbox."""
         await self._room.wait()

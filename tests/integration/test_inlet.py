@@ -1,0 +1,143 @@
+"""The receiving half of a connection: frames go straight to who takes them, in order; the rest is received as ever."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import ClientSession, ClientWebSocketResponse, WebSocketError, WSMsgType, web
+from tests.integration.live import run, until
+
+from polyrl.manager.inlet import Inlet
+
+MAX_BYTES = 1 << 17
+
+
+class Taker:
+    """Takes frames, while it has room."""
+
+    def __init__(self) -> None:
+        self.taken: list[bytes] = []
+        self.room = True
+
+    def take(self, data: bytes) -> None:
+        self.taken.append(data)
+
+    def has_room(self) -> bool:
+        return self.room
+
+
+@asynccontextmanager
+async def connected(taker: Taker) -> AsyncIterator[tuple[Inlet, ClientWebSocketResponse]]:
+    found: asyncio.Future[Inlet] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+
+    async def serve(request: web.Request) -> web.StreamResponse:
+        inlet = Inlet(MAX_BYTES)
+        await inlet.prepare(request)
+        inlet.give_to(taker.take, taker.has_room)
+        found.set_result(inlet)
+        await over.wait()
+        return inlet
+
+    app = web.Application()
+    app.router.add_get("/", serve)
+    runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with ClientSession() as session, session.ws_connect(f"http://{host}:{port}/") as peer:
+            yield await found, peer
+            over.set()
+    finally:
+        over.set()
+        await runner.cleanup()
+
+
+def test_frames_go_straight_to_who_takes_them() -> None:
+    async def live() -> None:
+        taker = Taker()
+        async with connected(taker) as (_, peer):  # nobody receives
+            sent = [b"%d" % number * (number + 1) for number in range(100)]
+            for data in sent:
+                await peer.send_bytes(data)
+            await until(lambda: len(taker.taken) == len(sent), "all are taken")
+            assert taker.taken == sent
+
+    run(live())
+
+
+def test_a_frame_without_room_waits_and_so_do_all_behind_it() -> None:
+    async def live() -> None:
+        taker = Taker()
+        async with connected(taker) as (inlet, peer):
+            await peer.send_bytes(b"first")
+            await until(lambda: taker.taken == [b"first"], "it is taken")
+            taker.room = False
+            await peer.send_bytes(b"second")
+            second = asyncio.create_task(inlet.receive())
+            assert (await second).data == b"second"
+            await peer.send_bytes(b"third")
+            await peer.send_str("text is no frame")
+            await asyncio.sleep(0.05)
+            taker.room = True
+            await peer.send_bytes(b"fourth")
+            await asyncio.sleep(0.05)  # all of them are there
+            received = [(await inlet.receive()).data for _ in range(3)]
+            assert received == [b"third", "text is no frame", b"fourth"]
+            await peer.send_bytes(b"fifth")
+            await until(lambda: taker.taken == [b"first", b"fifth"], "the way is free again")
+
+    run(live())
+
+
+def test_what_there_is_no_room_for_stops_the_reading() -> None:
+    async def live() -> None:
+        taker = Taker()
+        taker.room = False
+        async with connected(taker) as (inlet, peer):
+            num_frames, data = 2000, bytes(1 << 15)  # more than the buffers of a connection hold
+            sending = asyncio.create_task(send_all(peer, data, num_frames))
+            await asyncio.sleep(0.3)
+            assert not sending.done()
+            for _ in range(num_frames):
+                assert (await inlet.receive()).data == data
+            await sending
+            assert taker.taken == []
+
+    run(live())
+
+
+async def send_all(peer: ClientWebSocketResponse, data: bytes, num: int) -> None:
+    for _ in range(num):
+        await peer.send_bytes(data)
+
+
+def test_goodbyes_and_what_is_wrong_are_received() -> None:
+    async def live() -> None:
+        taker = Taker()
+        async with connected(taker) as (inlet, peer):
+            await peer.send_bytes(bytes(MAX_BYTES + 1))
+            said = await inlet.receive()
+            assert isinstance(said.data, WebSocketError)
+        async with connected(taker) as (inlet, peer):
+            await peer.send_bytes(b"last")
+            await peer.ping()
+            closing = asyncio.create_task(peer.close())
+            assert (await inlet.receive()).type is WSMsgType.CLOSE
+            await closing
+        assert taker.taken == [b"last"]
+
+    run(live())
+
+
+def test_nothing_is_handed_on_once_it_is_kept() -> None:
+    async def live() -> None:
+        taker = Taker()
+        async with connected(taker) as (inlet, peer):
+            inlet.keep()
+            await peer.send_bytes(b"late")
+            assert (await inlet.receive()).data == b"late"
+            assert taker.taken == []
+
+    run(live())
