@@ -76,27 +76,28 @@ class OffloadedAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
+        moving = [(self._held[one], group) for group in self.param_groups for one in group["params"]]
+        moving = [(one, group) for one, group in moving if one.sum.grad is not None]
+        for one, _ in moving:
+            self._begin(one)
         devices = {one.parameter.device for one in self._held.values()}
         streams = [torch.cuda.Stream(one) for one in devices if one.type == "cuda" for _ in range(2)]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        number = 0
-        for group in self.param_groups:
-            for master in group["params"]:
-                one = self._held[master]
-                if one.sum.grad is None:
-                    continue
-                if master not in self.state:
-                    count = torch.zeros((), device=one.parameter.device)
-                    fresh = {kind: its.zero_() for kind, its in self.new_moments(master).items()}
-                    self.state[master] = {"step": count, **fresh}
-                for piece in _pieces(master.numel()):
-                    with torch.cuda.stream(streams[number % 2]) if streams else nullcontext():
-                        self._update(one, piece, group)
-                    number += 1
-                self.state[master]["step"].add_(1)
+        pieces = [(one, piece, group) for one, group in moving for piece in _pieces(one.master.numel())]
+        for number, work in enumerate(pieces):
+            with torch.cuda.stream(streams[number % 2]) if streams else nullcontext():
+                self._update(*work)
         for stream in streams:
             stream.synchronize()
+        for one, _ in moving:  # not before: pieces on other streams may still have to read it
+            self.state[one.master]["step"].add_(1)
+
+    def _begin(self, one: Held) -> None:
+        if one.master not in self.state:
+            count = torch.zeros((), device=one.parameter.device)
+            fresh = {kind: its.zero_() for kind, its in self.new_moments(one.master).items()}
+            self.state[one.master] = {"step": count, **fresh}
 
     def _update(self, one: Held, piece: slice, group: dict[str, Any]) -> None:
         device, state = one.parameter.device, self.state[one.master]
