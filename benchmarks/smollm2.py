@@ -1,4 +1,4 @@
-"""A real model learns: SmolLM2-135M-Instruct on sums in words, several seeds, and the page that shows it.
+"""A real model learns: SmolLM2-135M-Instruct on sums as one writes them, several seeds, and the page that shows it.
 
     python benchmarks/smollm2.py run MODEL_DIR OUT.json [section.key=value ...]     on a GPU: minutes a seed
     python benchmarks/smollm2.py page OUT.json docs/results/smollm2.md              draws the curve beside it
@@ -32,7 +32,7 @@ _MOST_TOKENS = 64
 
 
 def run(model: str, out: Path, overrides: Sequence[str]) -> None:
-    """Writes after every seed: whoever is cut off keeps what there is."""
+    """Writes what it has as soon as it has it: whoever is cut off keeps that."""
     said: dict[str, Any] = {
         "recipe": RECIPE,
         "overrides": list(overrides),
@@ -52,8 +52,10 @@ def run(model: str, out: Path, overrides: Sequence[str]) -> None:
             exported = str(Path(folder) / f"model-{seed}")
             _polyrl("export", str(run_dir), exported)
             lines = list(read_metrics(run_dir / "metrics.jsonl"))
-            one = {"seed": seed, "seconds": seconds, "lines": lines}
-            said["runs"].append({**one, "after": _answers(exported, load_recipe(RECIPE, settings))})
+            one: dict[str, Any] = {"seed": seed, "seconds": seconds, "lines": lines}
+            said["runs"].append(one)
+            out.write_text(json.dumps(said) + "\n", encoding="utf-8")
+            one["after"] = _answers(exported, load_recipe(RECIPE, settings))
             out.write_text(json.dumps(said) + "\n", encoding="utf-8")
             rates = [line[ACCURACY] for line in lines if ACCURACY in line]
             print(f"seed {seed}: {seconds:.0f} s, {ACCURACY} {rates[0]:.3f} -> {rates[-1]:.3f}", flush=True)
@@ -69,7 +71,7 @@ def _answers(model: str, recipe: Recipe) -> list[dict[str, str]]:
     answers: list[dict[str, str]] = []
     for index in range(_NUM_SHOWN):
         problem = draw_problem(domain.arithmetic, 0, "validation", index)
-        prompt = domain.template.format(prompt=problem.in_words)
+        prompt = domain.template.format(prompt=problem.as_written)
         said = json.loads(
             _polyrl("generate", "--model", model, "--prompt", prompt, "--tokens", str(_MOST_TOKENS), "--json")
         )

@@ -22,7 +22,7 @@ def test_a_problem_reads_as_the_page_shows_it():
     assert problem.prompt == "a3b5c4d2="
     assert problem.solution == "b5=8c4=12d2=14"
     assert problem.answer == "14"
-    assert problem.in_words == "3 + 5 + 4 + 2"
+    assert problem.as_written == "3 + 5 + 4 + 2"
 
 
 @given(TASKS, st.integers(0, 1000), st.integers(0, 10**9), st.sampled_from(["train", "validation"]))

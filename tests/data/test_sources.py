@@ -94,7 +94,7 @@ def test_files_have_no_validation_unless_the_recipe_names_one(tmp_path: Path, to
     assert found is not None and found.num_prompts == 2
 
 
-def test_a_sum_can_be_asked_for_in_words(tokenizer: ModelTokenizer):
+def test_a_sum_can_be_asked_for_as_written(tokenizer: ModelTokenizer):
     task = train_on(tokenizer, source="arithmetic", prompt_key="sum", template="What is {prompt}?").task(0)
     assert task.prompt == f"What is {' + '.join(map(str, task.fields['terms']))}?"
     assert task.expected == str(sum(task.fields["terms"]))

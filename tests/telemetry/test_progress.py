@@ -116,7 +116,7 @@ def test_the_time_left_is_what_the_last_steps_took():
 # News
 
 
-def test_who_came_and_who_went_is_told_in_words():
+def test_who_came_and_who_went_is_told_as_written():
     before = (
         WorkerView("a", "generating", 7),
         WorkerView("b", "draining"),

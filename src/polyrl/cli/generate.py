@@ -93,11 +93,11 @@ def _encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
 
 
 def _fitted(config: "BuiltinConfig", given: dict[str, Any], loaded: "Loaded", num_tokens: int) -> "BuiltinConfig":
-    """A cache for this one sample, unless another was asked for."""
+    """A cache for this one sample, and an engine that is ready at once, unless others were asked for."""
     from msgspec import structs
 
     num_blocks = -(-min(num_tokens, loaded.max_context) // config.block_tokens)
-    fitting = {"slots": 1, "kv_tokens": num_blocks * config.block_tokens}
+    fitting = {"slots": 1, "kv_tokens": num_blocks * config.block_tokens, "compile": False}
     return structs.replace(config, **{key: value for key, value in fitting.items() if key not in given})
 
 

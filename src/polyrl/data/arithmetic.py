@@ -38,7 +38,7 @@ class Problem(NamedTuple):
         return "".join(f"{letter}{term}" for letter, term in zip(LETTERS, self.terms, strict=False)) + "="
 
     @property
-    def in_words(self) -> str:
+    def as_written(self) -> str:
         """For a model that has read more than our letters."""
         return " + ".join(map(str, self.terms))
 

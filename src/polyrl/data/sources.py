@@ -106,7 +106,7 @@ class ArithmeticSource:
     def _task(self, prompt: int, problem: Problem) -> Task:
         fields = {
             "prompt": problem.prompt,
-            "sum": problem.in_words,
+            "sum": problem.as_written,
             "answer": problem.answer,
             "terms": list(problem.terms),
         }
