@@ -29,7 +29,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("validation/<domain>/pass@<k>", "share", "the same, of one domain"),
     # How the policy changes
     Metric("actor/pg_loss", "", "policy gradient loss, mean over the step's mini-batches"),
-    Metric("actor/kl_loss", "nats", "KL to the reference model, as it enters the loss or the reward"),
+    Metric("actor/kl_loss", "nats", 'KL to the reference model, as it enters the loss, with `kl = "loss"`'),
     Metric("actor/entropy", "nats", "mean entropy of the policy over answer tokens"),
     Metric("actor/clip_frac_low", "share", "answer tokens whose ratio was clipped from below"),
     Metric("actor/clip_frac_high", "share", "answer tokens whose ratio was clipped from above"),
@@ -66,7 +66,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("critic/grad_norm", "", "norm of the critic's gradient before it was clipped, of the step's last update"),
     Metric("critic/lr", "", "its learning rate"),
     # How long answers are
-    Metric("token/response_length/mean", "tokens", "mean length of the answers trained"),
+    Metric(
+        "token/response_length/mean",
+        "tokens",
+        "mean length of the answers that the step took, those that `overlong` masks too",
+    ),
     Metric("token/response_length/max", "tokens", "the longest of them"),
     Metric("token/response_length/min", "tokens", "the shortest of them"),
     Metric("token/response_length/p95", "tokens", "95% of them are not longer"),
@@ -87,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("idle/fleet_share", "share", "of the step: after the last remote answer, until its end"),
     Metric("seeding/t_seed_s", "s", "the trainer's own devices generated before they trained"),
     # How fast
-    Metric("perf/throughput", "tokens/s", "tokens trained a second and device, prompts included"),
+    Metric("perf/throughput", "tokens/s", "tokens trained a second and device (ranks and workers), prompts included"),
     Metric("perf/throughput_all_gpus", "tokens/s", "tokens trained a second, prompts included"),
     Metric("perf/micro_batches", "", "packs that went through the model"),
     Metric("token/trained", "tokens", "answer tokens that entered the loss"),
@@ -106,13 +110,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("fleet/migrations", "", "samples of the round that went on at another worker"),
     Metric("fleet/useful", "", "remote workers that are worth holding, as the scheduler advises"),
     # Tokens and dollars
-    Metric("tokens/kept", "tokens", "answer tokens trained in the step"),
+    Metric("tokens/kept", "tokens", "answer tokens that the step took, those that `overlong` masks too"),
     Metric("tokens/discarded/<cause>", "tokens", "thrown away since the step before; causes as in the ledger"),
     Metric("cost/usd_step", "$", "spent since the step before: the trainer's time and every worker's"),
     Metric("cost/usd_total", "$", "spent since the run began"),
     Metric("cost/usd_per_mtok", "$", "the step's dollars through its answer tokens trained, a million"),
     # Whether long answers are trained as often as short ones
-    Metric("bias/trained_mean_length", "tokens", "mean length of the answers trained"),
+    Metric(
+        "bias/trained_mean_length",
+        "tokens",
+        "mean length of the answers that the step took, those that `overlong` masks too",
+    ),
     Metric("bias/generated_mean_length", "tokens", "mean length of all answers of the round that ended by themselves"),
     Metric("bias/inclusion_by_bin/<bin>", "share", "of the run's answers of 2^(bin-1) to 2^bin - 1 tokens: trained"),
     Metric(

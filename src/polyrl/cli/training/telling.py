@@ -126,7 +126,7 @@ class Telling:
         num_tokens = report.stats.added.num_tokens
         metrics["perf/throughput_all_gpus"] = num_tokens / seconds["total"]
         num_workers = 0.0 if report.line is None else report.line.mean_workers
-        metrics["perf/throughput"] = num_tokens / seconds["total"] / max(1.0, 1.0 + num_workers)
+        metrics["perf/throughput"] = num_tokens / seconds["total"] / (self._recipe.train.ranks + num_workers)
         if self._fleet is not None and self._fleet.advice is not None:
             metrics["fleet/useful"] = self._fleet.advice[0]
         if self._recipe.rollout.impose_lengths.kind != "off":
