@@ -382,6 +382,42 @@ def test_what_cannot_run_is_one_line_before_anything_is_started(
     assert processes_in(desk) == []
 
 
+REFERENCE, CRITIC = ("algorithm.kl=loss", "algorithm.reference"), ("algorithm.advantage=gae", "algorithm.critic.path")
+
+
+@pytest.mark.parametrize(("use", "key"), [REFERENCE, CRITIC])
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry-run"])
+def test_a_model_of_other_tokens_is_refused_beside_the_policy(
+    desk: Path, capsys: pytest.CaptureFixture[str], use: str, key: str, dry: tuple[str, ...]
+):
+    def refused(other: str, *settings: str) -> str:
+        assert main(["train", "recipe.toml", *dry, use, f"{key}={other}", *settings]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"polyrl: error: {key}: {other}: ") and error.count("\n") == 1
+        return error
+
+    shutil.copytree(desk / "model", desk / "swapped")
+    path = desk / "swapped/tokenizer.json"
+    words = json.loads(path.read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary[LETTERS[0]], vocabulary[LETTERS[1]] = vocabulary[LETTERS[1]], vocabulary[LETTERS[0]]
+    path.write_text(json.dumps(words))
+    number = vocabulary[LETTERS[1]]
+    assert f"{LETTERS[0]!r} is token {number} here, and {number + 1} there; expected" in refused("swapped")
+    assert "no config.json there" in refused("gone")
+
+    small = save_tiny("qwen3", desk / "small", vocab_size=32)
+    assert "has 32 tokens (vocab_size), and model.path, model, uses 64; expected" in refused(str(small))
+
+
+@pytest.mark.parametrize(("use", "key"), [REFERENCE, CRITIC])
+def test_a_model_of_the_same_tokens_may_be_larger_and_say_them_otherwise(desk: Path, use: str, key: str):
+    other = save_tiny("qwen3", desk / "other", tokenizer=True, vocab_size=96)
+    path = other / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages }}"}))
+    assert main(["train", "recipe.toml", "--dry-run", use, f"{key}={other}"]) == 0
+
+
 def test_a_run_is_not_written_over(desk: Path, capsys: pytest.CaptureFixture[str]):
     (desk / "runs/tiny/journal").mkdir(parents=True)
     (desk / "runs/tiny/journal/events-000001.bin").touch()

@@ -124,6 +124,7 @@ def start(
     console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logging.getLogger().addHandler(console)
     tasks = load_tasks(recipe)
+    models.check_tokenizers(recipe)
     folder = None if past is None else past.folder
 
     async def train_and_close(crew: "Crew", team: "Team | None") -> str:

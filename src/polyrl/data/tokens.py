@@ -75,20 +75,51 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(answer[:num]), clean_up_tokenization_spaces=False)
 
 
-def _load(folder: str) -> Any:
+def check_same_tokens(path: str, other: str, key: str) -> None:
+    """Raises ConfigError where `other`, which `key` names, does not know every token of the model in `path` by the same
+    number. Of one without a tokenizer, only how many tokens it has is known.
+    """
+    _check_is_model(other, key)
+    ours: dict[str, int] = _load(path).get_vocab()
+    if _has_tokenizer(other):
+        theirs: dict[str, int] = _load(other, key).get_vocab()
+        for token, number in sorted(ours.items(), key=lambda item: item[1]):
+            if theirs.get(token) != number:
+                known = f"{theirs[token]} there" if token in theirs else "not known there"
+                raise ConfigError(
+                    f"{key}: {other}: its tokenizer is another than that of {_KEY}, {path}: {token!r} is token "
+                    f"{number} here, and {known}; expected a model with the same tokens"
+                )
+    here, there = (_said_in_config(Path(one), "vocab_size") for one in (path, other))
+    if here is not None and there is not None and there < (least := min(here, max(ours.values(), default=0) + 1)):
+        raise ConfigError(
+            f"{key}: {other}: has {there:,} tokens (vocab_size), and {_KEY}, {path}, uses {least:,}; expected a model "
+            "with the same tokens"
+        )
+
+
+def _check_is_model(folder: str, key: str) -> None:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"{key}: {folder}: no config.json there; expected a Hugging Face model directory")
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _load(folder: str, key: str = _KEY) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"{_KEY}: {folder}: no config.json there; expected a Hugging Face model directory")
-    if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ConfigError(f"{_KEY}: {folder}: no tokenizer there; expected tokenizer.json beside the weights")
+    _check_is_model(folder, key)
+    if not _has_tokenizer(folder):
+        raise ConfigError(f"{key}: {folder}: no tokenizer there; expected tokenizer.json beside the weights")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever is wrong with it, in transformers' many words
-        raise ConfigError(f"{_KEY}: {folder}: its tokenizer cannot be used: {_line(error)}") from error
+        raise ConfigError(f"{key}: {folder}: its tokenizer cannot be used: {_line(error)}") from error
 
 
 def _end_ids(folder: Path, tokenizer: Any) -> list[int]:

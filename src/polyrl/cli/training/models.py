@@ -7,6 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from polyrl.config.recipe import Recipe
+from polyrl.data.tokens import check_same_tokens
 from polyrl.engines.builtin import models
 from polyrl.engines.builtin.models import choose_device
 from polyrl.trainer import sharding
@@ -67,6 +68,20 @@ def load_critic(recipe: Recipe, ranks: Ranks | None = None) -> Critic | None:
     trunk = _load(recipe, wanted.path or recipe.model.path, ranks, has_head=False)
     optimizer = replace(recipe.optimizer, lr=wanted.lr, grad_clip=wanted.grad_clip)
     return Critic(trunk, optimizer, recipe.train.steps, ranks)
+
+
+def others(recipe: Recipe) -> dict[str, str]:
+    """The paths of models beside the policy's that the recipe has a use for, by the keys that name them."""
+    wanted = recipe.algorithm
+    reference = wanted.reference if wanted.kl != "none" else ""
+    critic = wanted.critic.path if wanted.advantage == "gae" else ""
+    return {key: path for key, path in (("algorithm.reference", reference), ("algorithm.critic.path", critic)) if path}
+
+
+def check_tokenizers(recipe: Recipe) -> None:
+    """A model of other tokens would score, or judge, nonsense, and nobody would see it. Raises ConfigError."""
+    for key, path in others(recipe).items():
+        check_same_tokens(recipe.model.path, path, key)
 
 
 def uses_engine(recipe: Recipe) -> bool:

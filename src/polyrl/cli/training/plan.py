@@ -1,7 +1,8 @@
 """What `polyrl train --dry-run` shows: the recipe with every default in it, and what would run where, and how large.
 
-Rules kept here: nothing is started or written, and no data is read. Of the model, only config.json and the headers of
-its weights are looked at. Sizes of tensors are exact; what training keeps beside them is an estimate, and says so.
+Rules kept here: nothing is started or written, and no data is read. Of models, only config.json, the headers of
+their weights and, where there are several, their tokenizers are looked at. Sizes of tensors are exact; what training
+keeps beside them is an estimate, and says so.
 """
 
 import json
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyrl.cli.training.encryption import encryption
-from polyrl.cli.training.models import uses_engine
+from polyrl.cli.training.models import check_tokenizers, others, uses_engine
 from polyrl.cli.training.tasks import prompt_room
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
@@ -65,6 +66,9 @@ class Memory(NamedTuple):
 def show_plan(recipe: Recipe, run_dir: Path) -> str:
     """Raises UserError for a model directory that cannot be used."""
     shape = read_shape(recipe.model.path)
+    for key, path in others(recipe).items():
+        read_shape(path, key)
+    check_tokenizers(recipe)
     room = prompt_room(recipe, shape.context)
     rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room), *_memory(recipe, shape)]
     width = max(len(name) for name, _ in rows)
@@ -72,10 +76,10 @@ def show_plan(recipe: Recipe, run_dir: Path) -> str:
     return "\n".join([dump_toml(recipe), "# The plan", *lines])
 
 
-def read_shape(path: str) -> ModelShape:
+def read_shape(path: str, key: str = "model.path") -> ModelShape:
     place = Path(path) / "config.json"
     if not place.is_file():
-        raise ConfigError(f"model.path: {path}: no config.json there; expected a Hugging Face model directory")
+        raise ConfigError(f"{key}: {path}: no config.json there; expected a Hugging Face model directory")
     try:
         config: dict[str, Any] = json.loads(place.read_bytes())
         config = config.get("text_config", config)
@@ -84,12 +88,12 @@ def read_shape(path: str) -> ModelShape:
         layers, inner = int(config["num_hidden_layers"]), int(config["intermediate_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model.path: {place} cannot be used: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: {place} cannot be used: {type(error).__name__}: {error}") from error
     layout = folders.layout_in(Path(path))
     try:
         check_headers(path, {one.name: one.shape for one in layout.tensors})
     except EngineError as error:
-        raise ConfigError(f"model.path: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
     num = sum(one.num_elements for one in layout.tensors)
     context = config.get("max_position_embeddings")
     matrices = {
