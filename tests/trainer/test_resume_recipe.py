@@ -13,6 +13,7 @@ from polyrl.cli.training.changes import WHY_NOT
 from polyrl.cli.training.checkpoints import (
     Past,
     check_past,
+    check_that_something_is_left,
     models_digest,
     read_past,
     read_recipe,
@@ -164,11 +165,12 @@ def test_a_disk_that_is_full_leaves_the_recipe_whole(run_dir: Path, monkeypatch:
     assert read_recipe(run_dir, []) == before
 
 
-def test_what_was_not_told_of_the_last_step_is_found_also_when_a_checkpoint_covers_it(tmp_path: Path):
-    def report(step: int) -> StepReport:
-        stats = StepStats(step, Added(), metrics={"actor/pg_loss": cast("Any", np.float32(0.5))})
-        return StepReport(step, stats, None, [1.0], [3], [2], {0: 3}, 0, 0, {"total": 2.0})
+def report(step: int) -> StepReport:
+    stats = StepStats(step, Added(), metrics={"actor/pg_loss": cast("Any", np.float32(0.5))})
+    return StepReport(step, stats, None, [1.0], [3], [2], {0: 3}, 0, 0, {"total": 2.0})
 
+
+def test_what_was_not_told_of_the_last_step_is_found_also_when_a_checkpoint_covers_it(tmp_path: Path):
     checkpoint.save(tmp_path, TrainerState(next_step=0), {})
     for step in range(2):
         redo.append(tmp_path, step, 9, [], report(step).encode())
@@ -181,3 +183,35 @@ def test_what_was_not_told_of_the_last_step_is_found_also_when_a_checkpoint_cove
     file.log(1, {"reward/mean": 1.0})
     file.close()
     assert read_past(tmp_path).untold is None
+
+
+def test_a_run_is_over_when_its_last_step_has_a_checkpoint_and_is_told_and_validated(tmp_path: Path):
+    def check(*settings: str) -> None:
+        check_that_something_is_left(read_past(tmp_path), load_recipe("arithmetic", list(settings)), tmp_path)
+
+    def refused(*settings: str) -> str:
+        with pytest.raises(UserError) as error:
+            check(*settings)
+        return str(error.value)
+
+    validated = ("train.steps=2", "validation.every_steps=2")
+    unvalidated = ("train.steps=2", "validation.every_steps=0")
+    checkpoint.save(tmp_path, TrainerState(next_step=0), {})
+    for step in range(2):
+        redo.append(tmp_path, step, 9, [], report(step).encode())
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(2):
+        file.log(step, {"reward/mean": 1.0})
+    check(*unvalidated)  # its last step has no checkpoint
+    checkpoint.save(tmp_path, TrainerState(next_step=2), {"a": torch.zeros(1)})
+    assert refused(*unvalidated) == f"train.steps: all 2 steps of {tmp_path} are trained; ask for more: train.steps=4"
+    check(*validated)
+    file.log(2, {"validation/pass@1": 0.5})
+    file.close()
+    assert refused(*validated) == refused(*unvalidated)
+    check("train.steps=3", "validation.every_steps=0")
+    assert refused("train.steps=1") == (
+        f"train.steps: got 1, and 2 steps of {tmp_path} are trained already; expected more"
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step":0,"reward/mean":1.0}\n')
+    check(*unvalidated)  # nobody has told of step 1

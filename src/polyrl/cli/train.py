@@ -76,11 +76,7 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     run_dir = Path(args.resume)
     recipe = ranks.with_ranks(checkpoints.read_recipe(run_dir, overrides), ranks.seat_of(os.environ))
     past = checkpoints.read_past(run_dir)
-    if past.next_step >= recipe.train.steps and not past.log:  # of steps in the log there is no checkpoint yet
-        raise UserError(
-            f"train.steps: all {recipe.train.steps} steps of {run_dir} are trained; ask for more: train.steps="
-            f"{2 * recipe.train.steps}"
-        )
+    checkpoints.check_that_something_is_left(past, recipe, run_dir)
     checkpoints.wait_for_manager_to_end(run_dir)
     print(f"going on with {run_dir} at step {past.next_step}", flush=True)
     return _conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past))

@@ -378,6 +378,9 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.num_samples is not None and self.num_samples < max(self.pass_at):
             raise ValueError(f"num_samples: {self.num_samples} is below {max(self.pass_at)}, the largest of pass_at")
 
+    def is_due(self, version: int) -> bool:
+        return self.every_steps > 0 and version % self.every_steps == 0 if version else self.at_start
+
     @property
     def samples_per_prompt(self) -> int:
         return max(self.pass_at) if self.num_samples is None else self.num_samples

@@ -161,10 +161,7 @@ class Loop:
         return f"all {recipe.train.steps} steps are trained"
 
     async def _validate_if_due(self, version: int) -> None:
-        wanted = self._recipe.validation
-        every = wanted.every_steps
-        is_due = every > 0 and version % every == 0 if version else wanted.at_start
-        if self._validate is not None and is_due:
+        if self._validate is not None and self._recipe.validation.is_due(version):
             await self._validate(version)
 
     async def _settle_the_past(self, first_step: int) -> None:

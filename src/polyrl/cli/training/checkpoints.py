@@ -109,6 +109,22 @@ def _read_untold(run_dir: Path, step: int) -> StepReport | None:
     return StepReport.decode(report)
 
 
+def check_that_something_is_left(past: Past, recipe: Recipe, run_dir: Path) -> None:
+    """Raises UserError if a run that goes on would end at once."""
+    num_steps = recipe.train.steps
+    if past.next_step > num_steps:
+        raise UserError(
+            f"train.steps: got {num_steps}, and {past.next_step} steps of {run_dir} are trained already; expected more"
+        )
+    if past.next_step < num_steps or past.log or past.untold is not None:  # of logged steps there is no checkpoint yet
+        return
+    if recipe.validation.is_due(num_steps) and not metrics.read_validation(run_dir / metrics.FILE_NAME, num_steps):
+        return
+    raise UserError(
+        f"train.steps: all {num_steps} steps of {run_dir} are trained; ask for more: train.steps={2 * num_steps}"
+    )
+
+
 def _way_out(run_dir: Path, found: list[Path]) -> str:
     """Where the log reaches back to the checkpoint before, that one will do."""
     if len(found) < 2 or not redo.has(run_dir, checkpoint.step_of(found[-2])):
