@@ -56,7 +56,8 @@ class LiveRun(Driver):
 
     def commit(self) -> None:
         self.journal.commit()
-        self.journal.rotate_if_due(self.scheduler, ABOUT, [RUN])
+        if self.journal.rotation_is_due:
+            self.journal.rotate(self.scheduler, ABOUT, [RUN])
         if self.journal.sync_due:
             self.journal.sync()
 
@@ -512,7 +513,8 @@ def test_a_commit_under_always_waits_for_the_disk(pipe, tmp_path):
 def test_a_commit_of_nothing_waits_for_no_disk(pipe, tmp_path):
     journal = journal_into(pipe, tmp_path, "always")
     journal.commit()
-    journal.rotate_if_due(None, ABOUT, [])
+    journal.rotate(None, ABOUT, [])
+    assert not journal.rotation_is_due
 
 
 def test_a_sync_is_due_when_the_interval_is_over_and_not_under_never(tmp_path):

@@ -67,6 +67,8 @@ class Executor:
         """Sessions with something to send."""
         self.is_urgent = False
         """Somebody waits for what is to be sent; tokens alone are no hurry."""
+        self.has_told = False
+        """The scheduler heard something: it may want to be woken at another time."""
 
     # Time
 
@@ -94,7 +96,7 @@ class Executor:
         self._events.append(event)
         if self._telling:
             return
-        self._telling = True
+        self._telling = self.has_told = True
         try:
             while self._events:
                 event = self._events.popleft()
@@ -112,7 +114,8 @@ class Executor:
         self.is_urgent = False
         self.note_grants()
         self.journal.commit()
-        self.journal.rotate_if_due(self.scheduler, self.about, self.standing())
+        if self.journal.rotation_is_due:
+            self.journal.rotate(self.scheduler, self.about, self.standing())
         now = self.now()
         for session in self.dirty.values():
             session.flush(now)

@@ -211,7 +211,16 @@ class RunJournal:
 
         return sync
 
-    def rotate_if_due(self, scheduler: Scheduler | None, about: dict[str, str], standing: Sequence[AnyNote]) -> None:
+    @property
+    def rotation_is_due(self) -> bool:
+        """A file has grown large, or one waits for the end of its steps."""
+        newest = (self._payload, self._events)
+        return bool(self._old_payload) or any(one is not None and self._is_large(one) for one in newest)
+
+    def _is_large(self, segment: "_Segment") -> bool:
+        return segment.num_grown_bytes > self._segment_bytes
+
+    def rotate(self, scheduler: Scheduler | None, about: dict[str, str], standing: Sequence[AnyNote]) -> None:
         """Start new files for those that have grown large. Call it right after `commit`.
 
         `standing` is what a payload file begins with: sessions and the run, which no step's end makes void.
@@ -221,13 +230,13 @@ class RunJournal:
             if not steps & open_steps:
                 self._old_payload.remove((path, steps))
                 self._over.append(path)
-        if self._payload is not None and self._payload.num_grown_bytes > self._segment_bytes:
+        if self._payload is not None and self._is_large(self._payload):
             self._old_payload.append((self._payload.path, open_steps))
             self._full.append(self._payload)
             self._payload = _Segment(self._payload.next_path, _PAYLOAD_FIRST_LINE)
             for note in standing:
                 self.add_note(note)
-        if self._events is not None and scheduler is not None and self._events.num_grown_bytes > self._segment_bytes:
+        if self._events is not None and scheduler is not None and self._is_large(self._events):
             self._full.append(self._events)
             beginning = encode_header(scheduler.desk.config, about, scheduler.save())
             self._events = _Segment(self._events.next_path, beginning)
@@ -256,24 +265,24 @@ class _Segment:
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from error
         sync_folder(path.parent)
-        self.num_grown_bytes = os.fstat(self._file).st_size
+        self._num_bytes = self.num_grown_bytes = os.fstat(self._file).st_size
         """What was added to its beginning. A saved state that is larger than a file should be still has one file."""
-        if self.num_grown_bytes == 0:
+        if self._num_bytes == 0:
             self.write([beginning])
             self.num_grown_bytes = 0
 
     def write(self, parts: Sequence[bytes]) -> None:
         """All of it, or nothing: a frame is never appended behind half of one."""
         data = memoryview(b"".join(parts))
-        size_before = os.fstat(self._file).st_size
+        num_bytes = len(data)
         try:
             while data:
-                written = os.write(self._file, data)
-                self.num_grown_bytes += written
-                data = data[written:]
+                data = data[os.write(self._file, data) :]
         except OSError:
-            os.ftruncate(self._file, size_before)
+            os.ftruncate(self._file, self._num_bytes)
             raise
+        self._num_bytes += num_bytes
+        self.num_grown_bytes += num_bytes
 
     def sync(self) -> None:
         os.fsync(self._file)

@@ -180,6 +180,9 @@ class Service:
 
     def _set_timer(self) -> None:
         """Wake when the scheduler wants it. A timer that comes early, for a wait that was put off, is cheap."""
+        if self._timer is not None and not self.executor.has_told:
+            return
+        self.executor.has_told = False
         wakeup_in = self.executor.wakeup_in()
         if wakeup_in is None:
             return

@@ -70,8 +70,11 @@ class WorkerSession:
 
     def flush(self, now: float) -> None:
         """Send what was gathered, if it listens. Tokens that end nothing are acknowledged a few times a second."""
+        is_ack_due = self._ack is not None and (self._ack_due or now - self._acked_at >= _ACK_EVERY_S)
+        if not (is_ack_due or self._others or self._orders or self._aborts or self._hand_overs):
+            return  # nearly always
         gathered: list[frames.ToWorker] = [*self._others]
-        if self._ack is not None and (self._ack_due or now - self._acked_at >= _ACK_EVERY_S):
+        if self._ack is not None and is_ack_due:
             gathered.append(frames.Ack(self._ack))
             self._acked_seq, self._acked_at = self._ack, now
             self._ack, self._ack_due = None, False
