@@ -115,7 +115,7 @@ def test_a_step_that_is_over_takes_its_groups_with_it_and_no_others():
     for step, group in ((0, 1), (1, 2)):
         payload.expect(Step(step), GroupId(group))
         payload.prompts[GroupId(group)] = PromptText(group, b"1234", Sampling())
-        payload.text(sample_id(GroupId(group), 0)).cells += cells(1)
+        payload.text(sample_id(GroupId(group), 0)).cells.extend(cells(1))
     payload.drop_step(Step(0))
     assert (list(payload.prompts), list(payload.texts)) == ([GroupId(2)], [sample_id(GroupId(2), 0)])
     assert payload.num_bytes == 8

@@ -7,6 +7,7 @@ is over are counted and go nowhere; a gap, an unknown version or a token too man
 import logging
 
 from polyrl.ids import LeaseId, show_sample
+from polyrl.manager import stride
 from polyrl.manager.executor import Executor
 from polyrl.manager.payload import append_cells, without_rows
 from polyrl.manager.refusals import Refused
@@ -25,6 +26,9 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
         raise Refused("order", "tokens before any lease")
     desk = executor.scheduler.desk
     try:
+        if session.stride is not None and session.stride.takes(frame, worker):
+            _took_stride(executor, session, frame, raw)
+            return
         column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
     except BadColumns as error:
         raise Refused("columns", str(error)) from error
@@ -34,11 +38,33 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
         _check_versions(executor, worker, column)
     session.acknowledge(frame.seq, has_ends=bool(frame.ended))
     idle, num_gaps = _append(executor, worker, column, frame.cells)
+    session.stride = None
+    if column.leases and not idle and not frame.ended:
+        session.stride = _begin_stride(executor, worker, frame, column)
     _journal_tokens(executor, worker, frame, raw, column, idle)
     for ended in frame.ended:
         _ended(executor, session, worker, ended)
     if num_gaps:
         raise Refused("offset", f"{num_gaps} samples with a gap in their tokens")
+
+
+def _took_stride(executor: Executor, session: WorkerSession, frame: frames.Tokens, raw: bytes) -> None:
+    executor.num_tokens += len(frame.cells) // CELL_BYTES
+    session.acknowledge(frame.seq, has_ends=False)
+    executor.note_grants()
+    executor.journal.add_tokens(raw)
+
+
+def _begin_stride(
+    executor: Executor, worker: Worker, frame: frames.Tokens, column: columns.Columns
+) -> stride.Stride | None:
+    """The next frame may go on from one that was appended as a whole, unless a lease has two rows in it."""
+    assert executor.scheduler is not None
+    if executor.questions or len(set(column.leases)) < len(column.leases):  # who reads along wants every frame at once
+        return None
+    desk, texts = executor.scheduler.desk, executor.payload.texts
+    rows = [texts[desk.leases[LeaseId(lease)].id] for lease in column.leases]
+    return stride.Stride(frame, rows, worker, desk.max_new_tokens)
 
 
 def _check_versions(executor: Executor, worker: Worker, column: columns.Columns) -> None:

@@ -19,6 +19,7 @@ from polyrl.manager.journal import (
     SessionOpened,
     VersionOffered,
 )
+from polyrl.manager.stride import Stride
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import CELL_BYTES
@@ -29,10 +30,13 @@ _OFFERS_KEPT = 64
 
 
 class Text:
-    __slots__ = ("cells", "engine", "finish", "reward", "segments", "version", "worker")
+    __slots__ = ("_cells", "engine", "finish", "reward", "row", "segments", "stride", "version", "worker")
 
     def __init__(self) -> None:
-        self.cells = bytearray()
+        self._cells = bytearray()
+        self.stride: Stride | None = None
+        """Where tokens of it may still wait, in this row."""
+        self.row = 0
         self.segments: list[Segment] = []
         self.version = -1
         """What wrote the last token under the present lease; -1 when it has none yet."""
@@ -41,8 +45,19 @@ class Text:
         self.reward = 0.0
 
     @property
+    def cells(self) -> bytearray:
+        """All that have come."""
+        if self.stride is not None:
+            self.stride.end()
+        return self._cells
+
+    def add_settled(self, cells: bytes) -> None:
+        """What waited in its stride."""
+        self._cells += cells
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.cells) // CELL_BYTES
+        return len(self._cells) // CELL_BYTES if self.stride is None else self.stride.num_tokens(self.row)
 
     def lease_to(self, worker: str, engine: str, from_token: int) -> None:
         """A worker goes on from this token. What came later, under an earlier lease, is not part of the answer."""
@@ -83,6 +98,8 @@ class Payload:
     def _freeze(self, version: int, digest: str) -> None:
         self._replaced.setdefault(version, set()).add(digest)
         for text in self.texts.values():
+            if text.stride is not None:
+                text.stride.end()
             text.segments = [
                 structs.replace(one, digest=digest) if one.version == version and not one.digest else one
                 for one in text.segments
@@ -143,14 +160,15 @@ class Payload:
 
 def append_cells(text: Text, offset: int, version: int, cells: bytes) -> int:
     """Add what is new of a frame's cells. Returns how many tokens that was; -1 if some before them are missing."""
-    skip = len(text.cells) - offset * CELL_BYTES
+    buffer = text.cells
+    skip = len(buffer) - offset * CELL_BYTES
     if skip < 0:
         return -1
     if skip >= len(cells):
         return 0
     if version != text.version:
         text.begin_segment(version)
-    text.cells += cells[skip:] if skip else cells
+    buffer += cells[skip:] if skip else cells
     return (len(cells) - skip) // CELL_BYTES
 
 

@@ -8,6 +8,7 @@ is thrown away: when the peer dials again, each side says what it holds and the 
 
 from polyrl.ids import Incarnation, WorkerName
 from polyrl.manager.link import Link
+from polyrl.manager.stride import Stride
 from polyrl.wire import frames
 from polyrl.wire.control import JoinRequest
 from polyrl.wire.pieces import in_pieces
@@ -33,6 +34,8 @@ class WorkerSession:
         self.heard_at = 0.0
         self.told_at = 0.0
         """When the scheduler last heard of its progress."""
+        self.stride: Stride | None = None
+        """While its frames go on from each other."""
         self.last_failure = ""
         """What it said of the last lease that it could not do."""
         self._orders: list[frames.Order] = []
