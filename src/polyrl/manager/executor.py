@@ -109,6 +109,11 @@ class Executor:
         finally:
             self._telling = False
 
+    @property
+    def has_heard_all(self) -> bool:
+        """Every worker has said something since the last commit."""
+        return len(self.dirty) >= len(self.workers)
+
     def commit(self) -> None:
         """Write the journal; then send."""
         self.is_urgent = False

@@ -36,6 +36,9 @@ _STOOD_STILL_S = 0.5
 """A timer that comes later than this means that the whole process stood still: nobody else was late."""
 _COMMIT_WITHIN_S = 0.02
 """Tokens alone may wait so long for the journal: others come meanwhile, and nothing depends on them yet."""
+_COMMIT_EVERY_S = 0.01
+"""Sooner, if everybody has been heard: workers flush together, so there is nobody to wait for, and writing now spares a
+wake. But no more often than this, however fast frames come."""
 _LONGEST_SLEEP_S = 3600.0
 """Waits are as long as a trainer sets them; a loop's timers are not."""
 _GC_THRESHOLDS = (50_000, 20, 100)
@@ -70,6 +73,7 @@ class Service:
         self._wakes_at = 0.0
         """When `_timer` comes: uvloop's handles do not all say it."""
         self._commit_timer: asyncio.TimerHandle | None = None
+        self._committed_at = 0.0
         self._syncing: asyncio.Task[None] | None = None
 
     @property
@@ -141,10 +145,11 @@ class Service:
     def _take_batch(self) -> None:
         for _ in range(min(_BATCH, len(self._inbox))):
             self._inbox.popleft()(self.executor)
-        if self.executor.is_urgent or self._answers:
+        loop = asyncio.get_running_loop()
+        nobody_else = self.executor.has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S
+        if self.executor.is_urgent or self._answers or nobody_else:
             self._commit()
         elif self._commit_timer is None:
-            loop = asyncio.get_running_loop()
             self._commit_timer = loop.call_later(_COMMIT_WITHIN_S, self._succeeds, self._commit)
 
     def _succeeds(self, action: Callable[[], None]) -> bool:
@@ -167,6 +172,7 @@ class Service:
         if self._commit_timer is not None:
             self._commit_timer.cancel()
             self._commit_timer = None
+        self._committed_at = asyncio.get_running_loop().time()
         self.executor.commit()
         for future, answer in self._answers:
             if not future.cancelled():
