@@ -13,8 +13,9 @@ from polyrl.wire import frames
 from polyrl.wire.control import JoinRequest
 from polyrl.wire.pieces import in_pieces
 
-_ACK_EVERY_S = 0.25
-_ACK_EVERY_FRAMES = 8
+_ACK_EVERY_S = 1.0
+_ACK_EVERY_FRAMES = 16
+"""Of frames that end nothing. A worker keeps a lease until its end is acknowledged: until then these free nothing."""
 
 
 class WorkerSession:
@@ -72,7 +73,7 @@ class WorkerSession:
         self._others.append(frame)
 
     def flush(self, now: float) -> None:
-        """Send what was gathered, if it listens. Tokens that end nothing are acknowledged a few times a second."""
+        """Send what was gathered, if it listens. Tokens that end nothing are acknowledged now and then."""
         is_ack_due = self._ack is not None and (self._ack_due or now - self._acked_at >= _ACK_EVERY_S)
         if not (is_ack_due or self._others or self._orders or self._aborts or self._hand_overs):
             return  # nearly always
