@@ -9,7 +9,7 @@ examples:
   polyrl bench scheduler            about two minutes
   polyrl bench scheduler --json     one object, for a machine
   polyrl bench scheduler --quick    seconds; shows that it runs, its figures mean little
-  polyrl bench relay                about ten minutes: the manager beside nginx, sglang-router and vllm-router, which
+  polyrl bench relay                a quarter of an hour: the manager beside nginx, sglang-router and vllm-router, which
                                     are installed into a cache of their own; what cannot be is said
   polyrl bench engine --arch qwen3-1.7b --batch 256 --prompt 256 --new 512 --peer transformers
                                     the builtin engine against what memory allows, and a peer

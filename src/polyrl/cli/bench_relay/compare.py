@@ -1,4 +1,4 @@
-"""All relays in one run on this machine, and what came out as one JSON object and as a table.
+"""All relays in one run on this machine, in turns, and what came out as one JSON object and as a table.
 
 Goals: 2,000,000 tokens a second saturated on one core with the journal on; 20 times fewer CPU-seconds a token than the
 better of sglang-router and vllm-router at 25,000 tokens a second, 50 times saturated; a cost that does not grow from
@@ -7,16 +7,14 @@ better of sglang-router and vllm-router at 25,000 tokens a second, 50 times satu
 
 import os
 import platform
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from polyrl.cli.bench_relay.load import Latency, Load, Reading, build_programs, measure_sse, quietest
+from polyrl.cli.bench_relay.load import NUM_TURNS, Latency, Load, Reading, build_programs, middles
 from polyrl.cli.bench_relay.ours import NAME, measure_delivery, measure_ours
-from polyrl.cli.bench_relay.peers import CACHE, Direct, install_peers
-from polyrl.cli.bench_relay.processes import CannotStart
+from polyrl.cli.bench_relay.peers import CACHE, Direct, install_peers, take_turn
 from polyrl.cli.bench_scheduler import commit, cpu
 
 ROUTERS = ("sglang-router", "vllm-router")
@@ -33,7 +31,7 @@ _CELL_BYTES = 8
 
 def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
     num_samples = (64,) if quick else (256, 1024, 4096)
-    seconds = 1.0 if quick else 5.0
+    seconds, num_turns = (1.0, 1) if quick else (3.0, NUM_TURNS)
     cache.mkdir(parents=True, exist_ok=True)
     missing: dict[str, str] = {}
     peers = [] if quick else install_peers(cache, missing)
@@ -43,16 +41,11 @@ def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
     for num in num_samples:
         for name in ("paced", "saturated"):
             load = Load(name, num, seconds)
-            direct: Reading | None = None
-            for peer in (Direct(), *peers):
-                try:
-                    reading = quietest(partial(measure_sse, peer, load, programs, cache=cache, direct=direct))
-                except CannotStart as error:
-                    missing[f"{peer.name}, {name}, {num} samples"] = str(error)
-                    continue
-                direct = reading if direct is None else direct
-                readings.append(reading)
-            readings.append(quietest(partial(measure_ours, load, cache=cache)))
+            taken: list[Reading] = []
+            for _ in range(num_turns):
+                taken += take_turn(peers, load, programs, missing, cache=cache)
+                taken.append(measure_ours(load, cache=cache))
+            readings += middles(taken)
         delivery[num] = measure_delivery(Load("paced", num, seconds), cache=cache)
     by_length = (
         {}
@@ -119,13 +112,13 @@ def ratio_to_best_router(readings: list[Reading], load: str, num_samples: int) -
 
 def table(result: dict[str, Any]) -> list[str]:
     lines = [
-        f"{'relay':<15}{'load':<11}{'samples':>8}{'tokens/s':>12}{'us/token':>10}{'MB':>7}",
+        f"{'relay':<15}{'load':<11}{'samples':>8}{'tokens/s':>12}{'us/token':>10}{'least..most':>15}{'MB':>7}",
     ]
     rows = [*result["peers"], *result["ours"]]
     for row in sorted(rows, key=lambda one: (one["load"], one["num_samples"])):
         lines.append(
             f"{row['relay']:<15}{row['load']:<11}{row['num_samples']:>8,}{row['tokens_per_s']:>12,}"
-            f"{row['cpu_us_per_token']:>10.2f}{row['rss_bytes'] / 1e6:>7.0f}"
+            f"{row['cpu_us_per_token']:>10.2f}{_range(row):>15}{row['rss_bytes'] / 1e6:>7.0f}"
         )
     goals = result["goals"]
     lines += ["", "ours against the better of the two routers, CPU a token:"]
@@ -151,6 +144,11 @@ def table(result: dict[str, Any]) -> list[str]:
         lines.append(f"cost a token by length of answers: {by} tokens")
     lines += [f"missing: {what}: {why}" for what, why in result["missing"].items()]
     return lines
+
+
+def _range(row: dict[str, Any]) -> str:
+    least, most = row["cpu_us_per_token_range"]
+    return f"{least:.2f}..{most:.2f}"
 
 
 def _times(ratio: float | None) -> str:

@@ -3,8 +3,8 @@
 `measure_sse` puts a peer (peers.py) between fake engines (sse_worker) and a reader (sse_client), one stream a sample.
 Whatever relays in another way makes its own `Reading` of the same `Load` with `read_off`: our manager does.
 
-Neighbours on a shared machine make a relay look slow or, by letting events pile up, cheap. `quietest` tries again when
-there were any.
+Neighbours on a shared machine make a relay look slow or, by letting events pile up, cheap. So relays take turns, and of
+several readings the middle one counts (`middles`).
 
 Two loads a concurrency. `paced`: 25,000 tokens a second in all, which every relay should sustain, for cost and latency.
 `saturated`: as fast as the relay takes them, with no more tokens under way than there are samples, for throughput; its
@@ -17,12 +17,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from polyrl.cli.bench_relay.processes import CannotStart, Program, allow_many_files, busy_s, load_cpus
 
@@ -35,7 +35,7 @@ NO_STEP_S = 1e-3
 """Between steps of a saturated engine: it is always behind, so what is under way holds it back."""
 SUSTAINED = 0.97
 """Less of the offered tokens than this is not sustained."""
-QUIET = 0.1
+NUM_TURNS = 3
 
 LoadName = Literal["paced", "saturated"]
 
@@ -78,7 +78,7 @@ class Reading(Struct, frozen=True):
     cores: float
     """CPU-seconds of the relay a second. Far from 1 when saturated: the load or a neighbour was the limit."""
     neighbours: float
-    """CPU-seconds a second that went to neither relay nor load; see `quietest`."""
+    """CPU-seconds a second that went to neither relay nor load."""
     latency_ms: Latency
     added_latency_ms: Latency | None
     """Percentile less percentile of the direct connection at the same load."""
@@ -89,6 +89,10 @@ class Reading(Struct, frozen=True):
     """Events that a read at the far end brought; 1 where each travels by itself."""
     sustained: bool | None
     """Whether the offered tokens came through."""
+    turns: int = 1
+    """Readings of which this is the one in the middle."""
+    cpu_us_per_token_range: tuple[float, float] | None = None
+    """The least and the most of them."""
 
 
 class Peer(Protocol):
@@ -125,15 +129,17 @@ class Window(NamedTuple):
     rss_bytes: int
 
 
-def quietest(take: Callable[[], Reading], *, num_tries: int = 3) -> Reading:
-    """The first reading that neighbours left alone, or the one that they disturbed least."""
-    best = take()
-    for _ in range(num_tries - 1):
-        if best.neighbours <= QUIET:
-            break
-        with suppress(CannotStart):
-            best = min(best, take(), key=lambda reading: reading.neighbours)
-    return best
+def middles(readings: Iterable[Reading]) -> list[Reading]:
+    """Of each relay's readings under one load, the one in the middle by CPU a token, with the least and the most."""
+    by_relay: dict[str, list[Reading]] = {}
+    for one in readings:
+        by_relay.setdefault(one.relay, []).append(one)
+    return [_middle(sorted(one, key=lambda reading: reading.cpu_us_per_token)) for one in by_relay.values()]
+
+
+def _middle(ranked: list[Reading]) -> Reading:
+    least, most = ranked[0].cpu_us_per_token, ranked[-1].cpu_us_per_token
+    return replace(ranked[(len(ranked) - 1) // 2], turns=len(ranked), cpu_us_per_token_range=(least, most))
 
 
 def build_programs(cache: Path) -> Programs:

@@ -21,13 +21,23 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
-from polyrl.cli.bench_relay.load import Load, LoadName, Peer, Reading, build_programs, measure_sse, quietest
+from polyrl.cli.bench_relay.load import (
+    NUM_TURNS,
+    Load,
+    LoadName,
+    Peer,
+    Programs,
+    Reading,
+    build_programs,
+    measure_sse,
+    middles,
+)
 from polyrl.cli.bench_relay.processes import CannotStart, Program, free_port, relay_cpus
 
 INSTALL_S = 300
@@ -199,16 +209,8 @@ def measure(
     readings: list[Reading] = []
     peers = install_peers(cache, missing)
     for load in (Load(name, num, seconds) for num in num_samples for name in loads):
-        direct = None
-        for peer in (Direct(), *peers):
-            try:
-                reading = quietest(partial(measure_sse, peer, load, programs, cache=cache, direct=direct))
-            except CannotStart as error:
-                missing[f"{peer.name}, {load.name}, {load.num_samples} samples"] = str(error)
-                continue
-            readings.append(reading)
-            if peer.name == Direct.name:
-                direct = reading
+        turns = (take_turn(peers, load, programs, missing, cache=cache) for _ in range(NUM_TURNS))
+        readings += middles(chain.from_iterable(turns))
     return {
         "readings": msgspec.to_builtins(readings),
         "missing": missing,
@@ -217,6 +219,19 @@ def measure(
         "num_cpus": os.cpu_count(),
         "system": platform.platform(),
     }
+
+
+def take_turn(
+    peers: Sequence[Peer], load: Load, programs: Programs, missing: dict[str, str], *, cache: Path
+) -> list[Reading]:
+    """A reading of the direct connection, and of each peer."""
+    readings: list[Reading] = []
+    for peer in (Direct(), *peers):
+        try:
+            readings.append(measure_sse(peer, load, programs, cache=cache, direct=readings[0] if readings else None))
+        except CannotStart as error:
+            missing[f"{peer.name}, {load.name}, {load.num_samples} samples"] = str(error)
+    return readings
 
 
 def install_peers(cache: Path, missing: dict[str, str]) -> list[Peer]:
