@@ -224,3 +224,36 @@ def test_a_step_that_is_safe_and_untold_is_told_by_the_process_that_goes_on(tmp_
     assert (first.step, second.step) == (0, 1)
     assert first.line is not None and (first.line.step, first.line.num_samples) == (0, len(first.lengths))
     assert first.rewards and set(first.rewards) <= {0.0, 1.0} and "save" not in first.seconds
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_run_that_had_reached_its_reward_when_it_was_killed_trains_no_further(tmp_path: Path, *, is_told: bool):
+    """Killed while the version after the step is validated, say."""
+    listener, validated = Listener(), list[int]()
+
+    async def validate(version: int) -> None:
+        validated.append(version)
+
+    async def half_are_right(sample: Sample) -> float:
+        return float(sample.id % 2)
+
+    async def live_once(manager: live.Live, *settings: str, past: tuple[Any, ...] = ()) -> str:
+        recipe, devices = make_recipe("validation.every_steps=1", *settings), Devices()
+        async with live.trainer(manager, reward=half_are_right) as fleet:
+            loop = Loop(recipe, fleet, CountingSteps(), devices, Publisher(), prompt_tokens, listener, validate)
+            why = await loop.run(*past, is_told=is_told)
+        devices.close()
+        return why
+
+    async def scenario() -> None:
+        async with live.manager(tmp_path) as manager, live.honest_worker(manager):
+            await live_once(manager, "train.steps=1")
+            past = (1, listener.reports.pop())
+            validated.clear()
+            why = await live_once(manager, "train.steps=2", "train.stop_at_reward=0.5", past=past)
+            assert why == "step 0: the mean reward has reached 0.5"
+            assert validated == [1] and [one.step for one in listener.reports] == ([] if is_told else [0])
+            why = await live_once(manager, "train.steps=2", "train.stop_at_reward=0.9", past=past)
+            assert why == "all 2 steps are trained" and listener.reports[-1].step == 1
+
+    live.run(scenario())

@@ -174,15 +174,16 @@ def test_what_was_not_told_of_the_last_step_is_found_also_when_a_checkpoint_cove
     checkpoint.save(tmp_path, TrainerState(next_step=0), {})
     for step in range(2):
         redo.append(tmp_path, step, 9, [], report(step).encode())
-    assert read_past(tmp_path).untold == report(1)
+    past = read_past(tmp_path)
+    assert (past.last, past.is_told) == (report(1), False)
     file = MetricsFile(tmp_path / "metrics.jsonl", first_step=2)
     file.log(0, {"reward/mean": 1.0})
     checkpoint.save(tmp_path, TrainerState(next_step=2), {"a": torch.zeros(1)})
     past = read_past(tmp_path)
-    assert (past.next_step, past.log, past.untold) == (2, [], report(1))
+    assert (past.next_step, past.log, past.last, past.is_told) == (2, [], report(1), False)
     file.log(1, {"reward/mean": 1.0})
     file.close()
-    assert read_past(tmp_path).untold is None
+    assert read_past(tmp_path) == past._replace(is_told=True, tensors={"a": torch.zeros(1)})
 
 
 def test_a_run_is_over_when_its_last_step_has_a_checkpoint_and_is_told_and_validated(tmp_path: Path):
@@ -213,5 +214,10 @@ def test_a_run_is_over_when_its_last_step_has_a_checkpoint_and_is_told_and_valid
     assert refused("train.steps=1") == (
         f"train.steps: got 1, and 2 steps of {tmp_path} are trained already; expected more"
     )
+    assert refused("train.steps=3", "validation.every_steps=0", "train.stop_at_reward=0.9") == (
+        f"train.stop_at_reward: the run in {tmp_path} has ended: step 1: the mean reward has reached 0.9; ask for more "
+        "to go on"
+    )
+    check("train.steps=3", "validation.every_steps=0", "train.stop_at_reward=1.1")
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"reward/mean":1.0}\n')
     check(*unvalidated)  # nobody has told of step 1

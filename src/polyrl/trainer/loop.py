@@ -130,24 +130,26 @@ class Loop:
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
 
-    async def run(self, first_step: int = 0, untold: StepReport | None = None) -> str:
+    async def run(self, first_step: int = 0, last: StepReport | None = None, *, is_told: bool = False) -> str:
         """Train to the end. Returns why it ended, in a line.
 
-        `untold` is of a step that a process before this one made safe, and died before it told of it.
+        `last` is of the step before the first, which a process before this one made safe; `is_told`: and told of.
         """
-        why = await self._run(first_step, untold)
+        why = await self._run(first_step, last, is_told=is_told)
         if self._safety is not None:
             await self._events.saves()
             await self._safety.finish()
         return why
 
-    async def _run(self, first_step: int, untold: StepReport | None) -> str:
+    async def _run(self, first_step: int, last: StepReport | None, *, is_told: bool) -> str:
         recipe = self._recipe
         await self._settle_the_past(first_step)
-        if untold is not None:
-            await self._events.step_ended(untold._replace(line=await self._line_of_the_past(untold.step)))
+        if last is not None and not is_told:
+            await self._events.step_ended(last._replace(line=await self._line_of_the_past(last.step)))
         await self._publish(first_step)
         await self._validate_if_due(first_step)  # a process before this one may have died before it did
+        if last is not None and (why := why_enough(recipe.train, last)):
+            return why
         for step in range(first_step, recipe.train.steps):
             try:
                 report = await self._step(step)
@@ -155,9 +157,8 @@ class Loop:
                 return f"the data has ended, after {step} steps"
             await self._events.step_ended(report)
             await self._validate_if_due(step + 1)
-            enough = recipe.train.stop_at_reward
-            if enough is not None and report.rewards and float(np.mean(report.rewards)) >= enough:
-                return f"step {step}: the mean reward has reached {enough:g}"
+            if why := why_enough(recipe.train, report):
+                return why
         return f"all {recipe.train.steps} steps are trained"
 
     async def _validate_if_due(self, version: int) -> None:
@@ -301,6 +302,14 @@ class Loop:
                 await self._fleet.request(step)
             await self._fleet.settled()  # a local engine that wakes before would sign with a version nobody heard of
         return time.monotonic() - began
+
+
+def why_enough(train: TrainSection, report: StepReport) -> str | None:
+    """Why a run ends with this step; None if it does not, for all that it was rewarded."""
+    enough = train.stop_at_reward
+    if enough is None or not report.rewards or float(np.mean(report.rewards)) < enough:
+        return None
+    return f"step {report.step}: the mean reward has reached {enough:g}"
 
 
 def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, device_type: str) -> bool:

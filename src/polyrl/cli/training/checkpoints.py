@@ -28,7 +28,7 @@ from polyrl.errors import UserError
 from polyrl.telemetry import metrics
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
-from polyrl.trainer.loop import StepReport
+from polyrl.trainer.loop import StepReport, why_enough
 from polyrl.trainer.model import Policy
 from polyrl.trainer.redo import Entry
 from polyrl.trainer.saving import Rules, Saver
@@ -53,8 +53,9 @@ class Past(NamedTuple):
     published: dict[int, tuple[str, ...]]
     """The digests of the versions that were published last."""
     port: int
-    untold: StepReport | None = None
-    """Of the last step, where nobody has told of it."""
+    last: StepReport | None = None
+    """Of the last step, where there was one; `is_told`: as somebody has told of it already."""
+    is_told: bool = True
 
     @property
     def next_step(self) -> int:
@@ -98,15 +99,16 @@ def read_past(run_dir: Path) -> Past:
     except (OSError, ValueError):
         port = 0
     log = redo.read(run_dir, state.next_step)
-    untold = _read_untold(run_dir, state.next_step + len(log) - 1)
-    return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port, untold)
+    last_step = state.next_step + len(log) - 1
+    report = redo.report_of(run_dir, last_step)
+    last = StepReport.decode(report) if report else None
+    is_told = last is None or _is_told(run_dir, last_step)
+    return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port, last, is_told)
 
 
-def _read_untold(run_dir: Path, step: int) -> StepReport | None:
-    report, told = redo.report_of(run_dir, step), run_dir / metrics.FILE_NAME
-    if not report or (told.exists() and any(line["step"] == step for line in metrics.read_steps(told))):
-        return None
-    return StepReport.decode(report)
+def _is_told(run_dir: Path, step: int) -> bool:
+    told = run_dir / metrics.FILE_NAME
+    return told.exists() and any(line["step"] == step for line in metrics.read_steps(told))
 
 
 def check_that_something_is_left(past: Past, recipe: Recipe, run_dir: Path) -> None:
@@ -116,9 +118,14 @@ def check_that_something_is_left(past: Past, recipe: Recipe, run_dir: Path) -> N
         raise UserError(
             f"train.steps: got {num_steps}, and {past.next_step} steps of {run_dir} are trained already; expected more"
         )
-    if past.next_step < num_steps or past.log or past.untold is not None:  # of logged steps there is no checkpoint yet
+    version = past.next_step
+    if past.log or not past.is_told:  # of logged steps there is no checkpoint yet
         return
-    if recipe.validation.is_due(num_steps) and not metrics.read_validation(run_dir / metrics.FILE_NAME, num_steps):
+    if recipe.validation.is_due(version) and not metrics.read_validation(run_dir / metrics.FILE_NAME, version):
+        return
+    if past.last is not None and (why := why_enough(recipe.train, past.last)):
+        raise UserError(f"train.stop_at_reward: the run in {run_dir} has ended: {why}; ask for more to go on")
+    if version < num_steps:
         return
     raise UserError(
         f"train.steps: all {num_steps} steps of {run_dir} are trained; ask for more: train.steps={2 * num_steps}"

@@ -168,8 +168,8 @@ async def train(
         try:
             await _until_joined(recipe, fleet, workers)
             failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
-            untold = None if past is None else past.untold
-            why = await _first_of(loop.run(first_step, untold), failures, worker)
+            running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
+            why = await _first_of(running, failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
             raise
