@@ -142,8 +142,10 @@ def until_running(process: subprocess.Popen[bytes], run_dir: Path) -> None:
     time.sleep(0.5)
 
 
-def rewards(run_dir: Path) -> dict[int, object]:
-    return {int(line["step"] or 0): line["reward/mean"] for line in read_metrics(run_dir / "metrics.jsonl")}
+def rewards(run_dir: Path) -> dict[int, list[object]]:
+    told = ("reward/mean", "reward/std", "rounds/filtered_groups")
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return {int(line["step"] or 0): [line[name] for name in told] for line in lines}
 
 
 AHEAD = (

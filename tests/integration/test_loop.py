@@ -15,9 +15,12 @@ from polyrl.config.recipe import Recipe
 from polyrl.engines.emulated import EmulatedConfig
 from polyrl.errors import UserError
 from polyrl.scheduling.parameters import DomainData
+from polyrl.trainer import redo
 from polyrl.trainer.batch import Group
+from polyrl.trainer.checkpoint import Keep, TrainerState
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.loop import Loop, Offer, StepReport
+from polyrl.trainer.saving import Rules, Saver
 from polyrl.trainer.step import Added, StepStats
 
 NUM_PROMPTS = 6
@@ -186,6 +189,11 @@ class DiesInStep(Publisher):
         if self._when_safe:
             raise Killed
 
+    async def rejected(self, step: int, group: int, rewards: list[float]) -> None: ...
+
+    async def rejected_before(self, step: int) -> dict[int, list[float]]:
+        return {}
+
     async def finish(self) -> None: ...
 
     async def publish(self, version: int) -> Offer:
@@ -257,3 +265,59 @@ def test_a_run_that_had_reached_its_reward_when_it_was_killed_trains_no_further(
             assert why == "all 2 steps are trained" and listener.reports[-1].step == 1
 
     live.run(scenario())
+
+
+class DiesAfterRejections(Saver):
+    """Of one step, when so many groups were rejected."""
+
+    def __init__(self, run_dir: Path, num: int) -> None:
+        super().__init__(run_dir, TrainerState(next_step=0), Rules(10, Keep()), lambda: (), newest=0, num_steps=1)
+        self._num_left = num
+
+    async def rejected(self, step: int, group: int, rewards: list[float]) -> None:
+        await super().rejected(step, group, rewards)
+        self._num_left -= 1
+        if not self._num_left:
+            raise Killed
+
+
+def test_what_is_told_of_a_step_counts_the_groups_that_a_killed_process_rejected(tmp_path: Path):
+    """Each once: also the one that the manager had not heard of, which comes again."""
+    scored: dict[int, float] = {}
+    dropped: dict[str, int] = {}
+    recipe, listener = make_recipe("train.steps=1"), Listener()
+
+    async def reward_of(sample: Sample) -> float:
+        """Of two prompts in three all answers are equally right."""
+        return scored.setdefault(sample.id, 1.0 if sample.origin.prompt % 3 else float(sample.id % 2))
+
+    async def live_once(manager: live.Live, num_rejections: int) -> None:
+        devices, safety = Devices(), DiesAfterRejections(tmp_path, num_rejections)
+        try:
+            if num_rejections:
+                await safety.begin()
+            async with live.trainer(manager, reward=reward_of) as fleet:
+                steps = CountingSteps()
+                loop = Loop(recipe, fleet, steps, devices, Publisher(), prompt_tokens, listener, safety=safety)
+                await loop.run()
+        finally:
+            devices.close()
+            await safety.stop()
+
+    async def scenario() -> None:
+        async with live.manager(tmp_path / "run") as manager, live.honest_worker(manager):
+            with pytest.raises(Killed):
+                await live_once(manager, 2)
+            assert len(redo.read_rejections(tmp_path, 0)) == 2
+            await live_once(manager, 0)
+            scheduler = manager.service.executor.scheduler
+            assert scheduler is not None
+            dropped.update(scheduler.desk.state.ledger.prompts_dropped)
+
+    live.run(scenario())
+    (report,) = listener.reports
+    assert report.line is not None
+    num_groups = report.line.num_groups + report.num_filtered
+    assert report.num_filtered == dropped["filtered"] >= 2
+    assert len(report.rewards) == live.CONFIG.rounds.samples_per_prompt * num_groups
+    assert redo.read_rejections(tmp_path, 0) == [], "the step's entry has them"

@@ -43,6 +43,8 @@ _PAST_LINE_TIMEOUT_S = 10.0
 
 Prompts = Callable[[int, int], "np.ndarray[tuple[int], np.dtype[np.int32]]"]
 """(domain, prompt) -> its tokens."""
+Rejected = dict[int, list[float]]
+"""Rewards of groups that teach nothing, by group."""
 
 
 class Offer(NamedTuple):
@@ -63,6 +65,10 @@ class Safety(Protocol):
     """Puts what only the trainer knows where it survives it (saving.py)."""
 
     async def offered(self, version: int, digest: str) -> bool: ...
+
+    async def rejected(self, step: int, group: int, rewards: list[float]) -> None: ...
+
+    async def rejected_before(self, step: int) -> Rejected: ...
 
     async def trained(self, step: int, batches: Sequence[Sequence[TrainedGroup]], report: bytes) -> None: ...
 
@@ -226,11 +232,12 @@ class Loop:
                 f"step {step} is trained, and the manager gave no account of it for {_LINE_TIMEOUT_S:.0f} s"
             ) from error
 
-    async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], list[Group]]:
-        """Train on the round's groups as they come; returns them by micro-batch, and those that were rejected."""
+    async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], Rejected]:
+        """Train on the round's groups as they come; returns them by micro-batch, and those that were rejected, also by
+        a process before this one."""
         waiting: list[Group] = []
         batches: list[list[list[TrainSample]]] = []
-        filtered: list[Group] = []
+        filtered = {} if self._safety is None else await self._safety.rejected_before(step)
         groups = self._teaching(step, filtered)
         if self._recipe.train.mode == "synchronous":
             groups = _in_order(groups)
@@ -243,11 +250,13 @@ class Loop:
             batches.append(await self._micro_batch(step, waiting))
         return batches, filtered
 
-    async def _teaching(self, step: int, filtered: list[Group]) -> AsyncIterator[Group]:
+    async def _teaching(self, step: int, filtered: Rejected) -> AsyncIterator[Group]:
         """The round's groups; those that teach nothing go to `filtered`, and others come in their place."""
         async for group in self._fleet.round(step):
             if self._teaches_nothing(group):
-                filtered.append(group)
+                rewards = filtered[group.id] = [one.reward for one in group.samples]
+                if self._safety is not None:  # before: who is rejected is not handed out again
+                    await self._safety.rejected(step, group.id, rewards)
                 await self._fleet.reject(group, ZERO_VARIANCE)
             else:
                 yield group
@@ -323,11 +332,11 @@ def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, devic
 
 
 def _report(
-    stats: StepStats, batches: list[list[list[TrainSample]]], filtered: list[Group], seconds: dict[str, float]
+    stats: StepStats, batches: list[list[list[TrainSample]]], filtered: Rejected, seconds: dict[str, float]
 ) -> StepReport:
     samples = [sample for batch in batches for group in batch for sample in group]
     rewards = [one.reward for one in samples]
-    rewards += [one.reward for group in filtered for one in group.samples]
+    rewards += [reward for group in sorted(filtered) for reward in filtered[group]]  # in whatever order they came
     return StepReport(
         stats.step,
         stats,

@@ -2,13 +2,16 @@
 
     RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added; and what will
                                          be told of it
+    RUN/checkpoints/redo/rejected-000013 of the open step: the rewards of groups that were rejected. They are part of
+                                         what is told of it, and the manager hands them out no more
 
 A checkpoint and the entries from its step on are one state: who trains them again is where the run was. On a CPU to the
 last bit; on a GPU, whose sums have no fixed order, to rounding.
 
 Rules kept here: an entry is on the disk, whole, before anyone is told that its step is done. It is verified when it is
 read, and a step that is missing among them is an error: nobody goes on from half of a run. Entries go when two
-checkpoints cover them, where two are kept, so that one of them may be damaged (saving.py).
+checkpoints cover them, where two are kept, so that one of them may be damaged (saving.py). A rejection is on file
+before the manager hears of it; it is not flushed, since a machine that loses its power costs a figure, and no step.
 """
 
 import asyncio
@@ -87,6 +90,43 @@ def forget(run_dir: Path, before: int) -> None:
     for path in _found(run_dir):
         if checkpoint.step_of(path) < before:
             path.unlink(missing_ok=True)
+
+
+class Rejection(Struct, frozen=True):
+    """A group of the open step."""
+
+    group: int
+    rewards: list[float]
+
+
+def note_rejection(run_dir: Path, step: int, rejection: Rejection) -> None:
+    """Raises OSError."""
+    path = _rejections_of(run_dir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(rejection) + b"\n")
+
+
+def read_rejections(run_dir: Path, step: int) -> list[Rejection]:
+    """What a process before this one rejected of a step. A line that is cut short is of a group that comes again."""
+    try:
+        lines = _rejections_of(run_dir, step).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found: list[Rejection] = []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=Rejection))
+    return found
+
+
+def forget_rejections(run_dir: Path, step: int) -> None:
+    """The step's entry has them. Raises OSError."""
+    _rejections_of(run_dir, step).unlink(missing_ok=True)
+
+
+def _rejections_of(run_dir: Path, step: int) -> Path:
+    return _folder(run_dir) / f"rejected-{step:06}"
 
 
 async def train_again(steps: Steps, entries: Sequence[Entry], say: Callable[[str], None]) -> None:

@@ -125,6 +125,16 @@ class Saver:
             await asyncio.to_thread(checkpoint.note_published, self._run_dir, self._published)
         return bool(before)
 
+    async def rejected(self, step: int, group: int, rewards: list[float]) -> None:
+        """A group is about to be rejected. Raises UserError if the disk does not take it."""
+        with _disk(f"{self._run_dir}: what was rejected of step {step} cannot be written"):
+            redo.note_rejection(self._run_dir, step, redo.Rejection(group, rewards))
+
+    async def rejected_before(self, step: int) -> dict[int, list[float]]:
+        """What a process before this one rejected of a step: rewards by group. Raises UserError."""
+        with _disk(f"{self._run_dir}: what was rejected of step {step} cannot be read"):
+            return {one.group: one.rewards for one in redo.read_rejections(self._run_dir, step)}
+
     async def trained(self, step: int, batches: Sequence[Sequence[Group]], report: bytes = b"") -> None:
         """Make a step safe; nobody moves the weights meanwhile. Raises UserError if the disk does not take it.
 
@@ -132,6 +142,7 @@ class Saver:
         """
         with _disk(f"{self._run_dir}: what step {step} was trained on cannot be written"):
             await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches, report)
+            redo.forget_rejections(self._run_dir, step)
         self._next_step = step + 1
         is_asked_for = self._rules.is_asked_for(self._next_step)
         if self._writing is not None and not self._writing.done() and not is_asked_for:
