@@ -242,6 +242,15 @@ def test_an_unknown_key_is_answered_with_the_nearest_one_or_all_of_them(tree, me
         ({"prices": {"a": {}, "b": {"price": -1}}}, "prices.b.price: got -1, expected a number > 0 and <= 100"),
         ({"host": "A"}, 'host: got "A", expected a string that matches ^[a-z]*$'),
         ({"domains": [{"name": "a"}], "fleet": {"price": math.nan}}, "fleet.price: got nan, expected a finite number"),
+        (
+            {"domains": [{"name": "a", "quota": 1 << 64}]},
+            "domains.0.quota: got an integer of 65 bits, expected one from -9223372036854775808 to 9223372036854775807",
+        ),
+        (
+            {"domains": [{"name": "a"}], "fleet": {"workers": -(1 << 20_000)}},  # too long for Python to show
+            "fleet.workers: got an integer of 20001 bits, expected one from -9223372036854775808 to "
+            "9223372036854775807",
+        ),
         ({"domains": [{"name": "a"}], "fleet": {"price": math.inf}}, "fleet.price: got inf, expected a finite number"),
     ],
 )

@@ -5,6 +5,7 @@
 
 Rules: every mistake is one ConfigError of one line; it names the dotted path (or the file and line), what was wrong and
 what was expected. Nothing that is passed in is changed. `nan` and `inf` are never values: they slip through bounds.
+Nor are whole numbers beyond TOML's own 64 bits: tomllib reads them, and nothing else takes them.
 Left out: includes, environment variables, and keys that hold a dot themselves (an override cannot reach them).
 """
 
@@ -29,6 +30,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _AT_POSITION = re.compile(r" \(at line (\d+), column \d+\)$")
 _AT_END = " (at end of document)"
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
 def load_toml(path: str | Path) -> Tree:
@@ -62,8 +64,8 @@ def build(tree: Tree, struct_type: type[StructT], *, source: str = "") -> Struct
     `ValueError("key: reason")` for what takes more than one field to see.
     """
     suffix = f" (in {source})" if source else ""
-    for path, value in _not_finite(tree, ()):
-        raise ConfigError(f"{show_path(path)}: got {value}, expected a finite number{suffix}")
+    for path, value, expected in _no_values(tree, ()):
+        raise ConfigError(f"{show_path(path)}: got {value}, expected {expected}{suffix}")
     try:
         return msgspec.convert(tree, struct_type)
     except msgspec.ValidationError as error:
@@ -136,12 +138,18 @@ def _index(items: list[Any], path: list[str], depth: int) -> int:
     )
 
 
-def _not_finite(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], float]]:
-    if isinstance(node, float) and not math.isfinite(node):
-        yield path, node
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from _not_finite(value, (*path, key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _not_finite(value, (*path, index))
+def _no_values(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any, str]]:
+    """Where a number is that no key takes, and what is expected there."""
+    match node:
+        case float() if not math.isfinite(node):
+            yield path, node, "a finite number"
+        case int() if not _LEAST <= node <= _MOST:
+            yield path, f"an integer of {node.bit_length()} bits", f"one from {_LEAST} to {_MOST}"
+        case dict():
+            for key, value in node.items():
+                yield from _no_values(value, (*path, key))
+        case list():
+            for index, value in enumerate(node):
+                yield from _no_values(value, (*path, index))
+        case _:
+            pass
