@@ -149,6 +149,53 @@ def test_an_interrupt_ends_with_130(commands, capsys):
     assert capsys.readouterr().err == "polyrl: interrupted\n"
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+except BaseException as error:  # as some extensions do, whose import then fails otherwise
+    raise ModuleNotFoundError("half of it is missing") from error
+"""
+
+
+def test_an_interrupt_within_an_import_ends_with_a_line_whatever_is_imported(tmp_path):
+    (tmp_path / "extension.py").write_text(INTERRUPTED_IMPORT)
+    ended = in_a_process(
+        "from polyrl.cli.main import Command, main\nsys.exit(main(['end'], {'end': Command('end', 'extension')}))",
+        cwd=tmp_path,
+    )
+    assert (ended.returncode, ended.stderr) == (130, "polyrl: interrupted\n")
+
+
+LOOPING_COMMAND = """
+import asyncio, os, signal
+from polyrl.cli.loop import run_loop
+
+def add_arguments(parser): ...
+
+def run(args):
+    async def wait():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)  # cancelled: it can still put away what it has
+            print("put away")
+    return run_loop(wait())
+"""
+
+
+def test_an_interrupt_cancels_what_a_loop_runs(tmp_path):
+    (tmp_path / "looping.py").write_text(LOOPING_COMMAND)
+    ended = in_a_process(
+        "from polyrl.cli.main import Command, main\nsys.exit(main(['loop'], {'loop': Command('loop', 'looping')}))",
+        cwd=tmp_path,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "put away\n", "polyrl: interrupted\n")
+
+
 def test_a_bug_of_ours_is_not_caught(commands):
     with pytest.raises(Exception, match="a sample has two ends"):
         main(["end", "broken"], commands)

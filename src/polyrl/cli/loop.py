@@ -1,15 +1,17 @@
 """Running an event loop: uvloop where there is one."""
 
-import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from polyrl.cli import interrupts
 
 Result = TypeVar("Result")
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
     try:
-        import uvloop
+        from uvloop import run
     except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
+        from asyncio import run
+    with interrupts.as_usual():  # the loop cancels what it runs, if the signal is still Python's
+        return run(main)

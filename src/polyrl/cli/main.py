@@ -1,7 +1,7 @@
 """The front of the command line: finds the command, runs it, and turns how it ended into an exit code.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`. It is imported only when it is chosen, so
-that `polyrl --help` costs nothing; this module therefore imports the standard library and `polyrl.errors` alone.
+that `polyrl --help` costs nothing; this module therefore imports the standard library and what needs no more alone.
 
 Rules: a UserError is one line on stderr and exit code 2. A failure of ours is not caught: its traceback is the bug
 report. Options and positional arguments may be mixed (`polyrl simulate ramp --seed 3 fleet.workers=2`), so a command
@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 from polyrl import __version__
+from polyrl.cli import interrupts
 from polyrl.errors import UserError
 
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_READER_GONE = 141  # 128 + SIGPIPE
 
 EXAMPLES = """\
@@ -67,13 +67,14 @@ class CommandModule(Protocol):
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Run one command and return its exit code. argparse exits by itself on --help (0) and on wrong usage (2)."""
     try:
-        return _run_and_flush(sys.argv[1:] if argv is None else argv, commands)
+        with interrupts.that_end_imports():
+            return _run_and_flush(sys.argv[1:] if argv is None else argv, commands)
     except UserError as error:
         print(f"polyrl: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("polyrl: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        print(interrupts.LINE, file=sys.stderr)
+        return interrupts.EXIT_INTERRUPTED
     except BrokenPipeError:
         _discard_stdout()
         return EXIT_READER_GONE
