@@ -1,6 +1,7 @@
 """The manager's keeper: one that dies while it starts is started once more, and not for ever."""
 
 import asyncio
+import shutil
 import sys
 from pathlib import Path
 
@@ -94,3 +95,29 @@ def test_a_manager_that_never_comes_up_ends_the_run(run_dir, monkeypatch, life, 
     with pytest.raises(UserError, match="the manager did not start"):
         asyncio.run(ManagerProcess(run_dir, "127.0.0.1", 0).start())
     assert len(left) == 10 - starts
+
+
+def test_a_manager_that_ends_with_a_line_for_a_person_is_not_started_again(run_dir, monkeypatch):
+    full = "print('polyrl: error: events.bin: cannot be written: No space left on device'); raise SystemExit(2)"
+    left = scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.2) + full, DOWN, DOWN)
+
+    async def scenario() -> None:
+        manager = ManagerProcess(run_dir, "127.0.0.1", 0)
+        try:
+            await manager.start()
+            async with asyncio.timeout(20):
+                await manager.failed()
+        finally:
+            await manager.stop()
+
+    with pytest.raises(UserError, match=r"^the manager ended: events\.bin: cannot be written: No space left on device"):
+        asyncio.run(scenario())
+    assert len(left) == 2
+
+
+def test_a_full_disk_is_named_where_the_log_on_it_could_not_say_so(run_dir, monkeypatch):
+    usage = shutil.disk_usage(run_dir)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    scripts(monkeypatch, "raise SystemExit(2)")
+    with pytest.raises(UserError, match=f"^the manager did not start: {run_dir}: No space left on device"):
+        asyncio.run(ManagerProcess(run_dir, "127.0.0.1", 0).start())

@@ -1,6 +1,7 @@
 """A live run's files: a manager that is killed at any byte goes on, files follow each other, damage is named."""
 
 import os
+import resource
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -506,7 +507,7 @@ def test_a_commit_gives_everything_to_the_operating_system_and_waits_for_no_disk
 def test_a_commit_under_always_waits_for_the_disk(pipe, tmp_path):
     journal = journal_into(pipe, tmp_path, "always")
     journal.add_note(REWARD)
-    with pytest.raises(OSError, match="Invalid argument"):
+    with pytest.raises(UserError, match="cannot be written: Invalid argument"):
         journal.commit()
 
 
@@ -532,5 +533,20 @@ def test_a_journal_that_is_closed_is_on_the_disk_unless_the_policy_is_never(pipe
     if not syncs:
         journal.close()
         return
-    with pytest.raises(OSError, match="Invalid argument"):
+    with pytest.raises(UserError, match="cannot be written: Invalid argument"):
         journal.close()
+
+
+def test_a_disk_that_takes_no_more_is_a_line_and_what_was_committed_is_whole(tmp_path):
+    run = started(tmp_path)
+    (payload,) = files(tmp_path, PAYLOAD)
+    before = payload.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run.journal.add_note(PromptsSupplied((PromptText(1, b"1234" * 64, Sampling()),)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
+    try:
+        with pytest.raises(UserError, match=r"payload-000001\.bin: cannot be written: File too large; what was ack"):
+            run.journal.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert payload.read_bytes() == before

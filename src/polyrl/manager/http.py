@@ -428,4 +428,7 @@ def openapi_text() -> str:
 
 def _write_address(run_dir: Path, address: Address) -> None:
     facts = {"url": address.url, "pid": os.getpid()}
-    (run_dir / ADDRESS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    try:
+        (run_dir / ADDRESS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{run_dir / ADDRESS_FILE}: cannot be written: {error.strerror or error}") from error

@@ -262,9 +262,9 @@ class _Segment:
         self.path = path
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            sync_folder(path.parent)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-        sync_folder(path.parent)
+            raise _not_written(path, error) from error
         self._num_bytes = self.num_grown_bytes = os.fstat(self._file).st_size
         """What was added to its beginning. A saved state that is larger than a file should be still has one file."""
         if self._num_bytes == 0:
@@ -272,20 +272,23 @@ class _Segment:
             self.num_grown_bytes = 0
 
     def write(self, parts: Sequence[bytes]) -> None:
-        """All of it, or nothing: a frame is never appended behind half of one."""
+        """All of it, or nothing: a frame is never appended behind half of one. Raises UserError."""
         data = memoryview(b"".join(parts))
         num_bytes = len(data)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._file, self._num_bytes)
-            raise
+            raise _not_written(self.path, error) from error
         self._num_bytes += num_bytes
         self.num_grown_bytes += num_bytes
 
     def sync(self) -> None:
-        os.fsync(self._file)
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise _not_written(self.path, error) from error
 
     @property
     def next_path(self) -> Path:
@@ -294,6 +297,12 @@ class _Segment:
 
     def close(self) -> None:
         os.close(self._file)
+
+
+def _not_written(path: Path, error: OSError) -> UserError:
+    """A disk that is full, or worse, is one line: it is for a person to mend."""
+    why = error.strerror or str(error)
+    return UserError(f"{path}: cannot be written: {why}; what was acknowledged is there: make room first")
 
 
 # Reading

@@ -2,14 +2,17 @@
 
 Rules kept here: each has its log in the run's directory. They are not reached by a Ctrl+C that is meant for the
 trainer, and they end when it dies, however it dies. A manager that dies is started again, at the same port: its journal
-is there, and everyone dials in by themselves. A worker that dies is not; who started it may say so.
+is there, and everyone dials in by themselves. One that ended with a line for a person, of a full disk say, is not: that
+is mended first. Nor is a worker that dies; who started it may say so.
 """
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 from asyncio.subprocess import Process
@@ -17,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from polyrl.cli.main import EXIT_BAD_INPUT
 from polyrl.cli.training.encryption import Encryption
 from polyrl.errors import UserError
 from polyrl.parent import end_with_parent
@@ -29,6 +33,7 @@ _STOP_TIMEOUT_S = 30.0
 _RESTART_PAUSE_S = 0.5
 _MAX_QUICK_DEATHS = 5
 """A manager that dies so often within a minute is not started again."""
+_LITTLE_ROOM_BYTES = 1 << 16
 
 
 class Address(NamedTuple):
@@ -112,24 +117,35 @@ class ManagerProcess:
                 url = json.loads(address_file.read_text())["url"]
                 return Address(url, int(url.rpartition(":")[2]))
             await asyncio.sleep(0.05)
-        raise UserError(f"the manager did not start: {last_line(self._log_file, said_before)}")
+        raise UserError(f"the manager did not start: {self._what_it_said(said_before)}")
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
         deaths: list[float] = []
+        is_up = True
         while True:
             assert self._process is not None
             code = await self._process.wait()
             deaths = [*(one for one in deaths if loop.time() - one < 60.0), loop.time()]
+            if is_up and code == EXIT_BAD_INPUT:
+                raise UserError(f"the manager ended: {self._what_it_said()}; then go on with --resume")
             if len(deaths) > _MAX_QUICK_DEATHS:
-                raise UserError(f"the manager died {len(deaths)} times in a minute: {last_line(self._log_file)}")
+                raise UserError(f"the manager died {len(deaths)} times in a minute: {self._what_it_said()}")
             log.warning("the manager ended (%s); it is started again", show_code(code))
             await asyncio.sleep(_RESTART_PAUSE_S)
             try:
                 await self._start()
+                is_up = True
             except UserError:
+                is_up = False  # a port, or a lock, may be free in a moment
                 if self._process.returncode is None:
                     raise  # it is there and does not come up: another one would not either
+
+    def _what_it_said(self, since: int = 0) -> str:
+        """On a full disk it could not say so: its log lies there too."""
+        said = last_line(self._log_file, since).removeprefix("polyrl: error: ")
+        no_space, room = os.strerror(errno.ENOSPC), shutil.disk_usage(self._run_dir).free
+        return f"{self._run_dir}: {no_space} ({said})" if room < _LITTLE_ROOM_BYTES and no_space not in said else said
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when the manager cannot be kept alive."""
