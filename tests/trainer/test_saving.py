@@ -10,12 +10,16 @@ import pytest
 import torch
 from tests.trainer.small import draw_groups
 
+from polyrl.cli.training.checkpoints import Past, train_again
 from polyrl.errors import UserError
+from polyrl.telemetry.metrics import MetricsFile
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
 from polyrl.trainer.saving import Rules, Saver, Snapshot
+from polyrl.trainer.step import Added, StepStats
 
 GROUPS = [draw_groups(1)]
+METRIC = "validation/pass@1"
 
 
 class Model:
@@ -31,9 +35,24 @@ class Model:
         yield from self.weights.items()
 
     async def step(self, step: int) -> None:
-        for one in self.weights.values():
-            one.fill_(step + 1)
+        self.begin(step)
+        self.finish()
         await self.saver.trained(step, GROUPS)
+
+    def begin(self, step: int, num_steps: int | None = None) -> None:
+        self._step = step
+
+    def add(self, groups: Any) -> Added:
+        return Added(len(groups))
+
+    def finish(self) -> StepStats:
+        for one in self.weights.values():
+            one.fill_(self._step + 1)
+        return StepStats(self._step, Added(), {})
+
+    def abort(self) -> None: ...
+
+    device_type = "cpu"
 
     def steps_on_disk(self) -> list[int]:
         return [checkpoint.step_of(one) for one in checkpoint.found(self.run_dir)]
@@ -252,6 +271,43 @@ def test_the_best_is_noted_when_its_checkpoint_is_on_disk_and_not_before(tmp_pat
         assert best is not None and best.step == 0
         disk.opened.set()
         await model.saver.finish()
+        best = checkpoint.read_best(tmp_path)
+        assert best is not None and (best.step, best.value) == (2, 0.7)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("newest", [0, 2], ids=["before it is on disk", "before it is noted"])
+def test_checkpoints_that_were_asked_for_and_not_written_are_made_up_for_and_so_is_the_best(
+    tmp_path: Path, newest: int
+):
+    """Killed before the first or the second of them was whole; both versions had validated."""
+
+    async def scenario() -> None:
+        killed = Model(tmp_path, Rules(100, Keep(1, 2), 2), metric=METRIC)
+        await killed.saver.begin()
+        for step in range(newest):
+            await killed.step(step)
+        await killed.saver._written()
+        file = MetricsFile(tmp_path / "metrics.jsonl")
+        for step in range(5):
+            validated = {METRIC: {2: 0.7, 4: 0.3}[step]} if step in (2, 4) else {}
+            file.log(step, {"reward/mean": 0.5, **validated})
+            if step >= newest:
+                redo.append(tmp_path, step, 100, GROUPS)
+        file.close()
+        assert checkpoint.read_best(tmp_path) is None
+
+        state, tensors = checkpoint.load(checkpoint.found(tmp_path)[-1])
+        past = Past(checkpoint.found(tmp_path)[-1], state, tensors, redo.read(tmp_path, state.next_step), {}, 0)
+        again = Model(tmp_path, Rules(100, Keep(1, 2), 2), metric=METRIC, newest=newest)
+        await train_again(past, again, again.saver, tmp_path)
+        await again.saver.finish()
+        assert again.steps_on_disk() == [2, 4, 5]
+        for folder in checkpoint.found(tmp_path):
+            state, tensors = checkpoint.load(folder)
+            assert state.next_step == checkpoint.step_of(folder)
+            assert all(bool((one == state.next_step).all()) for one in tensors.values())
         best = checkpoint.read_best(tmp_path)
         assert best is not None and (best.step, best.value) == (2, 0.7)
 

@@ -16,7 +16,7 @@ before the manager hears of it; it is not flushed, since a machine that loses it
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import blake3
@@ -129,8 +129,13 @@ def _rejections_of(run_dir: Path, step: int) -> Path:
     return _folder(run_dir) / f"rejected-{step:06}"
 
 
-async def train_again(steps: Steps, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
-    """Move the weights as they were moved before. Nobody else uses the devices meanwhile."""
+async def train_again(
+    steps: Steps,
+    entries: Sequence[Entry],
+    say: Callable[[str], None],
+    after: Callable[[int], Awaitable[None]] | None = None,
+) -> None:
+    """Move the weights as they were moved before. Nobody else uses the devices meanwhile, but `after` each step."""
     if not entries:
         return
     first, last = entries[0].step, entries[-1].step
@@ -143,6 +148,8 @@ async def train_again(steps: Steps, entries: Sequence[Entry], say: Callable[[str
                 groups = await asyncio.to_thread(decode_groups, batch)
                 await devices.train(lambda groups=groups: steps.add(groups))
             await devices.train(steps.finish)
+            if after is not None:
+                await after(entry.step)
             if entry.step < last:
                 say(f"step {entry.step} is trained again")
     finally:

@@ -151,6 +151,16 @@ class Saver:
         if is_asked_for or self._rules.is_due(self._next_step, self._newest):
             await self._checkpoint()
 
+    async def trained_again(self, step: int) -> None:
+        """A step of the log: whoever logged it may have died before its checkpoint, if one was asked for, was written.
+
+        Raises UserError if the disk does not take it.
+        """
+        self._next_step = step + 1
+        if self._rules.is_asked_for(self._next_step) and not checkpoint.is_there(self._run_dir, self._next_step):
+            await self._written()
+            await self._checkpoint()
+
     async def finish(self) -> None:
         """The run is over: its last step has a checkpoint, on the disk. Raises UserError."""
         await self._written()

@@ -32,6 +32,7 @@ from polyrl.trainer.loop import StepReport, why_enough
 from polyrl.trainer.model import Policy
 from polyrl.trainer.redo import Entry
 from polyrl.trainer.saving import Rules, Saver
+from polyrl.trainer.step import Steps
 
 _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
 _WEIGHT_FILES = (".safetensors", ".bin")
@@ -186,6 +187,20 @@ def make_saver(
         metric=wanted.keep_best,
         digests_kept=max(_DIGESTS_KEPT, recipe.max_staleness + 2),
     )
+
+
+async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> None:
+    """The steps of the log; and make up for what their checkpoints lack. Raises UserError."""
+
+    def note_validation(version: int) -> None:
+        saver.validated(version, metrics.read_validation(run_dir / metrics.FILE_NAME, version))
+
+    async def after(step: int) -> None:
+        await saver.trained_again(step)
+        note_validation(step + 1)
+
+    note_validation(past.state.next_step)
+    await redo.train_again(steps, past.log, lambda line: print(line, flush=True), after)
 
 
 def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:

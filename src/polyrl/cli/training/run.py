@@ -40,7 +40,6 @@ from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.errors import PolyrlError, UserError
-from polyrl.trainer import redo
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Crew
 from polyrl.trainer.local_engine import LocalEngine
@@ -117,14 +116,16 @@ async def train(
         if tls is not None:
             address = Address(tls.url(address.port), address.port, tls)
             await check_reachable(_dialer(run_dir, address))
-        if past is not None and past.log:  # before there is an engine that takes memory; workers dial again meanwhile
-            again = redo.train_again(steps, past.log, lambda line: print(line, flush=True))
-            await _first_of(again, [one.failed() for one in (manager, team) if one is not None], None)
-        engine = await stack.enter_async_context(_engine(recipe, policy))
         saver: Saver | None = None
         if recipe.checkpoint.enabled:
             gather = (crew if leader is None else leader).whole_state
             saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, policy, gather, past)
+            stack.push_async_callback(saver.stop)
+        if past is not None:  # before there is an engine that takes memory; workers dial again meanwhile
+            assert saver is not None, "who keeps no checkpoints has nothing to go on from"
+            again = checkpoints.train_again(past, steps, saver, run_dir)
+            await _first_of(again, [one.failed() for one in (manager, team, saver) if one is not None], None)
+        engine = await stack.enter_async_context(_engine(recipe, policy))
         if past is None:  # before the manager hears of a run: from then on nobody else may begin one here
             checkpoints.write_recipe(run_dir, recipe)
             if saver is not None:
@@ -145,8 +146,6 @@ async def train(
         display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
-        if saver is not None:
-            stack.push_async_callback(saver.stop)
         parents = {version: digests[-1] for version, digests in fleet.digests.items()}
         loop = Loop(
             recipe,
