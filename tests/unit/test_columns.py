@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from polyrl.wire.columns import (
     CELL_BYTES,
+    MAX_LOGPROB,
     BadColumns,
     check,
     check_cells,
@@ -125,6 +126,26 @@ LEASES, OFFSETS, COUNTS, VERSIONS, CELLS = packed((1, 0, 0, [(5, -1.0), (6, -1.0
 def test_a_frame_that_cannot_be_true_is_refused_with_the_reason(columns, why):
     with pytest.raises(BadColumns, match=why):
         check(*columns)
+
+
+EDGES = [0, 1, 1 << 31, 0x3A83126E, 0x3A83126F, 0x3A831270, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0xFF7FFFFF, 0xFF800000]
+BITS = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**32 - 1))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(BITS, BITS), max_size=6), st.integers(0, 200))
+def test_cells_are_good_or_not_whatever_their_bits_are_and_however_many_there_are(odd, num_others):
+    def is_good(cell: bytes) -> bool:
+        token, logprob = struct.unpack("<if", cell)
+        return token >= 0 and -math.inf < logprob <= MAX_LOGPROB
+
+    made = [struct.pack("<II", *one) for one in odd] + [pack_cells([7], [-0.5])] * num_others
+    try:
+        check_cells(b"".join(made))
+    except BadColumns:
+        assert not all(map(is_good, made))
+    else:
+        assert all(map(is_good, made))
 
 
 def test_a_certain_token_may_be_a_little_more_than_certain():
