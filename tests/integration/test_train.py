@@ -328,6 +328,22 @@ def test_a_dry_run_shows_the_recipe_and_the_plan_and_starts_nothing(desk: Path, 
     assert not (desk / "runs").exists()
 
 
+def test_fewer_prompts_than_a_step_wants_are_a_line_of_the_plan_and_of_the_run(
+    desk: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    num = len(Path("rows.jsonl").read_text().splitlines())
+    line = f"data.prompts_per_step: {num + 3}, and rows.jsonl has only {num} prompts to train on: a step has {num} of"
+    settings = [f"data.prompts_per_step={num + 3}", "data.source=rows.jsonl"]
+    assert main(["train", "recipe.toml", "--dry-run", *settings]) == 0
+    said = capsys.readouterr().out
+    assert line in said and f"{num} prompts (at most 496 tokens) x 4 = {4 * num} samples" in said
+    load_tasks(load_recipe("recipe.toml", settings))
+    assert line in caplog.text
+    caplog.clear()
+    load_tasks(load_recipe("recipe.toml", [f"data.prompts_per_step={num}", "data.source=rows.jsonl"]))
+    assert "prompts_per_step" not in caplog.text
+
+
 def test_a_dry_run_of_rounds_ahead_says_how_far_behind_and_what_is_done_about_it(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ):

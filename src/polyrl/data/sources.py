@@ -15,7 +15,7 @@ from msgspec import structs
 from polyrl.config.recipe import ARITHMETIC, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
 from polyrl.data.prompts import Task, read_tasks, to_task
-from polyrl.data.rows import DataError, Row
+from polyrl.data.rows import DataError, Row, read_rows
 from polyrl.data.tokens import ModelTokenizer, Tokens
 
 log = logging.getLogger("polyrl.data")
@@ -129,6 +129,19 @@ def open_training(
         )
     tasks = read_tasks(domain.source, domain, needs_answer=needs_answer, key=key)
     return FileSource(domain.source, tasks, tokenizer, max_tokens)
+
+
+def count_for_a_step(domain: DomainSection) -> int:
+    """As many prompts as a step wants, or all that there are. Nothing is tokenised: some may turn out too long."""
+    assert domain.source is not None
+    is_drawn = domain.source == ARITHMETIC
+    limits = (
+        domain.prompts_per_step,
+        domain.num_prompts,
+        NUM_TRAIN if is_drawn and domain.num_prompts is None else None,
+    )
+    wanted = min(one for one in limits if one is not None)
+    return wanted if is_drawn else sum(1 for _ in read_rows(domain.source, wanted))
 
 
 def open_validation(

@@ -1,6 +1,6 @@
 """What `polyrl train --dry-run` shows: the recipe with every default in it, and what would run where, and how large.
 
-Rules kept here: nothing is started or written, and no data is read. Of models, only config.json, the headers of
+Rules kept here: nothing is started or written. Of data, no more rows are read than a step wants. Of models, only config.json, the headers of
 their weights and, where there are several, their tokenizers are looked at. Sizes of tensors are exact; what training
 keeps beside them is an estimate, and says so.
 """
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from polyrl.cli.training.encryption import encryption
 from polyrl.cli.training.models import check_tokenizers, others, uses_engine
-from polyrl.cli.training.tasks import prompt_room
+from polyrl.cli.training.tasks import prompt_room, too_few
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
+from polyrl.data.sources import count_for_a_step
 from polyrl.engines.builtin.models import check_headers, choose_device
 from polyrl.engines.engine import EngineError
 from polyrl.errors import ConfigError
@@ -64,13 +65,15 @@ class Memory(NamedTuple):
 
 
 def show_plan(recipe: Recipe, run_dir: Path) -> str:
-    """Raises UserError for a model directory that cannot be used."""
+    """Raises UserError for a model directory, or data, that cannot be used."""
     shape = read_shape(recipe.model.path)
     for key, path in others(recipe).items():
         read_shape(path, key)
     check_tokenizers(recipe)
     room = prompt_room(recipe, shape.context)
-    rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room), *_memory(recipe, shape)]
+    num_prompts = [count_for_a_step(domain) for domain in recipe.data.all_domains]
+    rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room, sum(num_prompts)), *_memory(recipe, shape)]
+    rows += [("warning", line) for line in too_few(recipe, num_prompts)]
     width = max(len(name) for name, _ in rows)
     lines = [f"# {name:<{width}}  {text}" for name, text in rows]
     return "\n".join([dump_toml(recipe), "# The plan", *lines])
@@ -195,8 +198,7 @@ def _mode(recipe: Recipe) -> str:
     return f"async (at most {most} version{'s' if most > 1 else ''} behind)" if most else recipe.train.mode
 
 
-def _sizes(recipe: Recipe, shape: ModelShape, room: int | None) -> list[tuple[str, str]]:
-    prompts = sum(domain.prompts_per_step for domain in recipe.data.all_domains)
+def _sizes(recipe: Recipe, shape: ModelShape, room: int | None, prompts: int) -> list[tuple[str, str]]:
     samples = prompts * recipe.rounds.samples_per_prompt
     longest = recipe.rollout.max_new_tokens
     width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES

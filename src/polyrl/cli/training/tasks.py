@@ -1,6 +1,7 @@
 """The recipe's prompts, as the fleet, the trainer and the rewards want them."""
 
 import asyncio
+import logging
 from typing import NamedTuple, Protocol
 
 from polyrl.cli.training.scheduler import scheduler_config
@@ -10,6 +11,8 @@ from polyrl.data.tokens import ModelTokenizer, Tokens
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import OURS, RewardFailed, RewardInput, find_reward
+
+log = logging.getLogger("polyrl.data")
 
 _HOPELESS = 32
 """A reward that has failed so often, and never once succeeded, is not going to."""
@@ -107,8 +110,7 @@ class RecipeTasks:
 
 def load_tasks(recipe: Recipe) -> RecipeTasks:
     """Find every reward, read all data. Raises UserError, with a dotted key or with file and line."""
-    sections = recipe.data.all_domains
-    keys = [f"data.domains.{number}" for number in range(len(sections))] if recipe.data.domains else ["data"]
+    sections, keys = recipe.data.all_domains, _keys(recipe)
     for domain, key in zip(sections, keys, strict=True):
         find_reward(domain.reward_name, f"{key}.reward")
     tokenizer = ModelTokenizer(recipe.model.path)
@@ -119,7 +121,25 @@ def load_tasks(recipe: Recipe) -> RecipeTasks:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    for line in too_few(recipe, tasks.num_prompts):
+        log.warning(line)
     return tasks
+
+
+def too_few(recipe: Recipe, num_prompts: list[int]) -> list[str]:
+    """A line for each domain that has fewer prompts than a step wants."""
+    return [
+        f"{key}.prompts_per_step: {domain.prompts_per_step}, and {domain.source} has only {num} prompts to train on: a "
+        f"step has {num} of this domain"
+        for domain, key, num in zip(recipe.data.all_domains, _keys(recipe), num_prompts, strict=True)
+        if num < domain.prompts_per_step
+    ]
+
+
+def _keys(recipe: Recipe) -> list[str]:
+    """Of each domain's settings."""
+    domains = recipe.data.domains
+    return [f"data.domains.{number}" for number in range(len(domains))] if domains else ["data"]
 
 
 def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
