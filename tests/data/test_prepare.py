@@ -80,7 +80,11 @@ def test_any_file_is_taken_by_the_names_of_its_columns(tmp_path: Path):
         (["gsm8k", "--source", "gone.jsonl"], "gone.jsonl: no such file"),
         (["gone.jsonl"], "gone.jsonl: no such file"),
         (["gone.jsonl", "--source", "x"], "expected openr1 or gsm8k with it"),
-        (["gsm8k", "--source", "other.jsonl"], "other.jsonl: none of its 1 rows can be used; expected the layout"),
+        (
+            ["gsm8k", "--source", "other.jsonl"],
+            "other.jsonl: none of its 1 rows can be used; expected texts in the columns question and answer, with ####",
+        ),
+        (["other.jsonl"], "none of its 1 rows can be used; expected one of the columns prompt, problem, question"),
     ],
 )
 def test_what_cannot_be_prepared_is_one_line_and_leaves_no_file(

@@ -38,6 +38,12 @@ def test_json_lines_keep_their_line_numbers_across_empty_lines(tmp_path: Path):
     ]
 
 
+def test_the_mark_that_some_editors_put_before_utf_8_is_no_part_of_the_first_row(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "b"}\n'.encode("utf-8-sig"))
+    assert [row.fields["prompt"] for row in read_rows(path)] == ["a", "b"]
+
+
 def test_only_the_first_rows_are_read_when_so_many_are_wanted(tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", '{"a": 1}', '{"a": 2}', "not json")
     assert [row.fields["a"] for row in read_rows(path, 2)] == [1, 2]

@@ -93,6 +93,12 @@ def test_a_file_is_read_as_a_tree(tmp_path):
     assert load_toml(path) == {"fleet": {"workers": 3}, "domains": [{"name": "math"}]}
 
 
+def test_the_mark_that_some_editors_put_before_utf_8_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[fleet]\nworkers = 3\n", encoding="utf-8-sig")
+    assert load_toml(path) == {"fleet": {"workers": 3}}
+
+
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
     with pytest.raises(UserError, match=r"gone\.toml: no such file$"):
         load_toml(tmp_path / "gone.toml")

@@ -93,6 +93,7 @@ def test_equal_rewards_are_filtered_where_they_teach_nothing_unless_the_recipe_s
         (["train.mode=sync"], 'train.mode: got "sync", expected one of "async", "streaming", "synchronous"'),
         (["train.max_staleness=1"], 'train.max_staleness: is for train.mode = "async" alone, not for "streaming"'),
         (["train.mode=async", "train.max_staleness=0"], "train.max_staleness: got 0, expected an integer >= 1"),
+        (['rollout.stop=["x", ""]'], "rollout.stop.1: got an empty text, which every answer has at once"),
         (["name=.."], "name: got '..', expected a name that a directory can have"),
         (["name=a/b"], "name: got 'a/b', expected a name that a directory can have"),
         (["data.source=file.jsonl"], "data.reward: missing, expected arithmetic, math or module:function"),

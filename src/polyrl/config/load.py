@@ -84,7 +84,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # some editors put a mark before it
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 text, expected a TOML file") from error

@@ -262,6 +262,10 @@ class RolloutSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Text that ends an answer, beside the model's own end of text."""
     impose_lengths: ImposedLengths = ImposedLengths()
 
+    def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise ValueError(f"stop.{self.stop.index('')}: got an empty text, which every answer has at once")
+
 
 class ArithmeticTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the generated problems are like; docs/concepts/data.md."""

@@ -25,6 +25,11 @@ _MARK = "####"
 _KEPT = ("problem_type", "source", "uuid")
 """Columns of OpenR1-Math that are of use afterwards; its generated solutions are most of its bytes."""
 ANY_FILE = "FILE"
+_EXPECTED = {
+    "openr1": "texts in the columns problem and answer",
+    "gsm8k": f"texts in the columns question and answer, with {_MARK} before the result",
+    ANY_FILE: f"one of the columns {', '.join(PROMPT_COLUMNS)}",
+}
 
 
 class Prepared(NamedTuple):
@@ -51,7 +56,7 @@ def prepare(layout: str, source: Path, out: Path) -> Prepared:
                 num_rows += 1
                 file.write(msgspec.json.encode(fields) + b"\n")
         if not num_rows:
-            raise DataError(f"{source}: none of its {num_left_out} rows can be used; expected the layout of {layout}")
+            raise DataError(f"{source}: none of its {num_left_out} rows can be used; expected {_EXPECTED[layout]}")
         os.replace(part, out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error

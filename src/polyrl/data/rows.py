@@ -9,6 +9,7 @@ Left out: what the columns mean (prompts.py), and downloading.
 import base64
 import importlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -53,7 +54,7 @@ def read_rows(source: str | Path, limit: int | None = None) -> Iterator[Row]:
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
-    """Empty lines are counted, and skipped."""
+    """Empty lines are counted, and skipped; so is the mark that some editors put before UTF-8."""
     decoder = msgspec.json.Decoder()
     try:
         with path.open("rb") as file:
@@ -62,7 +63,7 @@ def _read_lines(path: Path) -> Iterator[Row]:
                     continue
                 place = f"{path}:{number}"
                 try:
-                    fields = decoder.decode(line)
+                    fields = decoder.decode(line.removeprefix(BOM_UTF8) if number == 1 else line)
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise DataError(f"{place}: not JSON: {error}") from error
                 if not isinstance(fields, dict):
