@@ -14,6 +14,7 @@ from polyrl.cli.training.checkpoints import (
     Past,
     check_past,
     check_that_something_is_left,
+    describe,
     models_digest,
     read_past,
     read_recipe,
@@ -21,6 +22,7 @@ from polyrl.cli.training.checkpoints import (
     write_recipe,
 )
 from polyrl.cli.training.scheduler import scheduler_config
+from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError, UserError
 from polyrl.telemetry.metrics import MetricsFile
@@ -128,6 +130,31 @@ def test_a_run_without_tensors_goes_on_from_the_models_that_it_began_with(tmp_pa
     save_small(folders[changed], seed=1)
     with pytest.raises(UserError, match=r"its files, .* are not the ones that .*step-000000 began with"):
         check_past(past, recipe, policy)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "the model that it began with"])
+def test_the_reference_of_kl_stays_what_it_was(tmp_path: Path, *, named: bool):
+    folders = {name: save_small(tmp_path / name, seed=0) for name in ("model", "reference")}
+    for one in folders.values():
+        (one / "tokenizer.json").write_text("same")
+    without = load_recipe("arithmetic", [path := f"model.path={folders['model']}"])
+    settings = ["algorithm.kl=loss", *([f"algorithm.reference={folders['reference']}"] if named else [])]
+    recipe = load_recipe("arithmetic", [path, *settings])
+    policy = Policy.load(str(folders["model"]))
+
+    def past(recipe: Recipe) -> Past:
+        """Of a run with checkpoints, which began with this recipe."""
+        state = msgspec.structs.replace(describe(recipe, policy), next_step=3, models="")
+        return Past(tmp_path / "step-000003", state, {"a": torch.zeros(1)}, [], {}, 0)
+
+    before, unmeasured = past(recipe), past(without)
+    save_small(folders["model" if named else "reference"], seed=1)  # nobody measures anything against that one
+    check_past(before, recipe, policy)
+    changed = folders["reference" if named else "model"]
+    save_small(changed, seed=2)
+    with pytest.raises(UserError, match=f"^{changed}: its files are not those of the reference that .*step-000003 was"):
+        check_past(before, recipe, policy)
+    check_past(unmeasured, without, policy)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,8 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     """Of the tokenizer's files."""
     models: str = ""
     """Of the files of all models that the run began with, where they are what it goes on from: before step 0."""
+    reference: str = ""
+    """Of the files of the model that KL is measured against, where it is: no checkpoint holds its weights."""
     files: dict[str, str] = {}
     format: int = _FORMAT
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import blake3
+from msgspec.structs import replace
 
 from polyrl.cli.training.changes import check_changes
 from polyrl.config import apply_overrides, build, load_toml
@@ -164,18 +165,24 @@ def wait_for_manager_to_end(run_dir: Path) -> None:
         os.close(descriptor)
 
 
+def describe(recipe: Recipe, policy: Policy) -> TrainerState:
+    """A run that begins: what must be the same whenever it goes on (`check_past`)."""
+    return TrainerState(
+        next_step=0,
+        fingerprint=checkpoint.fingerprint(policy.parameters()),
+        base=policy.base_fingerprint,
+        tokenizer=tokenizer_digest(Path(recipe.model.path)),
+        models=models_digest(recipe),
+        reference=reference_digest(recipe),
+    )
+
+
 def make_saver(
     recipe: Recipe, run_dir: Path, policy: Policy, gather: Callable[[], Iterable[tuple[str, Any]]], past: Past | None
 ) -> Saver:
     """`gather` gives all tensors of a checkpoint, whole."""
     wanted = recipe.checkpoint
-    about = TrainerState(
-        next_step=0 if past is None else past.next_step,
-        fingerprint=checkpoint.fingerprint(policy.parameters()),
-        base=policy.base_fingerprint,
-        tokenizer=tokenizer_digest(Path(recipe.model.path)),
-        models=models_digest(recipe) if past is None else "",
-    )
+    about = describe(recipe, policy) if past is None else replace(past.state, next_step=past.next_step)
     validates_every = recipe.validation.every_steps if wanted.keep_best else 0
     return Saver(
         run_dir,
@@ -204,7 +211,7 @@ async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> 
 
 
 def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
-    """Raises UserError if a checkpoint is of another model, or of another tokenizer."""
+    """Raises UserError if a checkpoint is of another model, or of another tokenizer or reference."""
     path = recipe.model.path
     if past.state.tokenizer and past.state.tokenizer != tokenizer_digest(Path(path)):
         raise UserError(f"{path}: its tokenizer is not the one that {past.folder} was trained with; put that one back")
@@ -213,6 +220,11 @@ def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
         raise UserError(
             f"{path}: its files, or those of another model of the recipe, are not the ones that {past.folder} began "
             "with, and no weights are kept yet; put those back, or begin anew"
+        )
+    if past.state.reference and past.state.reference != reference_digest(recipe):
+        raise UserError(
+            f"{recipe.algorithm.reference or path}: its files are not those of the reference that {past.folder} was "
+            "trained with; put those back, or name a copy of them in the run's recipe.toml: algorithm.reference"
         )
 
 
@@ -225,8 +237,19 @@ def models_digest(recipe: Recipe) -> str:
     """Of all files that say what the run's models are before the first step."""
     algorithm = recipe.algorithm
     folders = {os.path.abspath(one) for one in (recipe.model.path, algorithm.critic.path, algorithm.reference) if one}
-    files = (path for folder in folders for path in Path(folder).iterdir())
-    return _digest_of_files(path for path in files if path.name == "config.json" or path.suffix in _WEIGHT_FILES)
+    return _digest_of_files(path for folder in folders for path in _model_files(folder))
+
+
+def reference_digest(recipe: Recipe) -> str:
+    """Of all files that say what KL is measured against; empty where it is not, or is to LoRA's own base."""
+    algorithm = recipe.algorithm
+    if algorithm.kl == "none" or (recipe.lora.rank and not algorithm.reference):
+        return ""
+    return _digest_of_files(_model_files(algorithm.reference or recipe.model.path))
+
+
+def _model_files(folder: str) -> list[Path]:
+    return [one for one in Path(folder).iterdir() if one.name == "config.json" or one.suffix in _WEIGHT_FILES]
 
 
 def _digest_of_files(paths: Iterable[Path]) -> str:

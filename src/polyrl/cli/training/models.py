@@ -71,11 +71,10 @@ def load_critic(recipe: Recipe, ranks: Ranks | None = None) -> Critic | None:
 
 
 def others(recipe: Recipe) -> dict[str, str]:
-    """The paths of models beside the policy's that the recipe has a use for, by the keys that name them."""
-    wanted = recipe.algorithm
-    reference = wanted.reference if wanted.kl != "none" else ""
-    critic = wanted.critic.path if wanted.advantage == "gae" else ""
-    return {key: path for key, path in (("algorithm.reference", reference), ("algorithm.critic.path", critic)) if path}
+    """The paths of models beside the policy's, by the keys that name them. No recipe names one that it has no use for."""
+    algorithm = recipe.algorithm
+    named = {"algorithm.reference": algorithm.reference, "algorithm.critic.path": algorithm.critic.path}
+    return {key: path for key, path in named.items() if path}
 
 
 def check_tokenizers(recipe: Recipe) -> None:
