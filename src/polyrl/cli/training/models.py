@@ -71,7 +71,7 @@ def load_critic(recipe: Recipe, ranks: Ranks | None = None) -> Critic | None:
 
 
 def others(recipe: Recipe) -> dict[str, str]:
-    """The paths of models beside the policy's, by the keys that name them. No recipe names one that it has no use for."""
+    """Models beside the policy, by the keys that name their paths: a recipe names none that it has no use for."""
     algorithm = recipe.algorithm
     named = {"algorithm.reference": algorithm.reference, "algorithm.critic.path": algorithm.critic.path}
     return {key: path for key, path in named.items() if path}
