@@ -76,8 +76,8 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     local_generation: bool = True
     """The trainer's own device generates too. With no workers it is the only one that does."""
     mismatch_warning: NotNegative = 0.01
-    """Warn when an engine's log-probabilities are so many nats (`actor/mismatch_kl`) from the trainer's for the same
-    weights; 0: never."""
+    """Warn when an engine's log-probabilities are so many nats from the trainer's for the same weights
+    (`actor/mismatch_kl/<engine>/0`); 0: never."""
     stop_at_reward: float | None = None
     """End when a step's mean reward reaches this."""
     price_usd_per_hour: NotNegative = 0.0

@@ -45,7 +45,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "actor/skipped_updates", "", "updates that were left out because the gradient was no number, or there was none"
     ),
-    Metric("actor/mismatch_kl", "nats", "KL between the engine's log-probabilities and the trainer's, same weights"),
+    Metric(
+        "actor/mismatch_kl",
+        "nats",
+        "KL between the log-probabilities that tokens were drawn with, in `async` mode by older weights too, and the "
+        "trainer's",
+    ),
     Metric(
         "actor/mismatch_kl/<engine>/<age>",
         "nats",
