@@ -1,5 +1,6 @@
 """What may be changed in a run that goes on: nothing that its manager's journal was written with."""
 
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from polyrl.cli.training.checkpoints import (
     tokenizer_digest,
     write_recipe,
 )
+from polyrl.cli.training.run import check_that_it_fits
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import load_recipe
@@ -31,6 +33,7 @@ from polyrl.trainer.checkpoint import TrainerState
 from polyrl.trainer.loop import StepReport
 from polyrl.trainer.model import Policy
 from polyrl.trainer.step import Added, StepStats
+from polyrl.wire.control import RunReply
 
 
 @pytest.fixture
@@ -248,3 +251,63 @@ def test_a_run_is_over_when_its_last_step_has_a_checkpoint_and_is_told_and_valid
     check("train.steps=3", "validation.every_steps=0", "train.stop_at_reward=1.1")
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"reward/mean":1.0}\n')
     check(*unvalidated)  # nobody has told of step 1
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_what_to_do_is_said(tmp_path: Path):
+    def save(run_dir: Path, run: str, step: int) -> Path:
+        tensors = {"a": torch.zeros(1)} if step else {}
+        return checkpoint.save(run_dir, TrainerState(next_step=step, run=run), tensors)
+
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    checkpoint.note_run(ours, "aa")
+    save(ours, "aa", 0)
+    for step in range(3):
+        redo.append(ours, step, 9, [])
+    before = save(ours, "aa", 2)
+    assert read_past(ours).next_step == 3
+    shutil.copytree(save(theirs, "bb", 3), foreign := before.with_name("step-000003"))
+    with pytest.raises(UserError) as error:
+        read_past(ours)
+    assert str(error.value) == (
+        f"{foreign}: is a checkpoint of another run: its id is not that in {ours}/checkpoints/run-id; "
+        f"remove {foreign}, and --resume trains the steps since step-000002 again"
+    )
+    with pytest.raises(UserError, match=r"step-000003: is a checkpoint of another run"):
+        read_past(theirs)  # whose own name nobody knows
+
+
+def opened(*, last_requested: int, published: int, open_steps: tuple[int, ...] = ()) -> RunReply:
+    return RunReply(
+        session="s", fresh=last_requested < 0, published=published, last_requested=last_requested, open_steps=open_steps
+    )
+
+
+@pytest.mark.parametrize(
+    ("manager", "ahead"),
+    [
+        (opened(last_requested=-1, published=-1), 0),
+        (opened(last_requested=5, published=5, open_steps=(5,)), 0),
+        (opened(last_requested=5, published=6), 0),
+        (opened(last_requested=6, published=6, open_steps=(6,)), 0),
+        (opened(last_requested=8, published=6, open_steps=(6, 7, 8)), 2),
+    ],
+)
+def test_a_manager_that_is_a_step_apart_fits(manager: RunReply, ahead: int):
+    check_that_it_fits(manager, 0 if manager.fresh else 6, ahead)
+
+
+@pytest.mark.parametrize(
+    ("manager", "journal", "why"),
+    [
+        (opened(last_requested=-1, published=-1), -1, "power failed"),
+        (opened(last_requested=4, published=5, open_steps=(4,)), 5, "power failed"),
+        (opened(last_requested=7, published=6, open_steps=(7,)), 7, "the newest were removed"),
+        (opened(last_requested=6, published=7), 7, "the newest were removed"),
+    ],
+)
+def test_a_manager_that_is_further_apart_is_of_another_run(manager: RunReply, journal: int, why: str):
+    line = (
+        f"^checkpoint and log go up to step 6, and the manager's journal to step {journal}: they .* one run, or {why}"
+    )
+    with pytest.raises(UserError, match=line):
+        check_that_it_fits(manager, 6, 0)

@@ -5,6 +5,7 @@
     RUN/checkpoints/redo/            what the steps since then were trained on (redo.py)
     RUN/checkpoints/published.json   the digests of the versions published last
     RUN/checkpoints/best.json        which step validated best so far
+    RUN/checkpoints/run-id           whose all that is
 
 Data order, deferred prompts, the open round and the ledger are in the manager's journal, and are not repeated here.
 
@@ -40,6 +41,7 @@ _STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
 _BEST = "best.json"
 _PUBLISHED = "published.json"
+_RUN_ID = "run-id"
 _FORMAT = 2
 _PIECE_BYTES = 64 << 20
 
@@ -61,6 +63,8 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     """What is not tensors."""
 
     next_step: int
+    run: str = ""
+    """Drawn when the run began: of the weights of another one its journal knows nothing."""
     fingerprint: str = ""
     """Of what is trained: its tensors' names and shapes."""
     base: str = ""
@@ -211,6 +215,21 @@ def read_best(run_dir: Path) -> Best | None:
         if is_there(run_dir, best.step):
             return best
     return None
+
+
+def note_run(run_dir: Path, run: str) -> None:
+    """Raises OSError."""
+    (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+    write_whole(run_dir / FOLDER / _RUN_ID, f"{run}\n".encode())
+
+
+def check_run(run_dir: Path, state: TrainerState) -> None:
+    """Raises UserError if a checkpoint is not of the run whose directory it is in."""
+    path = run_dir / FOLDER / _RUN_ID
+    ours = path.read_text().strip() if path.exists() else ""
+    if state.run != ours:
+        folder = path.with_name(name_of(state.next_step))
+        raise UserError(f"{folder}: is a checkpoint of another run: its id is not that in {path}")
 
 
 def note_published(run_dir: Path, digests: Mapping[int, tuple[str, ...]]) -> None:

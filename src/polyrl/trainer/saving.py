@@ -111,6 +111,7 @@ class Saver:
     async def begin(self) -> None:
         """Before the first step: the run is the recipe's models and nothing else. Raises UserError."""
         with _disk(f"{self._run_dir}: the run's state cannot be written"):
+            checkpoint.note_run(self._run_dir, self._about.run)
             await asyncio.to_thread(checkpoint.save, self._run_dir, self._about, {}, keep=self._rules.keep)
 
     async def offered(self, version: int, digest: str) -> bool:

@@ -10,6 +10,7 @@ are never more than the open step apart: a step is done for the manager only whe
 
 import fcntl
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -94,6 +95,7 @@ def read_past(run_dir: Path) -> Past:
         raise UserError(f"{run_dir}: no checkpoint there yet; the run must begin anew, in another directory")
     try:
         state, tensors = checkpoint.load(found[-1])
+        checkpoint.check_run(run_dir, state)
     except UserError as error:
         raise UserError(f"{error}{_way_out(run_dir, found)}") from error
     try:
@@ -169,6 +171,7 @@ def describe(recipe: Recipe, policy: Policy) -> TrainerState:
     """A run that begins: what must be the same whenever it goes on (`check_past`)."""
     return TrainerState(
         next_step=0,
+        run=secrets.token_hex(8),
         fingerprint=checkpoint.fingerprint(policy.parameters()),
         base=policy.base_fingerprint,
         tokenizer=tokenizer_digest(Path(recipe.model.path)),

@@ -134,7 +134,7 @@ async def train(
         assert fleet.opened is not None
         if past is not None:
             fleet.digests.update(past.published)
-            _check_that_it_fits(fleet.opened, first_step, recipe.max_staleness)
+            check_that_it_fits(fleet.opened, first_step, recipe.max_staleness)
         key = bytes.fromhex(fleet.opened.weights_key)
         server = WeightServer(weight_settings(recipe, listens), key, None if tls is None else tls.of_weights)
         server.start()
@@ -186,19 +186,23 @@ def _manager_options(recipe: Recipe) -> list[str]:
     return options
 
 
-def _check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
-    """The manager is never ahead of what is on disk here by more than the open step and those asked for ahead.
+def check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
+    """Raises UserError. The manager knows of every step that is on disk here before it is, and is never ahead by more
+    than the open step and those asked for ahead.
 
     It knows nothing where the process before this one died as it was about to open the run.
     """
     last = first_step + max_staleness
     is_ahead = opened.last_requested > last or any(step > last for step in opened.open_steps)
-    is_behind = opened.fresh and first_step > 0
+    is_behind = opened.last_requested < first_step - 1
     if is_behind or is_ahead or opened.published > first_step:
         theirs = max(opened.last_requested, opened.published)
+        lost = (
+            "power failed before the journal was written: remove what checkpoints/ has beyond it, and go on from there"
+        )
         raise UserError(
             f"checkpoint and log go up to step {first_step}, and the manager's journal to step {theirs}: they are not "
-            "of one run, or the newest were removed"
+            f"of one run, or {lost if is_behind else 'the newest were removed'}"
         )
 
 
