@@ -25,3 +25,15 @@ def wrong_of_step(batch: RewardBatch, config: AlgorithmConfig) -> torch.Tensor:
 
 def wrong_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return batch.logprobs.sum(), {}
+
+
+def lonely_loss(batch: TokenBatch, config: AlgorithmConfig) -> torch.Tensor:
+    return -batch.advantages * batch.logprobs
+
+
+def talkative_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
+    return -batch.advantages * batch.logprobs, {"mean": 0.5}
+
+
+def listed_advantage(rewards: torch.Tensor, config: AlgorithmConfig) -> list[float]:
+    return rewards.tolist()

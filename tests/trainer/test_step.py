@@ -357,8 +357,15 @@ def test_functions_of_the_user_s_own_are_found(world):
     ):
         with pytest.raises(ConfigError, match=f"algorithm.{key}: .*{hint}"):
             gradient(world, config_of(**{key: name}), [world.groups])
-    for key, name in (("loss", "wrong_loss"), ("advantage", "wrong_advantage"), ("advantage", "wrong_of_step")):
-        with pytest.raises(UserError, match=f"algorithm.{key}: tests.trainer.own:{name} gave shape"):
+    for key, name, gave in (
+        ("loss", "wrong_loss", "shape"),
+        ("loss", "lonely_loss", "one Tensor; expected a pair: "),
+        ("loss", "talkative_loss", r"\(Tensor, dict\); expected a pair: "),
+        ("advantage", "wrong_advantage", "shape"),
+        ("advantage", "wrong_of_step", "shape"),
+        ("advantage", "listed_advantage", "one list for a group of"),
+    ):
+        with pytest.raises(UserError, match=f"^algorithm.{key}: tests.trainer.own:{name} gave {gave}"):
             gradient(world, config_of(**{key: f"tests.trainer.own:{name}"}), [world.groups])
         world.policy.model.zero_grad()
 

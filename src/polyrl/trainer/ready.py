@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.errors import UserError
 from polyrl.trainer import gae, kl
 from polyrl.trainer.advantages import whiten
 from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
@@ -24,7 +23,7 @@ from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy, Scorer
 from polyrl.trainer.packing import Pack, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
-from polyrl.trainer.registry import RewardBatch, find_advantage, find_batch_advantage
+from polyrl.trainer.registry import RewardBatch, checked_advantages, find_advantage, find_batch_advantage
 
 Tensor = torch.Tensor
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -163,7 +162,8 @@ class Preparation:
         else:
             assert self._of_group is not None
             of_group = self._of_group
-            gains = [self._checked(of_group(its, self._config), its, "a group") for its in rewards]
+            name = self._config.advantage
+            gains = [checked_advantages(of_group(its, self._config), len(its), name, "a group") for its in rewards]
         return [
             [
                 one._replace(gains=np.full(len(one.sample.answer), gain, np.float32))
@@ -212,13 +212,6 @@ class Preparation:
             group=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)),
             num_tokens=torch.tensor([0 if one.is_masked else len(one.sample.answer) for one in flat]),
         )
-        gains = self._checked(self._of_step(batch, self._config), batch.rewards, "a step")
+        name, num_samples = self._config.advantage, len(batch.rewards)
+        gains = checked_advantages(self._of_step(batch, self._config), num_samples, name, "a step")
         return [gains[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-    def _checked(self, gains: Tensor, rewards: Tensor, what: str) -> Tensor:
-        if gains.shape != rewards.shape:
-            raise UserError(
-                f"algorithm.advantage: {self._config.advantage} gave shape {list(gains.shape)} for {what} of "
-                f"{len(rewards)} samples; expected [{len(rewards)}]"
-            )
-        return gains.detach()

@@ -16,6 +16,7 @@ import torch
 
 from polyrl.config.functions import find_function
 from polyrl.config.recipe import AlgorithmConfig
+from polyrl.errors import UserError
 
 Tensor = torch.Tensor
 
@@ -74,6 +75,34 @@ def batch_advantage(name: str) -> Callable[[_F], _F]:
 
 def loss(name: str) -> Callable[[_F], _F]:
     return _register(LOSSES, name)
+
+
+def checked_loss(found: Any, num_tokens: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss of this name gave for so many tokens. Raises UserError if it is none."""
+    match found:
+        case (Tensor() as losses, dict() as told) if all(isinstance(one, Tensor) for one in told.values()):
+            if losses.shape == (num_tokens,):
+                return losses, told
+            gave = f"shape {list(losses.shape)}"
+        case tuple():
+            gave = f"({', '.join(type(one).__name__ for one in found)})"
+        case _:
+            gave = f"one {type(found).__name__}"
+    raise UserError(
+        f"algorithm.loss: {name} gave {gave}; expected a pair: a tensor with one number for each of {num_tokens} "
+        "tokens, and a dict of such tensors for the metrics, which may be empty"
+    )
+
+
+def checked_advantages(found: Any, num_samples: int, name: str, what: str) -> Tensor:
+    """What an advantage of this name gave for `what` of so many samples. Raises UserError if it is none."""
+    if isinstance(found, Tensor) and found.shape == (num_samples,):
+        return found.detach()
+    gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"one {type(found).__name__}"
+    raise UserError(
+        f"algorithm.advantage: {name} gave {gave} for {what} of {num_samples} samples; expected a tensor of shape "
+        f"[{num_samples}]"
+    )
 
 
 def _register(known: dict[str, Any], name: str) -> Callable[[_F], _F]:

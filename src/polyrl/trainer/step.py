@@ -44,7 +44,7 @@ from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, Part, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.ready import Preparation, Ready
-from polyrl.trainer.registry import BY_CRITIC, TokenBatch, find_loss
+from polyrl.trainer.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
 from polyrl.trainer.tally import Tally
 
 log = logging.getLogger("polyrl.trainer")
@@ -298,12 +298,7 @@ class StepAccumulator:
     def _policy_losses(self, batch: TokenBatch, tally: Tally) -> Tensor:
         """Of each token, weighed for having been drawn by another policy, where that is wanted."""
         config = self._config
-        losses, stats = self._loss(batch, config)
-        if losses.shape != batch.logprobs.shape:
-            raise UserError(
-                f"algorithm.loss: {config.loss} gave shape {list(losses.shape)}; expected one number for each of "
-                f"{len(batch.logprobs)} tokens"
-            )
+        losses, stats = checked_loss(self._loss(batch, config), len(batch.logprobs), config.loss)
         if config.correction not in (None, "none"):
             weights, its_stats, ratio = corrections.weigh(batch, config)
             losses, stats = losses * weights, stats | its_stats
