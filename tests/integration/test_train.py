@@ -344,6 +344,11 @@ def test_fewer_prompts_than_a_step_wants_are_a_line_of_the_plan_and_of_the_run(
     assert "prompts_per_step" not in caplog.text
 
 
+def test_a_dry_run_of_imposed_lengths_says_so(desk: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--dry-run", "rollout.impose_lengths.kind=lognormal"]) == 0
+    assert "warning  lengths of answers are imposed (lognormal)" in capsys.readouterr().out
+
+
 def test_a_dry_run_of_rounds_ahead_says_how_far_behind_and_what_is_done_about_it(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -101,6 +101,18 @@ def test_several_runs_are_lines_of_one_picture():
     assert [np.size(line.get_xdata()) for line in axes.lines] == [4, 6]
 
 
+def test_a_run_of_imposed_lengths_is_marked_in_every_picture_of_its_metrics():
+    imposed = make_run("a", None, metrics(4, **{"rollout/imposed_lengths": 1, "fleet/workers": 1}))
+    figures = [draw([imposed]) for draw in (reward_figure, reward_cost_figure, longest_figure)]
+    figures.append(steps_figure(imposed))
+    for figure in figures:
+        assert figure is not None
+        assert figure.axes[0].get_title(loc="left").endswith(": a, lengths of answers are imposed")
+    beside = reward_figure([imposed, make_run("b", None, metrics(4))])
+    assert beside is not None
+    assert [line.get_label() for line in beside.axes[0].lines] == ["a, lengths of answers are imposed", "b"]
+
+
 def test_many_steps_are_a_pale_line_and_a_running_mean():
     figure = reward_figure([make_run("a", None, metrics(300))])
     assert figure is not None

@@ -70,6 +70,7 @@ def as_json(account: "Account", name: str, broken: list[str] | None) -> dict[str
     return {
         "run": name,
         "about": account.about,
+        "caveat": account.caveat or None,
         "records": account.num_records,
         "seconds": account.now - account.started_at,
         "steps": len(account.lines),
@@ -150,6 +151,8 @@ def _per_mtok(account: "Account") -> float | None:
 
 def _print(account: "Account", name: str, *, verified: bool) -> None:
     print(_title(account, name))
+    if account.caveat:
+        print(account.caveat)
     if account.cut_short:
         print(f"the journal ends inside a record, as a killed run leaves it: {account.cut_short}")
     print(_columns([*_counts(account)], "<><"))

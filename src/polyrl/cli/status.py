@@ -57,6 +57,8 @@ def _show(status: "Status") -> None:
     run = "no run is open" if status.run == "none" else f"run open for {_span(status.now_s)}{paused}"
     version = "none published" if status.published < 0 else f"version {status.published}"
     console.print(f"{run}; {version}; trainer {status.trainer}; manager up {_span(status.uptime_s)}")
+    if status.caveat:
+        console.print(status.caveat)
     console.print(_workers(status) if status.workers else "no workers")
     for one in status.rounds:
         closed = ", closed" if one.closed else ""

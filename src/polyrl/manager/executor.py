@@ -26,6 +26,7 @@ from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.records import CAVEAT
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import frames
 
@@ -136,8 +137,20 @@ class Executor:
             SessionOpened(one.key, one.incarnation, one.facts) for one in self.workers.values()
         ]
         if self.trainer is not None:
-            notes.append(RunOpened(self.trainer.key, self.trainer.has_reward, self.trainer.has_weights))
+            notes.append(self.opened_by(self.trainer))
         return [*notes, *self.payload.offers.values()]
+
+    def opened_by(self, trainer: TrainerSession) -> RunOpened:
+        return RunOpened(trainer.key, trainer.has_reward, trainer.has_weights, self.caveat)
+
+    @property
+    def caveat(self) -> str:
+        """The trainer's, of the run."""
+        return self.about.get(CAVEAT, "")
+
+    def set_caveat(self, caveat: str) -> None:
+        if caveat:
+            self.about[CAVEAT] = caveat
 
     def note_grants(self) -> None:
         """Put the leases that were given into the journal: their order among tokens and prompts counts."""

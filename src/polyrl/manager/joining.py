@@ -13,7 +13,7 @@ import secrets
 
 from polyrl.ids import Incarnation, Version, WorkerName
 from polyrl.manager.executor import Executor
-from polyrl.manager.journal import RunOpened, SessionOpened
+from polyrl.manager.journal import SessionOpened
 from polyrl.manager.refusals import Refused
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.settings import MISSED_BEATS
@@ -118,6 +118,7 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
     fresh = executor.scheduler is None
     _check_heartbeats(executor, request.config)
     if executor.scheduler is None:
+        executor.set_caveat(request.caveat)
         _begin(executor, request.config)
     elif request.config != executor.scheduler.desk.config:
         differs = _difference(request.config, executor.scheduler.desk.config)
@@ -128,7 +129,7 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
         executor.trainer.link.close("another trainer opened the run")
     trainer = TrainerSession(secrets.token_hex(16), has_reward=request.has_reward, has_weights=request.has_weights)
     executor.trainer = trainer
-    executor.journal.add_note(RunOpened(trainer.key, trainer.has_reward, trainer.has_weights))
+    executor.journal.add_note(executor.opened_by(trainer))
     if fresh:
         _seat_all(executor)
     assert executor.scheduler is not None

@@ -53,6 +53,7 @@ class RunOpened(Note, frozen=True, tag="run"):
     key: str
     has_reward: bool
     has_weights: bool = False
+    caveat: str = ""
 
 
 class VersionOffered(Note, frozen=True, tag="offered"):

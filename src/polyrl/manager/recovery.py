@@ -31,6 +31,7 @@ def recover(executor: Executor) -> str:
                 reader.note(item)
             case RunOpened():
                 executor.trainer = TrainerSession(item.key, has_reward=item.has_reward, has_weights=item.has_weights)
+                executor.set_caveat(item.caveat)
             case _:
                 reader.note(item)
     executor.payload = reader.finish(found.scheduler)

@@ -50,6 +50,7 @@ def status(executor: Executor, uptime_s: float) -> Status:
         waits=tuple(_waits(executor, desk, now)),
         ledger=_ledger(desk, now),
         refused=dict(executor.refused),
+        caveat=executor.caveat,
     )
 
 

@@ -30,6 +30,9 @@ from polyrl.scheduling.scheduler import Scheduler
 FORMAT = 1
 COMMANDS_DIGEST_BYTES = 8
 
+CAVEAT = "caveat"
+"""In `about`: what every output on the run repeats, since nobody should read its numbers without it."""
+
 _MAGIC = b"polyrl-journal "
 _MAX_FIRST_LINE = 32
 

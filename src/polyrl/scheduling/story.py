@@ -40,7 +40,7 @@ from polyrl.scheduling.events import (
     WorkerLeft,
 )
 from polyrl.scheduling.parameters import SchedulerConfig
-from polyrl.scheduling.records import Journal, resume_scheduler
+from polyrl.scheduling.records import CAVEAT, Journal, resume_scheduler
 from polyrl.scheduling.samples import NO_LEASE, Sample
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -70,19 +70,21 @@ class UnknownSample(ValueError):
 
 
 def tell_story(journals: Iterable[Journal], sample: SampleId) -> list[str]:
-    """A sample's life, a line an event, then where its time went. Raises UnknownSample."""
+    """The run's caveat, if it has one; a sample's life, a line an event; where its time went. Raises UnknownSample."""
     scheduler: Scheduler | None = None
     teller: _Teller | None = None
+    caveat: list[str] = []
     for header, records in journals:
+        caveat = [header.about[CAVEAT]] if CAVEAT in header.about else []
         scheduler = resume_scheduler(header, scheduler)
         teller = _Teller(header.config, sample) if teller is None else teller
         for record in records:
             teller.hear(record.event, scheduler.handle(record.event, record.now), scheduler.desk.state, record.now)
             if teller.ended_at is not None:
-                return teller.story()
+                return [*caveat, *teller.story()]
     if teller is None:
         raise UnknownSample("there is no journal")
-    return teller.story()
+    return [*caveat, *teller.story()]
 
 
 class _Teller:

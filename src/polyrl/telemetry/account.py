@@ -33,7 +33,7 @@ from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.framing import CutShort
 from polyrl.scheduling.ledger import Ledger, StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
-from polyrl.scheduling.records import JournalHeader, Record, digest_commands, resume_scheduler
+from polyrl.scheduling.records import CAVEAT, JournalHeader, Record, digest_commands, resume_scheduler
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.journal import EVENTS, FILE_NAME, LIVE_FOLDER, PAYLOAD, find_journals, open_journal, segments
 from polyrl.telemetry.timeline import Span, Timeline
@@ -95,6 +95,11 @@ class Account(Struct):
     broken_laws: list[str] = []
     num_checks: int = 0
     """How often the laws were checked."""
+
+    @property
+    def caveat(self) -> str:
+        """What nobody should read the numbers without; mostly nothing."""
+        return self.about.get(CAVEAT, "")
 
 
 def read_account(path: Path | str, *, verify: bool = False) -> Account:

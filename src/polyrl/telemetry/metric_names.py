@@ -155,6 +155,7 @@ ALIASES: Mapping[str, str] = {
 
 HEADLINES: tuple[str, ...] = (
     "rounds/kind",
+    "rollout/imposed_lengths",
     "reward/mean",
     "validation/pass@1",
     "token/response_length/mean",

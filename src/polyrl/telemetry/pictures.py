@@ -67,6 +67,12 @@ class Run(NamedTuple):
     steps: list[Step]
     has_prompts_in_tok_s: bool
     """Tokens a second count prompts too: metrics know them, a journal does not."""
+    caveat: str = ""
+    """What nobody should look at it without."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.caveat}" if self.caveat else self.name
 
 
 def make_run(name: str, account: Account | None, metrics: Sequence[dict[str, MetricValue]]) -> Run:
@@ -84,7 +90,15 @@ def make_run(name: str, account: Account | None, metrics: Sequence[dict[str, Met
         known = by_step.setdefault(int(_number(values, "step") or 0), {})
         known |= {key: value for key, value in values.items() if value is not None}
     has_prompts = bool(metrics) and all("perf/throughput_all_gpus" in values for values in metrics)
-    return Run(name, account, [*_steps(by_step, "perf/throughput_all_gpus" if has_prompts else "tok_s")], has_prompts)
+    steps = [*_steps(by_step, "perf/throughput_all_gpus" if has_prompts else "tok_s")]
+    return Run(name, account, steps, has_prompts, _caveat(account, metrics))
+
+
+def _caveat(account: Account | None, metrics: Sequence[dict[str, MetricValue]]) -> str:
+    if account is not None and account.caveat:
+        return account.caveat
+    is_imposed = any(values.get("rollout/imposed_lengths") for values in metrics)
+    return "lengths of answers are imposed" if is_imposed else ""
 
 
 def _steps(by_step: dict[int, dict[str, MetricValue]], tok_s: str) -> Iterator[Step]:
@@ -143,7 +157,7 @@ def reward_figure(runs: Sequence[Run]) -> "Figure | None":
         return None
     figure, axes = new_figure(9.0, 4.6)
     for number, (run, points) in enumerate(shown):
-        _curve(axes, points, SEVERAL[number % len(SEVERAL)], run.name)
+        _curve(axes, points, SEVERAL[number % len(SEVERAL)], run.title)
     axes.grid(axis="y", color=GRID)
     whole_numbers(axes)
     set_titles(axes, f"Reward: {_names(shown)}", _about_curve(shown), "step", "mean reward of a step")
@@ -164,7 +178,7 @@ def reward_cost_figure(runs: Sequence[Run]) -> "Figure | None":
     figure, panels = new_panels(12.0 if by_usd else 9.0, 4.6, 2 if by_usd else 1)
     unit = unit_for(max(points[-1][0] for _, points in by_time))
     for run, points in by_time:
-        _curve(panels[0], [(x / unit.seconds, y) for x, y in points], colours[run.name], run.name)
+        _curve(panels[0], [(x / unit.seconds, y) for x, y in points], colours[run.name], run.title)
     title = f"Reward against its price: {_names(by_time)}"
     set_titles(panels[0], title, _about_curve(by_time), f"time ({unit.name})", "mean reward of a step")
     if by_usd:
@@ -232,7 +246,7 @@ def steps_figure(run: Run) -> "Figure | None":
     axes.set_xlim(steps[0].step - 0.7, steps[-1].step + 0.7)
     whole_numbers(axes)
     about = "from the end of the step before to the end of this one"
-    set_titles(axes, f"Time of each step: {run.name}", about, "step", f"time ({unit.name})")
+    set_titles(axes, f"Time of each step: {run.title}", about, "step", f"time ({unit.name})")
     legend_below(axes)
     return figure
 
@@ -254,7 +268,7 @@ def longest_figure(runs: Sequence[Run]) -> "Figure | None":
             ones = [(one.step, one.longest or 0.0) for one in steps if one.kind == kind]
             if ones:
                 colour = KINDS[kind] if len(shown) == 1 else run_colour
-                label = f"{kind} round" if len(shown) == 1 else f"{run.name}, {kind}"
+                label = f"{kind} round" if len(shown) == 1 else f"{run.title}, {kind}"
                 size = 5 if is_sparse else 3
                 axes.plot(*zip(*ones, strict=True), mark, color=colour, markersize=size, label=label, zorder=3)
     caps = [run.account.config.max_new_tokens for run, _ in shown if run.account is not None]
@@ -279,7 +293,7 @@ def workers_figure(runs: Sequence[Run]) -> "Figure | None":
     for number, (run, points) in enumerate(shown):
         colour = SEVERAL[number % len(SEVERAL)]
         x, y = [point[0] for point in points], [point[1] for point in points]
-        axes.scatter(x, y, 30, color=colour, alpha=0.55, label=f"a step of {run.name}", linewidths=0, zorder=3)
+        axes.scatter(x, y, 30, color=colour, alpha=0.55, label=f"a step of {run.title}", linewidths=0, zorder=3)
         means = _means_by_number(points)
         if len(means) > 1:
             axes.plot(*zip(*means, strict=True), "-D", color=colour, markersize=7, label="mean by number", zorder=4)
@@ -339,7 +353,7 @@ def timeline_figure(run: Run) -> "Figure | None":
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     about = "thin lines: a step ends" if 0 < len(account.lines) <= _MAX_STEP_LINES else ""
-    set_titles(axes, f"What every worker did: {run.name}", about, f"time ({unit.name})", "")
+    set_titles(axes, f"What every worker did: {run.title}", about, f"time ({unit.name})", "")
     activity_legend(figure, seen, marks)
     return figure
 
@@ -386,5 +400,5 @@ def _known(points: Iterable[tuple[float | None, float | None]]) -> list[tuple[fl
 
 
 def _names(shown: Sequence[tuple[Run, object]]) -> str:
-    names = [run.name for run, _ in shown]
+    names = [run.title for run, _ in shown]
     return names[0] if len(names) == 1 else f"{len(names)} runs"

@@ -56,6 +56,8 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """It scores samples; otherwise each counts as scored, with reward 0, when it is generated."""
     has_weights: bool = False
     """Versions come with weights: no worker may write before it has fetched them."""
+    caveat: Annotated[str, Meta(max_length=200)] = ""
+    """What every output on the run repeats, since nobody should read its numbers without it."""
 
     def __post_init__(self) -> None:
         try:
@@ -139,6 +141,8 @@ class Status(Struct, frozen=True, kw_only=True):
     ledger: dict[str, Any]
     refused: dict[str, int]
     """What was refused, by reason."""
+    caveat: str = ""
+    """The trainer's, of the run."""
 
 
 class ErrorReply(Struct, frozen=True, kw_only=True):

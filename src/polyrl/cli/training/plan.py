@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from polyrl.cli.training.encryption import encryption
 from polyrl.cli.training.models import check_tokenizers, others, uses_engine
+from polyrl.cli.training.sampling import caveat_of
 from polyrl.cli.training.tasks import prompt_room, too_few
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
@@ -73,7 +74,7 @@ def show_plan(recipe: Recipe, run_dir: Path) -> str:
     room = prompt_room(recipe, shape.context)
     num_prompts = [count_for_a_step(domain) for domain in recipe.data.all_domains]
     rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room, sum(num_prompts)), *_memory(recipe, shape)]
-    rows += [("warning", line) for line in too_few(recipe, num_prompts)]
+    rows += [("warning", line) for line in (*too_few(recipe, num_prompts), caveat_of(recipe)) if line]
     width = max(len(name) for name, _ in rows)
     lines = [f"# {name:<{width}}  {text}" for name, text in rows]
     return "\n".join([dump_toml(recipe), "# The plan", *lines])

@@ -30,7 +30,7 @@ from polyrl.cli.training.display import Display
 from polyrl.cli.training.encryption import Encryption, check_reachable
 from polyrl.cli.training.processes import Address, ManagerProcess
 from polyrl.cli.training.ranks import Team
-from polyrl.cli.training.sampling import sampling_of
+from polyrl.cli.training.sampling import caveat_of, sampling_of
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
@@ -143,7 +143,8 @@ async def train(
         stack.callback(devices.close)
         worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, fleet, engine, devices))
         workers = await stack.enter_async_context(_workers(recipe, run_dir, address))
-        display = Display(recipe.name, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
+        title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)
+        display = Display(title, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
         parents = {version: digests[-1] for version, digests in fleet.digests.items()}
@@ -302,7 +303,14 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
 
     token = read_token_file(run_dir / "admin.token")
     async with connect(
-        address.url, token, config, prompts=prompt_of, reward=reward_of, has_weights=True, tls=_client_tls(address)
+        address.url,
+        token,
+        config,
+        prompts=prompt_of,
+        reward=reward_of,
+        has_weights=True,
+        caveat=caveat_of(recipe),
+        tls=_client_tls(address),
     ) as fleet:
         yield fleet
 

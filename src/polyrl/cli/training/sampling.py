@@ -20,3 +20,9 @@ def sampling_of(recipe: Recipe) -> Sampling:
         stop=rollout.stop,
         imposed=imposed,
     )
+
+
+def caveat_of(recipe: Recipe) -> str:
+    """What every output on the run repeats; mostly nothing."""
+    kind = recipe.rollout.impose_lengths.kind
+    return "" if kind == "off" else f"lengths of answers are imposed ({kind})"

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address
+from polyrl.cli.training.sampling import caveat_of
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.scheduling.ledger import StepLine
@@ -20,8 +21,6 @@ from polyrl.trainer import mismatch
 from polyrl.trainer.loop import StepReport
 from polyrl.weights.interfaces import listening_addresses
 from polyrl.wire.dial import is_loopback
-
-IMPOSED = "lengths are imposed"
 
 
 class Telling:
@@ -54,8 +53,8 @@ class Telling:
         say(Text.assemble("a worker joins with:  ", (command, "bold green")))
         if self._address.tls is None and not is_loopback(url):
             say(Text("tokens and weights cross the network in clear: use a private network, or a tunnel", "yellow"))
-        if self._recipe.rollout.impose_lengths.kind != "off":
-            say(Text(f"{IMPOSED} ({self._recipe.rollout.impose_lengths.kind})", style="yellow"))
+        if caveat := caveat_of(self._recipe):
+            say(Text(caveat, style="yellow"))
 
     async def step_begins(self, step: int) -> None:
         self._display.step_begins(step)
@@ -129,7 +128,7 @@ class Telling:
         metrics["perf/throughput"] = num_tokens / seconds["total"] / (self._recipe.train.ranks + num_workers)
         if self._fleet is not None and self._fleet.advice is not None:
             metrics["fleet/useful"] = self._fleet.advice[0]
-        if self._recipe.rollout.impose_lengths.kind != "off":
+        if caveat_of(self._recipe):
             metrics["rollout/imposed_lengths"] = 1
         return metrics
 
