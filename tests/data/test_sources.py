@@ -50,6 +50,17 @@ def test_only_the_first_prompts_are_taken_where_the_recipe_says_so(tmp_path: Pat
     assert source.num_prompts == 2
 
 
+def test_a_digest_is_of_the_prompts_in_their_order(tmp_path: Path, tokenizer: ModelTokenizer):
+    def digest(*prompts: str, **settings: Any) -> str:
+        return train_on(tokenizer, source=write_rows(tmp_path / "a.jsonl", list(prompts)), **settings).digest()
+
+    ours = digest("1", "23", "4")
+    assert digest("1", "23", "4", "5", num_prompts=3) == ours
+    others = [digest("23", "1", "4"), digest("1", "2", "34"), digest("1", "23"), digest("1", "23", "4", "5")]
+    assert len({ours, *others}) == 5
+    assert not train_on(tokenizer, source="arithmetic").digest()
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"), [(["1" * 9], "none of its 1 prompts can be used"), ([], "there is no row")]
 )

@@ -14,6 +14,7 @@ from polyrl.cli.training.changes import WHY_NOT
 from polyrl.cli.training.checkpoints import (
     Past,
     check_past,
+    check_prompts,
     check_that_something_is_left,
     describe,
     models_digest,
@@ -147,7 +148,7 @@ def test_the_reference_of_kl_stays_what_it_was(tmp_path: Path, *, named: bool):
 
     def past(recipe: Recipe) -> Past:
         """Of a run with checkpoints, which began with this recipe."""
-        state = msgspec.structs.replace(describe(recipe, policy), next_step=3, models="")
+        state = msgspec.structs.replace(describe(recipe, policy, ()), next_step=3, models="")
         return Past(tmp_path / "step-000003", state, {"a": torch.zeros(1)}, [], {}, 0)
 
     before, unmeasured = past(recipe), past(without)
@@ -158,6 +159,17 @@ def test_the_reference_of_kl_stays_what_it_was(tmp_path: Path, *, named: bool):
     with pytest.raises(UserError, match=f"^{changed}: its files are not those of the reference that .*step-000003 was"):
         check_past(before, recipe, policy)
     check_past(unmeasured, without, policy)
+
+
+def test_a_prompt_keeps_its_number(tmp_path: Path):
+    recipe = load_recipe("arithmetic", ["data.source=rows.jsonl", "data.reward=math"])
+    state = TrainerState(next_step=3, prompts=("ab",))
+    past = Past(tmp_path / "step-000003", state, {}, [], {}, 0)
+    check_prompts(past, recipe, ("ab",))
+    with pytest.raises(
+        UserError, match=r"^rows.jsonl: its prompts are not those that .*step-000003 was trained with, or"
+    ):
+        check_prompts(past, recipe, ("ba",))
 
 
 @pytest.mark.parametrize(

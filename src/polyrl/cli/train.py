@@ -121,6 +121,8 @@ def start(
     logging.getLogger().addHandler(console)
     tasks = load_tasks(recipe)
     models.check_tokenizers(recipe)
+    if past is not None:
+        checkpoints.check_prompts(past, recipe, tasks.digests)
     folder = None if past is None else past.folder
 
     async def train_and_close(crew: "Crew", team: "Team | None") -> str:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Protocol
 
-from msgspec import structs
+import blake3
+from msgspec import json, structs
 
 from polyrl.config.recipe import ARITHMETIC, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
@@ -30,6 +31,10 @@ class Source(Protocol):
     def task(self, prompt: int) -> Task: ...
 
     def tokens(self, prompt: int) -> Tokens: ...
+
+    def digest(self) -> str:
+        """Of all prompts, in their order; empty where the recipe says what they are."""
+        ...
 
 
 class FileSource:
@@ -62,6 +67,12 @@ class FileSource:
     def tokens(self, prompt: int) -> Tokens:
         return self._tokens[prompt]
 
+    def digest(self) -> str:
+        hashing = blake3.blake3()
+        for task in self._tasks:  # not the tokens: some chat templates write the day's date
+            hashing.update(json.encode(task.prompt) + b"\n")
+        return hashing.hexdigest()
+
 
 class ArithmeticSource:
     def __init__(
@@ -91,6 +102,9 @@ class ArithmeticSource:
 
     def tokens(self, prompt: int) -> Tokens:
         return self._draw(prompt)[1]
+
+    def digest(self) -> str:
+        return ""
 
     def _draw(self, prompt: int) -> tuple[Problem, Tokens]:
         if prompt not in self._drawn:

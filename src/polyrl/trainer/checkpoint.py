@@ -71,6 +71,8 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     """Of LoRA: the fingerprint of the weights that are changed. They are not in the checkpoint."""
     tokenizer: str = ""
     """Of the tokenizer's files."""
+    prompts: tuple[str, ...] = ()
+    """Of each domain's prompts, in their order: the journal knows them by number."""
     models: str = ""
     """Of the files of all models that the run began with, where they are what it goes on from: before step 0."""
     reference: str = ""

@@ -20,6 +20,7 @@ import blake3
 from msgspec.structs import replace
 
 from polyrl.cli.training.changes import check_changes
+from polyrl.cli.training.tasks import Tasks
 from polyrl.config import apply_overrides, build, load_toml
 from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
@@ -167,7 +168,7 @@ def wait_for_manager_to_end(run_dir: Path) -> None:
         os.close(descriptor)
 
 
-def describe(recipe: Recipe, policy: Policy) -> TrainerState:
+def describe(recipe: Recipe, policy: Policy, prompts: tuple[str, ...]) -> TrainerState:
     """A run that begins: what must be the same whenever it goes on (`check_past`)."""
     return TrainerState(
         next_step=0,
@@ -175,17 +176,23 @@ def describe(recipe: Recipe, policy: Policy) -> TrainerState:
         fingerprint=checkpoint.fingerprint(policy.parameters()),
         base=policy.base_fingerprint,
         tokenizer=tokenizer_digest(Path(recipe.model.path)),
+        prompts=prompts,
         models=models_digest(recipe),
         reference=reference_digest(recipe),
     )
 
 
 def make_saver(
-    recipe: Recipe, run_dir: Path, policy: Policy, gather: Callable[[], Iterable[tuple[str, Any]]], past: Past | None
+    recipe: Recipe,
+    run_dir: Path,
+    policy: Policy,
+    tasks: Tasks,
+    gather: Callable[[], Iterable[tuple[str, Any]]],
+    past: Past | None,
 ) -> Saver:
     """`gather` gives all tensors of a checkpoint, whole."""
     wanted = recipe.checkpoint
-    about = describe(recipe, policy) if past is None else replace(past.state, next_step=past.next_step)
+    about = describe(recipe, policy, tasks.digests) if past is None else replace(past.state, next_step=past.next_step)
     validates_every = recipe.validation.every_steps if wanted.keep_best else 0
     return Saver(
         run_dir,
@@ -211,6 +218,16 @@ async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> 
 
     note_validation(past.state.next_step)
     await redo.train_again(steps, past.log, lambda line: print(line, flush=True), after)
+
+
+def check_prompts(past: Past, recipe: Recipe, digests: tuple[str, ...]) -> None:
+    """Raises UserError if a number means another prompt than it did."""
+    for domain, before, now in zip(recipe.data.all_domains, past.state.prompts, digests, strict=False):
+        if before != now:
+            raise UserError(
+                f"{domain.source}: its prompts are not those that {past.folder} was trained with, or not in their "
+                "order; put the file back, or begin anew"
+            )
 
 
 def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:

@@ -119,7 +119,7 @@ async def train(
         saver: Saver | None = None
         if recipe.checkpoint.enabled:
             gather = (crew if leader is None else leader).whole_state
-            saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, policy, gather, past)
+            saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, policy, tasks, gather, past)
             stack.push_async_callback(saver.stop)
         if past is not None:  # before there is an engine that takes memory; workers dial again meanwhile
             assert saver is not None, "who keeps no checkpoints has nothing to go on from"

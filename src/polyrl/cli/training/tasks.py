@@ -29,6 +29,11 @@ class Tasks(Protocol):
 
     def tokens(self, domain: int, prompt: int) -> Tokens: ...
 
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of each domain's prompts in their order; empty where they are drawn as the recipe says."""
+        ...
+
     async def score(self, domain: int, prompt: int, answer: list[int], finish: str, *, validation: bool) -> float:
         """Raises if there is no reward: it is never a zero."""
         ...
@@ -65,6 +70,10 @@ class RecipeTasks:
     @property
     def names(self) -> list[str]:
         return [domain.name for domain in self._domains]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        return tuple(domain.training.digest() for domain in self._domains)
 
     def tokens(self, domain: int, prompt: int) -> Tokens:
         return self._domains[domain].training.tokens(prompt)
