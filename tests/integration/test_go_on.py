@@ -1,6 +1,7 @@
 """`polyrl train --resume` with real processes: from the log alone, and from files that are damaged or missing."""
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tests.integration.test_train import desk, model, start
 
+from polyrl.cli import train
 from polyrl.cli.main import main
 from polyrl.cli.training.checkpoints import read_recipe
 from polyrl.trainer import checkpoint, redo
@@ -119,3 +121,19 @@ def test_before_the_first_checkpoint_there_is_nothing_to_export(desk: Path, caps
     line = refused(capsys, "export", str(RUN), "out")
     model = desk / "model"  # recipes are read with whole paths
     assert line.endswith(f"step-000000: nothing is trained yet: the weights are those of {model}, as they are"), line
+    checkpoint.note_best(RUN, checkpoint.Best(0, "validation/pass@1", 0.25))
+    assert refused(capsys, "export", str(RUN), "out", "--best") == (
+        f"polyrl: error: --best: no step of {RUN} has validated better than what it began with (validation/pass@1: "
+        f"0.25): that is {model}, as it is"
+    )
+
+
+@pytest.mark.parametrize("why", [None, "all 2 steps are trained"])
+def test_a_command_that_is_told_can_be_copied_whatever_the_directory_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], why: str | None
+):
+    run_dir = tmp_path / "my first run"
+    checkpoint.save(run_dir, checkpoint.TrainerState(next_step=0), {})
+    assert train.conclude(run_dir, why) == (130 if why is None else 0)
+    commands = capsys.readouterr().out.split("`")[1::2]
+    assert commands and all(shlex.split(one)[-1] == str(run_dir) for one in commands)

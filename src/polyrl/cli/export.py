@@ -1,6 +1,7 @@
 """`polyrl export`: a run's newest weights as a Hugging Face directory."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 EXAMPLE = """\
@@ -40,17 +41,18 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.trainer import checkpoint, exporting, redo
 
     recipe = checkpoints.read_recipe(run_dir, [])
-    folder = exporting.choose(run_dir, _best(run_dir) if args.best else args.step)
+    folder = exporting.choose(run_dir, _best(run_dir, recipe.model.path) if args.best else args.step)
     exporting.export(folder, recipe, out, adapter=args.adapter)
     what = "the adapter" if args.adapter else "the weights"
     print(f"{out}: {what} of {folder.name}, in {'float32' if args.adapter else recipe.model.dtype}")
     num_later = redo.num_after(run_dir, checkpoint.step_of(folder))
     if num_later and not args.best and args.step is None:
-        print(f"{num_later} later steps are only in the log; `polyrl train --resume {run_dir}` trains them again")
+        go_on = f"polyrl train --resume {shlex.quote(str(run_dir))}"
+        print(f"{num_later} later steps are only in the log; `{go_on}` trains them again")
     return 0
 
 
-def _best(run_dir: Path) -> int:
+def _best(run_dir: Path, began_with: str) -> int:
     from polyrl.errors import UserError
     from polyrl.trainer import checkpoint
 
@@ -58,5 +60,10 @@ def _best(run_dir: Path) -> int:
     if best is None:
         raise UserError(
             f"--best: {run_dir} has kept none; expected a run with checkpoint.keep_best, after its first validation"
+        )
+    if best.step == 0:
+        raise UserError(
+            f"--best: no step of {run_dir} has validated better than what it began with ({best.metric}: "
+            f"{best.value:.3g}): that is {began_with}, as it is"
         )
     return best.step

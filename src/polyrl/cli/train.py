@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
         print(show_plan(recipe, run_dir))
         return 0
-    return _conclude(run_dir, start(recipe, run_dir, quiet=args.quiet))
+    return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet))
 
 
 def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -79,18 +80,19 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     checkpoints.check_that_something_is_left(past, recipe, run_dir)
     checkpoints.wait_for_manager_to_end(run_dir)
     print(f"going on with {run_dir} at step {past.next_step}", flush=True)
-    return _conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past))
+    return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past))
 
 
-def _conclude(run_dir: Path, why: str | None) -> int:
+def conclude(run_dir: Path, why: str | None) -> int:
+    run = shlex.quote(str(run_dir))
     if why is None:
         from polyrl.trainer import checkpoint
 
         can_go_on = bool(checkpoint.found(run_dir))
-        next_ = f"go on with `polyrl train --resume {run_dir}`" if can_go_on else "there is no checkpoint to go on from"
+        next_ = f"go on with `polyrl train --resume {run}`" if can_go_on else "there is no checkpoint to go on from"
         print(f"stopped; {next_}", flush=True)
         return 130
-    print(f"done: {why}; look at it with `polyrl plot {run_dir}` and `polyrl ledger {run_dir}`", flush=True)
+    print(f"done: {why}; look at it with `polyrl plot {run}` and `polyrl ledger {run}`", flush=True)
     return 0
 
 

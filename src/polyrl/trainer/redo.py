@@ -16,6 +16,7 @@ before the manager hears of it; it is not flushed, since a machine that loses it
 
 import asyncio
 import contextlib
+import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -183,5 +184,5 @@ def _read(path: Path, run_dir: Path) -> Entry:
 def _what_is_left(run_dir: Path) -> str:
     return (
         "the run cannot go on without that step: put the file back from a copy, or take what the last checkpoint has "
-        f"with `polyrl export {run_dir} DIR` and begin anew from there"
+        f"with `polyrl export {shlex.quote(str(run_dir))} DIR` and begin anew from there"
     )

@@ -11,6 +11,7 @@ the run, with a line that says which one and why; its log is RUN/logs/rank-N.log
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -265,4 +266,4 @@ def _go_on(run_dir: Path) -> str:
 
     if not checkpoint.found(run_dir):
         return "nothing is trained yet: the same command begins again"
-    return f"go on with `polyrl train --resume {run_dir}`"
+    return f"go on with `polyrl train --resume {shlex.quote(str(run_dir))}`"
