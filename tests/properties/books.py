@@ -10,6 +10,7 @@ a rule that is wrong in one place, and wrong the same way in the check, is still
 - every second of every worker is in the ledger under what the worker did then.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -79,6 +80,9 @@ class Books:
         self.paid: dict[tuple[WorkerName, str], float] = {}
         self.activities: list[tuple[WorkerName, str]] = []
         self.paid_until = 0.0
+        self.gone_at: dict[WorkerName, float] = {}
+        self.missed: dict[WorkerName, float] = {}
+        """Who was not heard of since the driver was away, and since when."""
         self.num_events = 0
         self.late = False
         self.saved = b""
@@ -87,14 +91,30 @@ class Books:
 
     def before(self, scheduler: Scheduler, event: e.Event, now: float, machines: Iterable[Process]) -> None:
         self.check_machines(scheduler, machines)
-        for key in self.activities:
-            self.paid[key] = self.paid.get(key, 0.0) + now - self.paid_until
-        self.paid_until = now
         self.late = self.is_late(scheduler, event)
+        self.pay(scheduler, event, now)
         if self.late:
             self.saved = msgspec.msgpack.encode(scheduler.desk.state)
         else:
             self.note(scheduler, event)
+
+    def pay(self, scheduler: Scheduler, event: e.Event, now: float) -> None:
+        """For all who are known to have been there; for an absence of the driver when somebody is heard of again."""
+        until = now
+        if isinstance(event, e.DriverResumed):
+            until = max(self.paid_until, now - event.away_s)
+        heard = None
+        if not self.late and isinstance(event, WorkerNews):
+            heard = event.worker
+        elif not self.late and isinstance(event, e.SampleFinished | e.LeaseEnded):
+            heard = self.holder[event.lease]
+        for name, what in self.activities:
+            if name not in self.missed or name == heard:
+                since = self.missed.pop(name, self.paid_until)
+                self.paid[name, what] = self.paid.get((name, what), 0.0) + until - since
+            if isinstance(event, e.DriverResumed):
+                self.missed.setdefault(name, until)
+        self.paid_until = now
 
     def check_machines(self, scheduler: Scheduler, machines: Iterable[Process]) -> None:
         """Whoever still runs a lease that is over was told to stop."""
@@ -189,10 +209,12 @@ class Books:
             self.local.add(name)
             self.versions[name] = self.published
         key = (name, "starting")
-        self.paid[key] = self.paid.get(key, 0.0) + event.starting_s
+        starting_s = min(event.starting_s, self.paid_until - self.gone_at.get(name, -math.inf))
+        self.paid[key] = self.paid.get(key, 0.0) + starting_s
 
     def note_gone(self, name: WorkerName) -> None:
-        self.alive.pop(name, None)
+        if self.alive.pop(name, None) is not None:
+            self.gone_at[name] = self.missed.pop(name, self.paid_until)
         self.draining.discard(name)
         self.local.discard(name)
 
@@ -268,6 +290,7 @@ class Books:
         name = f"sample {show_sample(command.sample)}"
         worker = command.worker
         law(worker in self.alive or worker in scheduler.desk.state.fleet.by_name, f"{name} went to the dead {worker}")
+        law(worker not in self.missed, f"{name} went to {worker}, which was not heard of since the driver was away")
         law(worker not in self.draining, f"{name} went to {worker}, which is draining")
         law(command.lease not in self.holder, f"lease {command.lease} was given before")
         self.holder[command.lease] = worker
@@ -336,7 +359,8 @@ class Books:
         written = {(name, what): s for name, line in ledger.workers.items() for what, s in line.seconds.items()}
         for worker in scheduler.desk.state.fleet.seats.values():
             key = (worker.name, worker.activity)
-            written[key] = written.get(key, 0.0) + self.paid_until - worker.since
+            if worker.name not in self.missed:
+                written[key] = written.get(key, 0.0) + self.paid_until - worker.since
         for key in {**self.paid, **written}:
             mine, theirs = self.paid.get(key, 0.0), written.get(key, 0.0)
             if abs(mine - theirs) > 1e-6:

@@ -160,8 +160,10 @@ class HostileWorld:
             self.now += away_s
             self.tell(e.DriverResumed(away_s, 5.0))
         elif draw < 0.03:
-            self.tell(e.TrainerLeft())
+            self.tell(e.TrainerLeft(self.driver_rng.choice([0.0, 2.0])))
         elif draw < 0.05 and self.scheduler.desk.state.trainer_away_since is not None:
+            if self.driver_rng.random() < 0.5:
+                self.tell(e.TrainerReplaced())
             self.tell(e.TrainerReturned())
         elif draw < 0.055:
             published = self.scheduler.desk.state.published

@@ -49,6 +49,18 @@ MUTATIONS = [
         "return worker",
     ),
     Mutation(
+        "an absence of the driver is paid for before anybody is heard of",
+        "fleet.py",
+        "if now > worker.since and not worker.unheard:",
+        "if now > worker.since:",
+    ),
+    Mutation(
+        "two lives of a name are paid for the same seconds",
+        "membership.py",
+        "min(_sane(event.starting_s), unpaid_s)",
+        "_sane(event.starting_s)",
+    ),
+    Mutation(
         "a repeated join resurrects a worker",
         "membership.py",
         "event.incarnation <= newest_life:",

@@ -50,6 +50,8 @@ def test_whatever_happened_every_sum_holds_and_every_loss_is_seen(seed, tmp_path
     assert len(account.lives) == sum(line.num_joins for line in account.ledger.workers.values())
     assert len(lost) == sum(line.num_losses for line in account.ledger.workers.values())
     assert all(life.why for life in account.lives if life.ended_at is not None)
+    for spans in account.timeline.rows.values():
+        assert all(one.end_s <= then.start_s + 1e-9 for one, then in pairwise(spans)), "a second of a name counts twice"
 
 
 def test_the_timeline_says_the_same_as_the_ledger(world, tmp_path):

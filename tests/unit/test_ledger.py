@@ -5,6 +5,7 @@ from tests.unit.driver import Driver, only, small_config
 
 from polyrl.ids import WorkerName
 from polyrl.scheduling import commands as c
+from polyrl.scheduling import events as e
 from polyrl.scheduling.ledger import Ledger, length_bin
 
 
@@ -101,3 +102,26 @@ def test_a_step_line_holds_what_the_step_was_made_of():
 @pytest.mark.parametrize(("num_tokens", "bin_"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (1023, 10), (2**30, 23)])
 def test_lengths_are_counted_by_doublings(num_tokens, bin_):
     assert length_bin(num_tokens) == bin_
+
+
+def test_a_trainer_that_was_gone_until_another_process_took_its_place_is_not_paid_for_that():
+    run = Driver(small_config(trainer_usd_per_hour=3600.0))
+    run.begin()
+    run.now = 100.0
+    run.tell(e.TrainerLeft(away_s=60.0))
+    assert run.ledger.trainer_usd(run.now) == pytest.approx(40.0)
+    run.now = 150.0
+    run.tell(e.TrainerReplaced())
+    run.tell(e.TrainerReturned())
+    run.now = 155.0
+    assert run.ledger.trainer_usd(run.now) == pytest.approx(45.0)
+
+
+def test_a_trainer_that_was_only_out_of_reach_is_paid_all_along():
+    run = Driver(small_config(trainer_usd_per_hour=3600.0))
+    run.begin()
+    run.now = 100.0
+    run.tell(e.TrainerLeft(away_s=60.0))
+    run.now = 150.0
+    run.tell(e.TrainerReturned())
+    assert run.ledger.trainer_usd(run.now) == pytest.approx(150.0)

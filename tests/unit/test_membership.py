@@ -2,7 +2,7 @@
 
 from tests.unit.driver import Driver, leased, only, small_config
 
-from polyrl.ids import Version, WorkerName
+from polyrl.ids import Step, Version, WorkerName
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import FleetRules, WeightDeliveryConfig
@@ -73,6 +73,104 @@ def test_no_lease_number_is_given_again_that_a_driver_may_have_given_and_lost_wi
     run.join("b")
     assert len(run.leases) == 4
     assert lost.isdisjoint(run.leases.values())
+
+
+# The driver was away
+
+
+def go_away(run: Driver, away_s: float, *, survivors: tuple[str, ...] = ()) -> list[c.Command]:
+    """The driver is killed, and back after so long; workers that died meanwhile are never heard of again."""
+    run.beating = [WorkerName(name) for name in survivors]
+    run.now += away_s
+    return run.tell(e.DriverResumed(away_s, 10.0))
+
+
+def paid(run: Driver, name: str) -> dict[str, float]:
+    return {what: round(seconds, 6) for what, seconds in run.ledger.workers[WorkerName(name)].seconds.items()}
+
+
+def test_a_worker_that_died_while_the_driver_was_away_is_paid_until_the_absence_began():
+    run = Driver()
+    run.begin()
+    run.join("a", price_usd_per_hour=36.0)
+    run.wait(8.0)
+    go_away(run, 1000.0)
+    assert only(run.wait(60.0), c.ForgetWorker)[0].why == "no heartbeat"
+    assert paid(run, "a") == {"generating": 8.0, "starting": 0.0}
+    assert round(run.ledger.workers[WorkerName("a")].usd, 6) == 0.08
+
+
+def test_a_worker_that_is_heard_of_again_is_paid_for_the_absence_too():
+    run = Driver()
+    run.begin()
+    run.join("a")
+    run.wait(8.0)
+    go_away(run, 100.0, survivors=("a",))
+    run.wait(2.0)
+    run.finish("1/0", "1/1", "2/0", "2/1")
+    assert paid(run, "a") == {"generating": 110.0, "starting": 0.0}
+
+
+def test_after_an_absence_samples_and_weights_go_only_to_workers_that_were_heard_of_since():
+    run = Driver(small_config(max_staleness=1))
+    run.begin()
+    run.join("a")
+    run.complete(1, 2)
+    run.take(0, 1, 2)
+    go_away(run, 100.0)
+    run.tell(e.StepTrained(Step(0)))
+    assert only(publish(run, 1), c.PullWeights) == []
+    assert leased(run.request(1)) == {}
+    assert len(leased(run.tell(e.WorkerReported(WorkerName("a"), run.lives[WorkerName("a")])))) == 4
+    assert [one.worker for one in only(run.said, c.PullWeights)][-1] == "a"
+
+
+def test_after_an_absence_others_go_on_with_samples_of_a_worker_that_is_not_heard_of_before_it_is_given_up():
+    run = Driver()
+    run.begin()
+    run.join("dead")
+    run.bring("dead", s1_0=20)
+    go_away(run, 100.0)
+    run.wait(5.0)
+    said = run.join("t", local=True) + run.wait(1.5)
+    assert leased(said)["1/0"] == ("t", 20)
+    assert WorkerName("dead") in run.scheduler.desk.state.fleet.by_name
+
+
+def test_no_second_of_a_name_is_paid_twice_when_a_new_process_was_started_before_the_old_one_was_missed():
+    run = Driver()
+    run.begin()
+    run.join("a", starting_s=5.0)
+    run.wait(10.0)
+    run.silence("a")
+    run.wait(2.0)
+    run.join("a", starting_s=4.0)
+    run.wait(1.0)
+    run.leave("a")
+    assert paid(run, "a") == {"starting": 5.0, "generating": 13.0}
+
+
+def test_after_an_absence_a_new_process_is_paid_from_its_start():
+    run = Driver()
+    run.begin()
+    run.join("a")
+    run.wait(10.0)
+    go_away(run, 100.0)
+    run.wait(1.0)
+    run.join("a", starting_s=4.0)
+    assert paid(run, "a") == {"starting": 4.0, "generating": 10.0}
+
+
+def test_a_worker_that_died_while_it_drained_is_lost_also_when_its_samples_were_taken_back_meanwhile():
+    run = Driver()
+    run.begin()
+    run.join("a")
+    run.drain("a")
+    go_away(run, 100.0)
+    run.tell(e.VersionReplaced(Version(0)))
+    run.wait(60.0)
+    assert WorkerName("a") not in run.scheduler.desk.state.fleet.by_name
+    assert run.ledger.workers[WorkerName("a")].num_losses == 1
 
 
 # An engine that dies and comes back while its worker stays

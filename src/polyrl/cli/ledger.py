@@ -73,6 +73,7 @@ def as_json(account: "Account", name: str, broken: list[str] | None) -> dict[str
         "caveat": account.caveat or None,
         "records": account.num_records,
         "seconds": account.now - account.started_at,
+        "seconds_without_trainer": account.trainer_gone_s,
         "steps": len(account.lines),
         "rounds": dict(ledger.rounds),
         "cut_short": account.cut_short or None,
@@ -176,7 +177,10 @@ def _title(account: "Account", name: str) -> str:
     num_steps = len(account.lines)
     rounds = ", ".join(f"{num} {kind}" for kind, num in account.ledger.rounds.items() if num)
     steps = f"{num_steps} step{'' if num_steps == 1 else 's'} trained"
-    return f"{name}: {steps} in {show_seconds(account.now - account.started_at)}; rounds opened: {rounds or 'none'}"
+    took = show_seconds(account.now - account.started_at)
+    if account.trainer_gone_s >= _SHOWN_S:
+        took += f", no trainer was there for {show_seconds(account.trainer_gone_s)} of it"
+    return f"{name}: {steps} in {took}; rounds opened: {rounds or 'none'}"
 
 
 def _counts(account: "Account") -> Iterator[Row]:

@@ -168,4 +168,5 @@ def gone(executor: Executor, session: TrainerSession, link: Link) -> None:
     if session.link is link:
         session.link, session.greeted = None, False
         session.away_since = executor.now()
-        executor.tell(e.TrainerLeft())
+        if executor.trainer is session:  # not when another has opened the run
+            executor.tell(e.TrainerLeft())

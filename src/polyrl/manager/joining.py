@@ -125,8 +125,10 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
         raise Refused("run", f"the run is open with another configuration: {differs}")
     elif executor.trainer is not None and executor.trainer.has_weights != request.has_weights:
         raise Refused("run", f"the run is open {'without' if request.has_weights else 'with'} weights, and stays so")
-    if executor.trainer is not None and executor.trainer.link is not None:
-        executor.trainer.link.close("another trainer opened the run")
+    if executor.trainer is not None:
+        executor.tell(e.TrainerReplaced())
+        if executor.trainer.link is not None:
+            executor.trainer.link.close("another trainer opened the run")
     trainer = TrainerSession(secrets.token_hex(16), has_reward=request.has_reward, has_weights=request.has_weights)
     executor.trainer = trainer
     executor.journal.add_note(executor.opened_by(trainer))

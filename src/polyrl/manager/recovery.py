@@ -55,7 +55,7 @@ def recover(executor: Executor) -> str:
         executor.tell(e.GroupWithdrawn(group, "the manager was started again"))
     if executor.trainer is not None:
         executor.trainer.away_since = executor.now()
-        executor.tell(e.TrainerLeft())
+        executor.tell(e.TrainerLeft(found.away_s))
     _expect_prompts(executor)
     _write_down_what_holds(executor)
     return (

@@ -10,7 +10,7 @@ from typing import Literal
 from polyrl.ids import Seconds
 
 WaitName = Literal[
-    "heartbeat", "stall", "hand_over", "pull", "retry_pull", "switch", "drain", "reward", "seed", "balance"
+    "heartbeat", "unheard", "stall", "hand_over", "pull", "retry_pull", "switch", "drain", "reward", "seed", "balance"
 ]
 Wait = tuple[WaitName, int]
 """What is waited for, and for whom: a worker's seat, a lease, a sample or a step."""

@@ -233,9 +233,16 @@ class PlacingResumed(EventStruct, frozen=True, tag=True):
 class TrainerLeft(EventStruct, frozen=True, tag=True):
     """Nobody scores, and nobody says what prompts are, until it is back. Nobody else is to blame for that."""
 
+    away_s: Seconds = 0.0
+    """How long ago it was last heard of, by a driver that was away itself."""
+
 
 class TrainerReturned(EventStruct, frozen=True, tag=True):
     pass
+
+
+class TrainerReplaced(EventStruct, frozen=True, tag=True):
+    """Another process goes on in its place: it was gone, not only out of reach."""
 
 
 class DriverResumed(EventStruct, frozen=True, tag=True):
@@ -285,4 +292,5 @@ Event = (
     | DriverResumed
     | TrainerLeft
     | TrainerReturned
+    | TrainerReplaced
 )

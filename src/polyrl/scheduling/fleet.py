@@ -6,7 +6,9 @@
                      +--- a newer version is needed --+           |
     any of them ----- missed, stalled, or its driver saw it die --+-> gone
 
-Its engine may be down for a while in any of these states: it gets no samples and no weights until it is back.
+Its engine may be down for a while in any of these states: it gets no samples and no weights until it is back. So
+it is after its driver was away, until it is heard of again: it may have gone meanwhile, and is paid for the absence if
+it has not.
 
 A worker takes a *seat* when it joins: a number never used again. A name that joins anew (a restart before anyone missed
 the old process, or a second machine with the same name) takes a new seat and its old one is given up first. A local
@@ -112,10 +114,17 @@ class Worker(Struct):
     """Leases given to it since it last brought tokens."""
     down: bool = False
     """Its engine died and is being started again."""
+    unheard: bool = False
+    """The driver was away, and has not heard of it since: its seconds from then on are not in the ledger yet."""
 
     @property
     def may_generate(self) -> bool:
-        return self.state == "active" and self.duty == "generating" and not self.down
+        return self.state == "active" and self.duty == "generating" and not self.down and not self.unheard
+
+    @property
+    def owes(self) -> bool:
+        """Its going now would be a loss: as far as we know, it has not handed everything over."""
+        return self.state != "draining" or bool(self.leases) or self.unheard
 
     @property
     def is_doubtful(self) -> bool:
@@ -204,6 +213,6 @@ class Fleet(Struct):
 
 def settle(worker: Worker, ledger: Ledger, now: Seconds) -> None:
     """Write the seconds since the last time into the ledger. Call it before anything that changes the activity."""
-    if now > worker.since:
+    if now > worker.since and not worker.unheard:
         ledger.pay(worker.name, worker.activity, now - worker.since)
         worker.since = now

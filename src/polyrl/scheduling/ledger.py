@@ -6,10 +6,12 @@ Sums that must hold at any moment (invariants.py checks them):
     samples started  = trained + answered + discarded by cause + open
     prompts started  = trained + dropped by reason + deferred + open
     a worker's seconds by activity add up to its time in the fleet; dollars are seconds times its price
+    the trainer's seconds are those of the run, without those in which its process was gone
 
 *Answered* is what somebody beside the trainer asked for and got (asking.py); it is no prompt of the data.
 `prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Tokens are
-those that reached us; what a dying worker had not yet sent was never counted.
+those that reached us; what a dying worker had not yet sent was never counted. Who is out of sight and comes back was
+there, and is paid; who never does, or in another process, is paid up to the last moment that it was seen.
 """
 
 from typing import Literal
@@ -65,6 +67,8 @@ class WorkerLine(Struct):
     usd: float = 0.0
     num_joins: int = 0
     num_losses: int = 0
+    paid_until: Seconds | None = None
+    """When its last life ended: a process that was started before that is paid from then on."""
 
     @property
     def paid_s(self) -> float:
@@ -93,6 +97,10 @@ class Ledger(Struct):
     workers: dict[WorkerName, WorkerLine] = {}
     trainer_usd_per_hour: float = 0.0
     started_at: Seconds | None = None
+    trainer_left_at: Seconds | None = None
+    """When the trainer was last seen; None while it is there."""
+    trainer_gone_s: Seconds = 0.0
+    """How long there was none, until another process went on in its place."""
     ended_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
     trained_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
 
@@ -123,8 +131,20 @@ class Ledger(Struct):
         line.price_usd_per_hour = price_usd_per_hour
         return line
 
+    def trainer_left(self, at: Seconds) -> None:
+        if self.trainer_left_at is None and self.started_at is not None:
+            self.trainer_left_at = max(at, self.started_at)
+
+    def trainer_replaced(self, now: Seconds) -> None:
+        if self.trainer_left_at is not None:
+            self.trainer_gone_s += now - self.trainer_left_at
+            self.trainer_left_at = None
+
     def trainer_usd(self, now: Seconds) -> float:
-        return 0.0 if self.started_at is None else (now - self.started_at) * self.trainer_usd_per_hour / 3600
+        if self.started_at is None:
+            return 0.0
+        seen_at = now if self.trainer_left_at is None else self.trainer_left_at
+        return (seen_at - self.started_at - self.trainer_gone_s) * self.trainer_usd_per_hour / 3600
 
     def usd(self, now: Seconds) -> float:
         """All dollars up to `now`, as far as activities have been settled."""

@@ -3,6 +3,7 @@
 Rules kept here: a worker that is gone, however we learned it, gives its samples back at once, each after its last token
 that arrived. A join that is older than what we know is refused. Nobody waits for a dead peer's weights: who pulled from
 it gets another source. A worker counts as active only while it holds a version that some step may still be trained on.
+After the driver was away, nobody is given anything, or paid for the absence, before it is heard of: it may be dead.
 """
 
 import math
@@ -16,6 +17,8 @@ from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.samples import NO_VERSION
 from polyrl.scheduling.staleness import oldest_version
 from polyrl.scheduling.weight_delivery import TRAINER
+
+_LOOK_AGAIN_S = 1.0
 
 
 def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
@@ -49,7 +52,8 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
     fleet.add(worker, now)
     line = desk.state.ledger.worker_line(worker.name, _sane(event.price_usd_per_hour))
     line.num_joins += 1
-    desk.state.ledger.pay(worker.name, "starting", _sane(event.starting_s))
+    unpaid_s = math.inf if line.paid_until is None else now - line.paid_until  # no second of a name is paid twice
+    desk.state.ledger.pay(worker.name, "starting", min(_sane(event.starting_s), unpaid_s))
     desk.deadlines.set(("heartbeat", worker.seat), now + _heartbeat_timeout_s(desk, worker))
     if worker.local:
         worker.version = desk.state.published
@@ -75,6 +79,8 @@ def _heartbeat_timeout_s(desk: Desk, worker: Worker) -> Seconds:
 
 def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:
     """Any news of a worker shows that it lives. Its deadline moves back, never forth: the heap is not told of it."""
+    if worker.unheard:
+        _was_there(desk, worker, now)
     entries = desk.deadlines.entries
     wait = ("heartbeat", worker.seat)
     due = now + _heartbeat_timeout_s(desk, worker)
@@ -82,11 +88,42 @@ def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:
         entries[wait] = due
 
 
-def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, now: Seconds) -> None:
-    """We heard nothing for a while because we were away: move every deadline, and be patient with heartbeats."""
+def _was_there(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """It did not go while we were away: it is paid for all of it, and gets samples and weights again."""
+    worker.unheard = False
+    desk.deadlines.clear(("unheard", worker.seat))
+    settle(worker, desk.state.ledger, now)
+    desk.router.update(worker)
+    desk.place_due = True
+    desk.pulls_due = True
+    desk.devices_due = True
+
+
+def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, left_at: Seconds, now: Seconds) -> None:
+    """We heard nothing for a while because we were away: move every deadline, and be patient with heartbeats.
+
+    Whoever went meanwhile is given up when that patience ends. Who was not heard of yet gets nothing, and keeps what it
+    has until another can go on with it.
+    """
     desk.deadlines.postpone(max(0.0, away_s))
+    desk.devices_due = True
     for seat, worker in desk.seats.items():
-        desk.deadlines.set(("heartbeat", seat), now + _heartbeat_timeout_s(desk, worker) + max(0.0, grace_s))
+        settle(worker, desk.state.ledger, left_at)
+        worker.unheard = True
+        desk.router.update(worker)
+        timeout_s = _heartbeat_timeout_s(desk, worker)
+        desk.deadlines.set(("heartbeat", seat), now + timeout_s + max(0.0, grace_s))
+        desk.deadlines.set(("unheard", seat), now + timeout_s)
+
+
+def let_others_go_on(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """It may be dead, and its samples wait for it. Whoever can write goes on with them; it may still come back."""
+    if not worker.leases:
+        return
+    if any(one.may_generate for one in desk.seats.values()):
+        _take_back_all(desk, worker, "it was not heard of since we are back", "lost", now)
+    else:
+        desk.deadlines.set(("unheard", worker.seat), now + _LOOK_AGAIN_S)
 
 
 def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
@@ -109,9 +146,10 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
     """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back."""
     state = desk.state
     settle(worker, state.ledger, now)
-    if worker.state != "draining" or worker.leases:
-        state.ledger.workers[worker.name].num_losses += 1
-    for name in ("heartbeat", "stall", "pull", "retry_pull", "switch", "drain"):
+    line = state.ledger.workers[worker.name]
+    line.paid_until = worker.since
+    line.num_losses += worker.owes
+    for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "drain"):
         desk.deadlines.clear((name, worker.seat))
     for lease in list(worker.leases):
         sample = desk.leases[lease]
@@ -258,6 +296,7 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
         if not worker.local
         and worker.state != "draining"
         and not worker.down
+        and not worker.unheard
         and worker.version < state.published
         and worker.pulling == NO_VERSION
         and ("retry_pull", worker.seat) not in desk.deadlines.entries

@@ -37,6 +37,7 @@ class Router:
             and worker.state == "active"
             and worker.duty == "generating"
             and not worker.down
+            and not worker.unheard
             and seat in self._seats
         ):
             load = num_leases / worker.slots

@@ -45,6 +45,7 @@ from polyrl.scheduling.events import (
     TokensArrived,
     TokensDiscarded,
     TrainerLeft,
+    TrainerReplaced,
     TrainerReturned,
     VersionPublished,
     VersionReplaced,
@@ -71,6 +72,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, state: State | None = None) -> None:
         self.desk = Desk(config, new_state(config) if state is None else state)
         self._now: Seconds = -math.inf
+        self._before: Seconds = -math.inf
+        """When the event before this one came."""
 
     @property
     def ledger(self) -> Ledger:
@@ -100,7 +103,7 @@ class Scheduler:
     def handle(self, event: Event, now: Seconds) -> list[Command]:
         if not now >= self._now:  # so written, NaN is refused too
             raise LawViolation(f"time went back from {self._now} to {now} at {event}")
-        self._now = now
+        self._before, self._now = self._now, now
         desk = self.desk
         desk.commands = []
         if desk.ledger.started_at is None:
@@ -211,13 +214,18 @@ class Scheduler:
             case TrainerLeft():
                 if desk.state.trainer_away_since is None:
                     desk.state.trainer_away_since = now
+                desk.ledger.trainer_left(now - max(0.0, event.away_s))
+            case TrainerReplaced():
+                desk.ledger.trainer_replaced(now)
             case TrainerReturned():
+                desk.ledger.trainer_left_at = None
                 if desk.state.trainer_away_since is not None:
                     scoring.postpone(desk, now - desk.state.trainer_away_since)
                     desk.state.trainer_away_since = None
             case DriverResumed():
                 scoring.postpone(desk, max(0.0, event.away_s))
-                membership.nobody_was_late(desk, event.away_s, event.grace_s, now)
+                left_at = max(now - max(0.0, event.away_s), self._before)  # it was there when it last told us something
+                membership.nobody_was_late(desk, event.away_s, event.grace_s, left_at, now)
                 leases.skip_numbers(desk)
             case _:
                 assert_never(event)
@@ -300,6 +308,8 @@ class Scheduler:
         leases.note_tokens(desk, sample, event.num_tokens)
         round_ = desk.round_of(sample)
         worker = desk.state.fleet.seats[sample.worker]
+        if worker.unheard:
+            membership.heard_from(desk, worker, now)
         group = desk.groups[sample.group]
         blameless = worker.down and sample.num_tokens > sample.moved_at  # what kills an engine does so at its start
         has_failed = event.reason != "handed_over" and not blameless
@@ -325,6 +335,8 @@ class Scheduler:
         """An answer shows that its worker is well, and that whoever failed the group before is not."""
         desk = self.desk
         worker, group = desk.seats[sample.worker], desk.groups[sample.group]
+        if worker.unheard:
+            membership.heard_from(desk, worker, now)
         if not worker.is_doubtful and not group.failed_on:
             return
         for guilty in failures.answered(desk, worker, group):
@@ -376,6 +388,8 @@ class Scheduler:
                 worker = desk.state.fleet.seats[key]
                 membership.lose(desk, worker, _WHY_LOST[name], now, tell=True)
                 devices.arm_window(desk, now)
+            case "unheard":
+                membership.let_others_go_on(desk, desk.seats[key], now)
             case "hand_over":
                 sample = desk.leases[key]  # type: ignore[index]
                 worker = desk.seats[sample.worker]

@@ -62,7 +62,8 @@ def plan_pulls(
 
 def _can_serve(worker: Worker, newest: Version) -> bool:
     has_it = newest in (worker.version, worker.pulling)
-    return has_it and worker.relays and worker.state != "draining" and not worker.local and not worker.bad_source
+    is_there = worker.state != "draining" and not worker.unheard
+    return has_it and is_there and worker.relays and not worker.local and not worker.bad_source
 
 
 def _is_fed(seat: int, feeds: dict[int, int], holders: frozenset[int]) -> bool:

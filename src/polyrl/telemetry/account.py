@@ -25,6 +25,9 @@ from polyrl.scheduling.events import (
     Event,
     RewardFinished,
     TokensArrived,
+    TrainerLeft,
+    TrainerReplaced,
+    TrainerReturned,
     WorkerJoined,
     WorkerLeft,
     WorkerReported,
@@ -53,8 +56,11 @@ class Life(Struct):
     price_usd_per_hour: float
     began_at: Seconds
     starting_s: Seconds
-    """Paid for before it joined."""
+    """Paid for before it joined, and after its life before this one ended."""
     ended_at: Seconds | None = None
+    """Of one that was not heard of after an absence of the driver: when that began."""
+    missed_since: Seconds | None = None
+    """Nobody knows yet whether it lived on: the driver was away from then on, and has not heard of it."""
     ending: Literal["", "left", "lost"] = ""
     """`lost`: it went without handing over."""
     why: str = ""
@@ -83,6 +89,8 @@ class Account(Struct):
     timeline: Timeline
     away: list[tuple[Seconds, Seconds]]
     """From when to when there was no driver, or it stood still."""
+    trainer_gone_s: Seconds
+    """Of the time from `started_at` to `now`: no trainer was there. It is not paid for that."""
     open: Open
     paid_before: dict[WorkerName, tuple[float, float]]
     """Seconds and dollars by worker in the state that the first journal starts from; empty for a whole run."""
@@ -151,13 +159,17 @@ class _Teller:
         self._watcher = _Watcher()
         self._paid_before: dict[WorkerName, tuple[float, float]] = {}
         self._away: list[tuple[Seconds, Seconds]] = []
+        self._trainer_gone: list[tuple[Seconds, Seconds]] = []
+        self._trainer_left_at: Seconds | None = None
 
     def open(self, header: JournalHeader) -> None:
         self.scheduler = resume_scheduler(header, self.scheduler)
         if self._header is not None:
             return
         self._header = header
-        self._paid_before = {name: (line.paid_s, line.usd) for name, line in self.scheduler.ledger.workers.items()}
+        ledger = self.scheduler.ledger
+        self._paid_before = {name: (line.paid_s, line.usd) for name, line in ledger.workers.items()}
+        self._trainer_gone, self._trainer_left_at = [(0.0, ledger.trainer_gone_s)], ledger.trainer_left_at
         self._watcher.take_over(self.scheduler.desk.seats.values(), self.scheduler.ledger)
 
     def hear(self, record: Record, file: Path) -> bool:
@@ -170,13 +182,23 @@ class _Teller:
                 f"{file}: record {record.number}: this version of PolyRL decides otherwise than the one that wrote it"
             )
             return False
-        if commands or not isinstance(record.event, _QUIET):
+        if commands or self._watcher.misses or not isinstance(record.event, _QUIET):
             self._watcher.look(self.scheduler.desk.seats, record.event, commands, record.now, self.scheduler.ledger)
         if isinstance(record.event, DriverResumed) and record.event.away_s > 0:
             self._away.append((record.now - record.event.away_s, record.now))
+        self._watch_trainer(record.event, record.now, self.scheduler.ledger.started_at or 0.0)
         trained = [command.line for command in commands if isinstance(command, ReportStep)]
         self._lines += trained
         return not self._verify or self._check(file, record, at_once=bool(trained))
+
+    def _watch_trainer(self, event: Event, now: Seconds, started_at: Seconds) -> None:
+        """Whoever comes back was there; another process was not."""
+        if isinstance(event, TrainerLeft) and self._trainer_left_at is None:
+            self._trainer_left_at = max(now - max(0.0, event.away_s), started_at)
+        elif isinstance(event, TrainerReplaced) and self._trainer_left_at is not None:
+            self._trainer_gone.append((self._trainer_left_at, now))
+        if isinstance(event, TrainerReplaced | TrainerReturned):
+            self._trainer_left_at = None
 
     def _check(self, file: Path, record: Record, *, at_once: bool) -> bool:
         assert self.scheduler is not None
@@ -207,7 +229,9 @@ class _Teller:
             self._check_now("at the end", now)
         for worker in scheduler.desk.seats.values():
             settle(worker, ledger, now)
-        self._watcher.timeline.end(now)
+        self._watcher.end(now)
+        if self._trainer_left_at is not None:
+            self._trainer_gone.append((self._trainer_left_at, now))
         return Account(
             about=header.about,
             config=header.config,
@@ -219,6 +243,7 @@ class _Teller:
             lives=self._watcher.lives,
             timeline=self._watcher.timeline,
             away=self._away,
+            trainer_gone_s=sum(until - since for since, until in self._trainer_gone),
             open=_still_open(scheduler),
             paid_before=self._paid_before,
             is_whole=not header.saved,
@@ -235,12 +260,17 @@ class _Watcher:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.lives: list[Life] = []
+        self.misses: dict[int, tuple[Seconds, str]] = {}
+        """Seats that were not heard of since the driver was away: since when, and what they did as far as we know."""
         self._by_seat: dict[int, Life] = {}
         self._owes: dict[int, bool] = {}
         """By seat: whether its going now would be a loss."""
+        self._gone_at: dict[WorkerName, Seconds] = {}
+        """When the last life of a name ended."""
 
     def take_over(self, workers: Iterable[Worker], ledger: Ledger) -> None:
         """Who was there when the first journal starts."""
+        self._gone_at = {name: line.paid_until for name, line in ledger.workers.items() if line.paid_until is not None}
         for worker in workers:
             self._begin(worker, worker.since, 0.0, ledger)
 
@@ -249,30 +279,55 @@ class _Watcher:
     ) -> None:
         if len(seats) != len(self._by_seat) or isinstance(event, WorkerJoined | WorkerLeft):
             for seat in [seat for seat in self._by_seat if seat not in seats]:
+                if isinstance(event, WorkerLeft):  # of its own mouth
+                    self._find(seat)
                 self._end(seat, _why_gone(self._by_seat[seat], event, commands), now)
             for worker in [worker for seat, worker in seats.items() if seat not in self._by_seat]:
                 starting_s = event.starting_s if isinstance(event, WorkerJoined) else 0.0
                 self._begin(worker, now, starting_s, ledger)
         for seat, worker in seats.items():
-            self.timeline.mark(worker.name, worker.activity, now)
             self._owes[seat] = worker.state != "draining" or bool(worker.leases)
+            if worker.unheard:
+                self._miss(worker)
+            else:
+                self._find(seat)
+                self.timeline.mark(worker.name, worker.activity, now)
+
+    def _miss(self, worker: Worker) -> None:
+        since, _ = self.misses.get(worker.seat, (worker.since, ""))
+        self.misses[worker.seat] = since, worker.activity
+        self.timeline.mark(worker.name, None, since)
+
+    def _find(self, seat: int) -> None:
+        """Whoever is heard of was there all along."""
+        if seat in self.misses:
+            since, activity = self.misses.pop(seat)
+            self.timeline.mark(self._by_seat[seat].worker, activity, since)
 
     def _begin(self, worker: Worker, now: Seconds, starting_s: Seconds, ledger: Ledger) -> None:
         paid_s = starting_s if 0.0 <= starting_s < float("inf") else 0.0
+        paid_s = min(paid_s, now - self._gone_at.get(worker.name, -float("inf")))
         price = ledger.workers[worker.name].price_usd_per_hour
         life = Life(worker.name, worker.local, worker.spot, price, now, paid_s)
         self.lives.append(life)
         self._by_seat[worker.seat] = life
         row = self.timeline.rows.setdefault(worker.name, [])
-        since = max(now - paid_s, row[-1].end_s if row else now - paid_s)
-        if since < now:
-            row.append(Span(since, now, "starting"))
+        if paid_s > 0.0:
+            row.append(Span(now - paid_s, now, "starting"))
 
     def _end(self, seat: int, why: str, now: Seconds) -> None:
         life = self._by_seat.pop(seat)
-        life.ended_at, life.why = now, why
-        life.ending = "lost" if self._owes.pop(seat, True) else "left"
-        self.timeline.mark(life.worker, None, now)
+        missed = self.misses.pop(seat, None)
+        life.ended_at = self._gone_at[life.worker] = now if missed is None else missed[0]
+        life.why = why
+        life.ending = "lost" if self._owes.pop(seat, True) or missed is not None else "left"
+        self.timeline.mark(life.worker, None, life.ended_at)
+
+    def end(self, now: Seconds) -> None:
+        """The account ends here. Who is still missed is not known to have lived on."""
+        for seat, (since, _) in self.misses.items():
+            self._by_seat[seat].missed_since = since
+        self.timeline.end(now)
 
 
 def _why_gone(life: Life, event: Event, commands: Sequence[Command]) -> str:

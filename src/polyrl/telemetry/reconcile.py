@@ -1,7 +1,8 @@
 """Whether an account adds up: each sum of the ledger against a second way to the same number.
 
     a worker's seconds    by activity; its lives, from when it was seen to join to when it was seen to go
-    dollars               of workers, and those lives times their prices; of the trainer, and wall clock times its price
+    dollars               of workers, and those lives times their prices; of the trainer, and its price times wall
+                          clock, but for the time in which its process was gone
     tokens, samples       arrived and started, and what became of them; kept and trained, and the sum of all steps
     prompts               started; trained, dropped, deferred and open
 
@@ -48,13 +49,15 @@ def _seconds_and_dollars(account: Account) -> Iterator[str]:
         seconds, usd = account.paid_before.get(name, (0.0, 0.0))
         for life in account.lives:
             if life.worker == name:
-                end = account.now if life.ended_at is None else life.ended_at
+                known = [life.ended_at, life.missed_since, account.now]
+                end = next(moment for moment in known if moment is not None)
                 life_s = end - life.began_at + life.starting_s
                 seconds += life_s
                 usd += life_s * life.price_usd_per_hour / _HOUR_S
         yield from _close(f"seconds of worker {name}", line.paid_s, "its time in the fleet", seconds)
         yield from _close(f"dollars of worker {name}", line.usd, "its time in the fleet times its price", usd)
-    wall_usd = (account.now - account.started_at) * account.config.trainer_usd_per_hour / _HOUR_S
+    there_s = account.now - account.started_at - account.trainer_gone_s
+    wall_usd = there_s * account.config.trainer_usd_per_hour / _HOUR_S
     yield from _close(
         "dollars of the trainer", account.ledger.trainer_usd(account.now), "wall clock times its price", wall_usd
     )
