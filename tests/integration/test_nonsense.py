@@ -122,6 +122,7 @@ trainer_frames: st.SearchStrategy[Any] = st.one_of(
     st.builds(frames.Rejected, seqs, groups, words),
     st.builds(frames.MicroBatchDone, seqs, steps),
     st.builds(frames.StepDone, seqs, steps),
+    st.builds(frames.Validating, seqs, st.booleans()),
     st.builds(frames.Published, seqs, steps, digests, addresses),
 )
 

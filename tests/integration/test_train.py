@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 from tests.builtin.tiny_models import save_tiny
+from tests.trainer.test_validator import ToldFleet
 
 from polyrl.cli.main import main
 from polyrl.cli.training.processes import Address
@@ -306,7 +307,7 @@ def test_validation_draws_as_the_rollout_does_and_gives_the_memory_back_where_no
     async def scenario() -> None:
         tasks = load_tasks(recipe)
         devices = Devices(engine, generates=generates)
-        validate = validator(recipe, cast("Any", engine), devices, tasks, cast("Any", told))
+        validate = validator(recipe, cast("Any", engine), devices, tasks, cast("Any", told), cast("Any", ToldFleet()))
         assert validate is not None
         await validate(0)
         devices.close()

@@ -165,7 +165,11 @@ class HostileWorld:
             if self.driver_rng.random() < 0.5:
                 self.tell(e.TrainerReplaced())
             self.tell(e.TrainerReturned())
-        elif draw < 0.055:
+        elif draw < 0.053:
+            self.tell(e.ValidationBegan())
+        elif draw < 0.0535 or (draw < 0.07 and self.scheduler.desk.state.clock.validating_since is not None):
+            self.tell(e.ValidationEnded())
+        elif draw < 0.075:
             published = self.scheduler.desk.state.published
             self.tell(e.VersionReplaced(Version(max(0, published - self.driver_rng.choice([0, 0, 1])))))
 

@@ -29,6 +29,7 @@ def a_line(step=3, **changes):
         "opened_at": 100.0,
         "closed_at": 130.0,
         "trained_at": 140.0,
+        "step_s": 40.0,
         "num_groups": 4,
         "num_samples": 16,
         "tokens_trained": 8000,
@@ -169,10 +170,10 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_no_half_of_a_line(tmp_path):
 
 
 def test_a_step_line_becomes_metrics_against_the_step_before():
-    metrics = from_step_line(a_line(), a_line(step=2, trained_at=90.0, usd=1.2))
-    assert metrics["time/step_total"] == 50.0
+    metrics = from_step_line(a_line(), a_line(step=2, usd=1.2))
+    assert metrics["time/step_total"] == 40.0
     assert metrics["time/step_generate"] == 30.0
-    assert metrics["idle/trainer_share"] == pytest.approx(4.0 / 50.0)
+    assert metrics["idle/trainer_share"] == pytest.approx(4.0 / 40.0)
     assert metrics["cost/usd_step"] == pytest.approx(0.8)
     assert metrics["cost/usd_per_mtok"] == pytest.approx(100.0)
     assert metrics["tokens/discarded/speculation"] == 300
@@ -181,9 +182,13 @@ def test_a_step_line_becomes_metrics_against_the_step_before():
     assert (metrics["rounds/kind"], metrics["rounds/long"], metrics["weights/version"]) == ("long", 1, 4)
 
 
-def test_the_first_step_counts_from_the_opening_of_its_round():
+def test_shares_are_of_the_time_that_is_told():
+    metrics = from_step_line(a_line(), step_s=16.0)
+    assert (metrics["time/step_total"], metrics["idle/trainer_share"]) == (16.0, 4.0 / 16.0)
+
+
+def test_the_first_step_costs_all_that_there_was_before():
     metrics = from_step_line(a_line(step=0))
-    assert metrics["time/step_total"] == 40.0
     assert metrics["cost/usd_step"] == metrics["cost/usd_total"] == 2.0
 
 

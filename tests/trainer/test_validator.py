@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,29 @@ from polyrl.trainer.local_engine import Answer, Question
 SMALL: dict[str, Any] = {"name": "r", "model": {"path": "m"}, "data": {"source": "arithmetic"}}
 
 
+class ToldFleet:
+    """What the manager is told of validation."""
+
+    def __init__(self) -> None:
+        self.validates = False
+        self.num_times = 0
+
+    @asynccontextmanager
+    async def validation(self) -> AsyncIterator[None]:
+        self.validates = True
+        self.num_times += 1
+        yield
+        self.validates = False
+
+
 class Engine:
     """Answers with the prompt, if it is short enough."""
 
+    def __init__(self, fleet: ToldFleet) -> None:
+        self._fleet = fleet
+
     async def answer(self, questions: list[Question]) -> list[Answer]:
+        assert self._fleet.validates
         return [
             Answer(one.prompt, "stop") if len(one.prompt) < 3 else Answer([], "refused it leaves no room")
             for one in questions
@@ -65,13 +86,16 @@ def test_what_an_engine_refuses_is_no_attempt_and_is_said_in_a_line(caplog: pyte
     recipe, told = build(apply_overrides(SMALL, ["validation.num_samples=2"]), Recipe), Told()
 
     async def scenario() -> None:
-        engine = Engine()
+        fleet = ToldFleet()
+        engine = Engine(fleet)
         devices = Devices(engine)
-        validate = validator(recipe, cast("Any", engine), devices, cast("Any", Tasks()), cast("Any", told))
+        parts: list[Any] = [engine, devices, Tasks(), told, fleet]
+        validate = validator(recipe, *parts)
         assert validate is not None
         await validate(3)
         await validate(3)  # it is known by then
         devices.close()
+        assert (fleet.num_times, fleet.validates) == (1, False)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())

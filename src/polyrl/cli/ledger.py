@@ -27,7 +27,7 @@ again, checks every conservation law on the way, and holds seconds and dollars a
 Exit code 0: all is well. 1: a law is broken, and which; or this version decides otherwise than the journal, and where.
 2: there is no run, or its journal is damaged."""
 
-ACTIVITIES = ("starting", "pulling", "generating", "idle", "draining", "training")
+ACTIVITIES = ("starting", "pulling", "generating", "idle", "draining", "training", "validating")
 _MAX_ROWS = 40
 _LONG_RUN_S = 1000.0
 _SHOWN_S = 0.05

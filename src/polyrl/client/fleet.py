@@ -237,6 +237,16 @@ class Fleet:
         self._first_open_step = max(self._first_open_step, step + 1)
         await self._state(lambda seq: frames.StepDone(seq, step))
 
+    @asynccontextmanager
+    async def validation(self) -> AsyncIterator[None]:
+        """The trainer validates for as long as this lasts: its time is no step's, and it waits for nobody.
+
+        Who is broken off in it does not say so: another process will go on, and the manager sees that.
+        """
+        await self._state(lambda seq: frames.Validating(seq, begins=True))
+        yield
+        await self._state(lambda seq: frames.Validating(seq, begins=False))
+
     async def status(self) -> Status:
         return await self._line.again(lambda: self._dialer.get("/v1/status", Status))
 

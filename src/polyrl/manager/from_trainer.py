@@ -71,6 +71,8 @@ def _state(executor: Executor, frame: frames.Statement) -> None:
             executor.tell(e.StepRestarted(Step(frame.step)))
         case frames.StepDone():
             executor.tell(e.StepTrained(Step(frame.step)))
+        case frames.Validating():
+            executor.tell(e.ValidationBegan() if frame.begins else e.ValidationEnded())
         case frames.Published():
             _published(executor, frame)
         case _:

@@ -39,6 +39,18 @@ class TrainerClock(Struct):
     seeded_s: Seconds = 0.0
     """How long the local workers generated in this step."""
     seeding_since: Seconds | None = None
+    validating_since: Seconds | None = None
+
+    def skip(self, seconds: Seconds, now: Seconds) -> None:
+        """It stood still for so long: what was going on before goes on now."""
+
+        def later(moment: Seconds | None) -> Seconds | None:
+            return None if moment is None else min(now, moment + seconds)
+
+        self.step_began_at = min(now, self.step_began_at + seconds)
+        self.busy_since, self.idle_since = later(self.busy_since), later(self.idle_since)
+        self.seeding_since, self.validating_since = later(self.seeding_since), later(self.validating_since)
+        self.first_remote_at, self.last_remote_at = later(self.first_remote_at), later(self.last_remote_at)
 
 
 class Scoring(Struct):

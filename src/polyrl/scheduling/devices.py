@@ -77,7 +77,7 @@ def review(desk: Desk, now: Seconds) -> None:
     state = desk.state
     local = state.fleet.local()
     if state.clock.seeding_since is not None and all(one.duty in ("training", "to_generating") for one in local):
-        _note_seeding(desk, now)  # the last one that generated is gone
+        note_seeding(desk, now)  # the last one that generated is gone
     if not local:
         return
     round_ = oldest_round(desk)
@@ -145,10 +145,8 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
 def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> None:
     settle(worker, desk.state.ledger, now)
     worker.duty = duty  # type: ignore[assignment]
-    clock = desk.state.clock
-    if duty == "to_generating" and clock.idle_since is not None:
-        clock.wait_train_s += now - clock.idle_since
-        clock.idle_since = None
+    if duty == "to_generating":
+        stop_waiting(desk, now)
     desk.router.update(worker)
     desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
     command = StartTraining if duty == "to_training" else StartGenerating
@@ -167,10 +165,8 @@ def duty_changed(desk: Desk, worker: Worker, duty: str, now: Seconds) -> None:
     desk.router.update(worker)
     desk.place_due = True
     desk.devices_due = True
-    clock = desk.state.clock
-    if clock.busy_since is None and clock.idle_since is None and all_train(desk):
-        clock.idle_since = now
-    _note_seeding(desk, now)
+    note_waiting(desk, now)
+    note_seeding(desk, now)
 
 
 def all_train(desk: Desk) -> bool:
@@ -178,10 +174,29 @@ def all_train(desk: Desk) -> bool:
     return all(worker.duty == "training" for worker in desk.state.fleet.local())
 
 
-def _note_seeding(desk: Desk, now: Seconds) -> None:
-    """Keep the time in which at least one local worker generates."""
+def note_waiting(desk: Desk, now: Seconds) -> None:
+    """From now on the trainer waits, if it has all that it needs to train but samples. Publishing is no waiting."""
     clock = desk.state.clock
-    generating = any(worker.duty in ("generating", "stopping") for worker in desk.state.fleet.local())
+    round_ = oldest_round(desk)
+    is_busy = clock.busy_since is not None or clock.validating_since is not None
+    if clock.idle_since is not None or is_busy or round_ is None:
+        return
+    if desk.state.published >= round_.step and all_train(desk):
+        clock.idle_since = now
+
+
+def stop_waiting(desk: Desk, now: Seconds) -> None:
+    clock = desk.state.clock
+    if clock.idle_since is not None:
+        clock.wait_train_s += now - clock.idle_since
+        clock.idle_since = None
+
+
+def note_seeding(desk: Desk, now: Seconds) -> None:
+    """Keep the time in which at least one local worker generates for a round; while it validates, it does not."""
+    clock = desk.state.clock
+    may_seed = bool(desk.rounds) and clock.validating_since is None
+    generating = may_seed and any(one.duty in ("generating", "stopping") for one in desk.state.fleet.local())
     if generating and clock.seeding_since is None:
         clock.seeding_since = now
     elif not generating and clock.seeding_since is not None:

@@ -219,6 +219,14 @@ class StepTrained(EventStruct, frozen=True, tag=True):
     step: Step
 
 
+class ValidationBegan(EventStruct, frozen=True, tag=True):
+    """Between two steps: its devices answer prompts that are not trained on."""
+
+
+class ValidationEnded(EventStruct, frozen=True, tag=True):
+    pass
+
+
 # The driver
 
 
@@ -281,6 +289,8 @@ Event = (
     | GroupRejected
     | StepRestarted
     | StepTrained
+    | ValidationBegan
+    | ValidationEnded
     | VersionPublished
     | VersionReplaced
     | RoundRequested

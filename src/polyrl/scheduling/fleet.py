@@ -116,6 +116,8 @@ class Worker(Struct):
     """Its engine died and is being started again."""
     unheard: bool = False
     """The driver was away, and has not heard of it since: its seconds from then on are not in the ledger yet."""
+    validating: bool = False
+    """The trainer validates on its devices."""
 
     @property
     def may_generate(self) -> bool:
@@ -139,6 +141,8 @@ class Worker(Struct):
     def activity(self) -> Activity:
         if self.state == "draining":
             return "draining"
+        if self.validating and not self.leases:
+            return "validating"
         if self.local and self.duty != "generating" and self.duty != "stopping":
             return "training"
         if self.leases:
@@ -204,6 +208,11 @@ class Fleet(Struct):
 
     def restart_mean(self, now: Seconds) -> None:
         self.remote_area, self.counted_at, self.measured_from = 0.0, now, now
+
+    def skip(self, seconds: Seconds) -> None:
+        """Leave so much time out of the mean."""
+        self.counted_at += seconds
+        self.measured_from += seconds
 
     def _count(self, change: int, now: Seconds) -> None:
         self.remote_area += self.num_remote * (now - self.counted_at)

@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from polyrl.ids import Seconds, Step, WorkerName
 
-Activity = Literal["starting", "pulling", "generating", "idle", "draining", "training"]
+Activity = Literal["starting", "pulling", "generating", "idle", "draining", "training", "validating"]
 DiscardCause = Literal[
     "speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "refused", "not_taken", "withdrawn"
 ]
@@ -37,6 +37,8 @@ class StepLine(Struct, frozen=True):
     opened_at: Seconds
     closed_at: Seconds
     trained_at: Seconds
+    step_s: Seconds
+    """From the end of the step before, or the first round's opening. Validation is no part of it, nor is an absence."""
     num_groups: int
     num_samples: int
     tokens_trained: int

@@ -57,6 +57,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
     desk.deadlines.set(("heartbeat", worker.seat), now + _heartbeat_timeout_s(desk, worker))
     if worker.local:
         worker.version = desk.state.published
+        worker.validating = desk.state.clock.validating_since is not None
         worker.duty = "to_generating"
         desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
         desk.commands.append(StartGenerating(worker.name, "it has joined"))
@@ -106,6 +107,7 @@ def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, left_at: Seco
     has until another can go on with it.
     """
     desk.deadlines.postpone(max(0.0, away_s))
+    desk.state.fleet.skip(now - left_at)
     desk.devices_due = True
     for seat, worker in desk.seats.items():
         settle(worker, desk.state.ledger, left_at)
@@ -224,11 +226,11 @@ def _take_back_all(desk: Desk, worker: Worker, why: str, cause: str, now: Second
 # Weights
 
 
-def publish(desk: Desk, version: Version, now: Seconds) -> None:
-    """A newer version can be had. Local workers hold it already."""
+def publish(desk: Desk, version: Version, now: Seconds) -> bool:
+    """A newer version can be had. Local workers hold it already. False for one that is repeated late."""
     if version <= desk.state.published:
         desk.state.ledger.late_news += 1
-        return
+        return False
     desk.state.published = version
     for worker in desk.state.fleet.seats.values():
         worker.bad_source = False
@@ -237,6 +239,7 @@ def publish(desk: Desk, version: Version, now: Seconds) -> None:
         _refresh_state(desk, worker, now)
     desk.pulls_due = True
     desk.rounds_due = True
+    return True
 
 
 def replace(desk: Desk, version: Version, now: Seconds) -> None:

@@ -47,6 +47,8 @@ from polyrl.scheduling.events import (
     TrainerLeft,
     TrainerReplaced,
     TrainerReturned,
+    ValidationBegan,
+    ValidationEnded,
     VersionPublished,
     VersionReplaced,
     WeightsFailed,
@@ -190,12 +192,16 @@ class Scheduler:
             case GroupRejected():
                 self._group_rejected(event, now)
             case StepRestarted():
-                steps.training_paused(desk, event.step, now)
-                rounds.give_again(desk, event.step)
+                steps.step_restarted(desk, event.step, now)
+            case ValidationBegan():
+                steps.validation_began(desk, now)
+            case ValidationEnded():
+                steps.validation_ended(desk, now)
             case StepTrained():
                 steps.step_trained(desk, event.step, now)
             case VersionPublished():
-                membership.publish(desk, event.version, now)
+                if membership.publish(desk, event.version, now):
+                    steps.published(desk, now)
             case VersionReplaced():
                 membership.replace(desk, event.version, now)
             case RoundRequested():
@@ -217,6 +223,9 @@ class Scheduler:
                 desk.ledger.trainer_left(now - max(0.0, event.away_s))
             case TrainerReplaced():
                 desk.ledger.trainer_replaced(now)
+                if desk.state.trainer_away_since is not None:
+                    desk.state.clock.skip(now - desk.state.trainer_away_since, now)
+                steps.validation_ended(desk, now)  # who validated is gone
             case TrainerReturned():
                 desk.ledger.trainer_left_at = None
                 if desk.state.trainer_away_since is not None:
@@ -226,6 +235,7 @@ class Scheduler:
                 scoring.postpone(desk, max(0.0, event.away_s))
                 left_at = max(now - max(0.0, event.away_s), self._before)  # it was there when it last told us something
                 membership.nobody_was_late(desk, event.away_s, event.grace_s, left_at, now)
+                desk.state.clock.skip(now - left_at, now)
                 leases.skip_numbers(desk)
             case _:
                 assert_never(event)

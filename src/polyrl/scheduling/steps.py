@@ -2,6 +2,9 @@
 
 After each step the seeding window is corrected, advice on the size of the fleet is given if it changed, and the step's
 line goes into the metrics.
+
+Rules kept here: the clock stands still while the trainer validates, and while it or the driver is gone: neither says
+anything of how long a step takes. A step that is begun anew has waited and trained for nothing.
 """
 
 from polyrl.ids import Seconds, Step
@@ -22,9 +25,18 @@ _FORGET_PER_STEP = 0.9
 def rounds_opened(desk: Desk, opened: list[Round], now: Seconds) -> None:
     for round_ in opened:
         reshaping.round_opened(desk, round_, now)
+    state = desk.state
+    if state.last_line is None and len(state.rounds) == len(opened):
+        state.clock.step_began_at = now
     devices.arm_window(desk, now)
-    if not desk.state.fleet.local() and desk.state.clock.idle_since is None and desk.state.clock.busy_since is None:
-        desk.state.clock.idle_since = now
+    devices.note_seeding(desk, now)
+    if not state.fleet.local():
+        devices.note_waiting(desk, now)
+
+
+def published(desk: Desk, now: Seconds) -> None:
+    """The trainer is done with publishing. If a round is open already, it waits for that one's groups now."""
+    devices.note_waiting(desk, now)
 
 
 def training_began(desk: Desk, step: Step, now: Seconds) -> None:
@@ -32,9 +44,7 @@ def training_began(desk: Desk, step: Step, now: Seconds) -> None:
     clock = desk.state.clock
     if step not in desk.state.rounds or clock.busy_since is not None:
         return
-    if clock.idle_since is not None:
-        clock.wait_train_s += now - clock.idle_since
-        clock.idle_since = None
+    devices.stop_waiting(desk, now)
     clock.busy_since = now
 
 
@@ -45,8 +55,53 @@ def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
         return
     clock.train_s += now - clock.busy_since
     clock.busy_since = None
-    clock.idle_since = now if devices.all_train(desk) else None
+    devices.note_waiting(desk, now)
     desk.devices_due = True
+
+
+def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
+    """What was made of the step is lost, and its time with it."""
+    training_paused(desk, step, now)
+    rounds.give_again(desk, step)
+    if step == next(iter(desk.rounds), None):
+        clock = desk.state.clock
+        clock.wait_train_s = clock.train_s = 0.0
+        clock.idle_since = None
+        devices.note_waiting(desk, now)
+
+
+# The clock stands still
+
+
+def validation_began(desk: Desk, now: Seconds) -> None:
+    clock = desk.state.clock
+    if clock.validating_since is not None:
+        return
+    devices.stop_waiting(desk, now)
+    clock.validating_since = now
+    devices.note_seeding(desk, now)
+    _mark_validating(desk, now)
+
+
+def validation_ended(desk: Desk, now: Seconds) -> None:
+    clock = desk.state.clock
+    if clock.validating_since is None:
+        return
+    clock.step_began_at += now - clock.validating_since
+    clock.validating_since = None
+    _mark_validating(desk, now)
+    devices.note_seeding(desk, now)
+    devices.note_waiting(desk, now)
+    devices.arm_window(desk, now)
+
+
+def _mark_validating(desk: Desk, now: Seconds) -> None:
+    for worker in desk.state.fleet.local():
+        settle(worker, desk.ledger, now)
+        worker.validating = desk.state.clock.validating_since is not None
+
+
+# A step's end
 
 
 def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
@@ -111,11 +166,9 @@ def _measure(desk: Desk, now: Seconds) -> StepTimes:
 
 def _restart_clock(desk: Desk, now: Seconds) -> None:
     state = desk.state
-    waits = bool(state.rounds) and devices.all_train(desk)
-    seeds = state.clock.seeding_since is not None
-    state.clock = TrainerClock(
-        step_began_at=now, idle_since=now if waits else None, seeding_since=now if seeds else None
-    )
+    state.clock = TrainerClock(step_began_at=now, validating_since=state.clock.validating_since)
+    devices.note_seeding(desk, now)
+    devices.note_waiting(desk, now)
     state.fleet.restart_mean(now)
 
 
@@ -140,6 +193,7 @@ def _line(
         opened_at=round_.opened_at,
         closed_at=now if round_.closed_at is None else round_.closed_at,
         trained_at=now,
+        step_s=now - desk.state.clock.step_began_at,
         num_groups=num_groups,
         num_samples=num_samples,
         tokens_trained=tokens,

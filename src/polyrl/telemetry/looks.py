@@ -20,6 +20,7 @@ class Look(NamedTuple):
 ACTIVITIES: dict[str, Look] = {
     "generating": Look("█", "#3a86c8", "generating"),
     "training": Look("▒", "#e69f00", "training, or ready to"),
+    "validating": Look("▓", "#8c6bb1", "validating"),
     "idle": Look("·", "#a8adb3", "idle"),
     "pulling": Look("▾", "#009e73", "pulling weights"),
     "starting": Look("░", "#cc79a7", "starting"),

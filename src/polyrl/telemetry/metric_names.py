@@ -92,9 +92,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing_s/gen", "s", "alias of `time/step_generate`"),
     Metric("timing_s/update_actor", "s", "alias of `time/step_train`"),
     Metric("timing_s/update_weights", "s", "alias of `time/step_publish`"),
-    Metric("idle/trainer_share", "share", "of the step: the trainer was ready to train and had nothing to"),
+    Metric(
+        "idle/trainer_share",
+        "share",
+        "of the step: the trainer was ready to train and had nothing to; publishing and validating are no waiting",
+    ),
     Metric("idle/fleet_share", "share", "of the step: after the last remote answer, until its end"),
-    Metric("seeding/t_seed_s", "s", "the trainer's own devices generated before they trained"),
+    Metric("seeding/t_seed_s", "s", "the trainer's own devices generated for the step's round before they trained"),
     # How fast
     Metric("perf/throughput", "tokens/s", "tokens trained a second and device (ranks and workers), prompts included"),
     Metric("perf/throughput_all_gpus", "tokens/s", "tokens trained a second, prompts included"),

@@ -150,10 +150,13 @@ def _write_all(file: int, data: bytes) -> None:
 # What is in a line
 
 
-def from_step_line(line: StepLine, before: StepLine | None = None) -> dict[str, MetricValue]:
-    """What the scheduler says of a step; `before` is its line of the step before, None if it is not known."""
-    began_at = line.opened_at if before is None else before.trained_at
-    step_s = line.trained_at - began_at
+def from_step_line(
+    line: StepLine, before: StepLine | None = None, *, step_s: float | None = None
+) -> dict[str, MetricValue]:
+    """What the scheduler says of a step. `before` is its line of the step before, None if it is not known; `step_s` is
+    how long the step took by the trainer's own clock, of which shares are told then.
+    """
+    step_s = line.step_s if step_s is None else step_s
     usd_before = 0.0 if line.step == 0 else None if before is None else before.usd
     usd = None if usd_before is None else line.usd - usd_before
     return {

@@ -299,6 +299,13 @@ class StepDone(Frame, frozen=True, tag="step_done"):
     step: Natural
 
 
+class Validating(Frame, frozen=True, tag="validating"):
+    """It validates from now on, or has ended that: no part of a step, and nobody waits for samples meanwhile."""
+
+    seq: Natural
+    begins: bool
+
+
 class Published(Frame, frozen=True, tag="published"):
     seq: Natural
     version: VersionNumber
@@ -309,7 +316,16 @@ class Published(Frame, frozen=True, tag="published"):
 
 
 Statement = (
-    RequestRound | SupplyPrompts | Scored | Took | Rejected | MicroBatchDone | RestartStep | StepDone | Published
+    RequestRound
+    | SupplyPrompts
+    | Scored
+    | Took
+    | Rejected
+    | MicroBatchDone
+    | RestartStep
+    | StepDone
+    | Validating
+    | Published
 )
 FromTrainer = TrainerHello | Statement
 

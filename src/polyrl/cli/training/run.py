@@ -156,7 +156,7 @@ async def train(
             Publishing(policy, server, engine, parents, None if leader is None else leader.weights),
             tasks.tokens,
             telling,
-            validator(recipe, engine, devices, tasks, telling, saver),
+            validator(recipe, engine, devices, tasks, telling, fleet, saver),
             saver,
         )
         telling.begin(fleet)

@@ -104,7 +104,7 @@ class Telling:
         lengths = np.array(report.lengths or [0])
         seconds = report.seconds
         metrics: dict[str, MetricValue] = {
-            **({} if report.line is None else from_step_line(report.line, self._line_before(report.step))),
+            **self._of_the_scheduler(report),
             **report.stats.metrics,
             "reward/mean": float(rewards.mean()) if report.rewards else None,
             "reward/std": float(rewards.std()) if report.rewards else None,
@@ -131,6 +131,11 @@ class Telling:
         if caveat_of(self._recipe):
             metrics["rollout/imposed_lengths"] = 1
         return metrics
+
+    def _of_the_scheduler(self, report: StepReport) -> dict[str, MetricValue]:
+        if report.line is None:
+            return {}
+        return from_step_line(report.line, self._line_before(report.step), step_s=report.seconds["total"])
 
     def _line_before(self, step: int) -> StepLine | None:
         """A run that goes on has it from the manager: the step was trained by another process."""

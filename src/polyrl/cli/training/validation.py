@@ -12,6 +12,7 @@ from msgspec import structs
 from polyrl.cli.training.sampling import sampling_of
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
+from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine, Question
@@ -27,6 +28,7 @@ def validator(
     devices: Devices,
     tasks: Tasks,
     telling: Telling,
+    fleet: Fleet,
     saver: Saver | None = None,
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
     """Validates a version, unless that is done already; none where the recipe wants no validation."""
@@ -40,7 +42,7 @@ def validator(
         await telling.validates()
         rates: dict[str, float] = {}
         all_rewards: list[list[float | None]] = []
-        async with devices.for_validation():
+        async with fleet.validation(), devices.for_validation():
             for domain, name in enumerate(tasks.names):
                 prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
                 if not prompts:
