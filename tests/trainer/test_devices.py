@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 from polyrl.trainer.devices import Devices
 
@@ -194,6 +195,26 @@ def test_an_engine_for_validation_alone_leaves_every_turn_to_training():
             pass
         assert engine.said == ["wakes", "sleeps"]
         assert await devices.train(lambda: 7) == 7
+        devices.close()
+
+    asyncio.run(scenario())
+
+
+def test_training_s_turn_is_measured_and_what_it_did_not_train_of_it_it_was_idle():
+    async def scenario() -> None:
+        devices = Devices(Engine())
+        await asyncio.sleep(0.02)
+        assert devices.turn_s == 0.0
+        began = time.monotonic()
+        await devices.turn_to("training")
+        await devices.turn_to("training")  # said twice
+        await devices.train(lambda: time.sleep(0.02))
+        await asyncio.sleep(0.02)
+        await devices.turn_to("generating")
+        ended = time.monotonic()
+        await asyncio.sleep(0.02)
+        assert 0.02 <= devices.turn_s - devices.trained_s <= devices.turn_s <= ended - began
+        assert devices.trained_s >= 0.02
         devices.close()
 
     asyncio.run(scenario())

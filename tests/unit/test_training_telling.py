@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_keeps_what_was_validated_of_the_version_it_starts_fr
 def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     display = Display("tiny", 2, Dialer(URL, "a token"))
     telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display)
-    seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "save": 0.0, "publish": 0.1}
+    seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "idle": 0.0, "save": 0.0, "publish": 0.1}
     stats = StepStats(0, Added(), metrics={})
     report = StepReport(0, stats, a_line(0, num_groups=0), [0.1, 0.1], [], [], {}, 0, 1, seconds)
     asyncio.run(telling.step_ended(report))
@@ -78,12 +78,13 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
     telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
     lines = {2: a_line(2, usd=7.0), 3: a_line(3, usd=7.5)}
     telling.begin(cast("Any", OneFleet(*(lines[step] for step in known))))
-    seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "wait": 0.0, "save": 0.0, "publish": 0.1}
+    seconds = {"total": 2.0, "generate": 1.0, "train": 0.0, "idle": 0.5, "save": 0.0, "publish": 0.1}
     stats = StepStats(3, Added(), metrics={})
     asyncio.run(telling.step_ended(StepReport(3, stats, lines[3], [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
     telling.close()
     [line] = read_metrics(tmp_path / "metrics.jsonl")
     assert (line["cost/usd_step"], line["cost/usd_total"]) == (cost, 7.5)
+    assert (line["time/step_total"], line["idle/trainer_share"]) == (2.0, 0.25)
 
 
 def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validation_waits_for_its_own(tmp_path: Path):
@@ -92,7 +93,7 @@ def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validati
     asyncio.run(telling.validated(1, {"validation/pass@1": 0.5}))
     for step, line, seconds in ((0, None, {}), (1, a_line(1), {"save": 0.1, "publish": 0.2})):
         stats = StepStats(step, Added(), metrics={})
-        seconds = {"total": 1.0, "generate": 1.0, "train": 0.5, "wait": 0.0, **seconds}
+        seconds = {"total": 1.0, "generate": 1.0, "train": 0.5, "idle": 0.0, **seconds}
         asyncio.run(telling.step_ended(StepReport(step, stats, line, [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
     telling.close()
     first, second = read_metrics(tmp_path / "metrics.jsonl")

@@ -40,13 +40,28 @@ class Devices:
         self._at_work = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self.duty: Duty = "training"
-        self.waited_s = 0.0
-        """How long `train` has waited for its turn, in all."""
+        self._turns_s = 0.0
+        """Of training's turns that are over."""
+        self._turn_began = 0.0
         self.trained_s = 0.0
         if engine is not None and generates:
             self.duty = "generating"
         else:
+            self._begin_turn()
+
+    @property
+    def turn_s(self) -> float:
+        """How long it has been training's turn, in all; what of it is not in `trained_s` it had nothing to train."""
+        return self._turns_s + (time.monotonic() - self._turn_began if self._may_train.is_set() else 0.0)
+
+    def _begin_turn(self) -> None:
+        if not self._may_train.is_set():
+            self._turn_began = time.monotonic()
             self._may_train.set()
+
+    def _end_turn(self) -> None:
+        self._turns_s = self.turn_s
+        self._may_train.clear()
 
     async def turn_to(self, duty: Duty) -> None:
         """Returns when the devices do that."""
@@ -56,18 +71,16 @@ class Devices:
             if not self._validates:
                 await self._engine.sleep()
             self.duty = duty
-            self._may_train.set()
+            self._begin_turn()
             return
-        self._may_train.clear()
+        self._end_turn()
         async with self._at_work:
             self.duty = duty
             await self._engine.wake()
 
     async def until_my_turn(self) -> None:
         """Wait for training's turn. It may pass again before anything is done with it."""
-        began = time.monotonic()
         await self._may_train.wait()
-        self.waited_s += time.monotonic() - began
 
     async def train(self, work: Callable[[], T]) -> T:
         """Run `work`, which moves no weights, in the trainer's thread when it is training's turn."""
@@ -85,12 +98,10 @@ class Devices:
         self._at_work.release()
 
     async def _take_turn(self) -> None:
-        began = time.monotonic()
         while True:
             await self._may_train.wait()
             await self._at_work.acquire()
             if self._may_train.is_set():
-                self.waited_s += time.monotonic() - began
                 return
             self._at_work.release()
 

@@ -94,7 +94,7 @@ class StepReport(NamedTuple):
     num_filtered: int
     """Groups that were rejected because they teach nothing."""
     seconds: dict[str, float]
-    """total, generate, train, wait; save and publish when they are known."""
+    """total, generate, train, idle (its turn, and nothing to train); save and publish when they are known."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self, enc_hook=float)  # some numbers are numpy's
@@ -189,7 +189,7 @@ class Loop:
 
     async def _step(self, step: int) -> StepReport:
         began = time.monotonic()
-        waited_before, trained_before = self._devices.waited_s, self._devices.trained_s
+        turn_before, trained_before = self._devices.turn_s, self._devices.trained_s
         await self._events.step_begins(step)
         self._steps.begin(step)
         batches, filtered = await self._train_round(step)
@@ -199,13 +199,14 @@ class Loop:
                 "and `polyrl ledger` counts it. The run can go on when that is mended"
             )
         generated = time.monotonic()
+        idle_s = self._devices.turn_s - turn_before - (self._devices.trained_s - trained_before)
         async with self._devices.held():
             stats = await self._devices.run(self._steps.finish)
             seconds = {
                 "total": time.monotonic() - began,
                 "generate": generated - began,
                 "train": self._devices.trained_s - trained_before,
-                "wait": self._devices.waited_s - waited_before,
+                "idle": max(0.0, idle_s),  # work that began in a turn may end after it
             }
             report = _report(stats, batches, filtered, seconds)
             save_s = await self._make_safe(report, batches)

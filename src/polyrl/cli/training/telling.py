@@ -119,6 +119,7 @@ class Telling:
             "time/step_train": seconds["train"],
             "time/step_save": seconds.get("save"),
             "time/step_publish": seconds.get("publish"),
+            "idle/trainer_share": seconds["idle"] / seconds["total"],
             "rounds/filtered_groups": report.num_filtered,
             **ages(report),
         }
