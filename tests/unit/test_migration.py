@@ -1,11 +1,14 @@
 """What moves although nobody died: only what saves more time than it costs, and not for ever to and fro."""
 
+from tests.unit.driver import Driver, only, small_config
 from tests.unit.workers import know_speed, worker
 
-from polyrl.ids import LeaseId
+from polyrl.ids import LeaseId, WorkerName
+from polyrl.scheduling import commands as c
+from polyrl.scheduling import events as e
 from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.migration import Candidate, plan_moves, relieve_waiting
-from polyrl.scheduling.parameters import RoutingConfig
+from polyrl.scheduling.parameters import FleetRules, RoutingConfig
 
 CONFIG = RoutingConfig(move_every_tokens=512, move_gain_s=2.0, prefill_tokens_per_s=20_000.0)
 
@@ -84,3 +87,20 @@ def test_an_engine_that_holds_samples_back_keeps_at_least_one():
 
 def test_nothing_is_relieved_when_everybody_is_full():
     assert relieve_waiting([worker(1, num_leases=8, num_waiting=5), worker(2, num_leases=8)]) == []
+
+
+def test_a_look_that_relieves_a_full_engine_moves_nothing_else():
+    """What was asked back still counts as its load, and not as anybody else's: moves would be planned for a past."""
+    config = small_config(prompts=1, samples=12, balance=True, fleet_rules=FleetRules(heartbeat_timeout_s=60.0))
+    run = Driver(config)
+    run.begin()
+    run.join("a", slots=16)
+    run.join("b", slots=16)
+    for seat in run.scheduler.desk.seats.values():
+        know_speed(seat, per_sample_s=0.1)
+    for num_tokens in (100, 200):
+        run.bring("a", s1_0=num_tokens)
+        run.tell(e.WorkerReported(WorkerName("a"), run.lives[WorkerName("a")], num_waiting=4))
+    run.beating.clear()
+    said = run.wait(config.routing.balance_interval_s)
+    assert [one.why for one in only(said, c.HandOver)] == ["its engine holds it back, another worker has room"] * 4

@@ -66,18 +66,29 @@ def balance(desk: Desk, now: Seconds) -> None:
     waiting = any(round_.num_waiting for round_ in state.rounds.values())
     if not waiting and len(state.fleet.seats) > 1:
         workers = list(state.fleet.seats.values())
-        for worker, num in migration.relieve_waiting(workers):
-            for lease in list(worker.leases)[-num:]:
-                leases.hand_over(desk, desk.leases[lease], "its engine holds it back, another worker has room", now)
-        moves = migration.plan_moves(
-            workers, desk.config.routing, desk.config.prompt_tokens, lambda worker: _candidates(desk, worker)
-        )
-        for move in moves:
-            sample = desk.leases[move.lease]
-            sample.target = move.target
-            leases.hand_over(desk, sample, move.why, now)
+        if not _relieve(desk, workers, now):
+            _move(desk, workers, now)
     if desk.leases:
         leases.look_later(desk, now)
+
+
+def _relieve(desk: Desk, workers: list[Worker], now: Seconds) -> bool:
+    """Whether anything was asked back. Who gets it is not known yet, and with it how loaded anybody will be."""
+    given = migration.relieve_waiting(workers)
+    for worker, num in given:
+        for lease in list(worker.leases)[-num:]:
+            leases.hand_over(desk, desk.leases[lease], "its engine holds it back, another worker has room", now)
+    return bool(given)
+
+
+def _move(desk: Desk, workers: list[Worker], now: Seconds) -> None:
+    moves = migration.plan_moves(
+        workers, desk.config.routing, desk.config.prompt_tokens, lambda worker: _candidates(desk, worker)
+    )
+    for move in moves:
+        sample = desk.leases[move.lease]
+        sample.target = move.target
+        leases.hand_over(desk, sample, move.why, now)
 
 
 def _candidates(desk: Desk, worker: Worker) -> list[Candidate]:
