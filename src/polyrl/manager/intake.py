@@ -144,7 +144,8 @@ def _ended(executor: Executor, session: WorkerSession, worker: Worker, ended: fr
     else:
         if ended.reason != "handed_over":
             session.last_failure = f"{ended.reason}: {ended.detail}"
-            log.warning("sample %s on %s: %s", show_sample(sample.id), worker.name, session.last_failure)
+            if (often := session.failures.again(session.last_failure)) is not None:
+                log.warning("sample %s on %s: %s%s", show_sample(sample.id), worker.name, session.last_failure, often)
             if (question := executor.questions.get(sample.group)) is not None:
                 question.is_refused, question.detail = ended.reason == "refused", ended.detail
         executor.tell(e.LeaseEnded(sample.lease, ended.num_tokens, ended.reason))

@@ -9,6 +9,7 @@ is thrown away: when the peer dials again, each side says what it holds and the 
 from polyrl.ids import Incarnation, WorkerName
 from polyrl.manager.link import Link
 from polyrl.manager.stride import Stride
+from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
 from polyrl.wire.control import JoinRequest
 from polyrl.wire.pieces import in_pieces
@@ -39,6 +40,7 @@ class WorkerSession:
         """While its frames go on from each other."""
         self.last_failure = ""
         """What it said of the last lease that it could not do."""
+        self.failures = Repeats()
         self._orders: list[frames.Order] = []
         self._aborts: list[int] = []
         self._hand_overs: list[int] = []

@@ -27,6 +27,7 @@ from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Jo
 from polyrl.engines.finishing import finish
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version
+from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer, NameTaken, SessionOver, Unreachable, pauses
@@ -126,6 +127,7 @@ class WorkerAgent:
         self._waits = pauses()
         self._began_at = time.monotonic()
         self._rate = Rate()
+        self._failures = Repeats()
 
     # The sink: what the engine says
 
@@ -138,7 +140,9 @@ class WorkerAgent:
 
     def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
         if reason in ("engine_failed", "refused"):
-            log.warning("lease %d: %s: %s", lease, reason, detail)
+            often = self._failures.again(f"{reason}: {detail}")
+            if often is not None:
+                log.warning("lease %d: %s: %s%s", lease, reason, detail, often)
         if self._imposed.pop(lease, None) is not None and reason == "length":
             reason = "stop"  # where it was told to stop
         self._book.end(lease, reason, detail)
