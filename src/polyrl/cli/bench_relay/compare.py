@@ -36,6 +36,14 @@ def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
     missing: dict[str, str] = {}
     peers = [] if quick else install_peers(cache, missing)
     programs = build_programs(cache)
+    by_length = (
+        {}
+        if quick
+        else {
+            length: measure_ours(Load("saturated", 1024, seconds), cache=cache, length=length).cpu_us_per_token
+            for length in _LENGTHS
+        }
+    )
     readings: list[Reading] = []
     delivery: dict[int, Latency] = {}
     for num in num_samples:
@@ -47,14 +55,6 @@ def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
                 taken.append(measure_ours(load, cache=cache))
             readings += middles(taken)
         delivery[num] = measure_delivery(Load("paced", num, seconds), cache=cache)
-    by_length = (
-        {}
-        if quick
-        else {
-            length: measure_ours(Load("saturated", 1024, seconds), cache=cache, length=length).cpu_us_per_token
-            for length in _LENGTHS
-        }
-    )
     return _result(readings, delivery, by_length, missing, {peer.name: peer.version for peer in peers}, quick=quick)
 
 

@@ -6,10 +6,10 @@ Each fake worker holds its share of the samples and sends, every FLUSH_S, one fr
 second (of one sample) have made since. RATE 0: frames of TOKENS_WHEN_SATURATED a sample without a pause. In either case
 no more than MAX_UNACKNOWLEDGED frames of a worker are under way.
 
-It says `started` when all samples run, and then one JSON object for the SECONDS that followed: tokens sent (what is
-acknowledged comes in steps that are a good part of a reading, and lags by MAX_UNACKNOWLEDGED frames at most); time from
-sending a frame to its acknowledgement, which the manager gathers; and from sending the end of a group's last sample to
-the group's arrival at the trainer.
+It says `started` a second after as many samples as may run at once have begun (short ones may have ended by then), and
+then one JSON object for the SECONDS that followed: tokens sent (what is acknowledged comes in steps that are a good part
+of a reading, and lags by MAX_UNACKNOWLEDGED frames at most); time from sending a frame to its acknowledgement, which the
+manager gathers; and from sending the end of a group's last sample to the group's arrival at the trainer.
 """
 
 import asyncio
@@ -48,6 +48,8 @@ class FakeWorker:
         self.offsets = np.zeros(0, np.int64)
         self._cells = columns.pack_cells([7] * 65536, [-0.5] * 65536)
         self.seq = 0
+        self.num_ordered = 0
+        """Samples."""
         self.num_sent = 0
         """Tokens."""
         self._unacknowledged: dict[int, float] = {}
@@ -61,6 +63,7 @@ class FakeWorker:
         return len(self._unacknowledged) < MAX_UNACKNOWLEDGED
 
     def order(self, orders: tuple[frames.Order, ...]) -> None:
+        self.num_ordered += len(orders)
         self.leases = np.concatenate([self.leases, np.array([one.lease for one in orders], np.uint64)])
         self.samples = np.concatenate([self.samples, np.array([one.sample for one in orders], np.int64)])
         so_far = np.array([len(one.so_far) // 4 for one in orders], np.int64)
@@ -177,7 +180,7 @@ async def main(argv: list[str]) -> None:
         await trainer.publish(0)
         tasks += [asyncio.create_task(work(dialer, worker, rate, flush_s)) for worker in workers]
         tasks.append(asyncio.create_task(take(trainer, ended_at, delivered)))
-        while sum(len(worker.leases) for worker in workers) < 0.98 * num_samples:
+        while sum(worker.num_ordered for worker in workers) < num_samples:
             await asyncio.sleep(0.05)
             raise_failures(tasks)
         await asyncio.sleep(1.0)
