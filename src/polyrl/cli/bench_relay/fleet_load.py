@@ -6,10 +6,10 @@ Each fake worker holds its share of the samples and sends, every FLUSH_S, one fr
 second (of one sample) have made since. RATE 0: frames of TOKENS_WHEN_SATURATED a sample without a pause. In either case
 no more than MAX_UNACKNOWLEDGED frames of a worker are under way.
 
-It says `started` a second after as many samples as may run at once have begun (short ones may have ended by then), and
-then one JSON object for the SECONDS that followed: tokens sent (what is acknowledged comes in steps that are a good part
-of a reading, and lags by MAX_UNACKNOWLEDGED frames at most); time from sending a frame to its acknowledgement, which the
-manager gathers; and from sending the end of a group's last sample to the group's arrival at the trainer.
+It says `started` a second after as many samples as may run at once have begun (short ones may have ended by then),
+and then one JSON object for the SECONDS that followed: tokens sent (what is acknowledged comes in steps that are a good
+part of a reading, and lags by MAX_UNACKNOWLEDGED frames at most); time from sending a frame to its acknowledgement,
+which the manager gathers; and from sending the end of a group's last sample to the group's arrival at the trainer.
 """
 
 import asyncio
