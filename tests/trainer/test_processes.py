@@ -57,20 +57,22 @@ def test_a_manager_that_dies_while_it_starts_again_is_started_once_more(run_dir,
     asyncio.run(scenario())
 
 
+async def until_failed(run_dir: Path) -> None:
+    """Start a manager, and watch it until it fails for good."""
+    manager = ManagerProcess(run_dir, "127.0.0.1", 0)
+    try:
+        await manager.start()
+        async with asyncio.timeout(20):
+            await manager.failed()
+    finally:
+        await manager.stop()
+
+
 def test_a_manager_that_cannot_start_again_ends_the_run_with_what_it_said_last(run_dir, monkeypatch):
     scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.5), DOWN)
 
-    async def scenario() -> None:
-        manager = ManagerProcess(run_dir, "127.0.0.1", 0)
-        try:
-            await manager.start()
-            async with asyncio.timeout(20):
-                await manager.failed()
-        finally:
-            await manager.stop()
-
     with pytest.raises(UserError, match="died 6 times in a minute: the port is taken"):
-        asyncio.run(scenario())
+        asyncio.run(until_failed(run_dir))
 
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -101,17 +103,8 @@ def test_a_manager_that_ends_with_a_line_for_a_person_is_not_started_again(run_d
     full = "print('polyrl: error: events.bin: cannot be written: No space left on device'); raise SystemExit(2)"
     left = scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.2) + full, DOWN, DOWN)
 
-    async def scenario() -> None:
-        manager = ManagerProcess(run_dir, "127.0.0.1", 0)
-        try:
-            await manager.start()
-            async with asyncio.timeout(20):
-                await manager.failed()
-        finally:
-            await manager.stop()
-
     with pytest.raises(UserError, match=r"^the manager ended: events\.bin: cannot be written: No space left on device"):
-        asyncio.run(scenario())
+        asyncio.run(until_failed(run_dir))
     assert len(left) == 2
 
 

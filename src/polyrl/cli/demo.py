@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyrl.cli.interrupts import EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from polyrl.cli.training.run import Stage
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     why = train.start(recipe, out / "run", beside=_play)
     if why is None:
         print("stopped", flush=True)
-        return 130
+        return EXIT_INTERRUPTED
     return _conclude(out, why, time.monotonic() - began)
 
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyrl.cli.interrupts import EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from polyrl.cli.training.checkpoints import Past
     from polyrl.cli.training.ranks import Team
@@ -91,7 +93,7 @@ def conclude(run_dir: Path, why: str | None) -> int:
         can_go_on = bool(checkpoint.found(run_dir))
         next_ = f"go on with `polyrl train --resume {run}`" if can_go_on else "there is no checkpoint to go on from"
         print(f"stopped; {next_}", flush=True)
-        return 130
+        return EXIT_INTERRUPTED
     print(f"done: {why}; look at it with `polyrl plot {run}` and `polyrl ledger {run}`", flush=True)
     return 0
 
