@@ -2,8 +2,8 @@
 
     python -m polyrl.cli.bench_relay.fleet_load URL WORKER_TOKEN ADMIN_TOKEN SAMPLES WORKERS SECONDS RATE FLUSH_S LENGTH
 
-Each fake worker holds its share of the samples and sends, every FLUSH_S, one frame with what engines of RATE tokens a
-second (of one sample) have made since. RATE 0: frames of TOKENS_WHEN_SATURATED a sample without a pause. In either case
+Each fake worker runs its share of the samples and sends, every FLUSH_S, one frame with what engines of RATE tokens a
+second (of one sample) have made since; samples that it is given ahead of its slots wait for one. RATE 0: frames of TOKENS_WHEN_SATURATED a sample without a pause. In either case
 no more than MAX_UNACKNOWLEDGED frames of a worker are under way.
 
 It says `started` a second after as many samples as may run at once have begun (short ones may have ended by then),
@@ -16,6 +16,7 @@ import asyncio
 import json
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ MAX_UNACKNOWLEDGED = 32
 
 
 class FakeWorker:
-    """Rows of running samples, advanced together."""
+    """Rows of samples, the oldest first. As many as there are slots run, and advance together; the others wait."""
 
     def __init__(self, name: str, slots: int, length: int, ended_at: dict[int, float]) -> None:
         self.name = name
@@ -71,12 +72,23 @@ class FakeWorker:
         self.wake.set()
 
     def drop(self, leases: tuple[int, ...]) -> None:
-        keep = ~np.isin(self.leases, np.array(leases, np.uint64))
-        self.leases, self.samples, self.offsets = self.leases[keep], self.samples[keep], self.offsets[keep]
+        self._keep(~np.isin(self.leases, np.array(leases, np.uint64)))
+
+    def _keep(self, rows: Any) -> None:
+        self.leases, self.samples, self.offsets = self.leases[rows], self.samples[rows], self.offsets[rows]
+
+    @property
+    def num_running(self) -> int:
+        return min(self.slots, len(self.leases))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.leases) - self.num_running
 
     def frame(self, count: int) -> frames.Tokens:
-        counts = np.minimum(count, self._length - self.offsets)
-        after = self.offsets + counts
+        leases, samples, offsets = (one[: self.slots] for one in (self.leases, self.samples, self.offsets))
+        counts = np.minimum(count, self._length - offsets)
+        after = offsets + counts
         done = after >= self._length
         self.seq += 1
         now = time.perf_counter()
@@ -86,19 +98,20 @@ class FakeWorker:
         cells = self._cells
         while len(cells) < num_tokens * columns.CELL_BYTES:
             cells = self._cells = cells + cells
-        ended = tuple(frames.Ended(lease, self._length, "length") for lease in self.leases[done].tolist())
-        for sample in self.samples[done].tolist():
+        ended = tuple(frames.Ended(lease, self._length, "length") for lease in leases[done].tolist())
+        for sample in samples[done].tolist():
             self._ended_at[sample] = now
         said = frames.Tokens(
             self.seq,
-            self.leases.tobytes(),
-            self.offsets.astype("<u4").tobytes(),
+            leases.tobytes(),
+            offsets.astype("<u4").tobytes(),
             counts.astype("<u4").tobytes(),
             bytes(4 * len(counts)),
             cells[: num_tokens * columns.CELL_BYTES],
             ended,
         )
-        self.leases, self.samples, self.offsets = self.leases[~done], self.samples[~done], after[~done]
+        self.offsets[: self.slots] = after
+        self._keep(np.append(~done, np.ones(self.num_waiting, bool)))
         return said
 
     def acknowledge(self, seq: int) -> None:
@@ -131,7 +144,7 @@ async def work(dialer: Dialer, worker: FakeWorker, rate: float, flush_s: float) 
 
     async def report() -> None:
         while True:
-            await socket.send_bytes(frames.encode(frames.Report(len(worker.leases), 0, 0.0, 0, 0.0)))
+            await socket.send_bytes(frames.encode(frames.Report(worker.num_running, worker.num_waiting, 0.0, 0, 0.0)))
             await asyncio.sleep(1.0)
 
     async def send() -> None:
