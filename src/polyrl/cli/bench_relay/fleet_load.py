@@ -3,8 +3,9 @@
     python -m polyrl.cli.bench_relay.fleet_load URL WORKER_TOKEN ADMIN_TOKEN SAMPLES WORKERS SECONDS RATE FLUSH_S LENGTH
 
 Each fake worker runs its share of the samples and sends, every FLUSH_S, one frame with what engines of RATE tokens a
-second (of one sample) have made since; samples that it is given ahead of its slots wait for one. RATE 0: frames of TOKENS_WHEN_SATURATED a sample without a pause. In either case
-no more than MAX_UNACKNOWLEDGED frames of a worker are under way.
+second (of one sample) have made since; samples that it is given ahead of its slots wait for one. RATE 0: frames of
+TOKENS_WHEN_SATURATED a sample without a pause. In either case no more than MAX_UNACKNOWLEDGED frames of a worker are
+under way.
 
 It says `started` a second after as many samples as may run at once have begun (short ones may have ended by then),
 and then one JSON object for the SECONDS that followed: tokens sent (what is acknowledged comes in steps that are a good
