@@ -227,6 +227,32 @@ def test_killed_in_the_middle_of_writing_a_checkpoint_it_ends_with_the_same_weig
     assert all(torch.equal(one, found[name]) for name, one in expected.items())
 
 
+def test_killed_before_anyone_is_told_how_a_version_validated_it_is_told_and_the_best_is_known(
+    model: Path, tmp_path: Path
+):
+    """Validated, its step trained and safe, and not told of: the moment at which only validated.json has it."""
+    num_steps, run_dir, wanted = 20, tmp_path / "killed", "validation/pass@1"
+    more = ("validation.every_steps=2", "validation.num_prompts=8", f"checkpoint.keep_best={wanted}")
+    process = train(model, run_dir, num_steps, more)
+    caught = 0
+    for version in range(2, num_steps - 2, 2):
+        wait_for(lambda step=version: redo.has(run_dir, step), process, pause_s=0.0002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        caught += version not in rewards(run_dir)
+        process = polyrl("train", "--resume", str(run_dir))
+        if caught == 3:
+            break
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output.decode()[-2000:]
+    assert caught == 3
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    told = {int(line["step"] or 0): float(line[wanted] or 0) for line in lines if wanted in line}
+    assert sorted(told) == list(range(2, num_steps + 1, 2))
+    best = checkpoint.read_best(run_dir)
+    assert best is not None and best.step == max(told, key=lambda version: (told[version], -version))
+
+
 def test_steps_that_come_out_otherwise_replace_their_version_and_a_worker_fetches_it_anew(model: Path, tmp_path: Path):
     """Other packs add up in another order, as a GPU does by itself. The worker lives on, and holds what was before."""
     num_steps, run_dir = 40, tmp_path / "run"
@@ -266,8 +292,8 @@ def test_steps_that_come_out_otherwise_replace_their_version_and_a_worker_fetche
     assert f"trained {4 * num_steps}" in " ".join(shown.decode().split()), shown.decode()
 
 
-def wait_for(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_for(holds: Callable[[], bool], process: subprocess.Popen[bytes], pause_s: float = 0.01) -> None:
     until = time.monotonic() + 120.0
     while not holds():
         assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.01)
+        time.sleep(pause_s)

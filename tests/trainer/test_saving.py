@@ -12,6 +12,7 @@ from tests.trainer.small import draw_groups
 
 from polyrl.cli.training.checkpoints import Past, train_again
 from polyrl.errors import UserError
+from polyrl.telemetry import validated
 from polyrl.telemetry.metrics import MetricsFile
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
@@ -277,9 +278,13 @@ def test_the_best_is_noted_when_its_checkpoint_is_on_disk_and_not_before(tmp_pat
     play(scenario)
 
 
-@pytest.mark.parametrize("newest", [0, 2], ids=["before it is on disk", "before it is noted"])
+@pytest.mark.parametrize(
+    ("newest", "best", "is_told"),
+    [(0, 2, True), (2, 2, True), (2, 4, True), (2, 4, False)],
+    ids=["before it is on disk", "before it is noted", "the last one", "before anyone is told how it validated"],
+)
 def test_checkpoints_that_were_asked_for_and_not_written_are_made_up_for_and_so_is_the_best(
-    tmp_path: Path, newest: int
+    tmp_path: Path, newest: int, best: int, *, is_told: bool
 ):
     """Killed before the first or the second of them was whole; both versions had validated."""
 
@@ -291,8 +296,11 @@ def test_checkpoints_that_were_asked_for_and_not_written_are_made_up_for_and_so_
         await killed.saver._written()
         file = MetricsFile(tmp_path / "metrics.jsonl")
         for step in range(5):
-            validated = {METRIC: {2: 0.7, 4: 0.3}[step]} if step in (2, 4) else {}
-            file.log(step, {"reward/mean": 0.5, **validated})
+            rates = {METRIC: 0.7 if step == best else 0.3} if step in (2, 4) else {}
+            if rates:
+                validated.note(tmp_path, step, rates)
+            if is_told or step < 4:
+                file.log(step, {"reward/mean": 0.5, **rates})
             if step >= newest:
                 redo.append(tmp_path, step, 100, GROUPS)
         file.close()
@@ -308,7 +316,7 @@ def test_checkpoints_that_were_asked_for_and_not_written_are_made_up_for_and_so_
             state, tensors = checkpoint.load(folder)
             assert state.next_step == checkpoint.step_of(folder)
             assert all(bool((one == state.next_step).all()) for one in tensors.values())
-        best = checkpoint.read_best(tmp_path)
-        assert best is not None and (best.step, best.value) == (2, 0.7)
+        noted = checkpoint.read_best(tmp_path)
+        assert noted is not None and (noted.step, noted.value) == (best, 0.7)
 
     play(scenario)

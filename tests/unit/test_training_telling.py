@@ -100,3 +100,34 @@ def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validati
     assert (first["step"], first["reward/mean"], first["time/step_publish"]) == (0, 1.0, None)
     assert "cost/usd_total" not in first and "validation/pass@1" not in first
     assert (second["validation/pass@1"], second["time/step_publish"]) == (0.5, 0.2)
+
+
+def test_validation_that_nobody_was_told_of_is_told_with_its_step_by_whoever_goes_on(tmp_path: Path):
+    """Killed between making step 2 safe and telling of it: version 2 is not validated again, its step is trained."""
+    recipe, display = load_recipe("arithmetic", []), Display("tiny", 4, Dialer(URL, "a token"))
+    before = Telling(recipe, tmp_path, Address(URL, 9), display, first_step=2)
+    asyncio.run(before.validated(2, {"validation/pass@1": 0.5}))
+    after = Telling(recipe, tmp_path, Address(URL, 9), display, first_step=3)
+    assert not after.knows(3)
+    for step in (2, 3):
+        stats, seconds = (
+            StepStats(step, Added(), metrics={}),
+            {"total": 1.0, "generate": 1.0, "train": 0.5, "idle": 0.0},
+        )
+        asyncio.run(after.step_ended(StepReport(step, stats, None, [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
+    after.close()
+    told = [(line["step"], line.get("validation/pass@1")) for line in read_metrics(tmp_path / "metrics.jsonl")]
+    assert told == [(2, 0.5), (3, None)]
+
+
+def test_a_version_whose_validation_is_on_file_is_not_validated_again(tmp_path: Path):
+    recipe, display = load_recipe("arithmetic", []), Display("tiny", 4, Dialer(URL, "a token"))
+    before = Telling(recipe, tmp_path, Address(URL, 9), display)
+    asyncio.run(before.validated(2, {"validation/pass@1": 0.5}))
+    after = Telling(recipe, tmp_path, Address(URL, 9), display, first_step=2)
+    assert after.knows(2)
+    after.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, "validation/pass@1": 0.5}]
+    (tmp_path / "validated.json").write_text('{"version": 2, "ra')
+    (tmp_path / "metrics.jsonl").unlink()
+    assert not Telling(recipe, tmp_path, Address(URL, 9), display, first_step=2).knows(2)

@@ -28,7 +28,7 @@ from polyrl.config.recipe_files import with_whole_paths
 from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.disk import write_whole
 from polyrl.errors import UserError
-from polyrl.telemetry import metrics
+from polyrl.telemetry import metrics, validated
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
 from polyrl.trainer.loop import StepReport, why_enough
@@ -210,7 +210,7 @@ async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> 
     """The steps of the log; and make up for what their checkpoints lack. Raises UserError."""
 
     def note_validation(version: int) -> None:
-        saver.validated(version, metrics.read_validation(run_dir / metrics.FILE_NAME, version))
+        saver.validated(version, validated.read(run_dir, version))
 
     async def after(step: int) -> None:
         await saver.trained_again(step)

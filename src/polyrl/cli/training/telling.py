@@ -15,7 +15,8 @@ from polyrl.cli.training.sampling import caveat_of
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.scheduling.ledger import StepLine
-from polyrl.telemetry.metrics import FILE_NAME, MetricValue, from_step_line, read_validation, with_aliases
+from polyrl.telemetry import validated
+from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
 from polyrl.trainer.loop import StepReport
@@ -29,7 +30,7 @@ class Telling:
     def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display, first_step: int = 0) -> None:
         track = recipe.track
         self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
-        self._validated = read_validation(run_dir / FILE_NAME, first_step)  # before the lines from there on are cut off
+        self._validated = validated.read(run_dir, first_step)  # before the lines from there on are cut off
         """Of the present version: told with the step that starts from it."""
         self._version = first_step
         self._trackers = open_trackers(
@@ -67,6 +68,8 @@ class Telling:
         if self._version == report.step:  # another one's is still to be told
             metrics |= self._validated
             self._validated = {}
+        elif report.step < self._version:  # a step of the past: a process before this one validated what it began with
+            metrics |= validated.read(self._run_dir, report.step)
         self._trackers.log(report.step, metrics)
         self._display.step_ended(report.step, metrics)
         if not report.stats.added.num_groups and report.num_filtered:
@@ -95,6 +98,7 @@ class Telling:
         self._display.doing("validates")
 
     async def validated(self, version: int, rates: dict[str, float]) -> None:
+        validated.note(self._run_dir, version, rates)
         self._validated, self._version = dict(rates), version
         shown = " - ".join(f"{name}:{rate:.3f}" for name, rate in rates.items())
         self._display.say(f"version:{version} - {shown}")
