@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from polyrl.errors import UserError
+from polyrl.weights.huge_pages import map_file
 
-_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0x8000)
 _SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1; Python names it from 3.13 on."""
 
@@ -34,16 +34,12 @@ class Buffer:
             raise UserError(f"no memory for {num_bytes} bytes of weights: {left} are left")
         self.fd = os.memfd_create("polyrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.fd, 0, size)
-            self._map = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+            self.view = map_file(self.fd, size)[:num_bytes]
         except OSError as error:
             self._close_file()
             raise UserError(f"no memory for {num_bytes} bytes of weights: {error.strerror}") from error
-        with contextlib.suppress(OSError):  # kernels without huge pages for shared memory
-            self._map.madvise(mmap.MADV_HUGEPAGE)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        self.view = memoryview(self._map)[:num_bytes]
 
     @property
     def is_used(self) -> bool:
@@ -67,7 +63,6 @@ class Buffer:
         self._close_file()
         with contextlib.suppress(BufferError):
             self.view.release()
-            self._map.close()
 
     def _close_file(self) -> None:
         if self.fd >= 0:
