@@ -14,9 +14,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyrl.cli.bench_scheduler import commit
+from polyrl.cli.loop import run_loop
+from polyrl.cli.scratch import scratch
 from polyrl.errors import UserError
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -84,9 +87,9 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     model = make_model(work, device)
     if peer == "vllm":
-        ran, peer_tok_s = asyncio.run(run_in_turns(work, model, device))
+        ran, peer_tok_s = run_loop(run_in_turns(work, model, device))
     else:
-        ran, peer_tok_s = asyncio.run(run_engine(work, model, device)), None
+        ran, peer_tok_s = run_loop(run_engine(work, model, device)), None
     limit = limit_tok_s(work, model, device)
     tok_s = work.batch / ran.step_ms * 1e3
     result = {
@@ -130,11 +133,11 @@ async def run_in_turns(work: Work, model: Any, device: str) -> tuple[Ran, float]
     """The engine's median run, and the vLLM server's median tokens a second."""
     from polyrl.cli.bench_vllm import Asked, serve
 
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch(Path(tempfile.gettempdir())) as folder:  # who is killed leaves it to the next one
         if work.model is None:
-            save_quietly(model, folder)
+            save_quietly(model, str(folder))
         asked = Asked(prompts_of(work, model.config.vocab_size), work.new)
-        async with serve(work.model or folder, slots=work.batch, max_context=work.prompt + work.new) as server:
+        async with serve(work.model or str(folder), slots=work.batch, max_context=work.prompt + work.new) as server:
             await server.tok_s(asked._replace(new=min(24, work.new)))
             ours: list[Ran] = []
             theirs: list[float] = []

@@ -5,18 +5,18 @@ which costs it less than token by token. It stays in our session: Linux shares a
 """
 
 import asyncio
-import os
-import signal
-import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 
+from polyrl.cli.scratch import scratch
+from polyrl.engines.engine import EngineError
+from polyrl.engines.served.process import ServerProcess, free_port
+from polyrl.engines.served.server import Command
 from polyrl.errors import UserError
 
 FOLDER = Path("~/.cache/polyrl/engines/vllm").expanduser()
@@ -67,54 +67,37 @@ class Server:
 
 @asynccontextmanager
 async def serve(model: str, *, slots: int, max_context: int) -> AsyncIterator[Server]:
-    """Raises UserError when it does not come up. Its processes are gone when this returns."""
+    """Raises UserError when it does not come up. Its processes are gone when this returns, and when we are killed."""
     check_installed()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     argv = [str(FOLDER / "bin" / "vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     argv += ["--served-model-name", "bench", "--dtype", "float32", "--skip-tokenizer-init", "--enable-scale-out"]
     argv += ["--max-model-len", str(max_context), "--max-num-seqs", str(slots), "--kv-cache-memory-bytes", "1G"]
-    with tempfile.TemporaryFile() as said:
-        process = await asyncio.create_subprocess_exec(
-            *argv, env=_environment(), stdout=said, stderr=said, process_group=0
-        )
+    with scratch() as folder:
+        try:
+            process = await ServerProcess.start(Command(argv, _environment()), folder / "vllm.log")
+        except EngineError as error:
+            raise UserError(f"--peer vllm: {error}") from error
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         try:
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
                 server = Server(f"http://127.0.0.1:{port}", session)
-                await _until_up(server, process, said)
+                await _until_up(server, process)
                 yield server
         finally:
-            await _stop(process)
+            await process.stop()
 
 
 def _environment() -> dict[str, str]:
     faster = {"LD_PRELOAD": str(FOLDER / "lib" / "libiomp5.so")} if (FOLDER / "lib" / "libiomp5.so").exists() else {}
     threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return {**kept, **faster, **threads, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return {**faster, **threads, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-async def _until_up(server: Server, process: asyncio.subprocess.Process, said: Any) -> None:
+async def _until_up(server: Server, process: ServerProcess) -> None:
     until = time.monotonic() + _START_S
     while not await server.is_up():
-        if process.returncode is not None or time.monotonic() > until:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines()
-            raise UserError(f"--peer vllm: the server did not start: {lines[-1] if lines else 'it said nothing'}")
+        if process.has_ended or time.monotonic() > until:
+            said = process.first_error() or " ".join(process.last_lines(1)) or "it said nothing"
+            raise UserError(f"--peer vllm: the server did not start: {said}")
         await asyncio.sleep(0.5)
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """It and the processes it started, which are its group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            await asyncio.wait_for(process.wait(), 20.0)
-        except TimeoutError:
-            continue
-    await process.wait()
