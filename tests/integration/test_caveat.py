@@ -4,9 +4,10 @@ import asyncio
 import json
 from pathlib import Path
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
-from tests.integration.live import QUICK, honest_worker, manager, play_round, run, trainer
+from tests.integration.live import QUICK, Live, honest_worker, manager, play_round, run, trainer
 
 from polyrl.cli.main import main
 from polyrl.manager.settings import JournalSettings
@@ -15,6 +16,14 @@ from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER
 from polyrl.telemetry.pictures import make_run, timeline_figure
 
 CAVEAT = "lengths of answers are imposed (lognormal)"
+
+
+async def scrape(live: Live) -> str:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(f"{live.url}/v1/metrics", headers=live.headers("admin")) as told,
+    ):
+        return await told.text()
 
 
 async def two_lives(run_dir: Path) -> list[int]:
@@ -31,11 +40,12 @@ async def two_lives(run_dir: Path) -> list[int]:
             await play_round(fleet, step)
             status = await fleet.status()
             assert status.caveat == CAVEAT
+            assert f'polyrl_caveat{{caveat="{CAVEAT}"}} 1.0' in await scrape(live)
             codes.append(await asyncio.to_thread(main, ["status", "--run-dir", str(run_dir)]))
     return codes
 
 
-def test_status_ledger_story_and_pictures_repeat_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_status_metrics_ledger_story_and_pictures_repeat_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(two_lives(tmp_path)) == [0, 0]
     assert capsys.readouterr().out.count(CAVEAT) == 2
     assert len(list((tmp_path / LIVE_FOLDER).glob(f"{EVENTS}-*.bin"))) > 2

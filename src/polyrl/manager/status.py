@@ -166,6 +166,8 @@ class _Metrics(Collector):
         yield _counter("polyrl_frames_received", "Frames since the manager started.", executor.num_frames)
         yield _gauge("polyrl_payload_bytes", "Tokens held in memory.", executor.payload.num_bytes)
         yield _gauge("polyrl_published_version", "The newest version; -1 is none.", now.published)
+        caveats = {now.caveat: 1} if now.caveat else {}
+        yield _by("polyrl_caveat", "What no number here is to be read without.", "caveat", caveats)
         yield _by("polyrl_queue", "Lengths of queues.", "queue", now.queues)
         states: dict[str, int] = {}
         for worker in now.workers:

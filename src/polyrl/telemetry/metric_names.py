@@ -148,6 +148,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/version", "", "the version that the step made"),
 )
 
+IMPOSED_LENGTHS = "lengths of answers are imposed"
+"""What `rollout/imposed_lengths` means to whoever looks at a run: every output repeats it."""
+
 ALIASES: Mapping[str, str] = {
     "timing_s/step": "time/step_total",
     "timing_s/gen": "time/step_generate",

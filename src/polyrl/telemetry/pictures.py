@@ -26,6 +26,7 @@ from polyrl.telemetry.canvas import (
     whole_numbers,
 )
 from polyrl.telemetry.looks import ACTIVITIES, KINDS, LEFT, TRAINER, unit_for
+from polyrl.telemetry.metric_names import IMPOSED_LENGTHS
 from polyrl.telemetry.metrics import MetricValue, from_step_line
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _caveat(account: Account | None, metrics: Sequence[dict[str, MetricValue]]) 
     if account is not None and account.caveat:
         return account.caveat
     is_imposed = any(values.get("rollout/imposed_lengths") for values in metrics)
-    return "lengths of answers are imposed" if is_imposed else ""
+    return IMPOSED_LENGTHS if is_imposed else ""
 
 
 def _steps(by_step: dict[int, dict[str, MetricValue]], tok_s: str) -> Iterator[Step]:

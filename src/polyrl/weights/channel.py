@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from ipaddress import ip_address
 
 PROGRESS_BYTES = 1 << 20
 """Who moves so much until the deadline gets another one."""
@@ -81,7 +82,7 @@ class Channel:
         """No delay for small frames; on loopback a congestion control that does not pace."""
         with self._failures("a fresh connection"):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not congestion and is_loopback(self._socket.getpeername()[0]):
+            if not congestion and ip_address(self._socket.getpeername()[0]).is_loopback:
                 congestion = _LOOPBACK_CONGESTION
         if congestion:
             with contextlib.suppress(OSError):  # a name that this system does not have or allow: keep its own choice
@@ -202,7 +203,3 @@ class Watch:
                     channel.extend()
                     continue
                 channel.cut(f"nothing moved for {channel.stall_s:g} s")
-
-
-def is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"

@@ -1,6 +1,7 @@
 """How a recipe wants answers drawn, as engines are told."""
 
 from polyrl.config.recipe import Recipe
+from polyrl.telemetry.metric_names import IMPOSED_LENGTHS
 from polyrl.wire.frames import Sampling
 from polyrl.wire.imposed import ImposedLengths
 
@@ -25,4 +26,4 @@ def sampling_of(recipe: Recipe) -> Sampling:
 def caveat_of(recipe: Recipe) -> str:
     """What every output on the run repeats; mostly nothing."""
     kind = recipe.rollout.impose_lengths.kind
-    return "" if kind == "off" else f"lengths of answers are imposed ({kind})"
+    return "" if kind == "off" else f"{IMPOSED_LENGTHS} ({kind})"
