@@ -25,11 +25,10 @@ from polyrl.weights.receiver import Dialer, HostStream, Link, MooncakeStream, Re
 from polyrl.weights.settings import TransferError
 from polyrl.weights.store import Blob, Store
 
-NUM_AHEAD = 4
-"""Requests of a stream that are under way at once."""
-NUM_AHEAD_SHARED = 2
-"""The same, with several sources: what is under way cannot be taken from another one."""
-REQUEST_BYTES = 4 << 20
+NUM_AHEAD = 2
+"""Requests of a stream that are under way at once. What is under way cannot be taken from another source."""
+REQUEST_BYTES = 16 << 20
+"""At most. Each request is a turn of Python on both sides, and wakes them."""
 PATIENCE_S = 1.0
 """The trainer is asked for what neighbours have after they have given nothing for so long."""
 APPEAR_S = 20.0
@@ -84,10 +83,8 @@ class Fetch:
             source.claimed = np.zeros(num_chunks, np.bool_)
         self._open = ~blob.right
         self._holders = np.zeros(num_chunks, np.int16)
-        self._run_chunks = max(1, REQUEST_BYTES // blob.table.chunk_bytes)
-        if len(sources) > 1:  # small bites, so that there is something left to share
-            self._run_chunks = max(1, min(self._run_chunks, num_chunks // (_NUM_BITES * len(sources))))
-        self._num_ahead = NUM_AHEAD if len(sources) == 1 else NUM_AHEAD_SHARED
+        bite = num_chunks // (_NUM_BITES * len(sources))  # small, so that there is something left to share
+        self._run_chunks = max(1, min(REQUEST_BYTES // blob.table.chunk_bytes, bite))
         self._changed = threading.Condition()
         self._over = False
         self._helped_at = self._moved_at = time.monotonic()
@@ -272,7 +269,7 @@ class Fetch:
             while True:
                 if not asked:
                     link.keep(IDLE_S)
-                chosen = self._choose(source, self._num_ahead - len(asked), can_wait=not asked)
+                chosen = self._choose(source, NUM_AHEAD - len(asked), can_wait=not asked)
                 for run in chosen:
                     asked.append(run)
                 for run in chosen:
