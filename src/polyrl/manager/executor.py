@@ -48,6 +48,8 @@ class Executor:
         self.scheduler: Scheduler | None = None
         self.payload = Payload()
         self.workers: dict[WorkerName, WorkerSession] = {}
+        self.farewells: dict[str, frames.Release] = {}
+        """What those are told who were given up for good while they were away, by their session."""
         self.lives: dict[WorkerName, Incarnation] = {}
         self.trainer: TrainerSession | None = None
         self.refused: Counter[str] = Counter()

@@ -315,8 +315,19 @@ class Front:
         key = _session_key(request)
         session = await self._service.ask(lambda executor: joining.find_worker(executor, key))
         if session is None:
-            raise _BadRequest(410, "session", "that session is over: join again")
+            return await self._see_off(request, key)
         return await self._stream(request, session, frames.MAX_WORKER_FRAME_BYTES)
+
+    async def _see_off(self, request: web.Request, key: str) -> web.StreamResponse:
+        """A worker whose session is over joins again, unless it was given up for good."""
+        farewell = await self._service.ask(lambda executor: executor.farewells.get(key))
+        socket = web.WebSocketResponse(timeout=_LINGER_S)
+        if farewell is None or not socket.can_prepare(request):
+            raise _BadRequest(410, "session", "that session is over: join again")
+        await socket.prepare(request)
+        await socket.send_bytes(frames.encode(farewell))
+        await socket.close()
+        return socket
 
     async def _trainer(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
