@@ -88,22 +88,12 @@ class ManagerProcess:
 
     async def start(self) -> Address:
         """Raises UserError if it does not come up: the port is taken, for example. Killed, it is started again."""
-        address = await self._start_though_killed()
-        self._port = address.port
-        self._watch = asyncio.create_task(self._keep_alive())
-        return address
-
-    async def _start_though_killed(self) -> Address:
-        num_deaths = 0
-        while True:
-            try:
-                return await self._start()
-            except UserError:
-                code = self._process.returncode if self._process is not None else None
-                num_deaths += 1
-                if code is None or code >= 0 or num_deaths >= _MAX_QUICK_DEATHS:
-                    raise
-                log.warning("the manager was ended by %s as it started; it is started again", show_code(code))
+        first: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
+        self._watch = asyncio.create_task(self._keep_alive(first))
+        await asyncio.wait((first, self._watch), return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            self._watch.result()
+        return first.result()
 
     async def _start(self) -> Address:
         address_file = self._run_dir / "manager.json"
@@ -119,27 +109,32 @@ class ManagerProcess:
             await asyncio.sleep(0.05)
         raise UserError(f"the manager did not start: {self._what_it_said(said_before)}")
 
-    async def _keep_alive(self) -> None:
+    async def _keep_alive(self, first: "asyncio.Future[Address]") -> None:
+        """`first` is where it listens, and from then on again. Raises UserError when it is not worth another try."""
         loop = asyncio.get_running_loop()
         deaths: list[float] = []
-        is_up = True
         while True:
+            why: UserError | None = None
+            try:
+                address = await self._start()
+                if not first.done():
+                    first.set_result(address)
+                    self._port = address.port
+            except UserError as error:
+                why = error
             assert self._process is not None
+            if why is not None and self._process.returncode is None:
+                raise why  # it is there and does not come up: another one would not either
             code = await self._process.wait()
             deaths = [*(one for one in deaths if loop.time() - one < 60.0), loop.time()]
-            if is_up and code == EXIT_BAD_INPUT:
+            if why is None and code == EXIT_BAD_INPUT:
                 raise UserError(f"the manager ended: {self._what_it_said()}; then go on with --resume")
+            if why is not None and not first.done() and (code >= 0 or len(deaths) >= _MAX_QUICK_DEATHS):
+                raise why  # later on, a port or a lock may be free in a moment
             if len(deaths) > _MAX_QUICK_DEATHS:
                 raise UserError(f"the manager died {len(deaths)} times in a minute: {self._what_it_said()}")
             log.warning("the manager ended (%s); it is started again", show_code(code))
             await asyncio.sleep(_RESTART_PAUSE_S)
-            try:
-                await self._start()
-                is_up = True
-            except UserError:
-                is_up = False  # a port, or a lock, may be free in a moment
-                if self._process.returncode is None:
-                    raise  # it is there and does not come up: another one would not either
 
     def _what_it_said(self, since: int = 0) -> str:
         """On a full disk it could not say so: its log lies there too."""
