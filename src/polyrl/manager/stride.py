@@ -10,6 +10,7 @@ ends its stride first, so nobody sees a text that lacks something.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -61,11 +62,11 @@ class Stride:
             or self._standing != _standing(worker)
         ):
             return False
-        counts = columns.unpack_column("I", frame.counts)
-        self._room -= max(counts)
-        if self._room < 0 or 0 in counts or sum(counts) * CELL_BYTES != len(frame.cells):
+        least, most, num_bytes = _tally(frame.counts)
+        if least == 0 or most > self._room or num_bytes != len(frame.cells):
             return False
         columns.check_cells(frame.cells)
+        self._room -= most
         self._offsets = _after(frame.offsets, frame.counts)
         self._counts.append(frame.counts)
         self._cells.append(frame.cells)
@@ -106,6 +107,13 @@ class Stride:
 def _after(offsets: bytes, counts: bytes) -> bytes:
     """The sums of two columns. As one long number each: no sum needs a fifth byte, since no sample is that long."""
     return (int.from_bytes(offsets, "little") + int.from_bytes(counts, "little")).to_bytes(len(offsets), "little")
+
+
+@lru_cache(maxsize=64)
+def _tally(counts: bytes) -> tuple[int, int, int]:
+    """The least, the most, and the bytes of all their cells. An engine decodes in lock step: few are not known yet."""
+    numbers = columns.unpack_column("I", counts)
+    return min(numbers), max(numbers), sum(numbers) * CELL_BYTES
 
 
 def _standing(worker: Worker) -> tuple[int, int, int]:
