@@ -19,10 +19,9 @@ class Taker:
         self.taken: list[bytes] = []
         self.room = True
 
-    def take(self, data: bytes) -> None:
-        self.taken.append(data)
-
-    def has_room(self) -> bool:
+    def take(self, data: bytes) -> bool:
+        if self.room:
+            self.taken.append(data)
         return self.room
 
 
@@ -34,7 +33,7 @@ async def connected(taker: Taker) -> AsyncIterator[tuple[Inlet, ClientWebSocketR
     async def serve(request: web.Request) -> web.StreamResponse:
         inlet = Inlet(MAX_BYTES)
         await inlet.prepare(request)
-        inlet.give_to(taker.take, taker.has_room)
+        inlet.give_to(taker.take)
         found.set_result(inlet)
         await over.wait()
         return inlet

@@ -352,9 +352,10 @@ class Front:
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
                 first = await socket.receive()
-            socket.give_to(partial(self._hand_in, session, link), service.has_room)
+            hearer = from_workers.said if isinstance(session, WorkerSession) else from_trainer.said
+            socket.give_to(partial(service.hear, hearer, session, link))
             while first.type is WSMsgType.BINARY:  # the first, and those for which there was no room
-                self._hand_in(session, link, first.data)
+                service.post((hearer, session, link, first.data))
                 await service.wait_for_room()
                 first = await socket.receive()
             if first.type is WSMsgType.TEXT:
@@ -377,12 +378,6 @@ class Front:
             if link.is_too_slow:
                 service.count_refusal("slow_reader")
         return socket
-
-    def _hand_in(self, session: WorkerSession | TrainerSession, link: Link, data: bytes) -> None:
-        if isinstance(session, WorkerSession):
-            self._service.post(lambda executor: from_workers.said(executor, session, link, data))
-        else:
-            self._service.post(lambda executor: from_trainer.said(executor, session, link, data))
 
 
 def _refusal(request: web.Request, code: int, text: str) -> web.Response:

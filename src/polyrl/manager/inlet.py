@@ -21,16 +21,17 @@ _QUEUED_BYTES = 1 << 16
 _CLOSE_S = 5.0
 
 
+_BINARY = WSMsgType.BINARY  # an enumeration looks its members up in Python
+
+
 class _Queue(WebSocketDataQueue):
-    take: Callable[[bytes], None] | None = None
-    has_room: Callable[[], bool]
+    take: Callable[[bytes], bool] | None = None
 
     def feed_data(self, data: Any, size: int) -> None:
         """Called by the reader with each message. What `take` raises would be lost: it had better not."""
-        if self.take is None or self._buffer or data.type is not WSMsgType.BINARY or not self.has_room():
+        take = self.take
+        if take is None or self._buffer or data.type is not _BINARY or not take(data.data):
             super().feed_data(data, size)
-        else:
-            self.take(data.data)
 
 
 class Inlet(web.WebSocketResponse):
@@ -38,10 +39,10 @@ class Inlet(web.WebSocketResponse):
         super().__init__(max_msg_size=max_bytes, compress=False, heartbeat=None, timeout=_CLOSE_S)
         self._max_bytes = max_bytes
 
-    def give_to(self, take: Callable[[bytes], None], has_room: Callable[[], bool]) -> None:
-        """Hand each frame on as it is read, while there is room; `receive` gets the rest."""
+    def give_to(self, take: Callable[[bytes], bool]) -> None:
+        """Hand each frame on as it is read. `receive` gets what is not taken, for want of room."""
         if isinstance(self._reader, _Queue):
-            self._reader.has_room, self._reader.take = has_room, take
+            self._reader.take = take
 
     def keep(self) -> None:
         """Hand nothing on any more."""

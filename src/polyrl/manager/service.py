@@ -14,13 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from polyrl import __version__
 from polyrl.errors import UserError
 from polyrl.manager.carrying import carry_out
 from polyrl.manager.executor import Executor
 from polyrl.manager.journal import RunJournal
+from polyrl.manager.link import Link
 from polyrl.manager.recovery import recover
 from polyrl.manager.refusals import RequestError
 from polyrl.manager.settings import ManagerSettings
@@ -45,6 +46,11 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 """What lives long here is many and never cyclic: look for garbage more rarely than Python would."""
 
 Answer = TypeVar("Answer")
+Action = Callable[[Executor], object]
+Hearer = Callable[[Executor, Any, Link, bytes], None]
+"""What hears a frame of a session that came on a connection: from_workers.said, or from_trainer.said."""
+Said = tuple[Hearer, Any, Link, bytes]
+"""Such a frame. An action would do, but frames are many, and making it takes longer."""
 
 
 class Service:
@@ -61,7 +67,7 @@ class Service:
         self.executor = Executor(self._journal, settings, about, carry_out)
         self.executor.weights_key = self.tokens.weights_key()
         self.recovered = recover(self.executor)
-        self._inbox: deque[Callable[[Executor], object]] = deque()
+        self._inbox: deque[Action | Said] = deque()
         self._answers: list[tuple[asyncio.Future[object], object]] = []
         self._is_due = False
         self._failure: Exception | None = None
@@ -82,9 +88,9 @@ class Service:
 
     # The inbox
 
-    def post(self, action: Callable[[Executor], object]) -> None:
+    def post(self, matter: Action | Said) -> None:
         """Have something done by the owner."""
-        self._inbox.append(action)
+        self._inbox.append(matter)
         if len(self._inbox) > _MAX_INBOX:
             self._room.clear()
         if not self._is_due:
@@ -94,8 +100,12 @@ class Service:
     def count_refusal(self, kind: str) -> None:
         self.post(lambda executor: executor.refused.update((kind,)))
 
-    def has_room(self) -> bool:
-        return self._room.is_set()
+    def hear(self, hearer: Hearer, session: Any, link: Link, raw: bytes) -> bool:
+        """Have a frame heard by the owner, if there is room."""
+        if not self._room.is_set():
+            return False
+        self.post((hearer, session, link, raw))
+        return True
 
     async def wait_for_room(self) -> None:
         """Readers wait here, so that nobody can fill the inbox."""
@@ -144,7 +154,12 @@ class Service:
 
     def _take_batch(self) -> None:
         for _ in range(min(_BATCH, len(self._inbox))):
-            self._inbox.popleft()(self.executor)
+            matter = self._inbox.popleft()
+            if isinstance(matter, tuple):
+                hearer, session, link, raw = matter
+                hearer(self.executor, session, link, raw)
+            else:
+                matter(self.executor)
         loop = asyncio.get_running_loop()
         nobody_else = self.executor.has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S
         if self.executor.is_urgent or self._answers or nobody_else:
