@@ -43,8 +43,6 @@ class CountingSteps:
     def finish(self) -> StepStats:
         return StepStats(self._step, Added(len(self.groups)), metrics={})
 
-    def abort(self) -> None: ...
-
 
 class Publisher:
     async def publish(self, version: int) -> Offer:

@@ -21,10 +21,10 @@ from tests.trainer.test_validator import ToldFleet
 
 from polyrl.cli.main import main
 from polyrl.cli.training.processes import Address
-from polyrl.cli.training.run import weight_settings, worker_arguments
+from polyrl.cli.training.run import weight_settings
 from polyrl.cli.training.tasks import load_tasks
-from polyrl.cli.training.telling import join_command
 from polyrl.cli.training.validation import validator
+from polyrl.cli.training.workers import join_command, worker_arguments
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.engine import BuiltinConfig

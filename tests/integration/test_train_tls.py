@@ -12,7 +12,7 @@ from tests.weights.test_tls import certificate
 
 from polyrl.cli.main import main
 from polyrl.cli.training.encryption import encryption
-from polyrl.cli.training.run import worker_arguments
+from polyrl.cli.training.workers import worker_arguments
 from polyrl.config.recipe import ManagerSection
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import UserError

@@ -108,10 +108,6 @@ def two_steps(steps: Any, groups: list[list[TrainSample]], first: int = 0) -> di
     for step in (first, first + 1):
         steps.begin(step)
         steps.add(groups[:1])
-        if step == 1:  # a step that is given up leaves no trace
-            steps.abort()
-            steps.begin(step)
-            steps.add(groups[:1])
         if groups[1:]:
             steps.add(groups[1:])
         told.append(steps.finish().metrics)

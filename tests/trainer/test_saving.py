@@ -51,8 +51,6 @@ class Model:
             one.fill_(self._step + 1)
         return StepStats(self._step, Added(), {})
 
-    def abort(self) -> None: ...
-
     device_type = "cpu"
 
     def steps_on_disk(self) -> list[int]:

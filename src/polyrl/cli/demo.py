@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 async def _play(stage: "Stage") -> None:
     """A worker joins, another is killed while it writes."""
-    from polyrl.cli.training.run import start_worker
+    from polyrl.cli.training import workers
 
     await stage.fleet.line(_JOIN_AT_STEP - 1)
     stage.say("   demo: worker-late is started, and joins in mid-run")
-    stage.workers["worker-late"] = await start_worker(stage.recipe, stage.run_dir, stage.address, "worker-late")
+    stage.workers["worker-late"] = await workers.start(stage.recipe, stage.run_dir, stage.address, "worker-late")
     await stage.fleet.line(_KILL_AT_STEP - 1)
     num_running = await _until_it_writes(stage, "worker-0")
     stage.workers["worker-0"].kill()

@@ -73,10 +73,6 @@ class Finish(Struct, frozen=True, tag=True):
     pass
 
 
-class Abort(Struct, frozen=True, tag=True):
-    pass
-
-
 class GatherWeights(Struct, frozen=True, tag=True):
     pass
 
@@ -89,7 +85,7 @@ class Stop(Struct, frozen=True, tag=True):
     pass
 
 
-Command = Begin | Add | Finish | Abort | GatherWeights | GatherState | Stop
+Command = Begin | Add | Finish | GatherWeights | GatherState | Stop
 
 
 class Leader:
@@ -115,10 +111,6 @@ class Leader:
     def finish(self) -> StepStats:
         with self._all(Finish()):
             return self._crew.steps.finish()
-
-    def abort(self) -> None:
-        with self._all(Abort()):
-            self._crew.steps.abort()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """In the precision that they are served in. The engine's own copy takes each as it passes."""
@@ -168,8 +160,6 @@ def follow(ranks: Ranks, crew: Crew) -> None:
                 crew.steps.add(decode_groups(groups))
             case Finish():
                 crew.steps.finish()
-            case Abort():
-                crew.steps.abort()
             case GatherWeights():
                 for _ in _weights(crew):
                     pass

@@ -41,10 +41,6 @@ class Publishing:
         self._known = dict(known or {})
         self._layout = tensors.layout_of(policy.published(), policy.published_dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._layout.num_bytes
-
     async def publish(self, version: int) -> Offer:
         parent = self._known.get(version - 1, "")
         publish = functools.partial(

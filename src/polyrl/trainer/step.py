@@ -88,8 +88,6 @@ class Steps(Protocol):
 
     def finish(self) -> StepStats: ...
 
-    def abort(self) -> None: ...
-
 
 class StepAccumulator:
     """`max_tokens` go through the model at once (train.micro_batch_tokens). `reference` is for KL alone; `critic`

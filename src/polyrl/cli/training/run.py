@@ -14,7 +14,6 @@ import contextlib
 import logging
 import signal
 import ssl
-import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from rich.text import Text
 
-from polyrl.cli.training import checkpoints, models, processes
+from polyrl.cli.training import checkpoints, local_worker, workers
 from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.encryption import Encryption, check_reachable
@@ -36,15 +35,11 @@ from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.cli.training.validation import validator
 from polyrl.client import Fleet, Prompt, Sample, connect
-from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe
-from polyrl.engines.builtin.engine import BuiltinConfig
 from polyrl.errors import PolyrlError, UserError
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Crew
-from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.loop import Loop
-from polyrl.trainer.model import Policy
 from polyrl.trainer.publishing import Publishing
 from polyrl.trainer.saving import Saver
 from polyrl.weights.server import WeightServer
@@ -52,21 +47,13 @@ from polyrl.weights.settings import WeightSettings
 from polyrl.wire.control import DrainRequest, RunReply
 from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer, Unreachable, is_loopback
-from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
+from polyrl.worker.agent import Left
 
 log = logging.getLogger("polyrl.train")
 
 T = TypeVar("T")
 
-LOCAL_WORKER = "trainer"
-_LOCAL_DRAIN_S = 2.0
 _DISMISS_S = 5.0
-_JOIN_TIMEOUT_S = 120.0
-_CPU_SLOTS, _GPU_SLOTS = 32, 256
-_CPU_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 8192
-"""Of prompts, in one step: running samples wait meanwhile, on a GPU some 50 ms for two billion parameters."""
-_PROMPT_ROOM = 512
-"""Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
 _LOOPBACK = ("127.0.0.0/8",)
 
 
@@ -125,7 +112,7 @@ async def train(
             assert saver is not None, "who keeps no checkpoints has nothing to go on from"
             again = checkpoints.train_again(past, steps, saver, run_dir)
             await _first_of(again, [one.failed() for one in (manager, team, saver) if one is not None], None)
-        engine = await stack.enter_async_context(_engine(recipe, policy))
+        engine = await stack.enter_async_context(local_worker.started_engine(recipe, policy))
         if past is None:  # before the manager hears of a run: from then on nobody else may begin one here
             checkpoints.write_recipe(run_dir, recipe)
             if saver is not None:
@@ -141,10 +128,12 @@ async def train(
         stack.callback(server.close)
         devices = Devices(engine, generates=recipe.train.local_generation)
         stack.callback(devices.close)
-        worker = await stack.enter_async_context(_local_worker(recipe, run_dir, address, fleet, engine, devices))
-        workers = await stack.enter_async_context(_workers(recipe, run_dir, address))
+        worker = await stack.enter_async_context(
+            local_worker.joined(recipe, _dialer(run_dir, address), fleet, engine, devices)
+        )
+        started = await stack.enter_async_context(workers.started(recipe, run_dir, address))
         title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)
-        display = Display(title, recipe.train.steps, _dialer(run_dir, address), LOCAL_WORKER)
+        display = Display(title, recipe.train.steps, _dialer(run_dir, address), local_worker.NAME)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
         parents = {version: digests[-1] for version, digests in fleet.digests.items()}
@@ -163,10 +152,10 @@ async def train(
         if past is not None:  # what it was called with now fits; the next --resume begins with that
             checkpoints.write_recipe(run_dir, recipe)
         if beside is not None:
-            playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, workers, fleet, display.say)))
+            playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, started, fleet, display.say)))
             stack.push_async_callback(_end, playing)
         try:
-            await _until_joined(recipe, fleet, workers)
+            await workers.until_joined(recipe, fleet, started)
             failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
             running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
             why = await _first_of(running, failures, worker)
@@ -252,9 +241,9 @@ async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
     with contextlib.suppress(TimeoutError, Unreachable, UserError):
         async with asyncio.timeout(_DISMISS_S), dialer:
             for worker in (await fleet.status()).workers:
-                if worker.name != LOCAL_WORKER:
+                if worker.name != local_worker.NAME:
                     await _drain(dialer, worker.name)
-            while any(worker.name != LOCAL_WORKER for worker in (await fleet.status()).workers):
+            while any(worker.name != local_worker.NAME for worker in (await fleet.status()).workers):
                 await asyncio.sleep(0.1)
 
 
@@ -315,41 +304,6 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
         yield fleet
 
 
-@asynccontextmanager
-async def _engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalEngine | None]:
-    """On the trainer's own device; None if it never generates."""
-    if not models.uses_engine(recipe):
-        yield None
-        return
-    engine = local_engine(recipe, policy)
-    try:
-        await engine.start()
-        if not recipe.train.local_generation:
-            await engine.sleep()  # only validation wakes it: training has the memory of its cache
-        yield engine
-    finally:
-        await engine.close()
-
-
-def local_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
-    """Slots for a round's samples, as far as it makes sense, and a cache that holds them at their longest."""
-    on_gpu = policy.device.type == "cuda"
-    num = sum(domain.prompts_per_step for domain in recipe.data.all_domains) * recipe.rounds.samples_per_prompt
-    slots = min(_GPU_SLOTS if on_gpu else _CPU_SLOTS, num)
-    config = BuiltinConfig(
-        model=recipe.model.path,
-        dtype=recipe.model.dtype,
-        device=str(policy.device),
-        version=None,
-        max_context=recipe.model.max_context,
-        slots=slots,
-        kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
-        block_tokens=32 if on_gpu else 16,
-        chunk_tokens=_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS,
-    )
-    return LocalEngine(config, policy.loaded)
-
-
 def weight_settings(recipe: Recipe, manager: Address) -> WeightSettings:
     """`manager` is where it listens."""
     wanted = recipe.weights
@@ -364,85 +318,8 @@ def weight_settings(recipe: Recipe, manager: Address) -> WeightSettings:
     )
 
 
-@asynccontextmanager
-async def _local_worker(
-    recipe: Recipe, run_dir: Path, address: Address, fleet: Fleet, engine: LocalEngine | None, devices: Devices
-) -> "AsyncIterator[asyncio.Task[Left] | None]":
-    """The trainer's devices as a member of the fleet. None, and only validation has the engine, if it is to be none."""
-    if engine is None or not recipe.train.local_generation:
-        yield None
-        return
-    options = WorkerOptions(LOCAL_WORKER, is_local=True, relays=False, drain_deadline_s=_LOCAL_DRAIN_S)
-    agent = WorkerAgent(engine, _dialer(run_dir, address), options, turn_to=devices.turn_to)
-
-    has_joined = False
-
-    async def live() -> Left:
-        nonlocal has_joined
-        await fleet.until_published()  # an open round would give it samples that it cannot write, or sign, yet
-        has_joined = True
-        return await agent.run()
-
-    task = asyncio.create_task(live(), name="the trainer's own worker")
-    try:
-        yield task
-    finally:
-        if has_joined and not task.done():
-            agent.drain("the run is over")
-            await asyncio.wait((task,), timeout=2 * _LOCAL_DRAIN_S)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-@asynccontextmanager
-async def _workers(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIterator[dict[str, Process]]:
-    """The workers that `[fleet]` asks for. Whoever starts another one puts it in, to have it ended too."""
-    started: dict[str, Process] = {}
-    try:
-        for number in range(recipe.fleet.workers):
-            name = f"worker-{number}"
-            started[name] = await start_worker(recipe, run_dir, address, name)
-        yield started
-    finally:
-        await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started.values()))
-
-
-async def start_worker(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
-    arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
-    return await processes.start(arguments, run_dir / "logs" / f"{name}.log")
-
-
-async def _until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
-    """All that were started here, where the recipe wants to begin with them."""
-    until = time.monotonic() + _JOIN_TIMEOUT_S
-    while recipe.fleet.wait and workers.keys() - {one.name for one in (await fleet.status()).workers}:
-        if time.monotonic() > until or any(one.returncode is not None for one in workers.values()):
-            log.warning(
-                "not all of the %d workers have joined; see the logs. The run begins without them", len(workers)
-            )
-            return
-        await asyncio.sleep(0.1)
-
-
 async def _end(task: "asyncio.Task[None]") -> None:
     """Cancel it, and hear what it failed of."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
-    """How a worker joins this run, from this machine: what `polyrl` is called with."""
-    wanted = recipe.fleet
-    arguments = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), "--engine", wanted.engine]
-    if recipe.manager.ca:
-        arguments += ["--ca", recipe.manager.ca]
-    settings = dict(wanted.settings)
-    if wanted.engine == "builtin":
-        arguments += ["--model", recipe.model.path]
-        settings = {"dtype": recipe.model.dtype, **settings}
-    if wanted.spot:
-        arguments.append("--spot")
-    if wanted.price_usd_per_hour:
-        arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
-    return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items())]

@@ -1,9 +1,6 @@
 """What a training run says: how to join it, a line a step, a display in a terminal, metrics for whoever tracks them."""
 
-import shlex
-from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -12,6 +9,7 @@ from rich.text import Text
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.processes import Address
 from polyrl.cli.training.sampling import caveat_of
+from polyrl.cli.training.workers import join_command, status_command
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.scheduling.ledger import StepLine
@@ -20,7 +18,6 @@ from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
 from polyrl.trainer.loop import StepReport
-from polyrl.weights.interfaces import listening_addresses
 from polyrl.wire.dial import is_loopback
 
 
@@ -164,35 +161,3 @@ def ages(report: StepReport) -> dict[str, MetricValue]:
         "staleness/mixed_samples": report.num_mixed / len(report.lengths),
         **{f"staleness/tokens/{age}": num / total for age, num in by_age.items()},
     }
-
-
-def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
-    """What somebody types on another machine. The token is a file, so that it is in nobody's process list."""
-    words = ["polyrl", "worker", "--join", _from_elsewhere(url), "--token-file", str(run_dir / "worker.token")]
-    words += [*_trust(recipe), "--engine", "builtin", "--model", recipe.model.path]
-    if recipe.model.dtype != "float32":
-        words.append(f"dtype={recipe.model.dtype}")
-    return shlex.join(words)
-
-
-def status_command(recipe: Recipe, run_dir: Path, url: str) -> str:
-    """The directory knows where the manager listens, and not the name that its certificate is of."""
-    at = ["--manager", url] if recipe.manager.tls_cert else []
-    return shlex.join(["polyrl", "status", "--run-dir", str(run_dir), *at, *_trust(recipe)])
-
-
-def _trust(recipe: Recipe) -> list[str]:
-    return ["--ca", recipe.manager.ca] if recipe.manager.ca else []
-
-
-def _from_elsewhere(url: str) -> str:
-    """A manager that listens on all addresses is dialled at one of them."""
-    parts = urlsplit(url)
-    try:
-        listens = ip_address(parts.hostname or "")
-    except ValueError:  # a name
-        return url
-    if not listens.is_unspecified:
-        return url
-    fitting = [one for one in listening_addresses(()) if ip_address(one).version == listens.version]
-    return url.replace(str(listens), fitting[0], 1) if fitting else url

@@ -1,0 +1,102 @@
+"""Workers of a run: how one joins, as a command for people and as a process; and those that `[fleet]` asks for."""
+
+import asyncio
+import logging
+import shlex
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from polyrl.cli.training import processes
+from polyrl.cli.training.processes import Address
+from polyrl.client import Fleet
+from polyrl.config.dump import inline
+from polyrl.config.recipe import Recipe
+from polyrl.weights.interfaces import listening_addresses
+
+log = logging.getLogger("polyrl.train")
+
+_JOIN_TIMEOUT_S = 120.0
+
+
+def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    """What somebody types on another machine."""
+    settings = [] if recipe.model.dtype == "float32" else [f"dtype={recipe.model.dtype}"]
+    return shlex.join(["polyrl", *_joining(recipe, run_dir, _from_elsewhere(url), "builtin"), *settings])
+
+
+def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
+    """How a worker joins this run, from this machine: what `polyrl` is called with."""
+    wanted = recipe.fleet
+    arguments = _joining(recipe, run_dir, url, wanted.engine)
+    settings = dict(wanted.settings)
+    if wanted.engine == "builtin":
+        settings = {"dtype": recipe.model.dtype, **settings}
+    if wanted.spot:
+        arguments.append("--spot")
+    if wanted.price_usd_per_hour:
+        arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
+    return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items())]
+
+
+def _joining(recipe: Recipe, run_dir: Path, url: str, engine: str) -> list[str]:
+    """The token is a file, so that it is in nobody's process list."""
+    arguments = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), *_trust(recipe)]
+    return [*arguments, "--engine", engine, *(["--model", recipe.model.path] if engine == "builtin" else [])]
+
+
+def status_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    """The directory knows where the manager listens, and not the name that its certificate is of."""
+    at = ["--manager", url] if recipe.manager.tls_cert else []
+    return shlex.join(["polyrl", "status", "--run-dir", str(run_dir), *at, *_trust(recipe)])
+
+
+def _trust(recipe: Recipe) -> list[str]:
+    return ["--ca", recipe.manager.ca] if recipe.manager.ca else []
+
+
+def _from_elsewhere(url: str) -> str:
+    """A manager that listens on all addresses is dialled at one of them."""
+    parts = urlsplit(url)
+    try:
+        listens = ip_address(parts.hostname or "")
+    except ValueError:  # a name
+        return url
+    if not listens.is_unspecified:
+        return url
+    fitting = [one for one in listening_addresses(()) if ip_address(one).version == listens.version]
+    return url.replace(str(listens), fitting[0], 1) if fitting else url
+
+
+@asynccontextmanager
+async def started(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIterator[dict[str, Process]]:
+    """The workers that `[fleet]` asks for. Whoever starts another one puts it in, to have it ended too."""
+    started: dict[str, Process] = {}
+    try:
+        for number in range(recipe.fleet.workers):
+            name = f"worker-{number}"
+            started[name] = await start(recipe, run_dir, address, name)
+        yield started
+    finally:
+        await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started.values()))
+
+
+async def start(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
+    arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
+    return await processes.start(arguments, run_dir / "logs" / f"{name}.log")
+
+
+async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
+    """All that were started here, where the recipe wants to begin with them."""
+    until = time.monotonic() + _JOIN_TIMEOUT_S
+    while recipe.fleet.wait and workers.keys() - {one.name for one in (await fleet.status()).workers}:
+        if time.monotonic() > until or any(one.returncode is not None for one in workers.values()):
+            log.warning(
+                "not all of the %d workers have joined; see the logs. The run begins without them", len(workers)
+            )
+            return
+        await asyncio.sleep(0.1)
