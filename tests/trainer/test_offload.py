@@ -74,3 +74,18 @@ def test_state_that_does_not_fit_changes_nothing():
     with pytest.raises(UserError, match=r"exp_avg/norm is \[7\]"):
         optimizer.load_state_dict(wrong)
     assert_same(before, optimizer.state_dict())
+
+
+def test_pinned_memory_is_unpinned_before_it_is_given_back(monkeypatch):
+    unpinned = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(offload, "pin", lambda view: view.nbytes == 400)
+    monkeypatch.setattr(offload, "unpin", unpinned.append)
+    memory = HostMemory(100)
+    kept = memory.take(torch.zeros(10))
+    at = kept.data_ptr()
+    del memory
+    assert not unpinned, "somebody has a part of it"
+    assert kept.sum() == 0
+    del kept
+    assert unpinned == [at]

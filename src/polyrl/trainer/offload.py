@@ -11,6 +11,8 @@ Left out: gradients. They are sums over a step's micro-batches, and would cross 
 """
 
 import logging
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
-from polyrl.weights.tensors import pin
+from polyrl.weights.tensors import pin, unpin
 
 log = logging.getLogger("polyrl.trainer")
 
@@ -41,15 +43,28 @@ class Held(NamedTuple):
     sum: Any
 
 
+class _Room(mmap.mmap):
+    """Memory that is unpinned before it is given back: else CUDA takes whatever comes there next for it."""
+
+    pinned_at = 0
+
+    def __del__(self) -> None:
+        if self.pinned_at and not sys.is_finalizing():
+            unpin(self.pinned_at)
+
+
 class HostMemory:
     """One pinned block, handed out bit by bit: what CUDA allocates itself is rounded up to a power of two."""
 
     def __init__(self, num_elements: int) -> None:
-        self._flat = torch.zeros(num_elements)
         self._used = 0
-        data: Any = self._flat.numpy()
-        if num_elements and torch.cuda.is_available() and not pin(memoryview(data).cast("B")):
-            log.warning("%d bytes of the optimizer's state cannot be pinned: copies will be slow", 4 * num_elements)
+        room = _Room(-1, max(1, 4 * num_elements))
+        self._flat = torch.frombuffer(room, dtype=torch.float32, count=num_elements) if num_elements else torch.zeros(0)
+        if num_elements and torch.cuda.is_available():
+            if pin(memoryview(room)):
+                room.pinned_at = self._flat.data_ptr()
+            else:
+                log.warning("%d bytes of the optimizer's state cannot be pinned: copies will be slow", 4 * num_elements)
 
     def take(self, like: Tensor) -> Tensor:
         """Zeros of its shape."""

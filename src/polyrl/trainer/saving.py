@@ -52,7 +52,8 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._pinned: list[memoryview] = []
+        self._pinned: list[int] = []
+        """Where."""
 
     def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, one in named:
@@ -67,13 +68,13 @@ class Snapshot:
         room = torch.empty(like.shape, dtype=like.dtype)
         if like.is_cuda and room.nbytes >= _PINNED_BYTES:  # a copy into other memory is several times slower
             data: Any = room.view(-1).view(torch.uint8).numpy()
-            if pin(view := memoryview(data)):
-                self._pinned.append(view)
+            if pin(memoryview(data)):
+                self._pinned.append(room.data_ptr())
         return room
 
     def close(self) -> None:
-        for view in self._pinned:
-            unpin(view)
+        for address in self._pinned:
+            unpin(address)
         self._pinned.clear()
         self.tensors.clear()
 

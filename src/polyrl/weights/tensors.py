@@ -241,10 +241,10 @@ def pin(view: View) -> bool:
     return int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)) == 0
 
 
-def unpin(view: View) -> None:
-    """Before its memory is given back."""
+def unpin(address: int) -> None:
+    """Before the memory of the buffer that begins there is given back."""
     runtime: Any = torch.cuda.cudart()
-    runtime.cudaHostUnregister(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
+    runtime.cudaHostUnregister(address)
 
 
 def _owners(layout: Layout) -> Iterator[TensorEntry]:
