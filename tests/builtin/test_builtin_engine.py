@@ -22,6 +22,7 @@ from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, S
 
 from polyrl.engines.builtin import models, sampling
 from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+from polyrl.engines.builtin.runner import Runner
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, SampleId, Version
@@ -62,6 +63,37 @@ class TestBuiltinEngine(EngineContract):
 
     def weights(self, version: int) -> Weights:
         return Weights(Version(version), folder=str(self.folder))
+
+
+class LookingRunner(Runner):
+    """As on a GPU: a burst is shown piece by piece, and goes on when answers are over."""
+
+    num_looks = 0
+
+    def run_burst(self, chunks, wanted, num_steps, look=None):
+        drawn = super().run_burst(chunks, wanted, num_steps)
+        assert look is not None
+        while len(drawn) > 3:
+            look(drawn[:3])
+            self.num_looks += 1
+            time.sleep(0.001)
+            drawn = drawn[3:]
+            if self._interrupted.is_set():
+                return drawn[:1]
+        return drawn
+
+
+class LookingEngine(BuiltinEngine):
+    async def start(self, sink):
+        info = await super().start(sink)
+        self._runner.__class__ = LookingRunner
+        self._cuda = self._runner
+        return info
+
+
+class TestLookingEngine(TestBuiltinEngine):
+    def engine(self) -> Engine:
+        return LookingEngine(super().engine()._config)
 
 
 # Jobs
@@ -254,6 +286,25 @@ def test_the_same_seed_draws_the_same_tokens_alone_in_a_crowd_and_after_preempti
     play(together, folder)
     play(together, folder, chunk_tokens=3, slots=5, block_tokens=1)
     play(squeezed, folder, kv_tokens=320, block_tokens=4)
+
+
+def test_a_burst_that_is_looked_at_while_it_runs_draws_the_same_tokens(folder):
+    jobs = [{"prompt": PROMPT, "seed": seed, "max_tokens": 5 + 11 * seed, "sampling": ON} for seed in range(8)]
+
+    async def as_it_is(stage: Stage) -> None:
+        expected.extend([await stage.text(**job) for job in jobs])
+
+    async def looked_at(stage: Stage) -> None:
+        assert await answers(stage, [stage.begin(**job) for job in jobs]) == expected
+        assert stage.engine._runner.num_looks > 3
+        assert stage.engine.stats().num_running == 0
+        cached = stage.begin(**jobs[7])  # what an answer left in the cache is right
+        assert await answers(stage, [cached]) == [expected[7]]
+
+    expected: list[list[int]] = []
+    play(as_it_is, folder)
+    for settings in ({}, {"slots": 3, "block_tokens": 4}, {"kv_tokens": 160, "block_tokens": 4}):
+        EngineContract().play(looked_at, LookingEngine(engine(folder, **settings)._config))
 
 
 def test_a_sample_resumed_anywhere_goes_on_with_the_same_draws(folder):

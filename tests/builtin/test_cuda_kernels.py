@@ -21,10 +21,9 @@ for row, length in enumerate(lengths.tolist()):
     for at in range(-(-length // block)):
         tables[row, at] = free.pop()
 query, key, value = (torch.randn(num, one, dim) for one in (heads, num_kv, num_kv))
-slots = torch.tensor([int(tables[row, (n - 1) // block]) * block + (n - 1) % block for row, n in enumerate(lengths)])
-for window, splits in ((cuda.EVERYTHING, 1), (cuda.EVERYTHING, 4), (20, 2)):
+for window, splits in ((cuda.EVERYTHING, 1), (cuda.EVERYTHING, 4), (20, 2), (1, 1)):
     keys, values = torch.randn(num_blocks, num_kv, block, dim), torch.randn(num_blocks, num_kv, block, dim)
-    out = cuda.paged_decode(query, key, value, keys, values, slots, tables, lengths, dim**-0.5, window, splits)
+    out = cuda.paged_decode(query, key, value, keys, values, tables, lengths - 1, dim**-0.5, window, splits)
     for row, length in enumerate(lengths.tolist()):
         its = tables[row, : -(-length // block)].long()
         first = max(0, length - window)
@@ -50,6 +49,12 @@ for _ in range(6):
     wanted, wanted_logprobs = sampling.draw(logits, sampling.Draws(temperatures, numbers, [], is_plain=False))
     assert torch.equal(tokens, wanted)
     assert (logprobs - wanted_logprobs).abs().max() < 1e-4
+all_drawn, all_logprobs, cursor = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9), torch.tensor([1])
+last, at, answers = torch.zeros(9, dtype=torch.int64), torch.arange(9), torch.arange(9) * 2
+cuda.note(tokens, logprobs, cursor, all_drawn, all_logprobs, last, at, answers)
+assert torch.equal(all_drawn[1, :7], tokens) and torch.equal(all_logprobs[1, :7], logprobs)
+assert not all_drawn[[0, 2]].any() and not all_drawn[:, 7:].any() and cursor.item() == 2
+assert torch.equal(last[:7], tokens) and at.tolist() == [1, 2, 3, 4, 5, 6, 7, 7, 8] and answers[6] == 13
 """
 
 

@@ -145,14 +145,13 @@ def tune() -> None:
         keys = torch.randn(batch * per, num_kv, block, dim, dtype=torch.bfloat16, device="cuda")
         values = torch.randn_like(keys)
         tables = torch.randperm(batch * per, device="cuda").view(batch, per).int()
-        lengths = torch.full((batch,), context, device="cuda")
-        slots = tables[:, (context - 1) // block].long() * block + (context - 1) % block
+        positions = torch.full((batch,), context - 1, device="cuda")
         query = torch.randn(batch, heads, dim, dtype=torch.bfloat16, device="cuda")
         key = torch.randn(batch, num_kv, dim, dtype=torch.bfloat16, device="cuda")
         for warps in (1, 2, 4, 8):
             for stages in (2, 3, 4, 5):
                 cuda.DECODE_TUNING = {"num_warps": warps, "num_stages": stages}
-                its = (query, key, key, keys, values, slots, tables, lengths, dim**-0.5, cuda.EVERYTHING, 1)
+                its = (query, key, key, keys, values, tables, positions, dim**-0.5, cuda.EVERYTHING, 1)
                 ms = time_ms(partial(cuda.paged_decode, *its))
                 rate = 2 * batch * context * num_kv * dim * 2 / ms / 1e9
                 print(f"block {block} warps {warps} stages {stages}: {ms * 1e3:7.1f} us {rate:5.2f} TB/s", flush=True)

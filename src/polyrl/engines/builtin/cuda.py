@@ -50,18 +50,21 @@ def _write_kernel(
 
 @triton.jit
 def _decode_kernel(
-    query, keys, values, tables, lengths, out, sums, table_stride, scale, window,
+    query, key, value, keys, values, tables, positions, out, sums,
+    key_stride, value_stride, table_stride, scale, window,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sample, one kv head, one share of the context: the weighted values, their maximum and their sum.
 
-    With one share, the values are done: they are divided by their sum and stored as they are wanted.
+    The newest token is not read from the cache: who has the last share takes it as it comes, and writes it there. With
+    one share, the values are done: they are divided by their sum and stored as they are wanted.
     """
     sample, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + sample)
-    num_blocks = tl.cdiv(length, BLOCK)
-    first_block = tl.maximum(length - window, 0) // BLOCK
+    newest = tl.load(positions + sample).to(tl.int32)
+    first = tl.maximum(newest + 1 - window, 0)
+    num_blocks = tl.cdiv(newest, BLOCK)
+    first_block = first // BLOCK
     share = tl.cdiv(num_blocks - first_block, SPLITS)
     begin = first_block + split * share
     end = tl.minimum(begin + share, num_blocks)
@@ -81,7 +84,7 @@ def _decode_kernel(
         its_keys = tl.load(keys + at + within[:, None] * DIM + dims[None, :])
         scores = tl.dot(asked, tl.trans(its_keys), input_precision=PRECISION) * scale
         position = number * BLOCK + within
-        scores = tl.where(((position < length) & (position >= length - window))[None, :], scores, -1.0e30)
+        scores = tl.where(((position < newest) & (position >= first))[None, :], scores, -1.0e30)
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp(scores - new_best[:, None])
         shrink = tl.exp(best - new_best)
@@ -90,6 +93,19 @@ def _decode_kernel(
             weights.to(its_values.dtype), its_values, input_precision=PRECISION
         )
         total = total * shrink + tl.sum(weights, 1)
+        best = new_best
+    if split == SPLITS - 1:
+        its_key = tl.load(key + sample * key_stride + head * DIM + dims)
+        its_value = tl.load(value + sample * value_stride + head * DIM + dims)
+        block = tl.load(tables + sample * table_stride + newest // BLOCK).to(tl.int64)
+        at = ((block * NUM_KV + head) * BLOCK + newest % BLOCK) * DIM
+        tl.store(keys + at + dims, its_key)
+        tl.store(values + at + dims, its_value)
+        score = tl.sum(asked.to(tl.float32) * its_key.to(tl.float32)[None, :], 1) * scale
+        new_best = tl.maximum(best, score)
+        weight, shrink = tl.exp(score - new_best), tl.exp(best - new_best)
+        gathered = gathered * shrink[:, None] + weight[:, None] * its_value.to(tl.float32)[None, :]
+        total = total * shrink + weight
         best = new_best
     where = (sample * NUM_KV * GROUP + heads) * SPLITS + split
     if SPLITS == 1:
@@ -118,7 +134,7 @@ def _combine_kernel(parts, sums, out, DIM: tl.constexpr, SPLITS: tl.constexpr):
 def num_splits(num_samples: int, num_kv: int, num_processors: int) -> int:
     """So many shares that the GPU is full; a power of two."""
     splits = 1
-    while num_samples * num_kv * splits < 4 * num_processors and splits < 16:
+    while num_samples * num_kv * splits < 3 * num_processors and splits < 32:
         splits *= 2
     return splits
 
@@ -131,9 +147,9 @@ def _rows(heads: Tensor) -> Tensor:
 class DecodeStep(NamedTuple):
     """One token of each sample. All of it lies at fixed places, for a graph."""
 
-    slots: Tensor
     tables: Tensor
-    lengths: Tensor
+    positions: Tensor
+    """Of the newest tokens."""
     splits: int
 
 
@@ -163,9 +179,7 @@ def attend(
     """query (rows, heads, dim), key and value (rows, kv heads, dim)."""
     if isinstance(step, DecodeStep):
         wide = EVERYTHING if window is None else window
-        return paged_decode(
-            query, key, value, keys, values, step.slots, step.tables, step.lengths, scale, wide, step.splits
-        )
+        return paged_decode(query, key, value, keys, values, step.tables, step.positions, scale, wide, step.splits)
     its_keys, its_values = write_and_gather(key, value, keys, values, step.slots, step.blocks, step.within)
     groups = query.shape[1] // key.shape[1]
     its_keys, its_values = its_keys.repeat_interleave(groups, 1), its_values.repeat_interleave(groups, 1)
@@ -229,7 +243,12 @@ def write_and_gather(
     key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, blocks: Tensor, within: Tensor
 ) -> tuple[Tensor, Tensor]:
     """key and value (rows, kv heads, dim): write them; then the keys and values of all context tokens, in a row."""
-    _write(_rows(key), _rows(value), keys, values, slots)
+    num, num_kv, dim = key.shape
+    key, value = _rows(key), _rows(value)
+    _write_kernel[(num, num_kv)](
+        key, value, keys, values, slots, key.stride(0), value.stride(0),
+        NUM_KV=num_kv, DIM=dim, BLOCK=keys.shape[2], num_warps=1,
+    )  # fmt: skip
     return keys[blocks, :, within], values[blocks, :, within]
 
 
@@ -241,14 +260,6 @@ def _(
     return keys.new_empty(shape), values.new_empty(shape)
 
 
-def _write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    num, num_kv, dim = key.shape
-    _write_kernel[(num, num_kv)](
-        key, value, keys, values, slots, key.stride(0), value.stride(0),
-        NUM_KV=num_kv, DIM=dim, BLOCK=keys.shape[2], num_warps=1,
-    )  # fmt: skip
-
-
 @torch.library.custom_op("polyrl::paged_decode", mutates_args=("keys", "values"))
 def paged_decode(
     query: Tensor,
@@ -256,26 +267,25 @@ def paged_decode(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
     tables: Tensor,
-    lengths: Tensor,
+    positions: Tensor,
     scale: float,
     window: int,
     splits: int,
 ) -> Tensor:
-    """query (rows, heads, dim), key and value (rows, kv heads, dim): write, then attend. One row a sample."""
+    """query (rows, heads, dim), key and value (rows, kv heads, dim): write, and attend. One row a sample."""
     num, num_heads, dim = query.shape
     num_kv, block = keys.shape[1], keys.shape[2]
     query, key, value = query.contiguous(), _rows(key), _rows(value)
-    _write(key, value, keys, values, slots)
     group = num_heads // num_kv
     out = torch.empty_like(query)
-    parts, sums = out, lengths
+    parts, sums = out, positions
     if splits > 1:
         parts = torch.empty((num, num_heads, splits, dim), dtype=torch.float32, device=query.device)
         sums = torch.empty((num, num_heads, splits, 2), dtype=torch.float32, device=query.device)
     _decode_kernel[(num, num_kv, splits)](
-        query, keys, values, tables, lengths, parts, sums, tables.stride(0), scale, window,
+        query, key, value, keys, values, tables, positions, parts, sums, key.stride(0), value.stride(0),
+        tables.stride(0), scale, window,
         NUM_KV=num_kv, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block, SPLITS=splits,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **DECODE_TUNING,
     )  # fmt: skip
@@ -291,9 +301,8 @@ def _(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
     tables: Tensor,
-    lengths: Tensor,
+    positions: Tensor,
     scale: float,
     window: int,
     splits: int,
@@ -305,10 +314,14 @@ def _(
 
 
 @triton.jit
-def _stretch_kernel(logits, temperatures, best, total, stride, vocab, NUM: tl.constexpr, STRETCH: tl.constexpr):
+def _stretch_kernel(
+    logits, temperatures, best, total, stride, vocab, NUM: tl.constexpr, STRETCH: tl.constexpr, COLD: tl.constexpr
+):  # fmt: skip
+    """The maximum of a stretch, and the sum of what is left of the others beside it."""
     row, number = tl.program_id(0), tl.program_id(1)
     at = number * STRETCH + tl.arange(0, STRETCH)
     temperature = tl.load(temperatures + row)
+    temperature = tl.where(temperature < COLD, 1.0, temperature)
     x = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
     m = tl.max(x, 0)
     tl.store(best + row * NUM + number, m)
@@ -317,51 +330,80 @@ def _stretch_kernel(logits, temperatures, best, total, stride, vocab, NUM: tl.co
 
 @triton.jit
 def _pick_kernel(
-    logits, temperatures, greedy, chosen, target, base, logsum, tokens, logprobs, stride, vocab, STRETCH: tl.constexpr
+    logits, temperatures, best, total, uniforms, tokens, logprobs, stride, vocab,
+    NUM: tl.constexpr, PADDED: tl.constexpr, STRETCH: tl.constexpr, COLD: tl.constexpr,
 ):  # fmt: skip
-    """The first token of the chosen stretch at which the sum passes the target; the likeliest, if that is wanted."""
+    """The stretch that the random number falls into, and there the first token at which the sum passes it.
+
+    The likeliest token of all, if the temperature is as good as zero.
+    """
     row = tl.program_id(0)
-    at = tl.load(chosen + row) * STRETCH + tl.arange(0, STRETCH)
     temperature = tl.load(temperatures + row)
+    greedy = temperature < COLD
+    temperature = tl.where(greedy, 1.0, temperature)
+    numbers = tl.arange(0, PADDED)
+    bests = tl.load(best + row * NUM + numbers, mask=numbers < NUM, other=float("-inf"))
+    top = tl.max(bests, 0)
+    sums = tl.load(total + row * NUM + numbers, mask=numbers < NUM, other=0.0)
+    mass = (sums * tl.exp(bests - top)).to(tl.float64)
+    cumulative = tl.cumsum(mass, 0)
+    whole = tl.max(cumulative, 0)
+    cut = tl.load(uniforms + row) * whole
+    passed = tl.where(greedy, bests == top, cumulative > cut)
+    chosen = tl.minimum(tl.min(tl.where(passed, numbers, NUM), 0), NUM - 1)
+    before = tl.max(tl.where(numbers == chosen - 1, cumulative, 0.0), 0)
+    at = chosen * STRETCH + tl.arange(0, STRETCH)
     x = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
-    passed = tl.cumsum(tl.exp(x - tl.load(base + row)), 0) > tl.load(target + row)
-    passed = tl.where(tl.load(greedy + row), x == tl.max(x, 0), passed)
-    beyond = tl.where(passed, at, vocab)
+    here = tl.cumsum(tl.exp(x - top), 0) > (cut - before).to(tl.float32)
+    here = tl.where(greedy, x == tl.max(x, 0), here)
     last = tl.max(tl.where(at < vocab, at, 0), 0)
-    token = tl.minimum(tl.min(beyond, 0), last)
+    token = tl.minimum(tl.min(tl.where(here, at, vocab), 0), last)
     tl.store(tokens + row, token)
     logit = tl.sum(tl.where(at == token, x, 0.0), 0)
-    tl.store(logprobs + row, logit - tl.load(logsum + row))
+    tl.store(logprobs + row, logit - (top + tl.log(whole).to(tl.float32)))
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """As sampling.draw without truncation: (tokens, log-probabilities)."""
     num, vocab = logits.shape
-    greedy = temperatures < GREEDY
-    temperatures = torch.where(greedy, 1.0, temperatures)
     stretches = triton.cdiv(vocab, STRETCH)
     best = torch.empty((num, stretches), dtype=torch.float32, device=logits.device)
     total = torch.empty_like(best)
     _stretch_kernel[(num, stretches)](
-        logits, temperatures, best, total, logits.stride(0), vocab, NUM=stretches, STRETCH=STRETCH, num_warps=8
-    )
-    top = best.amax(1)
-    mass = total * torch.exp(best - top.unsqueeze(1))
-    cumulative = mass.cumsum(1, dtype=torch.float64)
-    whole = cumulative[:, -1]
-    cut = uniforms * whole
-    chosen = torch.searchsorted(cumulative, cut.unsqueeze(1), right=True).squeeze(1).clamp_(max=stretches - 1)
-    chosen = torch.where(greedy, best.argmax(1), chosen)
-    before = torch.where(chosen > 0, cumulative.gather(1, (chosen - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
+        logits, temperatures, best, total, logits.stride(0), vocab,
+        NUM=stretches, STRETCH=STRETCH, COLD=GREEDY, num_warps=8,
+    )  # fmt: skip
     tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(num, dtype=torch.float32, device=logits.device)
-    target = (cut - before).float()
-    logsum = (top + whole.log()).float()
     _pick_kernel[(num,)](
-        logits, temperatures, greedy, chosen, target, top, logsum, tokens, logprobs, logits.stride(0), vocab,
-        STRETCH=STRETCH, num_warps=8,
+        logits, temperatures, best, total, uniforms, tokens, logprobs, logits.stride(0), vocab,
+        NUM=stretches, PADDED=triton.next_power_of_2(stretches), STRETCH=STRETCH, COLD=GREEDY, num_warps=8,
     )  # fmt: skip
     return tokens, logprobs
+
+
+@triton.jit
+def _note_kernel(drawn, logprobs, cursor, all_drawn, all_logprobs, tokens, positions, answers, stride):
+    """Write down what a row drew, and go to its next position."""
+    row = tl.program_id(0)
+    at = tl.load(cursor) * stride + row
+    token = tl.load(drawn + row)
+    tl.store(all_drawn + at, token)
+    tl.store(all_logprobs + at, tl.load(logprobs + row))
+    tl.store(tokens + row, token)
+    tl.store(positions + row, tl.load(positions + row) + 1)
+    tl.store(answers + row, tl.load(answers + row) + 1)
+
+
+def note(
+    drawn: Tensor, logprobs: Tensor, cursor: Tensor, all_drawn: Tensor, all_logprobs: Tensor, tokens: Tensor,
+    positions: Tensor, answers: Tensor,
+) -> None:  # fmt: skip
+    """Row `cursor` of `all_drawn` and `all_logprobs` gets what was drawn; then all step on."""
+    _note_kernel[(len(drawn),)](
+        drawn, logprobs, cursor, all_drawn, all_logprobs, tokens, positions, answers, all_drawn.stride(0), num_warps=1
+    )
+    cursor += 1
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:

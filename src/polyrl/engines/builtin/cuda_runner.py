@@ -1,8 +1,9 @@
 """Runs steps on one NVIDIA GPU: prefill as it comes, decoding from CUDA graphs, several steps at a time.
 
 A graph holds a whole decoding step: the model, the draw, and the step to the next position; so replaying it again needs
-nothing from the host. A *burst* replays it several times and then reads all the tokens at once. Graphs are made by
-batch size, rounded up; the rows that are too many write into a block that nobody reads.
+nothing from the host. A *burst* replays it several times; meanwhile the host takes a *look* at what the first steps
+brought, and the GPU does not wait for it. Graphs are made by batch size, rounded up; the rows that are too many write
+into a block that nobody reads.
 
 A burst can be interrupted: few replays are ahead of the GPU, so that it ends a step or two later.
 
@@ -15,7 +16,7 @@ The decoder layers are compiled one for all (`compile`), or run as they are: slo
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,10 @@ _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384,
 
 _AHEAD = 2
 """Replays that the GPU has waiting: enough that it never waits for the host."""
+_LOOK_STEPS = 8
+"""Steps of a burst that are looked at together, while the next ones run."""
+_FUSED = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
+"""What is done to queries and what is done to keys becomes one kernel: 1.5% of a step's time."""
 
 Tensor = torch.Tensor
 
@@ -86,13 +91,14 @@ class CudaRunner:
         self._logprobs = torch.zeros((MAX_BURST, slots), dtype=torch.float32, device=self._device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._done = [torch.cuda.Event() for _ in range(_AHEAD)]
+        self._looking = torch.cuda.Stream()
         self._uniforms = cuda.uniforms
         merge_projections(loaded.model)
         self.wake()
         if compile_layers:
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
             for layer in loaded.model.model.layers:
-                layer.compile(dynamic=True)
+                layer.compile(dynamic=True, options=_FUSED)
             self._uniforms = torch.compile(cuda.uniforms, dynamic=True)
 
     def wake(self) -> None:
@@ -217,25 +223,39 @@ class CudaRunner:
         self._interrupted.clear()
 
     @torch.inference_mode()
-    def run_burst(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int) -> list[Drawn]:
-        """`num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated."""
-        num = len(chunks)
-        graph = self._graph(num)
-        self._set_rows(chunks, wanted, graph.size)
-        num_steps = self._replay(graph.graph, num_steps)
-        tokens = self._drawn[:num_steps, :num].tolist()
-        logprobs = self._logprobs[:num_steps, :num].tolist()
-        return [Drawn(*one) for one in zip(tokens, logprobs, strict=True)]
+    def run_burst(
+        self,
+        chunks: Sequence[Chunk],
+        wanted: Sequence[Wanted],
+        num_steps: int,
+        look: Callable[[list[Drawn]], None] | None = None,
+    ) -> list[Drawn]:
+        """`num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated.
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, num_steps: int) -> int:
+        With a `look` it gets the steps as they come, and the last ones are returned.
+        """
+        graph = self._graph(len(chunks))
+        self._set_rows(chunks, wanted, graph.size)
+        num_seen = 0
         for step in range(num_steps):
             if step >= _AHEAD:
                 self._done[step % _AHEAD].synchronize()
+                num_done = step - _AHEAD + 1
+                if look is not None and num_done - num_seen == _LOOK_STEPS:
+                    with torch.cuda.stream(self._looking):
+                        look(self._read(num_seen, num_done, len(chunks)))
+                    num_seen = num_done
                 if self._interrupted.is_set():
-                    return step
-            graph.replay()
+                    num_steps = step
+                    break
+            graph.graph.replay()
             self._done[step % _AHEAD].record()
-        return num_steps
+        return self._read(num_seen, num_steps, len(chunks))
+
+    def _read(self, first: int, end: int, num: int) -> list[Drawn]:
+        """What these steps of a burst drew."""
+        tokens, logprobs = self._drawn[first:end, :num].tolist(), self._logprobs[first:end, :num].tolist()
+        return [Drawn(*one) for one in zip(tokens, logprobs, strict=True)]
 
     def _set_rows(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], size: int) -> None:
         num = len(chunks)
@@ -290,21 +310,13 @@ class CudaRunner:
 
     def _decode(self, size: int) -> None:
         """One step of the first rows, from and to the fixed places."""
-        tokens, positions, tables = self._tokens[:size], self._positions[:size], self._tables[:size]
-        block_tokens = self._block_tokens
-        block = tables.gather(1, (positions // block_tokens).unsqueeze(1)).squeeze(1)
-        slots = block.long() * block_tokens + positions % block_tokens
+        tokens, positions, answers = self._tokens[:size], self._positions[:size], self._answers[:size]
         splits = cuda.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
-        step = DecodeStep(slots, tables, positions + 1, splits)
+        step = DecodeStep(self._tables[:size], positions, splits)
         logits = self._loaded.model.lm_head(self._hidden(tokens, positions, step)[0])
-        numbers = self._uniforms(self._seeds[:size], self._answers[:size])
+        numbers = self._uniforms(self._seeds[:size], answers)
         drawn, logprobs = cuda.draw(logits, self._temperatures[:size], numbers)
-        self._drawn[:, :size].index_copy_(0, self._cursor, drawn.unsqueeze(0))
-        self._logprobs[:, :size].index_copy_(0, self._cursor, logprobs.unsqueeze(0))
-        tokens.copy_(drawn)
-        positions += 1
-        self._answers[:size] += 1
-        self._cursor += 1
+        cuda.note(drawn, logprobs, self._cursor, self._drawn, self._logprobs, tokens, positions, answers)
 
 
 def _num_from_graph(chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> int:

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("polyrl.engines.builtin")
 
-MAX_BURST = 16
+MAX_BURST = 64
+"""Steps on a GPU, where what they brought is looked at meanwhile."""
+_BLIND_BURST = 16
 """Steps without a look at what they brought."""
 _INVARIANT_CHUNK = 512
 """Every chunk of a prompt is made up to this many rows, when results must not depend on the batch."""
@@ -187,6 +189,7 @@ class BuiltinEngine:
 
     async def close(self) -> None:
         self._is_closed = True
+        self._interrupt()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -359,7 +362,6 @@ class BuiltinEngine:
         return self._trouble
 
     async def _run_for_ever(self, sink: Sink) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 await self._work.wait()
@@ -373,16 +375,30 @@ class BuiltinEngine:
                         continue
                     if self._runner is not None:  # who interrupted the last burst has been here
                         self._runner.uninterrupt()
-                    num_steps = self._burst(chunks)
-                    drawn = await loop.run_in_executor(self._thread, self._step, chunks, num_steps)
-                    self._take_in(chunks, drawn, sink)
+                    await self._run_step(chunks, sink)
                 await asyncio.sleep(0)
         except RuntimeError as error:  # torch's own: out of memory, a device that is gone
             self._trouble = f"a step failed: {str(error).splitlines()[0]}"
             log.exception("a step failed")
 
+    async def _run_step(self, chunks: list[Chunk], sink: Sink) -> None:
+        """A step, or a burst of them, which is taken in as it comes."""
+        loop = asyncio.get_running_loop()
+        looks: asyncio.Queue[list[Drawn] | None] = asyncio.Queue()
+
+        def look(drawn: "list[Drawn]") -> None:
+            loop.call_soon_threadsafe(looks.put_nowait, drawn)
+
+        running = loop.run_in_executor(self._thread, self._step, chunks, self._burst(chunks), look)
+        running.add_done_callback(lambda _: looks.put_nowait(None))
+        while (drawn := await looks.get()) is not None:
+            num_ended = self._take_in(chunks, drawn, sink)
+            if num_ended and (self._batch.num_waiting or not self._batch.num_running):
+                self._interrupt()
+        self._take_in(chunks, await running, sink)
+
     def _burst(self, chunks: list[Chunk]) -> int:
-        """How many steps run before we look again: several, while all that run only decode. 0: as they come."""
+        """How many steps run before we plan again: several, while all that run only decode. 0: as they come."""
         if not all(samples and count == 1 for _, _, count, samples in chunks):
             return 0
         if self._cuda is not None and any(sequence.data.job.sampling.truncates for sequence, _, _, _ in chunks):
@@ -390,10 +406,14 @@ class BuiltinEngine:
         # On a GPU a row that is over costs next to nothing, and a look at all of them does.
         last = max if self._cuda is not None else min
         left = last(sequence.max_total - len(sequence.tokens) for sequence, _, _, _ in chunks)
-        wanted = max(1, min(MAX_BURST, left))
-        return wanted if self._batch.reserve(wanted) else 1
+        waits_for_blocks = self._batch.num_waiting and self._batch.num_running < self._config.slots
+        num = min(left, _BLIND_BURST if self._cuda is None or waits_for_blocks else MAX_BURST)
+        while num > 1 and not self._batch.reserve(num):
+            num //= 2
+        return max(1, num)
 
-    def _step(self, chunks: list[Chunk], num_steps: int) -> "list[Drawn]":
+    def _step(self, chunks: list[Chunk], num_steps: int, look: "Callable[[list[Drawn]], None]") -> "list[Drawn]":
+        """What no look has shown."""
         from polyrl.engines.builtin.runner import Wanted
 
         assert self._runner is not None
@@ -402,25 +422,32 @@ class BuiltinEngine:
             if samples:
                 job: Job = sequence.data.job
                 wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(sequence.tokens) - len(job.prompt)))
+        if num_steps and self._cuda is not None:
+            return self._cuda.run_burst(chunks, wanted, num_steps, look)
         if num_steps:
             return self._runner.run_burst(chunks, wanted, num_steps)
         return [self._runner.run(chunks, wanted)]
 
-    def _take_in(self, chunks: list[Chunk], drawn: "list[Drawn]", sink: Sink) -> None:
-        """Each sample's new tokens, at once. What was drawn after an answer's end is thrown away."""
+    def _take_in(self, chunks: list[Chunk], drawn: "list[Drawn]", sink: Sink) -> int:
+        """Each sample's new tokens, at once; how many samples ended. What was drawn after an end is thrown away."""
         assert self._version is not None
-        self._batch.computed(chunks)
+        num_ended = 0
+        self._batch.computed(chunk._replace(start=chunk.sequence.num_computed) for chunk in chunks)
         rows = zip(_by_row([one.tokens for one in drawn]), _by_row([one.logprobs for one in drawn]), strict=True)
-        for sequence, start, _, samples in chunks:
+        for sequence, _, _, samples in chunks:
             if not samples:
                 continue
             tokens, logprobs = next(rows)
+            if not sequence.blocks:  # it ended earlier in this burst
+                continue
             num, reason = self._append(sequence, tokens)
             sink.tokens(sequence.lease, tokens[:num], logprobs[:num], self._version)
             if reason is not None:
+                num_ended += 1
                 self._end(sequence, reason, sink)
             elif num > 1:
-                self._batch.computed([Chunk(sequence, start + 1, num - 1, True)])
+                self._batch.computed([Chunk(sequence, sequence.num_computed, num - 1, True)])
+        return num_ended
 
     def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[int, Literal["stop", "length"] | None]:
         """Add tokens up to the answer's end: how many, and which end it was."""
