@@ -13,6 +13,7 @@ something is lost or left behind, and on a CPU also when anything differs.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -114,6 +115,12 @@ def is_gone(folder: Path) -> bool:
         return True
 
 
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it ends with the one before
+            os.kill(pid, signal.SIGKILL)
+
+
 def until(holds: Callable[[], bool], process: subprocess.Popen[bytes], pause_s: float = 0.02) -> bool:
     """Whether it came to hold before the process ended."""
     end = time.monotonic() + PATIENCE_S
@@ -149,15 +156,16 @@ def kill_and_go_on(runs: Runs, num_kills: int) -> dict[str, Any]:
             resumed_s.append(round(time.monotonic() - began, 1))
         if len(kills) == num_kills:
             break
+        if not until(lambda first=first: len(steps_told(run_dir)) > first + 1, process):  # the first one compiles
+            break
         moment, victim = MOMENTS[len(kills) % len(MOMENTS)], VICTIMS[len(kills) % len(VICTIMS)]
         if moment == "in a step":
-            time.sleep(draw.uniform(0.0, 2.0 * steps_told(run_dir)[-1]["time/step_total"]))
+            time.sleep(draw.uniform(0.0, 1.5 * steps_told(run_dir)[-1]["time/step_total"]))
         elif not until(lambda: any(folder.glob(".step-*")), process, 0.0005):
             break
         if process.poll() is not None:
             break
-        for pid in [process.pid] if victim == "trainer" else runs.alive():
-            os.kill(pid, signal.SIGKILL)
+        kill([process.pid] if victim == "trainer" else runs.alive())
         process.wait()
         kills.append({
             "moment": moment, "killed": victim, "steps_told": len(steps_told(run_dir)),
@@ -166,7 +174,8 @@ def kill_and_go_on(runs: Runs, num_kills: int) -> dict[str, Any]:
         wait_for_manager_to_end(run_dir)
         said = len(runs.said(name))
         began, process = time.monotonic(), runs.resume(name)
-        until(lambda said=said: "at step " in runs.said(name)[said:], process)
+        if not until(lambda said=said: "at step " in runs.said(name)[said:], process):
+            break
         first = int(runs.said(name)[said:].partition("at step ")[2].split()[0] or 0)
     code = process.wait(PATIENCE_S)
     return {"kills": kills, "seconds_from_resume_to_the_first_step_told": resumed_s, "exit_code": code}
@@ -232,8 +241,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             return check(runs, options)
         finally:
-            for pid in runs.alive():  # only where something went wrong
-                os.kill(pid, signal.SIGKILL)
+            kill(runs.alive())  # only where something went wrong
 
 
 def check(runs: Runs, options: argparse.Namespace) -> int:
