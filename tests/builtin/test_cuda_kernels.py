@@ -57,8 +57,31 @@ assert not all_drawn[[0, 2]].any() and not all_drawn[:, 7:].any() and cursor.ite
 assert torch.equal(last[:7], tokens) and at.tolist() == [1, 2, 3, 4, 5, 6, 7, 7, 8] and answers[6] == 13
 """
 
+CHUNKS = """
+import torch
+from torch._dynamo.testing import CompileCounter
+from polyrl.engines.builtin import cuda
+torch.manual_seed(0)
+counter = CompileCounter()
+compiled = torch.compile(cuda.attend_one_by_one, backend=counter, dynamic=True)
+for rows, contexts in (([3, 5], [3, 9]), ([1, 4, 2], [8, 4, 2]), ([6, 2, 2, 2], [6, 7, 2, 30])):
+    first_rows, first_contexts = (torch.tensor([0, *one]).cumsum(0) for one in (rows, contexts))
+    query = torch.randn(sum(rows), 4, 16)
+    keys, values = torch.randn(2, sum(contexts), 4, 16)
+    for window in (cuda.EVERYTHING, 3):
+        out = compiled(query, keys, values, first_rows, first_contexts, 0.25, window)
+        for number, (num, total) in enumerate(zip(rows, contexts)):
+            row, at = int(first_rows[number]), int(first_contexts[number])
+            for i in range(num):
+                seen = slice(at + max(0, total - num + i + 1 - window), at + total - num + i + 1)
+                scores = torch.einsum("hd,thd->ht", query[row + i], keys[seen]) * 0.25
+                wanted = torch.einsum("ht,thd->hd", scores.softmax(-1), values[seen])
+                assert (wanted - out[row + i]).abs().max() < 1e-5, (rows, number, i, window)
+assert counter.frame_count <= 2, "compiled once for each window"
+"""
 
-@pytest.mark.parametrize("script", [DECODING, DRAWING], ids=["decoding", "drawing"])
+
+@pytest.mark.parametrize("script", [DECODING, DRAWING, CHUNKS], ids=["decoding", "drawing", "chunks"])
 def test_a_kernel_gives_what_torch_gives(script):
     source = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}

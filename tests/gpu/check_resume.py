@@ -1,9 +1,9 @@
 """A run on a GPU that is killed and goes on, against one that never was: equal to the last bit? If not, how far off?
 
-python tests/gpu/check_resume.py                       float32; cuBLAS with a workspace of its own
+python tests/gpu/check_resume.py                       bfloat16; cuBLAS with a workspace of its own
 python tests/gpu/check_resume.py --plain               without that
 python tests/gpu/check_resume.py --deterministic       also torch.use_deterministic_algorithms
-python tests/gpu/check_resume.py --dtype bfloat16      flash attention and compiled layers
+python tests/gpu/check_resume.py --dtype float32       without flash attention
 python tests/gpu/check_resume.py --device cpu          is this script right? There all must be equal
 
 Two runs are left alone: what differs between them is the device's doing, not a kill's. Then one is killed with SIGKILL,
@@ -171,6 +171,7 @@ def kill_and_go_on(runs: Runs, num_kills: int) -> dict[str, Any]:
             "moment": moment, "killed": victim, "steps_told": len(steps_told(run_dir)),
             "half_a_checkpoint_is_there": any(folder.glob(".step-*")),
         })  # fmt: skip
+        print(f"killed {victim} {moment}, after {len(steps_told(run_dir))} steps", file=sys.stderr, flush=True)
         wait_for_manager_to_end(run_dir)
         said = len(runs.said(name))
         began, process = time.monotonic(), runs.resume(name)
@@ -252,6 +253,7 @@ def check(runs: Runs, options: argparse.Namespace) -> int:
     alone = {name: runs.train(name) for name in ("whole", "whole-again")}
     codes = {name: process.wait(PATIENCE_S) for name, process in alone.items()}
     whole_s = time.monotonic() - began
+    print(f"two runs left alone took {whole_s:.0f} s", file=sys.stderr, flush=True)
     for name in (name for name, code in codes.items() if code):
         print(runs.said(name)[-3000:], file=sys.stderr)
         return 1
@@ -282,7 +284,7 @@ def check(runs: Runs, options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--plain", action="store_true")

@@ -184,27 +184,12 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     its_keys, its_values = its_keys.repeat_interleave(groups, 1), its_values.repeat_interleave(groups, 1)
     if query.dtype == torch.float32:  # flash attention has none; correct, a chunk at a time
-        return _one_by_one(query, its_keys, its_values, step, scale, window)
+        wide = EVERYTHING if window is None else window
+        return attend_one_by_one(query, its_keys, its_values, step.first_rows, step.first_contexts, scale, wide)
     return _varlen(
         query.contiguous(), its_keys, its_values, step.first_rows, step.first_contexts, step.longest_rows,
         step.longest_context, scale, window,
     )  # fmt: skip
-
-
-def _one_by_one(
-    query: Tensor, keys: Tensor, values: Tensor, step: PrefillStep, scale: float, window: int | None
-) -> Tensor:
-    rows, contexts = step.first_rows.tolist(), step.first_contexts.tolist()
-    parts: list[Tensor] = []
-    for row, next_row, at, next_at in zip(rows, rows[1:], contexts, contexts[1:], strict=False):
-        num, total = next_row - row, next_at - at
-        behind = torch.arange(total - num, total, device=query.device).unsqueeze(1)
-        behind = behind - torch.arange(total, device=query.device)
-        mask = (behind >= 0) & (behind < (EVERYTHING if window is None else window))
-        its = (one.transpose(0, 1) for one in (query[row:next_row], keys[at:next_at], values[at:next_at]))
-        out = torch.nn.functional.scaled_dot_product_attention(*its, attn_mask=mask, scale=scale)
-        parts.append(out.transpose(0, 1))
-    return torch.cat(parts)
 
 
 def _varlen(
@@ -258,6 +243,31 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     shape = (blocks.shape[0], keys.shape[1], keys.shape[3])
     return keys.new_empty(shape), values.new_empty(shape)
+
+
+@torch.library.custom_op("polyrl::attend_one_by_one", mutates_args=())
+def attend_one_by_one(
+    query: Tensor, keys: Tensor, values: Tensor, first_rows: Tensor, first_contexts: Tensor, scale: float, window: int
+) -> Tensor:
+    """Chunk by chunk. An operation of its own: else every number of chunks is compiled anew."""
+    rows, contexts = first_rows.tolist(), first_contexts.tolist()
+    parts: list[Tensor] = []
+    for row, next_row, at, next_at in zip(rows, rows[1:], contexts, contexts[1:], strict=False):
+        num, total = next_row - row, next_at - at
+        behind = torch.arange(total - num, total, device=query.device).unsqueeze(1)
+        behind = behind - torch.arange(total, device=query.device)
+        mask = (behind >= 0) & (behind < window)
+        its = (one.transpose(0, 1) for one in (query[row:next_row], keys[at:next_at], values[at:next_at]))
+        out = torch.nn.functional.scaled_dot_product_attention(*its, attn_mask=mask, scale=scale)
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@attend_one_by_one.register_fake
+def _(
+    query: Tensor, keys: Tensor, values: Tensor, first_rows: Tensor, first_contexts: Tensor, scale: float, window: int
+) -> Tensor:
+    return query.new_empty(query.shape)
 
 
 @torch.library.custom_op("polyrl::paged_decode", mutates_args=("keys", "values"))
