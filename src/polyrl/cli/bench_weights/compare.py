@@ -10,7 +10,7 @@ import platform
 from statistics import median
 from typing import Any
 
-from polyrl.cli.bench_weights import late_joiners, peers
+from polyrl.cli.bench_weights import floor, late_joiners, peers
 from polyrl.cli.bench_weights.processes import Node
 from polyrl.weights.settings import WeightSettings
 
@@ -45,6 +45,9 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
         shared += _pulls(2, num_bytes, shared_memory=True)["gb_s"]
     result = _summary(iperf, pulls, sender, receiver)
     result["shared_memory_gb_s"] = round(max(shared), 2)
+    if "iperf3_gb_s" in result:
+        result["shared_memory_ratio_to_iperf3"] = round(max(shared) / result["iperf3_gb_s"], 2)
+    result["floor"] = floor.measure(num_bytes, 3 * num_rounds)
     result["memcpy_gb_s"] = round(peers.memcpy_gb_s(num_bytes), 2)
     result["peers"] = _mooncake(num_bytes, notes)
     if "mooncake" in result["peers"]:

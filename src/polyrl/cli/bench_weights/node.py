@@ -6,7 +6,6 @@ Lines are JSON. It says {"addresses": [...]} when it is ready, and ends when its
 """
 
 import json
-import resource
 import sys
 import time
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from polyrl.cli.bench_weights.floor import cpu_s
 from polyrl.weights.manifest import Layout, Spec, lay_out
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import WeightServer
@@ -86,11 +86,6 @@ class Worker:
 
 def layout_of(num_bytes: int) -> Layout:
     return lay_out([Spec("weights", "bfloat16", (num_bytes // 2,))])
-
-
-def cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":
