@@ -79,9 +79,11 @@ def nursery(folder: Path) -> Iterator[Nursery]:
 
 
 def left_behind(pids: list[int]) -> list[str]:
-    """Processes of ours that live, and files of ours in shared memory. Other programs put theirs there too."""
+    """Processes of ours that live, and files of ours in shared memory. Other programs put theirs there too, and so does
+    another `polyrl` that runs now: its scratch directory is not about weights."""
     living = [str(pid) for pid in pids if Path(f"/proc/{pid}").exists()]
-    return living + [name for name in sorted(os.listdir("/dev/shm")) if "polyrl" in name]
+    names = [name for name in sorted(os.listdir("/dev/shm")) if "polyrl" in name]
+    return living + [name for name in names if not name.startswith("polyrl-scratch-")]
 
 
 def test_workers_and_relays_killed_at_random_cost_the_others_a_retry(tmp_path):

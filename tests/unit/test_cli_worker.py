@@ -4,9 +4,11 @@ import argparse
 import sys
 
 import pytest
+from tests.weights.stage import KEY, publish, pull, stage, weights
 
 from polyrl.cli import worker
 from polyrl.cli.main import main
+from polyrl.weights.settings import WeightSettings
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,20 @@ def test_how_much_a_worker_passes_on_can_be_bounded():
         assert peer._sender._pace.is_limited
     finally:
         peer.close()
+
+
+def test_a_worker_beside_its_trainer_reads_weights_out_of_its_memory():
+    parser = argparse.ArgumentParser()
+    worker.add_arguments(parser)
+    with stage() as on:
+        trainer = on.server(WeightSettings(interfaces=("127.0.0.0/8",)))
+        peer = worker._peer_of(parser.parse_args(["--join", "http://127.0.0.1:1"]))(KEY)
+        try:
+            for version in (1, 2):  # in full, and by a delta
+                assert pull(peer, publish(trainer, version)) == weights(version)
+        finally:
+            peer.close()
+        assert trainer.num_bytes_sent == 0
 
 
 def test_a_manager_or_a_check_is_wanted(capsys: pytest.CaptureFixture[str]):
