@@ -1,8 +1,9 @@
 """The manager as a process: one port, one owner of the scheduler, a clean start from whatever is in the run directory.
 
-The owner takes everything from the inbox, in turns: frames of connections, questions of HTTP handlers, the clock.
-Handlers never touch the executor themselves: `post` hands over what is to be done with it, and `ask` a question, which
-is answered when what it led to is in the journal.
+The owner takes everything from the inbox, in turns: questions of HTTP handlers, the clock, and frames of connections
+if something is due before them; otherwise it hears a frame where it is read, since turns are costly. Handlers never
+touch the executor themselves: `post` hands over what is to be done with it, and `ask` a question, which is answered
+when what it led to is in the journal.
 """
 
 import asyncio
@@ -93,6 +94,9 @@ class Service:
         self._inbox.append(matter)
         if len(self._inbox) > _MAX_INBOX:
             self._room.clear()
+        self._turn_soon()
+
+    def _turn_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._take_turn)
@@ -101,10 +105,20 @@ class Service:
         self.post(lambda executor: executor.refused.update((kind,)))
 
     def hear(self, hearer: Hearer, session: Any, link: Link, raw: bytes) -> bool:
-        """Have a frame heard by the owner, if there is room."""
-        if not self._room.is_set():
-            return False
-        self.post((hearer, session, link, raw))
+        """Have a frame heard by the owner: now, or after what is due before it, if there is room there."""
+        if self._is_due:
+            if not self._room.is_set():
+                return False
+            self.post((hearer, session, link, raw))
+        elif self._failure is None:
+            try:
+                hearer(self.executor, session, link, raw)
+                if self.executor.is_urgent:
+                    self._turn_soon()  # there may be more to read before that, to be told in the same commit
+                else:
+                    self._commit_in_time()
+            except Exception as error:  # noqa: BLE001
+                self._fail(error)
         return True
 
     async def wait_for_room(self) -> None:
@@ -148,9 +162,8 @@ class Service:
             return
         if len(self._inbox) <= _MAX_INBOX // 2:
             self._room.set()
-        if self._inbox and not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._take_turn)
+        if self._inbox:
+            self._turn_soon()
 
     def _take_batch(self) -> None:
         for _ in range(min(_BATCH, len(self._inbox))):
@@ -160,9 +173,17 @@ class Service:
                 hearer(self.executor, session, link, raw)
             else:
                 matter(self.executor)
+        if self.executor.is_urgent or self._answers:
+            self._commit()
+        else:
+            self._commit_in_time()
+
+    def _commit_in_time(self) -> None:
+        """Now, if there is nobody to wait for; or by the timer."""
+        if self._commit_timer is not None and not self.executor.has_heard_all:
+            return  # nearly always
         loop = asyncio.get_running_loop()
-        nobody_else = self.executor.has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S
-        if self.executor.is_urgent or self._answers or nobody_else:
+        if self.executor.has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S:
             self._commit()
         elif self._commit_timer is None:
             self._commit_timer = loop.call_later(_COMMIT_WITHIN_S, self._succeeds, self._commit)
@@ -172,15 +193,19 @@ class Service:
             return False
         try:
             action()
-        except Exception as error:  # noqa: BLE001  `own` raises it, and so does whatever waits for an answer
-            self._failure = error
-            self._failed.set()
-            for future, _ in self._answers:
-                if not future.done():
-                    future.set_exception(error)
-            self._answers = []
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
             return False
         return True
+
+    def _fail(self, error: Exception) -> None:
+        """`own` raises it, and so does whatever waits for an answer."""
+        self._failure = error
+        self._failed.set()
+        for future, _ in self._answers:
+            if not future.done():
+                future.set_exception(error)
+        self._answers = []
 
     def _commit(self) -> None:
         """Write, send, answer. Within a turn, or by its timer between two."""
