@@ -66,6 +66,32 @@ def test_frames_go_straight_to_who_takes_them() -> None:
     run(live())
 
 
+def test_frames_that_stalled_the_reader_keep_their_order_when_there_is_room_again() -> None:
+    async def live() -> None:
+        taker = Taker()
+        async with connected(taker) as (inlet, peer):
+            taker.room = False
+            sent = [bytes([number]) * (120_000 if number % 2 else 10) for number in range(40)]
+            sending = asyncio.create_task(_send(peer, sent))
+            await until(lambda: bool(inlet._reader._stalled_reader), "the reader has stalled")  # type: ignore[union-attr]
+            taker.room = True
+            while len(taker.taken) < len(sent):
+                try:
+                    async with asyncio.timeout(0.5):
+                        taker.taken.append((await inlet.receive()).data)
+                except TimeoutError:
+                    break
+            await sending
+            assert [data[0] for data in taker.taken] == list(range(40))
+
+    run(live())
+
+
+async def _send(peer: ClientWebSocketResponse, sent: list[bytes]) -> None:
+    for data in sent:
+        await peer.send_bytes(data)
+
+
 def test_a_frame_without_room_waits_and_so_do_all_behind_it() -> None:
     async def live() -> None:
         taker = Taker()
@@ -84,8 +110,12 @@ def test_a_frame_without_room_waits_and_so_do_all_behind_it() -> None:
             await asyncio.sleep(0.05)  # all of them are there
             received = [(await inlet.receive()).data for _ in range(3)]
             assert received == [b"third", "text is no frame", b"fourth"]
+            more = asyncio.create_task(inlet.receive())  # who comes back for more has handed on what it had
+            await asyncio.sleep(0)
             await peer.send_bytes(b"fifth")
             await until(lambda: taker.taken == [b"first", b"fifth"], "the way is free again")
+            assert not more.done()
+            more.cancel()
 
     run(live())
 

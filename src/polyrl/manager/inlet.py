@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import WSMsgType, web
+from aiohttp import WSMessage, WSMsgType, web
 from aiohttp._websocket.reader import WebSocketDataQueue, WebSocketReader
 from aiohttp.web_request import BaseRequest
 
@@ -26,11 +26,14 @@ _BINARY = WSMsgType.BINARY  # an enumeration looks its members up in Python
 
 class _Queue(WebSocketDataQueue):
     take: Callable[[bytes], bool] | None = None
+    is_behind = False
+    """One is waiting, or on its way to who receives it: taking it out makes aiohttp read on, before it is there."""
 
     def feed_data(self, data: Any, size: int) -> None:
         """Called by the reader with each message. What `take` raises would be lost: it had better not."""
         take = self.take
-        if take is None or self._buffer or data.type is not _BINARY or not take(data.data):
+        if take is None or self.is_behind or data.type is not _BINARY or not take(data.data):
+            self.is_behind = True
             super().feed_data(data, size)
 
 
@@ -43,6 +46,12 @@ class Inlet(web.WebSocketResponse):
         """Hand each frame on as it is read. `receive` gets what is not taken, for want of room."""
         if isinstance(self._reader, _Queue):
             self._reader.take = take
+
+    async def receive(self, timeout: float | None = None) -> WSMessage:
+        """Whoever comes back for more has handed on what it had before."""
+        if isinstance(self._reader, _Queue):
+            self._reader.is_behind = bool(self._reader._buffer)
+        return await super().receive(timeout)
 
     def keep(self) -> None:
         """Hand nothing on any more."""
