@@ -102,6 +102,9 @@ class Tasks:
     async def failed(self):
         await asyncio.Event().wait()
 
+    def why_none_scored(self):
+        return ""
+
 
 def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int, *, checkpoints: bool) -> Recipe:
     tree = {

@@ -47,6 +47,10 @@ Rejected = dict[int, list[float]]
 """Rewards of groups that teach nothing, by group."""
 
 
+class NothingCameError(UserError):
+    """No sample of a round was generated and scored."""
+
+
 class Offer(NamedTuple):
     """A version that workers can fetch."""
 
@@ -194,7 +198,7 @@ class Loop:
         self._steps.begin(step)
         batches, filtered = await self._train_round(step)
         if not batches and not filtered:
-            raise UserError(
+            raise NothingCameError(
                 f"step {step}: nothing of its round could be generated and scored; the manager's log says why, "
                 "and `polyrl ledger` counts it. The run can go on when that is mended"
             )

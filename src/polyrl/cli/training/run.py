@@ -39,7 +39,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.errors import PolyrlError, UserError
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Crew
-from polyrl.trainer.loop import Loop
+from polyrl.trainer.loop import Loop, NothingCameError
 from polyrl.trainer.publishing import Publishing
 from polyrl.trainer.saving import Saver
 from polyrl.weights.server import WeightServer
@@ -158,7 +158,7 @@ async def train(
             await workers.until_joined(recipe, fleet, started)
             failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
             running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
-            why = await _first_of(running, failures, worker)
+            why = await _first_of(_with_reason(running, tasks), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
             raise
@@ -209,6 +209,13 @@ async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
         for task in (running, stopping):
             task.cancel()
         await asyncio.gather(running, stopping, return_exceptions=True)
+
+
+async def _with_reason(run: Coroutine[Any, Any, T], tasks: Tasks) -> T:
+    try:
+        return await run
+    except NothingCameError as error:
+        raise UserError(tasks.why_none_scored() or str(error)) from error
 
 
 async def _first_of(

@@ -44,6 +44,10 @@ class Tasks(Protocol):
         """Waits for as long as all is well; raises UserError when nothing can be trained."""
         ...
 
+    def why_none_scored(self) -> str:
+        """Of a reward that has failed for all answers so far; empty where there is none."""
+        ...
+
 
 class Domain(NamedTuple):
     name: str
@@ -60,8 +64,9 @@ class RecipeTasks:
         self._num_failures = [0] * len(domains)
         """Of each domain's reward."""
         self._is_proven = [False] * len(domains)
+        self._failures: dict[int, str] = {}
+        """The last one's reason, by domain."""
         self._hopeless = asyncio.Event()
-        self._why_hopeless = ""
 
     @property
     def num_prompts(self) -> list[int]:
@@ -102,14 +107,19 @@ class RecipeTasks:
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""
         await self._hopeless.wait()
-        raise UserError(self._why_hopeless)
+        raise UserError(self.why_none_scored())
+
+    def why_none_scored(self) -> str:
+        for domain, reason in self._failures.items():
+            if not self._is_proven[domain]:
+                name, num = self._domains[domain].reward, self._num_failures[domain]
+                return f"the reward {name} failed for all of {num} answers: {reason}"
+        return ""
 
     def _count_failure(self, domain: int, reason: str) -> None:
         self._num_failures[domain] += 1
+        self._failures[domain] = reason
         if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS:
-            self._why_hopeless = (
-                f"the reward {self._domains[domain].reward} failed for all of {_HOPELESS} answers: {reason}"
-            )
             self._hopeless.set()
 
     async def close(self) -> None:
