@@ -1,11 +1,33 @@
 """Files that are on the disk, not in somebody's buffer: there whole, or not at all."""
 
 import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder to write in, which gets its name at the end, or is removed. Raises OSError.
+
+    Until then its name is one that nobody else has: a user may well have a `.cache` beside `cache`.
+    """
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+    fresh.mkdir(parents=True)
+    try:
+        yield fresh
+        fresh.rename(path)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """In place of what is there, if anything. Raises OSError; then that is as it was."""
+    """In place of what is there, if anything. Raises OSError; then that is as it was.
+
+    For the directories of runs, whose `.NAME` are all ours: what a killed process left there is written over.
+    """
     fresh = path.with_name(f".{path.name}")
     try:
         write_synced(fresh, data, mode)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from polyrl.config.recipe import Recipe
 from polyrl.data.tokens import TOKENIZER_FILES
+from polyrl.disk import whole_folder
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint, lora
 from polyrl.trainer.lora import LoraPolicy
@@ -49,16 +50,13 @@ def export(folder: Path, recipe: Recipe, out: Path, *, adapter: bool = False) ->
     with torch.no_grad():
         for name, parameter in policy.parameters().items():
             parameter.copy_(tensors[_MASTER + name])
-    fresh = out.with_name(f".{out.name}")
     try:
-        shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
-        _write(policy, fresh, adapter=adapter)
-        for path in sorted(Path(recipe.model.path).iterdir()):
-            if path.is_file() and path.name.startswith(_COPIED) and not (fresh / path.name).exists():
-                shutil.copyfile(path, fresh / path.name)
-        fresh.rename(out)
+        with whole_folder(out) as fresh:
+            _write(policy, fresh, adapter=adapter)
+            for path in sorted(Path(recipe.model.path).iterdir()):
+                if path.is_file() and path.name.startswith(_COPIED) and not (fresh / path.name).exists():
+                    shutil.copyfile(path, fresh / path.name)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(fresh, ignore_errors=True)
         raise UserError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -12,7 +12,6 @@ has no bfloat16 without torch. A test holds the two together. Left out: pickled 
 import json
 import math
 import os
-import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from polyrl.disk import whole_folder
 from polyrl.errors import UserError
 from polyrl.weights.chunks import View, bad_chunks, table_of
 from polyrl.weights.manifest import (
@@ -90,17 +90,13 @@ def write(
     """
     if folder.exists():
         raise BadFolder(f"{folder}: is there already; a version is written into a new directory")
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     try:
-        unfinished.mkdir(parents=True)
-        _write_shards(unfinished, manifest.layout, memoryview(view).cast("B"), shard_bytes)
-        for name, content in {**(beside or {}), MANIFEST: encode(manifest)}.items():
-            _write_file(unfinished / name, [content])
-        unfinished.rename(folder)
+        with whole_folder(folder) as fresh:
+            _write_shards(fresh, manifest.layout, memoryview(view).cast("B"), shard_bytes)
+            for name, content in {**(beside or {}), MANIFEST: encode(manifest)}.items():
+                _write_file(fresh / name, [content])
     except OSError as error:
         raise BadFolder(f"{folder}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_shards(folder: Path, layout: Layout, view: memoryview, shard_bytes: int) -> None:
