@@ -17,9 +17,7 @@ from polyrl.weights.settings import Tls, WeightSettings
 from polyrl.weights.store import Blob
 
 KEY = b"k" * 32
-SETTINGS = WeightSettings(
-    interfaces=("127.0.0.0/8",), chunk_bytes=4096, streams=2, stall_s=2.0, grace_s=0.2, shared_memory=False
-)
+SETTINGS = WeightSettings(interfaces=("127.0.0.0/8",), chunk_bytes=4096, stall_s=2.0, grace_s=0.2, shared_memory=False)
 NUM_ELEMENTS = 50_000
 
 
@@ -120,9 +118,13 @@ class Faults:
         flip_bit_at: int | None = None,
         bytes_per_s: float = 0.0,
         once: bool = True,
+        cut_s: float | None = None,
     ) -> None:
-        """Bytes are counted over all connections; `once` heals the wire after the first fault."""
-        self.cut_at, self.stall_at, self.flip_bit_at = cut_at, stall_at, flip_bit_at
+        """Bytes are counted over all connections; `once` heals the wire after the first fault.
+
+        With `cut_s` a cut is the wire's: it takes all connections down, and those that come in the next seconds.
+        """
+        self.cut_at, self.stall_at, self.flip_bit_at, self.cut_s = cut_at, stall_at, flip_bit_at, cut_s
         self.bytes_per_s, self.once = bytes_per_s, once
         self.num_bytes = 0
         self.num_faults = 0
@@ -159,6 +161,7 @@ class Wire:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
         self._guard = threading.Lock()
+        self._cut_until = 0.0
         self._closed = threading.Event()
         self._start(self._accept)
 
@@ -169,6 +172,9 @@ class Wire:
         while True:
             try:
                 near, _ = self._listener.accept()
+                if time.monotonic() < self._cut_until:
+                    near.close()
+                    continue
                 far = socket.create_connection(self._target, timeout=5)
                 far.settimeout(None)
             except OSError:
@@ -192,6 +198,8 @@ class Wire:
                         self._closed.wait(len(data) / self.faults.bytes_per_s)
                 target.sendall(data)
                 if cut:
+                    if self.faults.cut_s is not None:
+                        self._cut_all(self.faults.cut_s)
                     break
                 if stall:
                     self._closed.wait()
@@ -205,6 +213,10 @@ class Wire:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._cut_all(0.0)
+
+    def _cut_all(self, seconds: float) -> None:
+        self._cut_until = time.monotonic() + seconds
         with self._guard:
             for one in self._sockets:
                 with contextlib.suppress(OSError):

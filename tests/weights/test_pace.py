@@ -18,3 +18,9 @@ def test_what_goes_stays_below_the_rate(sends, rate):
 
 def test_no_limit_never_waits():
     assert [Pace(0).reserve(1 << 40, 0.0) for _ in range(3)] == [0.0] * 3
+
+
+@given(st.floats(1e5, 1e11))
+def test_a_piece_is_soon_gone_and_never_more_than_fits(rate):
+    assert 4096 <= Pace(rate).piece_bytes(1 << 18) <= min(1 << 18, max(4096, rate * BURST_S))
+    assert Pace(0).piece_bytes(1 << 18) == 1 << 18

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tests.weights.stage import KEY, SETTINGS, Faults, blob_of, layout_of, publish, pull, stage, weights
 
-from polyrl.weights import protocol, sender
+from polyrl.weights import channel, fetch, protocol, sender
 from polyrl.weights.manifest import DeltaManifest, encode
 from polyrl.weights.settings import TransferError
 from polyrl.wire.credentials import weights_key_of
@@ -177,6 +177,42 @@ def test_a_connection_that_breaks_is_dialled_again():
         wire = on.wire(offer.addresses[0], Faults(cut_at=NUM_BYTES // 2))
         assert pull(peer, offer, (wire.address,)) == weights(1)
         assert wire.faults.num_faults == 1
+
+
+@pytest.mark.parametrize("cut_s", [0.0, 0.5])
+@pytest.mark.parametrize("streams", [4, 16])
+def test_a_cut_that_takes_all_streams_down_is_one_failure(streams, cut_s):
+    with stage() as on:
+        server, peer = on.server(), on.peer(settings=replace(SETTINGS, streams=streams))
+        offer = publish(server, 1)
+        wire = on.wire(offer.addresses[0], Faults(cut_at=NUM_BYTES // 2, cut_s=cut_s))
+        assert pull(peer, offer, (wire.address,)) == weights(1)
+        assert wire.faults.num_faults == 1
+        assert not peer.bad_sources
+
+
+def test_a_source_that_is_gone_for_good_is_given_up():
+    with stage() as on:
+        server, peer = on.server(), on.peer()
+        offer = publish(server, 1)
+        wire = on.wire(offer.addresses[0], Faults(cut_at=NUM_BYTES // 2, cut_s=60.0))
+        start = time.monotonic()
+        with pytest.raises(TransferError, match=f"no source is left; .* {wire.address}: ") as failed:
+            pull(peer, offer, (wire.address,))
+        assert time.monotonic() - start < 5
+        assert not failed.value.source_is_bad
+
+
+def test_a_slow_source_is_waited_for_while_bytes_come(monkeypatch):
+    """All chunks are under way at once, so the first one takes nearly as long as the last one."""
+    monkeypatch.setattr(fetch, "APPEAR_S", 0.4)
+    monkeypatch.setattr(channel, "PROGRESS_BYTES", 4096)
+    settings = replace(SETTINGS, chunk_bytes=1 << 18, egress_mb_s=0.8, stall_s=0.2)
+    with stage() as on:
+        server, peer = on.server(settings), on.peer(settings=settings)
+        start = time.monotonic()
+        assert pull(peer, publish(server, 1, 1 << 19)) == weights(1, 1 << 19)
+        assert time.monotonic() - start > 1
 
 
 def test_a_source_that_stalls_is_cut_and_another_one_is_used():
@@ -360,7 +396,7 @@ def test_a_version_given_up_under_a_reader_is_gone_and_its_source_not_accused():
     with stage() as on:
         server, peer = on.server(settings), on.peer()
         offer = publish(server, 1, 2_000_000)
-        wire = on.wire(offer.addresses[0], Faults(bytes_per_s=4e6))
+        wire = on.wire(offer.addresses[0], Faults(bytes_per_s=2e6))
         thread = threading.Timer(0.3, lambda: [publish(server, version, 2_000_000) for version in (2, 3)])
         thread.start()
         with pytest.raises(TransferError) as failed:

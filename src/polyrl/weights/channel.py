@@ -2,10 +2,11 @@
 
 Sockets block, and a `Watch` shuts down those whose deadline has passed: that wakes a thread wherever it hangs, also in
 the middle of `sendfile`. The kernel counts what moved meanwhile, so that a thread may hand it a whole chunk: a peer
-that gave or took a megabyte since the last look goes on; one that trickles does not.
+that gave or took `PROGRESS_BYTES` since the last look goes on; one that trickles does not.
 """
 
 import contextlib
+import math
 import os
 import socket
 import ssl
@@ -15,8 +16,8 @@ import time
 from collections.abc import Callable
 from ipaddress import ip_address
 
-PROGRESS_BYTES = 1 << 20
-"""Who moves so much until the deadline gets another one."""
+PROGRESS_BYTES = 128 << 10
+"""Who moves so much until the deadline gets another one. Small: many streams may share a source's bandwidth."""
 _TCP_INFO_BYTES = 136
 _MOVED = struct.Struct("=QQ")
 _MOVED_AT = 120
@@ -38,6 +39,8 @@ class Channel:
         self._ended = False
         self._guard = threading.Lock()
         self._num_moved = 0
+        self.moved_at = -math.inf
+        """When it was last seen that enough went over it."""
         self.deadline = time.monotonic() + stall_s
 
     def has_moved(self) -> bool:
@@ -50,7 +53,10 @@ class Channel:
             return False
         num_moved = sum(_MOVED.unpack_from(info, _MOVED_AT)) if len(info) == _TCP_INFO_BYTES else 0
         before, self._num_moved = self._num_moved, num_moved
-        return num_moved - before >= PROGRESS_BYTES
+        if num_moved - before < PROGRESS_BYTES:
+            return False
+        self.moved_at = time.monotonic()
+        return True
 
     def extend(self, seconds: float | None = None) -> None:
         """The next thing is due in so long."""
@@ -202,4 +208,4 @@ class Watch:
                 if channel.has_moved():
                     channel.extend()
                     continue
-                channel.cut(f"nothing moved for {channel.stall_s:g} s")
+                channel.cut(f"less than {PROGRESS_BYTES >> 10} KiB moved in {channel.stall_s:g} s")

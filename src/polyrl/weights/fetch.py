@@ -7,10 +7,12 @@ leaves the trainer about once.
 
 A chunk is verified in the thread that received it, while it is hot, and only then marked: from there on it is relayed
 and never written again. A stream that breaks gives its chunks back and is dialled again; a source that keeps breaking
-is dead. A wrong chunk makes its source bad, unless the source says that the blob is gone: then it was overwritten
-under way (`store`). Fetching goes on while one source is alive.
+is dead. One cut may take down all streams of a source: those that were dialled before its last failure belong to that
+failure, and all wait before they dial again. A wrong chunk makes its source bad, unless the source says that the blob
+is gone: then it was overwritten under way (`store`). Fetching goes on while one source is alive.
 """
 
+import math
 import random
 import threading
 import time
@@ -32,10 +34,12 @@ REQUEST_BYTES = 16 << 20
 PATIENCE_S = 1.0
 """The trainer is asked for what neighbours have after they have given nothing for so long."""
 APPEAR_S = 20.0
-"""How long sources may have nothing for us before we give up."""
+"""How long nothing may come before we give up."""
 IDLE_S = 3600.0
 """A connection may wait so long for something to ask; the source may end it earlier, and it is dialled again."""
 _MAX_FAILURES = 4
+"""Without a chunk in between."""
+_FIRST_PAUSE_S, _PAUSE_GROWTH = 0.1, 4.0
 _NUM_BITES = 32
 _HAVE_WAIT_S = 2.0
 _HAVE_PAUSE_S = 0.005
@@ -68,6 +72,9 @@ class Source:
         self.is_bad = False
         self.lacks_mooncake = False
         self.num_failures = 0
+        """Since the last chunk."""
+        self.failed_at = self.dial_at = -math.inf
+        """When it failed last, and when it may be dialled again."""
         self.num_chunks_given = 0
 
 
@@ -135,7 +142,7 @@ class Fetch:
                     self._changed.wait(_PROGRESS_EVERY_S)
                 alive = [source for source in self._sources if not source.failure]
                 is_done, num_right = self._blob.complete, self._blob.num_right
-                quiet_s = time.monotonic() - self._moved_at
+                quiet_s = time.monotonic() - max([self._moved_at, *(link.moved_at for link in self._links)])
             if on_progress is not None:
                 on_progress(min(table.num_bytes, num_right * table.chunk_bytes), table.num_bytes)
             if is_done:
@@ -147,7 +154,7 @@ class Fetch:
             if time.monotonic() > deadline:
                 raise self._failed("the deadline has passed")
             if quiet_s > max(APPEAR_S, 2 * self._dialer.settings.stall_s):
-                raise self._failed(f"no chunk came for {quiet_s:.0f} s")
+                raise self._failed(f"nothing came for {quiet_s:.0f} s")
 
     def _failed(self, what: str) -> TransferError:
         bad = tuple(source.address for source in self._sources if source.is_bad)
@@ -161,6 +168,7 @@ class Fetch:
         """Learn which chunks a source has, until it has all."""
         revision = 0
         while self._goes_on(source):
+            began = self._wait_to_dial(source)
             link: Link | None = None
             try:
                 link = self._reach(source)
@@ -177,7 +185,7 @@ class Fetch:
                 revision = 0
                 self._pause(0.05 if no.code is Code.GONE else 0.5)
             except (OSError, ProtocolError) as error:
-                self._stumble(source, error)
+                self._stumble(source, began, error)
             finally:
                 if link is not None:
                     self._leave(link)
@@ -211,6 +219,7 @@ class Fetch:
         while self._goes_on(source):
             if not self._wait_for_chunks(source):
                 continue
+            began = self._wait_to_dial(source)
             link: Link | None = None
             try:
                 link = self._reach_on_host(source) or self._reach(source)
@@ -218,10 +227,10 @@ class Fetch:
             except WrongChunk as error:
                 self._suspect(source, error)
             except Refused as no:
-                self._was_refused(source, no)
+                self._was_refused(source, began, no)
             except (OSError, ProtocolError) as error:
                 source.lacks_mooncake = True  # if that was how; plain TCP is the next try
-                self._stumble(source, error)
+                self._stumble(source, began, error)
             finally:
                 if link is not None:
                     self._leave(link)
@@ -231,6 +240,13 @@ class Fetch:
             if not (self._open & source.have).any():
                 self._changed.wait(_PROGRESS_EVERY_S)
             return bool((self._open & source.have).any())
+
+    def _wait_to_dial(self, source: Source) -> float:
+        """Wait out the pause after a failure. The time that it is then."""
+        with self._changed:
+            while (now := time.monotonic()) < source.dial_at and self._goes_on(source):
+                self._changed.wait(source.dial_at - now)
+        return now
 
     def _reach(self, source: Source) -> Link:
         link = self._dialer.dial(source.address)
@@ -366,25 +382,28 @@ class Fetch:
             if link is not None:
                 self._leave(link)
 
-    def _was_refused(self, source: Source, no: Refused) -> None:
+    def _was_refused(self, source: Source, began: float, no: Refused) -> None:
         """One that still gets chunks may have lost some; one that had all has given the blob up."""
         if source.is_followed:
             self._forget(source)
-            self._stumble(source, no)
+            self._stumble(source, began, no)
         else:
             self._bury(source, str(no), is_bad=False)
 
-    def _stumble(self, source: Source, error: Exception) -> None:
-        """Something broke. Try again after a pause, but not for ever."""
+    def _stumble(self, source: Source, began: float, error: Exception) -> None:
+        """A connection that was begun then is of no more use. Dial again after a pause, but not for ever."""
+        is_nonsense = isinstance(error, ProtocolError)
         with self._changed:
             if self._over:
                 return
-            source.num_failures += 1
-            num = source.num_failures
-        if isinstance(error, ProtocolError) or num >= _MAX_FAILURES:
-            self._bury(source, str(error), is_bad=isinstance(error, ProtocolError))
-        else:
-            self._pause(0.05 * 2.0**num * random.uniform(0.5, 1.0))
+            if began > source.failed_at:
+                pause_s = _FIRST_PAUSE_S * _PAUSE_GROWTH**source.num_failures * random.uniform(0.5, 1.0)
+                source.num_failures += 1
+                source.failed_at = time.monotonic()
+                source.dial_at = source.failed_at + pause_s
+            is_dead = source.num_failures >= _MAX_FAILURES
+        if is_nonsense or is_dead:
+            self._bury(source, str(error), is_bad=is_nonsense)
 
     def _bury(self, source: Source, why: str, *, is_bad: bool) -> None:
         with self._changed:

@@ -2,6 +2,7 @@
 
 BURST_S = 0.05
 """What was not sent in the last moments may be made up for; more may not."""
+_MIN_PIECE_BYTES = 4096
 
 
 class Pace:
@@ -13,6 +14,10 @@ class Pace:
     @property
     def is_limited(self) -> bool:
         return self._bytes_per_s > 0
+
+    def piece_bytes(self, most: int) -> int:
+        """How much to send at once, so that many readers of a low bandwidth all get something often."""
+        return min(most, max(_MIN_PIECE_BYTES, int(self._bytes_per_s * BURST_S))) if self.is_limited else most
 
     def reserve(self, num_bytes: int, now: float) -> float:
         """Seconds to wait before these bytes may go."""

@@ -86,6 +86,10 @@ class Link:
     def is_on_host(self) -> bool:
         return self._channel.is_on_host
 
+    @property
+    def moved_at(self) -> float:
+        return self._channel.moved_at
+
     def cut(self, why: str) -> None:
         """From any thread."""
         self._channel.cut(why)

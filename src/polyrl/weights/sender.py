@@ -33,7 +33,7 @@ HANDSHAKE_S = 5.0
 IDLE_S = 60.0
 PASSED_S = 900.0
 """A neighbour may read a buffer that it was handed for so long."""
-_PACED_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10
 _RECEIVE_BYTES = 16 << 10
 _LOOK_S = 0.1
 
@@ -262,8 +262,9 @@ class Sender:
     def _send_slowly(self, channel: Channel, name: str, fd: int, start: int, num_bytes: int) -> None:
         """Under TLS, or under a limit: piece by piece."""
         blob = self._store.find(name)
-        for at in range(start, start + num_bytes, _PACED_PIECE_BYTES):
-            size = min(_PACED_PIECE_BYTES, start + num_bytes - at)
+        piece_bytes = self._pace.piece_bytes(_PIECE_BYTES)
+        for at in range(start, start + num_bytes, piece_bytes):
+            size = min(piece_bytes, start + num_bytes - at)
             with self._guard:
                 wait_s = self._pace.reserve(size, time.monotonic())
             channel.extend(wait_s + channel.stall_s)

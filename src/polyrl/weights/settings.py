@@ -39,7 +39,7 @@ class WeightSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mooncake: Literal["", "tcp", "rdma"] = ""
     """Read full versions through mooncake's transfer engine in this mode, where both sides have it. Empty: do not."""
     stall_s: Positive = 10.0
-    """A peer that takes or gives less than a megabyte in this long is cut."""
+    """A peer that takes or gives less than 128 KiB in this long is cut."""
     grace_s: Annotated[float, Meta(ge=0)] = 2.0
     """How long the readers of a version that is given up may go on."""
 
