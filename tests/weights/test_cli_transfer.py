@@ -87,12 +87,12 @@ def test_an_adapter_is_served_and_pulled_with_what_it_changes(tmp_path):
 
 def test_what_cannot_be_is_said_in_a_line(tmp_path):
     for arguments, said in [
-        ((), "no address"),
-        (("127.0.0.1:1",), "no source answers"),
-        (("127.0.0.1:1", "--streams", "0"), "streams"),
+        ((), "polyrl: error: weights pull: no address"),
+        (("localhost",), "polyrl: error: weights pull: 'localhost'; expected HOST:PORT"),
+        (("127.0.0.1:1",), "polyrl: not pulled: no source answers"),
     ]:
         done = pulling(*arguments)
-        assert done.returncode in (1, 2)
+        assert done.returncode == (2 if "error" in said else 1)
         assert said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
@@ -103,8 +103,19 @@ def test_a_version_that_nobody_offers_did_not_arrive(version):
     assert missing.stderr == f"polyrl: not pulled: no source offers {'ab' * 32}\n"
 
 
-@pytest.mark.parametrize("wrong", [("--digest", "ab"), ("--deadline", "0"), ("--deadline", "nan")], ids=" ".join)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--digest", "ab"),
+        ("--deadline", "0"),
+        ("--deadline", "nan"),
+        ("--streams", "0"),
+        ("--egress-mb-s", "nan"),
+        ("--interface[0]", "bogus"),
+    ],
+    ids=" ".join,
+)
 def test_an_option_that_cannot_be_is_bad_input(wrong):
-    answer = pulling("127.0.0.1:1", *wrong)
+    answer = pulling("127.0.0.1:1", wrong[0].removesuffix("[0]"), wrong[1])
     assert answer.returncode == 2
     assert answer.stderr.startswith(f"polyrl: error: {wrong[0]}: ") and answer.stderr.count("\n") == 1

@@ -1,6 +1,7 @@
 """A version written as a directory comes back as it was, other tools can read it, and damage is found."""
 
 import json
+import os
 import struct
 
 import numpy as np
@@ -68,6 +69,15 @@ def test_a_plain_model_directory_says_its_architecture(tmp_path):
     assert folders.layout_in(tmp_path / "v").architecture == "TinyForCausalLM"
     with pytest.raises(BadFolder, match=r"no manifest.json there; expected that of ababab"):
         folders.read(tmp_path / "v", "ab" * 32)
+
+
+def test_a_file_that_is_cut_short_is_said_to_be(tmp_path):
+    manifest, view = a_version()
+    folders.write(tmp_path / "v", manifest, view)
+    [file] = (tmp_path / "v").glob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 3)
+    with pytest.raises(BadFolder, match=r"safetensors: ends 3 bytes before \S+ does; expected a whole file"):
+        folders.layout_in(tmp_path / "v")
 
 
 def test_a_directory_that_is_there_is_not_written_over(tmp_path):

@@ -11,7 +11,7 @@ NUM_SHOWN = 10
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--digest", metavar="HEX", help="verify: the manifest must have this digest")
+    parser.add_argument("--digest", metavar="HEX", help="verify, serve, pull: take no version but this one")
     parser.add_argument("--all", action="store_true", help="inspect, diff: every tensor instead of the first ten")
 
 

@@ -86,6 +86,7 @@ def _pull(args: argparse.Namespace) -> int:
 
     if not args.places:
         raise UserError("weights pull: no address; expected HOST:PORT, as `polyrl weights serve` says it")
+    _check_addresses(args.places)
     if args.out is not None and Path(args.out).exists():
         raise UserError(f"{args.out}: is there already; a version is written into a new directory")
     if args.digest is not None and not re.fullmatch("[0-9a-f]{64}", args.digest):
@@ -113,6 +114,17 @@ def _pull(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_addresses(places: list[str]) -> None:
+    from polyrl.weights.protocol import ProtocolError
+    from polyrl.weights.receiver import parse_address
+
+    for place in places:
+        try:
+            parse_address(place)
+        except ProtocolError as error:
+            raise UserError(f"weights pull: {error}") from error
+
+
 def _choose(entries: "list[BlobEntry]", digest: str | None) -> "BlobEntry":
     from polyrl.weights.settings import TransferError
 
@@ -125,13 +137,17 @@ def _choose(entries: "list[BlobEntry]", digest: str | None) -> "BlobEntry":
 def _settings(args: argparse.Namespace, **changes: Any) -> "WeightSettings":
     import msgspec
 
+    from polyrl.config.explain import explain
+    from polyrl.weights.interfaces import listening_addresses
     from polyrl.weights.settings import WeightSettings
 
+    listening_addresses(args.interface, key="--interface")
     given = {"interfaces": args.interface, "port": args.port, "streams": args.streams, "egress_mb_s": args.egress_mb_s}
     try:
         return msgspec.convert({**given, **changes}, WeightSettings)
     except msgspec.ValidationError as error:
-        raise UserError(f"weights {args.action}: {error}") from error
+        key, _, what = explain(error, given, WeightSettings).partition(": ")
+        raise UserError(f"--{key.replace('_', '-')}: {what}") from error
 
 
 def _key(args: argparse.Namespace) -> bytes:

@@ -277,10 +277,11 @@ def _scan_file(file: Path) -> Iterator[tuple[Spec, int]]:
             raise BadFolder(f"{file}: {name} of dtype {one.dtype}; expected one of {', '.join(_OUR_NAMES)}")
         dtype = _OUR_NAMES[one.dtype]
         num_bytes = math.prod(one.shape) * DTYPE_BYTES[dtype]
-        if one.data_offsets != (end, end + num_bytes) or begin + end + num_bytes > num_file_bytes:
-            raise BadFolder(
-                f"{file}: {name} at {list(one.data_offsets)}; expected {[end, end + num_bytes]}, in the file"
-            )
+        if one.data_offsets != (end, end + num_bytes):
+            raise BadFolder(f"{file}: {name} at {list(one.data_offsets)}; expected {[end, end + num_bytes]}")
+        if begin + end + num_bytes > num_file_bytes:
+            missing = begin + end + num_bytes - num_file_bytes
+            raise BadFolder(f"{file}: ends {missing} bytes before {name} does; expected a whole file")
         yield Spec(name, dtype, tuple(one.shape)), begin + end
         end += num_bytes
 

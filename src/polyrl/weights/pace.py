@@ -17,7 +17,7 @@ class Pace:
 
     def piece_bytes(self, most: int) -> int:
         """How much to send at once, so that many readers of a low bandwidth all get something often."""
-        return min(most, max(_MIN_PIECE_BYTES, int(self._bytes_per_s * BURST_S))) if self.is_limited else most
+        return int(min(most, max(_MIN_PIECE_BYTES, self._bytes_per_s * BURST_S))) if self.is_limited else most
 
     def reserve(self, num_bytes: int, now: float) -> float:
         """Seconds to wait before these bytes may go."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from polyrl.weights import protocol
-from polyrl.weights.channel import Channel, Watch
+from polyrl.weights.channel import Channel, Cut, Watch
 from polyrl.weights.chunks import ChunkTable
 from polyrl.weights.mooncake import Mooncake
 from polyrl.weights.protocol import HEADER, Code, Kind, ProtocolError
@@ -69,7 +69,11 @@ class Dialer(NamedTuple):
     def _greet(self, channel: Channel) -> "Link":
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         channel.send(protocol.hello(nonce))
-        body = _answer(channel, Kind.WELCOME)
+        try:
+            body = _answer(channel, Kind.WELCOME)
+        except Cut as error:
+            hint = "" if self.tls is not None or channel.is_on_host else "; --ca, if it serves with TLS"
+            raise Cut(f"hung up on our greeting: {error}{hint}") from error
         node, proof = protocol.read_welcome(self.key, nonce, bytes(body))
         channel.send(proof)
         return Link(channel, node, self.watch)
