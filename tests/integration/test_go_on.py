@@ -115,6 +115,29 @@ def test_killed_as_its_manager_hears_of_it_a_run_goes_on_from_any_folder_and_kee
     assert read_recipe(run, []).train.steps == 1
 
 
+def test_a_run_whose_data_has_ended_says_so_and_keeps_no_more_than_it_was_asked_to(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Begun by --resume: what was killed had written its recipe, and no checkpoint."""
+    RUN.mkdir(parents=True)
+    text = (desk / "recipe.toml").read_text()
+    (RUN / "recipe.toml").write_text(text.replace("[data]\n", "[data]\nnum_epochs = 1\n"))
+    code, said, errors = go_on("train.steps=50", "checkpoint.keep_last=1")
+    assert code == 0 and f"beginning with {RUN}: nothing is trained there yet" in said, errors
+    num_steps = checkpoint.step_of(checkpoint.found(RUN)[-1])
+    assert 0 < num_steps < 50 and f"done: the data has ended, after {num_steps} steps" in said
+    shutil.copytree(
+        checkpoint.found(RUN)[-1], RUN / checkpoint.FOLDER / "step-000001"
+    )  # as one leaves it who is killed
+    assert refused(capsys, "train", "--resume", str(RUN)) == (
+        f"polyrl: error: data.num_epochs: the data of {RUN} has ended, after {num_steps} steps, and a run that goes on "
+        "cannot have more; begin anew"
+    )
+    assert [checkpoint.step_of(one) for one in checkpoint.found(RUN)] == [num_steps]
+    shutil.rmtree(RUN / checkpoint.FOLDER)
+    assert "no checkpoint there to go on from: it was removed, or" in refused(capsys, "train", "--resume", str(RUN))
+
+
 def test_before_the_first_checkpoint_there_is_nothing_to_export(desk: Path, capsys: pytest.CaptureFixture[str]):
     checkpoint.save(RUN, checkpoint.TrainerState(next_step=0), {})
     shutil.copy(desk / "recipe.toml", RUN)

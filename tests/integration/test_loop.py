@@ -192,6 +192,8 @@ class DiesInStep(Publisher):
     async def rejected_before(self, step: int) -> dict[int, list[float]]:
         return {}
 
+    async def data_ended(self, step: int) -> None: ...
+
     async def finish(self) -> None: ...
 
     async def publish(self, version: int) -> Offer:

@@ -72,8 +72,23 @@ def test_another_metric_begins_anew_and_a_best_that_is_gone_is_none(tmp_path: Pa
     assert checkpoint.note_best(tmp_path, Best(2, "validation/pass@8", 0.1))
     shutil.rmtree(tmp_path / checkpoint.FOLDER / checkpoint.name_of(2))
     assert checkpoint.read_best(tmp_path) is None
-    (tmp_path / checkpoint.FOLDER / "best.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "damage", [b"{", b'{"step":1,"metric":"\xff","value":0.9}', None], ids=["cut", "byte", "folder"]
+)
+def test_a_best_that_cannot_be_read_is_none(tmp_path: Path, damage: bytes | None):
+    save(tmp_path, 1)
+    path = tmp_path / checkpoint.FOLDER / "best.json"
+    path.mkdir() if damage is None else path.write_bytes(damage)
     assert checkpoint.read_best(tmp_path) is None
+
+
+def test_an_id_with_a_damaged_byte_is_that_of_another_run(tmp_path: Path):
+    checkpoint.note_run(tmp_path, "ab")
+    (tmp_path / checkpoint.FOLDER / "run-id").write_bytes(b"a\xff\n")
+    with pytest.raises(UserError, match="is a checkpoint of another run"):
+        checkpoint.check_run(tmp_path, TrainerState(next_step=0, run="ab"))
 
 
 def test_steps_are_in_order_whatever_their_number(tmp_path: Path):

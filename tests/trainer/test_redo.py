@@ -134,3 +134,13 @@ def test_what_was_half_written_is_never_read(model: Path, tmp_path: Path):
     folder = tmp_path / checkpoint.FOLDER / "redo"
     os.link(folder / "step-000000", folder / ".step-000002")
     assert [one.step for one in redo.read(tmp_path, 0)] == [0, 1]
+
+
+@pytest.mark.parametrize("torn", [b'{"group":2,"rew', b'{"group":2,"\xff', b""])
+def test_a_line_that_was_cut_short_takes_no_other_along(tmp_path: Path, torn: bytes):
+    first, next_ = redo.Rejection(1, [0.0, 0.0]), redo.Rejection(3, [1.0, 1.0])
+    redo.note_rejection(tmp_path, 5, first)
+    with (tmp_path / checkpoint.FOLDER / "redo" / "rejected-000005").open("ab") as file:
+        file.write(b"\n" + torn)
+    redo.note_rejection(tmp_path, 5, next_)
+    assert redo.read_rejections(tmp_path, 5) == [first, next_]

@@ -261,6 +261,13 @@ def test_a_run_is_over_when_its_last_step_has_a_checkpoint_and_is_told_and_valid
         "to go on"
     )
     check("train.steps=3", "validation.every_steps=0", "train.stop_at_reward=1.1")
+    checkpoint.note_data_ended(tmp_path, 3)
+    check("train.steps=3", "validation.every_steps=0")  # it was removed since
+    checkpoint.note_data_ended(tmp_path, 2)
+    assert refused("train.steps=3", "validation.every_steps=0") == (
+        f"data.num_epochs: the data of {tmp_path} has ended, after 2 steps, and a run that goes on cannot have more; "
+        "begin anew"
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"reward/mean":1.0}\n')
     check(*unvalidated)  # nobody has told of step 1
 

@@ -318,3 +318,30 @@ def test_checkpoints_that_were_asked_for_and_not_written_are_made_up_for_and_so_
         assert noted is not None and (noted.step, noted.value) == (best, 0.7)
 
     play(scenario)
+
+
+def test_what_a_killed_process_had_no_time_to_let_go_of_goes_when_the_run_ends(tmp_path: Path):
+    async def scenario() -> None:
+        for step in (0, 2, 4):  # the last was renamed, and nothing after that
+            checkpoint.save(tmp_path, TrainerState(next_step=step), {"a": torch.zeros(1)}, keep=Keep(9))
+        for step in range(4):
+            redo.append(tmp_path, step, 4, GROUPS)
+        model = Model(tmp_path, Rules(2, Keep(1)), newest=4, num_steps=4)
+        await model.saver.finish()
+        assert model.steps_on_disk() == [4] and [redo.has(tmp_path, step) for step in range(4)] == [False] * 3 + [True]
+
+    play(scenario)
+
+
+def test_the_best_of_before_goes_when_the_last_is_better(tmp_path: Path):
+    async def scenario() -> None:
+        model = Model(tmp_path, Rules(100, Keep(1), 1), metric="m")
+        for step, value in enumerate((0.1, 0.2)):
+            await model.step(step)
+            await model.saver._written()
+            model.saver.validated(step + 1, {"m": value})
+        assert model.steps_on_disk() == [1, 2]
+        await model.saver.finish()
+        assert model.steps_on_disk() == [2]
+
+    play(scenario)

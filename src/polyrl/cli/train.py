@@ -1,6 +1,7 @@
 """`polyrl train`: make a model better, on whatever devices there are."""
 
 import argparse
+import contextlib
 import logging
 import os
 import shlex
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
 def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     from polyrl.cli.training import checkpoints, ranks
     from polyrl.errors import UserError
+    from polyrl.trainer import checkpoint
+    from polyrl.trainer.saving import tidy
 
     if args.run_dir is not None or args.dry_run:
         raise UserError("--resume: goes on with the recipe and the directory of that run; leave the other option out")
@@ -78,9 +81,14 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides.insert(0, args.recipe)
     run_dir = Path(args.resume)
     recipe = ranks.with_ranks(checkpoints.read_recipe(run_dir, overrides), ranks.seat_of(os.environ))
-    past = checkpoints.read_past(run_dir)
-    checkpoints.check_that_something_is_left(past, recipe, run_dir)
     checkpoints.wait_for_manager_to_end(run_dir)
+    if not checkpoint.found(run_dir) and not checkpoints.has_begun(run_dir):  # killed before it had written more
+        print(f"beginning with {run_dir}: nothing is trained there yet", flush=True)
+        return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet))
+    past = checkpoints.read_past(run_dir)
+    with contextlib.suppress(OSError):  # whoever writes there next says what is wrong
+        tidy(run_dir, checkpoints.keep_of(recipe))
+    checkpoints.check_that_something_is_left(past, recipe, run_dir)
     print(f"going on with {run_dir} at step {past.next_step}", flush=True)
     return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past))
 
@@ -157,16 +165,11 @@ def _check_that_none_is_there(run_dir: Path) -> None:
     from polyrl.errors import UserError
     from polyrl.trainer import checkpoint
 
-    if not _has_run(run_dir):
+    if not checkpoints.has_begun(run_dir):
         checkpoints.wait_for_manager_to_end(run_dir)
-    if _has_run(run_dir):
+    if checkpoints.has_begun(run_dir):
         go_on = "go on with --resume, or " if checkpoint.found(run_dir) else ""  # some keep none
         raise UserError(f"{run_dir}: there is a run already; {go_on}name another with --run-dir")
-
-
-def _has_run(run_dir: Path) -> bool:
-    """A manager that could not listen has begun a journal, and no run."""
-    return any((run_dir / "journal").glob("events-*"))
 
 
 def _make_folder(folder: Path) -> None:

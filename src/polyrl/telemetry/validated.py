@@ -35,7 +35,8 @@ def note(run_dir: Path, version: int, rates: Mapping[str, float]) -> None:
 
 def read(run_dir: Path, version: int) -> dict[str, float]:
     """What is known of a version, told of or not; empty if that is nothing. Raises UserError."""
-    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # without it, a version is validated again
+    # Without it, a version is validated again.
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         last = msgspec.json.decode((run_dir / _FILE_NAME).read_bytes(), type=_Validated)
         if last.version == version:
             return last.rates

@@ -5,6 +5,7 @@
     RUN/checkpoints/redo/            what the steps since then were trained on (redo.py)
     RUN/checkpoints/published.json   the digests of the versions published last
     RUN/checkpoints/best.json        which step validated best so far
+    RUN/checkpoints/data-ended       the step that there was no data for, once that is known
     RUN/checkpoints/run-id           whose all that is
 
 Data order, deferred prompts, the open round and the ledger are in the manager's journal, and are not repeated here.
@@ -41,6 +42,7 @@ _STATE = "state.json"
 _TENSORS = "optimizer.safetensors"
 _BEST = "best.json"
 _PUBLISHED = "published.json"
+_DATA_ENDED = "data-ended"
 _RUN_ID = "run-id"
 _FORMAT = 2
 _PIECE_BYTES = 64 << 20
@@ -139,7 +141,7 @@ def save(
     except (OSError, Stopped):
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    _prune(run_dir, keep)
+    prune(run_dir, keep)
     return final
 
 
@@ -193,7 +195,8 @@ def kept(steps: Sequence[int], keep: Keep, best: int | None) -> list[int]:
     ]
 
 
-def _prune(run_dir: Path, keep: Keep) -> None:
+def prune(run_dir: Path, keep: Keep) -> None:
+    """Let go of those no longer wanted."""
     known, best = found(run_dir), read_best(run_dir)
     wanted = kept([step_of(one) for one in known], keep, best and best.step)
     for one in known:
@@ -212,7 +215,7 @@ def note_best(run_dir: Path, candidate: Best) -> bool:
 
 def read_best(run_dir: Path) -> Best | None:
     """None where there is none that can be read, or its checkpoint is gone."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         best = msgspec.json.decode((run_dir / FOLDER / _BEST).read_bytes(), type=Best)
         if is_there(run_dir, best.step):
             return best
@@ -228,10 +231,22 @@ def note_run(run_dir: Path, run: str) -> None:
 def check_run(run_dir: Path, state: TrainerState) -> None:
     """Raises UserError if a checkpoint is not of the run whose directory it is in."""
     path = run_dir / FOLDER / _RUN_ID
-    ours = path.read_text().strip() if path.exists() else ""
+    ours = path.read_bytes().decode(errors="replace").strip() if path.exists() else ""
     if state.run != ours:
         folder = path.with_name(name_of(state.next_step))
         raise UserError(f"{folder}: is a checkpoint of another run: its id is not that in {path}")
+
+
+def note_data_ended(run_dir: Path, step: int) -> None:
+    """There was nothing left to train this step on. Raises OSError."""
+    write_whole(run_dir / FOLDER / _DATA_ENDED, f"{step}\n".encode())
+
+
+def has_data_ended(run_dir: Path, step: int) -> bool:
+    """Whether this step is known to have none; who has lost that file finds out again."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((run_dir / FOLDER / _DATA_ENDED).read_bytes()) == step
+    return False
 
 
 def note_published(run_dir: Path, digests: Mapping[int, tuple[str, ...]]) -> None:

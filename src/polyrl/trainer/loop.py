@@ -76,6 +76,8 @@ class Safety(Protocol):
 
     async def trained(self, step: int, batches: Sequence[Sequence[TrainedGroup]], report: bytes) -> None: ...
 
+    async def data_ended(self, step: int) -> None: ...
+
     async def finish(self) -> None: ...
 
 
@@ -164,6 +166,8 @@ class Loop:
             try:
                 report = await self._step(step)
             except RoundOver:
+                if self._safety is not None:
+                    await self._safety.data_ended(step)
                 return f"the data has ended, after {step} steps"
             await self._events.step_ended(report)
             await self._validate_if_due(step + 1)

@@ -104,8 +104,8 @@ def note_rejection(run_dir: Path, step: int, rejection: Rejection) -> None:
     """Raises OSError."""
     path = _rejections_of(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(msgspec.json.encode(rejection) + b"\n")
+    with path.open("ab") as file:  # a line begins anew, whatever a process that was killed left of its own
+        file.write((b"\n" if file.tell() else b"") + msgspec.json.encode(rejection))
 
 
 def read_rejections(run_dir: Path, step: int) -> list[Rejection]:
@@ -116,7 +116,7 @@ def read_rejections(run_dir: Path, step: int) -> list[Rejection]:
         return []
     found: list[Rejection] = []
     for line in lines:
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             found.append(msgspec.json.decode(line, type=Rejection))
     return found
 

@@ -163,12 +163,19 @@ class Saver:
             await self._written()
             await self._checkpoint()
 
+    async def data_ended(self, step: int) -> None:
+        """There is nothing left to train this step on. Raises UserError if the disk does not take it."""
+        with _disk(f"{self._run_dir}: that the data has ended cannot be written"):
+            checkpoint.note_data_ended(self._run_dir, step)
+
     async def finish(self) -> None:
         """The run is over: its last step has a checkpoint, on the disk. Raises UserError."""
         await self._written()
         if self._newest < self._next_step:
             await self._checkpoint()
         await self._written()
+        with _disk(f"{self._run_dir}: what nobody needs any more cannot be removed"):
+            await asyncio.to_thread(tidy, self._run_dir, self._rules.keep)  # the best may be another since
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when a checkpoint could not be written."""
@@ -218,14 +225,20 @@ class Saver:
     def _save(self, state: TrainerState) -> None:
         keep = self._rules.keep
         self._write_checkpoint(self._run_dir, state, self._snapshot.tensors, keep=keep, stop=self._stop)
-        steps = [checkpoint.step_of(one) for one in checkpoint.found(self._run_dir)]
-        # The last one stays, whatever covers it: what it says of its step may still be untold.
-        redo.forget(self._run_dir, min(steps[-min(2, keep.last, len(steps))], state.next_step - 1))
+        tidy(self._run_dir, keep)
 
     async def _written(self) -> None:
         """Wait for what is being written. Raises what it failed of."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
+
+
+def tidy(run_dir: Path, keep: Keep) -> None:
+    """Let go of checkpoints and entries that nobody needs: who was killed may not have come to it. Raises OSError."""
+    checkpoint.prune(run_dir, keep)
+    steps = [checkpoint.step_of(one) for one in checkpoint.found(run_dir)]
+    if steps:  # the last entry stays, whatever covers it: what it says of its step may still be untold
+        redo.forget(run_dir, min(steps[-min(2, keep.last, len(steps))], steps[-1] - 1))
 
 
 @contextmanager

@@ -93,7 +93,10 @@ def read_past(run_dir: Path) -> Past:
     """The newest checkpoint and what came after it. Raises UserError if there is none, or it cannot be used."""
     found = checkpoint.found(run_dir)
     if not found:
-        raise UserError(f"{run_dir}: no checkpoint there yet; the run must begin anew, in another directory")
+        raise UserError(
+            f"{run_dir}: no checkpoint there to go on from: it was removed, or the run keeps none (checkpoint.enabled "
+            "= false); begin anew, in another directory"
+        )
     try:
         state, tensors = checkpoint.load(found[-1])
         checkpoint.check_run(run_dir, state)
@@ -109,6 +112,15 @@ def read_past(run_dir: Path) -> Past:
     last = StepReport.decode(report) if report else None
     is_told = last is None or _is_told(run_dir, last_step)
     return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port, last, is_told)
+
+
+def has_begun(run_dir: Path) -> bool:
+    """A manager that could not listen has begun a journal, and no run."""
+    return any((run_dir / "journal").glob("events-*"))
+
+
+def keep_of(recipe: Recipe) -> Keep:
+    return Keep(recipe.checkpoint.keep_last, recipe.checkpoint.keep_every)
 
 
 def _is_told(run_dir: Path, step: int) -> bool:
@@ -131,6 +143,11 @@ def check_that_something_is_left(past: Past, recipe: Recipe, run_dir: Path) -> N
     if past.last is not None and (why := why_enough(recipe.train, past.last)):
         raise UserError(f"train.stop_at_reward: the run in {run_dir} has ended: {why}; ask for more to go on")
     if version < num_steps:
+        if checkpoint.has_data_ended(run_dir, version):
+            raise UserError(
+                f"data.num_epochs: the data of {run_dir} has ended, after {version} steps, and a run that goes on "
+                "cannot have more; begin anew"
+            )
         return
     raise UserError(
         f"train.steps: all {num_steps} steps of {run_dir} are trained; ask for more: train.steps={2 * num_steps}"
@@ -197,7 +214,7 @@ def make_saver(
     return Saver(
         run_dir,
         about,
-        Rules(wanted.every_steps, Keep(wanted.keep_last, wanted.keep_every), validates_every),
+        Rules(wanted.every_steps, keep_of(recipe), validates_every),
         gather,
         newest=0 if past is None else past.state.next_step,
         num_steps=recipe.train.steps,
