@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from msgspec import structs
@@ -24,6 +25,7 @@ from polyrl.client import Prompt
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.ids import LeaseId, SampleId, Version, WorkerName, group_of
+from polyrl.manager import joining
 from polyrl.scheduling.ledger import Ledger
 from polyrl.scheduling.parameters import DomainData, FleetRules
 from polyrl.wire import frames
@@ -167,3 +169,70 @@ def test_a_worker_that_is_given_up_for_its_failures_while_it_is_away_hears_so_wh
             assert len(await playing) == 6
 
     run(scenario())
+
+
+def test_a_worker_that_is_given_up_for_its_failures_hears_so_also_if_its_connection_broke_unnoticed(tmp_path: Path):
+    slow = structs.replace(ENGINE, slots=64, tokens_per_s=60.0)
+    patient = structs.replace(SIX, fleet_rules=FleetRules(heartbeat_timeout_s=15.0))
+
+    async def scenario():
+        async with (
+            manager(tmp_path) as live,
+            honest_worker(live, slow),
+            trainer(live, patient) as fleet,
+            Peer(live, "bad", slots=64) as peer,
+        ):
+            await fleet.publish(0)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            while len({group_of(SampleId(order.sample)) for order in peer.orders}) < 3:
+                await peer.hear(frames.Generate)
+            ended = tuple(frames.Ended(order.lease, 0, "engine_failed", "no memory") for order in peer.orders)
+            await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ended))
+            await until(lambda: "bad" not in live.service.executor.workers, "it is given up")
+            await peer.dial()  # what it was told on the other connection it has not read
+            assert (await peer.hear(frames.Release)).in_anger
+            assert len(await playing) == 6
+
+    run(scenario())
+
+
+def test_a_worker_that_is_too_slow_to_hand_over_stays_drained(tmp_path: Path):
+    rules = FleetRules(heartbeat_timeout_s=15.0, drain_timeout_s=0.5)
+
+    async def scenario():
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, structs.replace(SIX, fleet_rules=rules)) as fleet,
+            Peer(live, "slow") as peer,
+        ):
+            await fleet.publish(0)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            await peer.until_ordered()
+            await live.service.ask(lambda executor: joining.drain(executor, WorkerName("slow"), "a person asked"))
+            told = await peer.hear(frames.Release)
+            assert not told.rejoin and not told.in_anger
+            playing.cancel()
+
+    run(scenario())
+
+
+def test_a_worker_that_is_drained_while_it_is_away_hears_so_when_it_dials_again(tmp_path: Path):
+    rules = FleetRules(heartbeat_timeout_s=0.5)
+
+    async def scenario(*, has_run: bool):
+        async with manager(tmp_path / str(has_run)) as live, Peer(live, "away") as peer:
+            await peer.enter()
+            async with trainer(live, structs.replace(SIX, fleet_rules=rules)) if has_run else nullcontext():
+                await peer.socket.close()
+                name, workers = WorkerName("away"), live.service.executor.workers
+                await until(lambda: workers[name].link is None, "the break is seen")
+                assert await live.service.ask(lambda executor: joining.drain(executor, name, "a person asked"))
+                await until(lambda: name not in workers, "it is given up")
+                await peer.dial()
+                told = await peer.hear(frames.Release)
+                assert not told.rejoin and not told.in_anger
+
+    run(scenario(has_run=True))
+    run(scenario(has_run=False))

@@ -286,3 +286,18 @@ def test_a_local_worker_has_what_the_trainer_has_and_begins_its_samples_anew():
     said = replaced(run, 0)
     assert len(only(said, c.Abort)) == 4 and only(said, c.PullWeights) == []
     assert len(only(said, c.Generate)) == 4
+
+
+def test_a_worker_that_was_drained_may_not_join_again_whatever_it_is_given_up_for():
+    reasons = set[str]()
+    for is_silent in (False, True):
+        run = Driver(small_config(fleet_rules=FleetRules(heartbeat_timeout_s=5.0, drain_timeout_s=20.0)))
+        run.begin()
+        run.join("a")
+        run.drain("a")
+        if is_silent:
+            run.silence("a")
+        (forgotten,) = only(run.wait(60.0), c.ForgetWorker)
+        assert not forgotten.rejoin and forgotten.drained
+        reasons.add(forgotten.why)
+    assert reasons == {"it did not hand over in time", "no heartbeat"}

@@ -14,8 +14,6 @@ from polyrl.scheduling.samples import NO_VERSION
 from polyrl.wire import columns, frames
 from polyrl.wire.pieces import in_pieces
 
-_MAX_FAREWELLS = 1000
-
 
 def carry_out(executor: Executor, command: c.Command) -> None:
     match command:
@@ -51,13 +49,10 @@ def carry_out(executor: Executor, command: c.Command) -> None:
 
 def _forget(executor: Executor, command: c.ForgetWorker) -> None:
     session = executor.workers.get(command.worker)
-    last = "" if session is None or command.rejoin else session.last_failure
+    is_blamed = not command.rejoin and not command.drained
+    last = session.last_failure if session is not None and is_blamed else ""
     why = f"{command.why}; the last: {last}" if last else command.why
-    if session is not None and session.link is None and not command.rejoin:  # it would come back, and fail again
-        executor.farewells[session.key] = frames.Release(why, in_anger=True)
-        if len(executor.farewells) > _MAX_FAREWELLS:
-            del executor.farewells[next(iter(executor.farewells))]
-    executor.forget(command.worker, why, rejoin=command.rejoin, in_anger=not command.rejoin)
+    executor.forget(command.worker, why, rejoin=command.rejoin, in_anger=is_blamed)
 
 
 def _account(executor: Executor, command: c.Abort) -> None:

@@ -34,6 +34,8 @@ log = logging.getLogger("polyrl.manager")
 
 CarryOut = Callable[["Executor", c.Command], None]
 
+_MAX_FAREWELLS = 1000
+
 
 class Executor:
     def __init__(
@@ -49,7 +51,7 @@ class Executor:
         self.payload = Payload()
         self.workers: dict[WorkerName, WorkerSession] = {}
         self.farewells: dict[str, frames.Release] = {}
-        """What those are told who were given up for good while they were away, by their session."""
+        """What those are told who were given up for good and dial again: they did not hear it. By their session."""
         self.lives: dict[WorkerName, Incarnation] = {}
         self.trainer: TrainerSession | None = None
         self.refused: Counter[str] = Counter()
@@ -191,6 +193,11 @@ class Executor:
             return
         self.dirty.pop(session.key, None)
         log.log(logging.WARNING if in_anger else logging.INFO, "worker %s is given up: %s", name, why)
+        release = frames.Release(why, rejoin, in_anger)
         if session.link is not None:
-            session.link.send(frames.Release(why, rejoin, in_anger))
+            session.link.send(release)
             session.link.close(why)
+        if not rejoin:  # also to who is connected: the connection may be broken, and nobody has noticed
+            self.farewells[session.key] = release
+            if len(self.farewells) > _MAX_FAREWELLS:
+                del self.farewells[next(iter(self.farewells))]

@@ -71,7 +71,7 @@ def _forget_who_is_gone(executor: Executor) -> None:
     now = executor.now()
     for name, session in list(executor.workers.items()):
         if session.link is None and now - session.heard_at > _GONE_S:
-            executor.forget(name, "it joined and went away before there was a run")
+            executor.forget(name, "it joined and went away before there was a run", rejoin=True)
             del executor.lives[name]
 
 

@@ -81,7 +81,9 @@ class ForgetWorker(CommandStruct, frozen=True, tag=True, omit_defaults=True):
     worker: WorkerName
     why: str
     rejoin: bool = True
-    """It may join again. Not so when it fails what others can do: it would fail it again."""
+    """It may join again. Not so when it was drained, or fails what others can do: it would fail it again."""
+    drained: bool = False
+    """It was to leave: nobody blames it."""
 
 
 class StartTraining(CommandStruct, frozen=True, tag=True):

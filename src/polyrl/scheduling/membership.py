@@ -145,8 +145,12 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
 
 
 def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejoin: bool = True) -> None:
-    """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back."""
+    """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back.
+
+    Who was drained may not, also if it did not hand over in time or was not there to hear of it.
+    """
     state = desk.state
+    drained = worker.state == "draining"
     settle(worker, state.ledger, now)
     line = state.ledger.workers[worker.name]
     line.paid_until = worker.since
@@ -162,7 +166,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
     desk.pulls_due = True
     desk.devices_due = True
     if tell:
-        desk.commands.append(ForgetWorker(worker.name, why, rejoin))
+        desk.commands.append(ForgetWorker(worker.name, why, rejoin and not drained, drained))
 
 
 def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
