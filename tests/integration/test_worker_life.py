@@ -175,6 +175,25 @@ def test_a_signal_is_heard_while_the_engine_starts(tmp_path: Path):
     run(scenario())
 
 
+def test_a_worker_that_holds_nothing_leaves_at_once_when_its_manager_is_gone(tmp_path: Path):
+    async def scenario(*, gone_first: bool) -> None:
+        async with manager(tmp_path / str(gone_first)) as live:
+            worker = agent(live)
+            life = asyncio.create_task(worker.run())
+            await until(lambda: is_greeted(live), "it is connected")
+            if not gone_first:
+                worker._socket = cast(Any, SocketThatTakesNothing())  # what it says does not arrive
+                worker.drain("SIGTERM")
+        if gone_first:
+            await until(lambda: worker._socket is None, "the break is seen")
+            worker.drain("SIGTERM")
+        async with asyncio.timeout(5.0):
+            assert (await life).ok
+
+    run(scenario(gone_first=True))
+    run(scenario(gone_first=False))
+
+
 def test_the_end_of_an_answer_is_told_at_once_however_long_tokens_are_gathered(tmp_path: Path):
     async def scenario() -> None:
         settings = structs.replace(QUICK, stream=structs.replace(QUICK.stream, flush_interval_s=10.0))

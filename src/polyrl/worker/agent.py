@@ -198,10 +198,15 @@ class WorkerAgent:
         asyncio.get_running_loop().call_later(
             self._options.drain_deadline_s, lambda: self._leave("the drain deadline has passed", ok=False)
         )
-        if self._session is None:
+        if self._has_nothing_to_hand_over and self._socket is None:  # nobody is there, and nothing is lost
             self._leave(reason, ok=True)
         else:
             self._saying = asyncio.get_running_loop().create_task(self._send(frames.Leaving(reason)))
+
+    @property
+    def _has_nothing_to_hand_over(self) -> bool:
+        """Ends that were not acknowledged count: they are in the book."""
+        return self._session is None or not len(self._book)
 
     def _leave(self, why: str, *, ok: bool) -> None:
         if self._left is not None and not self._left.done():
@@ -229,7 +234,7 @@ class WorkerAgent:
                 return left
             except UserError as error:
                 return Left(str(error), ok=False)
-            if self._draining and self._session is None:
+            if self._draining and self._has_nothing_to_hand_over:
                 return Left(self._draining, ok=True)
             await asyncio.sleep(next(self._waits))
 
