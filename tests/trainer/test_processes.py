@@ -78,6 +78,23 @@ def test_a_manager_that_cannot_start_again_ends_the_run_with_what_it_said_last(r
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
+def test_a_manager_that_never_comes_up_again_ends_the_run_however_long_each_try_takes(run_dir, monkeypatch):
+    monkeypatch.setattr(processes, "_MAX_QUICK_DEATHS", 1000)  # as if each try took longer than its share of a minute
+    left = scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.5), *[KILLED] * 10)
+    with pytest.raises(UserError, match="the manager did not start"):
+        asyncio.run(until_failed(run_dir))
+    assert len(left) == 5
+
+
+def test_a_manager_that_says_at_a_restart_what_a_person_must_mend_is_not_tried_again(run_dir, monkeypatch):
+    broken = "print('polyrl: error: events.bin: frame 7 is damaged'); raise SystemExit(2)"
+    left = scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.5), broken, DOWN, DOWN)
+
+    with pytest.raises(UserError, match=r"did not start: events\.bin: frame 7 is damaged.*; then go on with --resume"):
+        asyncio.run(until_failed(run_dir))
+    assert len(left) == 2
+
+
 def test_a_manager_that_is_killed_as_it_first_starts_is_started_once_more(run_dir, monkeypatch):
     scripts(monkeypatch, KILLED, KILLED, UP.format(folder=str(run_dir), seconds=30))
 

@@ -33,6 +33,8 @@ _STOP_TIMEOUT_S = 30.0
 _RESTART_PAUSE_S = 0.5
 _MAX_QUICK_DEATHS = 5
 """A manager that dies so often within a minute is not started again."""
+_MAX_FAILED_STARTS = 5
+"""Nor one that dies so often in a row before it is up: over a long journal each of these may take minutes."""
 _LITTLE_ROOM_BYTES = 1 << 16
 
 
@@ -113,6 +115,7 @@ class ManagerProcess:
         """`first` is where it listens, and from then on again. Raises UserError when it is not worth another try."""
         loop = asyncio.get_running_loop()
         deaths: list[float] = []
+        num_failed_starts = 0
         while True:
             why: UserError | None = None
             try:
@@ -127,12 +130,14 @@ class ManagerProcess:
                 raise why  # it is there and does not come up: another one would not either
             code = await self._process.wait()
             deaths = [*(one for one in deaths if loop.time() - one < 60.0), loop.time()]
-            if why is None and code == EXIT_BAD_INPUT:
-                raise UserError(f"the manager ended: {self._what_it_said()}; then go on with --resume")
-            if why is not None and not first.done() and (code >= 0 or len(deaths) >= _MAX_QUICK_DEATHS):
-                raise why  # later on, a port or a lock may be free in a moment
+            num_failed_starts = 0 if why is None else num_failed_starts + 1
+            if code == EXIT_BAD_INPUT and first.done():
+                ended = why or f"the manager ended: {self._what_it_said()}"
+                raise UserError(f"{ended}; then go on with --resume")
             if len(deaths) > _MAX_QUICK_DEATHS:
                 raise UserError(f"the manager died {len(deaths)} times in a minute: {self._what_it_said()}")
+            if why is not None and (num_failed_starts >= _MAX_FAILED_STARTS or (code >= 0 and not first.done())):
+                raise why
             log.warning("the manager ended (%s); it is started again", show_code(code))
             await asyncio.sleep(_RESTART_PAUSE_S)
 
