@@ -14,6 +14,7 @@ from polyrl.weights.settings import TransferError
 NUM_BYTES = layout_of().num_bytes
 SLOW_S = 0.6
 SLOW = NUM_BYTES / SLOW_S
+"""Over all connections of a pull; a wire's limit is a connection's."""
 
 
 class Puller:
@@ -169,11 +170,24 @@ def test_a_relay_that_dies_costs_a_retry_from_another_source():
         assert server.num_bytes_sent - before < NUM_BYTES
 
 
+def test_a_cut_before_a_relay_that_still_gets_the_version_is_one_failure():
+    with stage() as on:
+        server, relay, peer = on.server(), on.peer(0), on.peer(1)
+        offer = publish(server, 1)
+        slow = on.wire(offer.addresses[0], Faults(bytes_per_s=SLOW / SETTINGS.streams))
+        wire = on.wire(relay.addresses[0], Faults(cut_at=NUM_BYTES // 2, cut_s=0.0))
+        pulls = Puller(relay, offer, (slow.address,)), Puller(peer, offer, (wire.address,))
+        assert [one.join().got == weights(1) for one in pulls] == [True, True]
+        assert wire.faults.num_faults == 1
+        assert not peer.bad_sources
+
+
 def test_a_relay_whose_source_died_goes_on_from_another_and_so_does_who_pulls_from_it():
     with stage() as on:
         server, middle, last = on.server(), on.peer(0), on.peer(1)
         offer = publish(server, 1)
-        wire = on.wire(offer.addresses[0], Faults(cut_at=NUM_BYTES // 2, once=False, bytes_per_s=SLOW))
+        faults = Faults(cut_at=NUM_BYTES // 2, once=False, bytes_per_s=SLOW / SETTINGS.streams)
+        wire = on.wire(offer.addresses[0], faults)
         behind = Puller(last, offer, middle.addresses)
         assert Puller(middle, offer, (wire.address,)).join().error is not None
         assert pull(middle, offer) == weights(1)
@@ -208,7 +222,7 @@ def test_the_version_before_is_relayed_while_the_next_one_is_built():
         first = publish(server, 1)
         pull(relay, first)
         second = publish(server, 2)
-        wire = on.wire(second.addresses[0], Faults(bytes_per_s=SLOW))
+        wire = on.wire(second.addresses[0], Faults(bytes_per_s=SLOW / SETTINGS.streams))
         building = Puller(relay, second, (wire.address,))
         time.sleep(SLOW_S / 3)
         assert relay.held == (1, first.digest)
