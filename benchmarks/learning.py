@@ -304,6 +304,11 @@ def learned(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
     return rows
 
 
+NOTHING_TO_COMPARE = (
+    f"nothing to compare; that takes a run of `{BASELINE}` and one of another variant, of the same seed"
+)
+
+
 def in_short(found: dict[str, dict[int, Curve]]) -> str:
     """Which variants are judged how, by validation at the end."""
     judged: dict[str, list[str]] = {}
@@ -311,7 +316,7 @@ def in_short(found: dict[str, dict[int, Curve]]) -> str:
         if row[-1]:
             judged.setdefault(row[-1], []).append(row[0])
     said = "; ".join(f"{what}: {', '.join(names)}" for what, names in judged.items())
-    return f"**In short**, against synchronous runs, by validation at the end: {said or 'nothing to compare'}."
+    return f"**In short**, against synchronous runs, by validation at the end: {said or NOTHING_TO_COMPARE}."
 
 
 def paid(found: dict[str, dict[int, Curve]]) -> list[list[str]]:
@@ -548,12 +553,13 @@ def write(found: dict[str, dict[int, Curve]], runs: Path, out: Path | None, comm
     (runs / "learning.md" if out is None else out).write_text(text, encoding="utf-8")
     for rows in (learned(found), paid(found), biased(found)):
         print("\n" + as_markdown(rows))
+    print("\n" + in_short(found))
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description="Reward over steps, seconds and dollars of every mode, against synchronous runs.",
-        epilog="about 45 runs of half a minute; `--variants streaming,async-1 --seeds 0` is a taste of it",
+        epilog="about 45 runs of half a minute; `--variants synchronous,streaming --seeds 0-1` is a taste of it",
     )
     parser.add_argument("--variants", metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all)")
     parser.add_argument("--seeds", default="0-4", metavar="LIST", help="0-4 or 0,2 (default: %(default)s)")

@@ -89,6 +89,16 @@ def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, t
         assert (out.parent / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in page
 
 
+def test_without_runs_to_compare_with_a_line_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("matplotlib")
+    write_run(tmp_path, "streaming", 0)
+    learning.write(learning.read_all(tmp_path, tmp_path / "model"), tmp_path, None, "the command")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(
+        "nothing to compare; that takes a run of `synchronous` and one of another variant, of the same seed."
+    )
+
+
 def test_a_run_is_done_again_only_if_it_was_another(runs: Path):
     folder = runs / "streaming" / "seed-0"
     settings = learning.settings_of("streaming", 0, runs / "model")

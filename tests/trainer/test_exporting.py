@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.trainer.small import save_small
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import load_recipe
@@ -68,3 +69,11 @@ def test_a_users_folder_of_nearly_that_name_stays(tmp_path: Path, trained: tuple
     exporting.export(folder, recipe, out)
     assert (kept / "mine").read_text() == "kept" and (out / "tokenizer.json").exists()
     assert sorted(one.name for one in tmp_path.glob("*cache*")) == [".cache", "cache"]
+
+
+def test_no_progress_bar_is_shown(
+    tmp_path: Path, trained: tuple[Path, Recipe], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)  # other tests have switched it off
+    exporting.export(*trained, tmp_path / "out")
+    assert capfd.readouterr() == ("", "")

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from polyrl.config.recipe import Recipe
 from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.disk import whole_folder
+from polyrl.engines.builtin.models import quiet
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint, lora
 from polyrl.trainer.lora import LoraPolicy
@@ -51,7 +52,7 @@ def export(folder: Path, recipe: Recipe, out: Path, *, adapter: bool = False) ->
         for name, parameter in policy.parameters().items():
             parameter.copy_(tensors[_MASTER + name])
     try:
-        with whole_folder(out) as fresh:
+        with whole_folder(out) as fresh, quiet():
             _write(policy, fresh, adapter=adapter)
             for path in sorted(Path(recipe.model.path).iterdir()):
                 if path.is_file() and path.name.startswith(_COPIED) and not (fresh / path.name).exists():

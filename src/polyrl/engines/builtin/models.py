@@ -61,7 +61,7 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
     device = choose_device(device)
     _check_config(folder)
     attention.register()
-    with _quiet():
+    with quiet():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except _REFUSALS as error:
@@ -91,7 +91,7 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
 def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
     """Whether these tensors are those of config.json, by name and shape; no weight is read. Raises EngineError."""
     _check_config(folder)
-    with _quiet(), torch.device("meta"):
+    with quiet(), torch.device("meta"):
         try:
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
             if config.architectures[0] in _RENAMED:
@@ -141,7 +141,7 @@ def find_tokenizer(folder: str) -> Any:
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except _REFUSALS as error:
         log.warning("%s: its tokenizer cannot be used: %s", folder, _line(error))
@@ -181,7 +181,7 @@ def describe(model: Any, name: str) -> Loaded:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no reports on stderr: what matters of them is in an EngineError."""
     had_bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
