@@ -109,14 +109,14 @@ def test_killed_in_its_first_moments_again_and_again_it_begins_or_goes_on_as_it_
         process = again(model, run_dir, num_steps)
         wait_for((run_dir / "manager.json").is_file, process)
         if kill == 2:
-            wait_for(lambda: has_begun(run_dir), process)
+            wait_for(lambda: checkpoints.has_begun(run_dir), process)
         else:
             time.sleep(draw.uniform(0.0, 0.4))
         process.send_signal(signal.SIGKILL)
         process.wait()
         checkpoints.wait_for_manager_to_end(run_dir)
         (run_dir / "manager.json").unlink(missing_ok=True)
-    assert has_begun(run_dir)
+    assert checkpoints.has_begun(run_dir)
     process = again(model, run_dir, num_steps)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output.decode()[-2000:]
@@ -124,14 +124,9 @@ def test_killed_in_its_first_moments_again_and_again_it_begins_or_goes_on_as_it_
 
 
 def again(model: Path, run_dir: Path, num_steps: int) -> subprocess.Popen[bytes]:
-    if has_begun(run_dir):
+    if (run_dir / "recipe.toml").exists():
         return polyrl("train", "--resume", str(run_dir))
     return train(model, run_dir, num_steps, ())
-
-
-def has_begun(run_dir: Path) -> bool:
-    """As `polyrl train` sees it, which says then that there is a run already."""
-    return any((run_dir / "journal").glob("events-*"))
 
 
 def until_running(process: subprocess.Popen[bytes], run_dir: Path) -> None:
