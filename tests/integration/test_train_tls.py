@@ -134,3 +134,14 @@ def test_files_that_are_none_are_one_line_before_anything_starts(
     said = capsys.readouterr().err.strip()
     assert "\n" not in said and words in said
     assert not (desk / "runs").exists()
+
+
+def test_a_manager_that_serves_https_says_how_to_join_it(tmp_path: Path, files):
+    cert, key = files
+    command = f"polyrl manager --run-dir {tmp_path} --port 0 --tls-cert {cert} --tls-key {key}"
+    with subprocess.Popen(polyrl(command), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline() for _ in range(2)]
+        process.terminate()
+    assert "join with: polyrl worker --join https://" in said[1]
+    assert said[1].endswith(f" --token-file {tmp_path / 'worker.token'} --ca {cert}\n")

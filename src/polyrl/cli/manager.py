@@ -78,7 +78,8 @@ async def _serve(args: argparse.Namespace, settings: object, tls: object) -> int
     if args.serve is not None:
         await front.open_run()
     print(f"manager: {address.url}  run: {run_dir}  ({service.recovered})", flush=True)
-    print(f"  join with: polyrl worker --join {address.url} --token-file {run_dir / 'worker.token'}", flush=True)
+    ca = "" if args.tls_cert is None else f" --ca {args.tls_cert}"
+    print(f"  join with: polyrl worker --join {address.url} --token-file {run_dir / 'worker.token'}{ca}", flush=True)
     if served is not None:
         print(f"  ask at: {address.url}/v1  model: {front.model_name}  token: {run_dir / 'generate.token'}", flush=True)
     stop = asyncio.Event()
