@@ -35,7 +35,9 @@ from tests.integration.live import (
 
 from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
+from polyrl.manager.journal import RunJournal
 from polyrl.manager.service import Service
+from polyrl.manager.settings import JournalSettings
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, RunReply, RunRequest
 from polyrl.wire.dial import Dialer, NameTaken
@@ -159,6 +161,12 @@ LIES: dict[str, tuple[str, str, Lie]] = {
     ),
     "tokens of a version never published": ("version", "does not hold", lambda one: tokens(one.lease, version=7)),
     "tokens of version -1": ("version", "does not hold", lambda one: tokens(one.lease, version=-1)),
+    "tokens of a lease never given": ("lease", "1 leases that were never", lambda _: tokens(1 << 40)),
+    "an end of a lease never given": (
+        "lease",
+        "never given",
+        lambda _: frames.Tokens(1, b"", b"", b"", b"", b"", (frames.Ended(1 << 40, 0, "handed_over"),)),
+    ),
     "a version never published": ("version", "never published", lambda _: frames.Installed(7)),
 }
 
@@ -194,11 +202,12 @@ def test_a_message_that_no_frame_can_be_breaks_the_connection(tmp_path: Path, ac
 def test_tokens_for_anothers_lease_go_nowhere_now_and_after_a_restart(tmp_path: Path):
     async def act(peer: Peer, order: frames.Order) -> None:
         executor = peer.live.service.executor
-        for lease in range(order.lease + 20):
+        assert executor.scheduler is not None
+        for lease in range(order.lease, executor.scheduler.desk.state.next_lease):
             if lease not in {one.lease for one in peer.orders}:
                 for offset in range(8):  # wherever the honest worker is, one of them would fit
                     await peer.say(tokens(lease, offset=offset, ended=(frames.Ended(lease, offset + 1, "stop"),)))
-        await until(lambda: executor.refused["late_lease"] > 100, "they were heard")
+        await until(lambda: executor.refused["late_lease"] >= 16, "they were heard")
         assert lost_in_a_restart(tmp_path, peer.live) == {}
 
     scene = run(beside_an_honest_worker(tmp_path / "run", act, stays=True))
@@ -234,12 +243,73 @@ def lost_in_a_restart(folder: Path, live: Live) -> dict[int, tuple[frames.Sample
 
 def test_an_end_of_a_lease_that_it_does_not_have_ends_nothing(tmp_path: Path):
     async def act(peer: Peer, _: frames.Order) -> None:
-        ends = tuple(frames.Ended(lease, 0, "engine_failed") for lease in (0, 999, 1 << 62))
+        scheduler = peer.live.service.executor.scheduler
+        assert scheduler is not None
+        others = set(range(scheduler.desk.state.next_lease)) - {one.lease for one in peer.orders}
+        ends = tuple(frames.Ended(lease, 0, "engine_failed") for lease in sorted(others)[:3])
         await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ends))
         await peer.hear(frames.Ack)
 
     scene = run(beside_an_honest_worker(tmp_path, act, stays=True))
     assert scene.refused == {"late_lease": 3}
+
+
+def test_an_end_that_is_a_lie_is_not_in_the_journal_and_what_came_with_it_is(tmp_path: Path):
+    async def act(peer: Peer, order: frames.Order) -> None:
+        executor = peer.live.service.executor
+        lie = frames.Ended(order.lease, 5, "stop")
+        await peer.say(tokens(order.lease, ids=beginning(order), ended=(lie,)))
+        await until(lambda: executor.refused["offset"] == 1, "it was heard")
+        assert lost_in_a_restart(tmp_path, peer.live) == {}
+        written = RunJournal(tmp_path / "copy", JournalSettings()).recover()
+        assert written is not None
+        said = [frames.decode_from_worker(one) for one in written.payload if isinstance(one, bytes)]
+        its_own = columns.pack_column("<u8", [order.lease])
+        (with_it,) = (one for one in said if isinstance(one, frames.Tokens) and one.leases == its_own)
+        assert with_it.ended == ()
+
+    run(beside_an_honest_worker(tmp_path / "run", act))
+
+
+def test_a_flood_of_leases_is_refused_before_they_are_looked_up(tmp_path: Path):
+    async def act(peer: Peer, order: frames.Order) -> None:
+        num = 100_000
+        flood = frames.Tokens(
+            1,
+            columns.pack_column("<u8", [order.lease] * num),
+            columns.pack_column("<u4", [0] * num),
+            columns.pack_column("<u4", [1] * num),
+            columns.pack_column("<i4", [0] * num),
+            columns.pack_cells([7] * num, [-1.0] * num),
+        )
+        await peer.say(flood)
+
+    scene = run(beside_an_honest_worker(tmp_path, act))
+    assert scene.fate.why == "refused: news of 100000 leases in one frame; it has 4 slots"
+    assert scene.refused == {"lease": 1}
+
+
+FLOODS: dict[str, tuple[frames.FromWorker, ...]] = {
+    "reports": (frames.Report(0, 0, 0.0, 0, 0.0),),
+    "failed installs": (frames.InstallFailed(0, "x" * 1900),),
+    "outages": (frames.Down("x" * 1900),),
+    "outages and ends of them": (frames.Down("x" * 1900), frames.Back(0)),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(tmp_path: Path, name: str, caplog):
+    async def act(peer: Peer, _order: frames.Order) -> None:
+        with contextlib.suppress(ConnectionError):  # it is cut off before it has said all
+            for _ in range(3000 // len(FLOODS[name])):
+                await peer.say(*FLOODS[name])
+
+    scene = run(beside_an_honest_worker(tmp_path, act))
+    assert scene.fate.why.startswith("refused: too many frames within a heartbeat")
+    assert scene.refused.pop("flood") == 1
+    assert set(scene.refused) <= {"late_news"}
+    assert len(caplog.records) < 30
+    assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 1 << 20
 
 
 # Versions that they do not have
@@ -329,7 +399,7 @@ def test_tokens_before_there_is_a_run_are_refused(tmp_path: Path):
             await peer.enter()
             await peer.say(frames.InstallFailed(3, "no such version"), frames.Report(0, 0, 0.0, 0, 0.0), tokens(1))
             assert (await peer.fate()).why == "refused: tokens before any lease"
-            assert live.refused == {"order": 1}
+            assert live.refused == {"order": 1, "late_news": 1}
 
     run(scenario())
 
@@ -360,7 +430,24 @@ def test_who_was_refused_cannot_come_back_with_its_session(tmp_path: Path):
     run(scenario())
 
 
-def test_a_lease_that_is_held_a_hundred_thousand_times_is_answered_once(tmp_path: Path):
+HELLOS = {
+    "news of 100000 leases in one frame; it has 4 slots": [3] * 100_000,
+    "it holds lease 4611686018427387904, which was never given": [1 << 62],
+}
+
+
+@pytest.mark.parametrize("why", HELLOS)
+def test_a_hello_of_leases_that_cannot_be_is_refused(tmp_path: Path, why: str):
+    async def act(peer: Peer, _: frames.Order) -> None:
+        await peer.dial()
+        await peer.say(frames.Hello(0, columns.pack_column("<u8", HELLOS[why])))
+
+    scene = run(beside_an_honest_worker(tmp_path, act))
+    assert scene.fate.why == f"refused: {why}"
+    assert scene.refused == {"lease": 1}
+
+
+def test_a_lease_that_is_held_many_times_is_answered_once(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
             await fleet.publish(0)
@@ -369,7 +456,7 @@ def test_a_lease_that_is_held_a_hundred_thousand_times_is_answered_once(tmp_path
             await fleet._state(lambda seq: frames.RequestRound(seq, 0))
             lease = (await peer.until_ordered()).lease
             await peer.dial()  # again: the first connection is over by that
-            await peer.say(frames.Hello(0, columns.pack_column("<u8", [lease] * 100_000)))
+            await peer.say(frames.Hello(0, columns.pack_column("<u8", [lease] * 50)))
             assert [one.lease for one in (await peer.hear(frames.Welcome)).held] == [lease]
 
     run(scenario())

@@ -44,9 +44,12 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
         raise Refused("order", f"a {type(frame).__name__} before a Hello")
     session.heard_at = executor.now()
     executor.dirty[session.key] = session
+    if isinstance(frame, frames.Tokens):
+        intake.take_in(executor, session, frame, raw)
+        return
+    if not session.may_say_more(session.heard_at, executor.settings.stream.heartbeat_interval_s):
+        raise Refused("flood", f"too many frames within a heartbeat, the last a {type(frame).__name__}")
     match frame:
-        case frames.Tokens():
-            intake.take_in(executor, session, frame, raw)
         case frames.Report():
             _report(executor, session, frame)
         case frames.Hello():
@@ -57,12 +60,9 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
             _check_version(executor, session, frame)
             executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(frame.version)))
         case frames.InstallFailed():
-            version = Version(frame.version)
-            log.warning("worker %s could not install version %d: %s", session.name, version, frame.reason)
-            executor.tell(e.WeightsFailed(session.name, session.incarnation, version, frame.reason))
+            _install_failed(executor, session, frame)
         case frames.Down():
-            log.warning("worker %s: its engine is down: %s", session.name, frame.reason)
-            executor.tell(e.EngineDown(session.name, session.incarnation, frame.reason))
+            _down(executor, session, frame.reason)
         case frames.Back():
             _back(executor, session, frame.version, "")
         case frames.Turned():
@@ -92,6 +92,26 @@ def _check_version(executor: Executor, session: WorkerSession, installed: frames
         raise Refused("digest", f"version {version} is {digest or 'a number'}, not {installed.digest or 'a number'}")
 
 
+def _install_failed(executor: Executor, session: WorkerSession, failed: frames.InstallFailed) -> None:
+    worker, version = executor.seat_of(session), Version(failed.version)
+    if worker is None or worker.pulling != version:  # it was told to stop meanwhile, or never to start
+        executor.refused["late_news"] += 1
+        return
+    if (often := session.failures.again(failed.reason)) is not None:
+        log.warning("worker %s could not install version %d: %s%s", session.name, version, failed.reason, often)
+    executor.tell(e.WeightsFailed(session.name, session.incarnation, version, failed.reason))
+
+
+def _down(executor: Executor, session: WorkerSession, reason: str) -> None:
+    worker = executor.seat_of(session)
+    if worker is not None and worker.down:
+        executor.refused["late_news"] += 1
+        return
+    if (often := session.failures.again(reason)) is not None:
+        log.warning("worker %s: its engine is down: %s%s", session.name, reason, often)
+    executor.tell(e.EngineDown(session.name, session.incarnation, reason))
+
+
 def _back(executor: Executor, session: WorkerSession, version: int, digest: str) -> None:
     """An engine that is there again. As at a join, what is not a version of this run is as good as none."""
     held = Version(version) if _is_ours(executor, version, digest) else None
@@ -107,6 +127,7 @@ def _is_ours(executor: Executor, version: int, digest: str) -> bool:
 def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> None:
     if len(hello.leases) % 8:
         raise Refused("columns", "a column ends inside a number")
+    intake.check_amount(session, len(hello.leases) // 8)
     if session.greeted:
         raise Refused("order", "a second Hello on one connection")
     session.greeted = executor.is_urgent = True
@@ -117,11 +138,14 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
         return
     desk = executor.scheduler.desk
     theirs = list(dict.fromkeys(map(LeaseId, columns.unpack_column("Q", hello.leases))))
+    if theirs and max(theirs) >= desk.state.next_lease:
+        raise Refused("lease", f"it holds lease {max(theirs)}, which was never given")
     ours = worker.leases
     held = tuple(frames.Held(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))
     if hello.down:
-        executor.tell(e.EngineDown(session.name, session.incarnation, hello.down))
+        if not worker.down:
+            _down(executor, session, hello.down)
     elif worker.down or (hello.version < worker.version and not worker.local):  # it came back, or died, unheard
         _back(executor, session, hello.version, hello.digest)
     is_ours = _is_ours(executor, hello.version, hello.digest)

@@ -1,7 +1,7 @@
 """Tokens as they come in: checked, added to their samples' texts, put into the journal, and their ends told.
 
 Rules kept here: what was taken in goes into the journal as it came, and nothing else does. Late tokens of a lease that
-is over are counted and go nowhere; a gap, an unknown version or a token too many is a lie.
+is over are counted and go nowhere; a gap, an unknown version, a lease that was never given, a token too many is a lie.
 """
 
 import logging
@@ -19,6 +19,10 @@ from polyrl.wire.columns import CELL_BYTES, BadColumns
 
 log = logging.getLogger("polyrl.manager")
 
+_ROWS_A_SLOT = 4
+_MORE_ROWS = 64
+"""A worker has no more leases than slots. Some have rows of two versions, and some are over without its knowing."""
+
 
 def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, raw: bytes) -> None:
     worker = executor.seat_of(session)
@@ -29,6 +33,7 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
         if session.stride is not None and session.stride.takes(frame, worker):
             _took_stride(executor, session, frame, raw)
             return
+        check_amount(session, len(frame.leases) // 8 + len(frame.ended))
         column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
     except BadColumns as error:
         raise Refused("columns", str(error)) from error
@@ -37,15 +42,27 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
             raise Refused("budget", f"more than {desk.max_new_tokens} tokens of a sample")
         _check_versions(executor, worker, column)
     session.acknowledge(frame.seq, has_ends=bool(frame.ended))
-    idle, num_gaps = _append(executor, worker, column, frame.cells)
+    idle, num_gaps, num_invented = _append(executor, worker, column, frame.cells)
     session.stride = None
     if column.leases and not idle and not frame.ended:
         session.stride = _begin_stride(executor, worker, frame, column)
-    _journal_tokens(executor, worker, frame, raw, column, idle)
-    for ended in frame.ended:
+    ends, lie = _check_ends(executor, worker, frame.ended)
+    _journal_tokens(executor, frame, raw, column, idle, ends)
+    for ended in ends:
         _ended(executor, session, worker, ended)
+    if lie is not None:
+        raise lie
+    if num_invented:
+        raise Refused("lease", f"tokens of {num_invented} leases that were never given")
     if num_gaps:
         raise Refused("offset", f"{num_gaps} samples with a gap in their tokens")
+
+
+def check_amount(session: WorkerSession, num_leases: int) -> None:
+    """Looking each of a million leases up takes time that others wait for."""
+    slots = session.facts.slots
+    if num_leases > _ROWS_A_SLOT * slots + _MORE_ROWS:
+        raise Refused("lease", f"news of {num_leases} leases in one frame; it has {slots} slots")
 
 
 def _took_stride(executor: Executor, session: WorkerSession, frame: frames.Tokens, raw: bytes) -> None:
@@ -84,31 +101,41 @@ def _check_versions(executor: Executor, worker: Worker, column: columns.Columns)
 
 
 def _journal_tokens(
-    executor: Executor, worker: Worker, frame: frames.Tokens, raw: bytes, column: columns.Columns, idle: list[int]
+    executor: Executor,
+    frame: frames.Tokens,
+    raw: bytes,
+    column: columns.Columns,
+    idle: list[int],
+    ends: tuple[frames.Ended, ...],
 ) -> None:
     """What was taken in, and nothing else: at a restart nobody asks whose lease it was."""
     executor.note_grants()  # the order in the journal tells late tokens from timely ones
-    ended = tuple(one for one in frame.ended if one.lease in worker.leases)
-    if not idle and len(ended) == len(frame.ended):
-        executor.journal.add_tokens(raw)
-    elif len(idle) < len(column.leases) or ended:
-        executor.journal.add_tokens(frames.encode(without_rows(frame, column, frozenset(idle), ended)))
+    if len(idle) == len(column.leases) and not ends:
+        return
+    if idle or len(ends) < len(frame.ended):
+        raw = frames.encode(without_rows(frame, column, frozenset(idle), ends))
+    executor.journal.add_tokens(raw)
 
 
-def _append(executor: Executor, worker: Worker, column: columns.Columns, cells: bytes) -> tuple[list[int], int]:
+def _append(executor: Executor, worker: Worker, column: columns.Columns, cells: bytes) -> tuple[list[int], int, int]:
     """Add a frame's tokens to their samples.
 
-    Returns the rows that brought nothing, by where their cells start, and how many of them left a gap.
+    Returns the rows that brought nothing, by where their cells start; how many of them left a gap, and how many are of
+    leases that never were.
     """
     assert executor.scheduler is not None
     leases, texts, seat = executor.scheduler.desk.leases, executor.payload.texts, worker.seat
-    start = num_gaps = num_missing = 0
+    next_lease = executor.scheduler.desk.state.next_lease
+    start = num_gaps = num_invented = num_missing = 0
     idle: list[int] = []
     # The hottest loop there is: once a frame and running sample. See `polyrl bench relay`.
     for lease, offset, count, version, end in zip(*column, strict=False):
         sample = leases.get(lease)  # pyright: ignore[reportArgumentType]  a number becomes a lease by being found
         if sample is None or sample.worker != seat:
-            executor.refused["late_lease"] += 1
+            if lease < next_lease:
+                executor.refused["late_lease"] += 1
+            else:
+                num_invented += 1
             idle.append(start)
             num_missing += count
         else:
@@ -124,22 +151,43 @@ def _append(executor: Executor, worker: Worker, column: columns.Columns, cells: 
                     idle.append(start)
         start = end
     executor.num_tokens += start // CELL_BYTES - num_missing
-    return idle, num_gaps
+    return idle, num_gaps, num_invented
+
+
+def _check_ends(
+    executor: Executor, worker: Worker, ended: tuple[frames.Ended, ...]
+) -> tuple[tuple[frames.Ended, ...], Refused | None]:
+    """The ends of its leases, up to the first that is a lie; and what is wrong with that one."""
+    assert executor.scheduler is not None
+    known: dict[int, frames.Ended] = {}
+    lie: Refused | None = None
+    for one in ended:
+        sample = worker.leases.get(LeaseId(one.lease))
+        if sample is None or one.lease in known:
+            if one.lease >= executor.scheduler.desk.state.next_lease:
+                lie = Refused("lease", f"an end of lease {one.lease}, which was never given")
+                break
+            executor.refused["late_lease"] += 1
+            continue
+        num_tokens = executor.payload.text(sample).num_tokens
+        if one.num_tokens != num_tokens:
+            lie = Refused("offset", f"an end after {one.num_tokens} tokens; {num_tokens} have come")
+            break
+        if num_tokens == 0 and one.reason in ("stop", "length"):
+            lie = Refused("budget", "an answer without a token")
+            break
+        known[one.lease] = one
+    return tuple(known.values()), lie
 
 
 def _ended(executor: Executor, session: WorkerSession, worker: Worker, ended: frames.Ended) -> None:
     assert executor.scheduler is not None
     sample = executor.scheduler.desk.leases.get(LeaseId(ended.lease))
-    if sample is None or sample.worker != worker.seat:
+    if sample is None or sample.worker != worker.seat:  # the end before it in the frame has ended its round
         executor.refused["late_lease"] += 1
         return
-    text = executor.payload.text(sample.id)
-    if ended.num_tokens != text.num_tokens:
-        raise Refused("offset", f"an end after {ended.num_tokens} tokens; {text.num_tokens} have come")
     if ended.reason == "stop" or ended.reason == "length":
-        if text.num_tokens == 0:
-            raise Refused("budget", "an answer without a token")
-        text.finish = ended.reason
+        executor.payload.text(sample.id).finish = ended.reason
         executor.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
         if ended.reason != "handed_over":

@@ -17,6 +17,10 @@ from polyrl.wire.pieces import in_pieces
 _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
 """Of frames that end nothing. A worker keeps a lease until its end is acknowledged: until then these free nothing."""
+_MOST_SMALL_FRAMES = 600
+"""That are no tokens, at once: what waits in the sockets when a manager was stopped for ten minutes."""
+_SMALL_FRAMES_A_BEAT = 8
+"""And from then on. An honest worker sends a Report, and seldom anything else."""
 
 
 class WorkerSession:
@@ -41,6 +45,8 @@ class WorkerSession:
         self.last_failure = ""
         """What it said of the last lease that it could not do."""
         self.failures = Repeats()
+        self._num_allowed = float(_MOST_SMALL_FRAMES)
+        self._allowed_at = 0.0
         self._orders: list[frames.Order] = []
         self._aborts: list[int] = []
         self._hand_overs: list[int] = []
@@ -56,6 +62,13 @@ class WorkerSession:
         self.link = link
         self.greeted = False
         self._ack = None
+
+    def may_say_more(self, now: float, heartbeat_interval_s: float) -> bool:
+        """Count a frame that is no tokens; False when there are far too many. Most go into the journal."""
+        beats = max(0.0, now - self._allowed_at) / heartbeat_interval_s  # a run that opens sets the clock back
+        self._allowed_at = now
+        self._num_allowed = min(_MOST_SMALL_FRAMES, self._num_allowed + beats * _SMALL_FRAMES_A_BEAT) - 1.0
+        return self._num_allowed >= 0.0
 
     def order(self, order: frames.Order) -> None:
         self._orders.append(order)
