@@ -86,14 +86,15 @@ class LookingRunner(Runner):
 class LookingEngine(BuiltinEngine):
     async def start(self, sink):
         info = await super().start(sink)
-        self._runner.__class__ = LookingRunner
-        self._cuda = self._runner
+        runner: Any = self._runner
+        runner.__class__ = LookingRunner
+        self._cuda = runner
         return info
 
 
 class TestLookingEngine(TestBuiltinEngine):
     def engine(self) -> Engine:
-        return LookingEngine(super().engine()._config)
+        return LookingEngine(engine(self.folder, slots=8, kv_tokens=8 * CONTEXT)._config)
 
 
 # Jobs
@@ -296,7 +297,8 @@ def test_a_burst_that_is_looked_at_while_it_runs_draws_the_same_tokens(folder):
 
     async def looked_at(stage: Stage) -> None:
         assert await answers(stage, [stage.begin(**job) for job in jobs]) == expected
-        assert stage.engine._runner.num_looks > 3
+        looking: Any = stage.engine
+        assert looking._runner.num_looks > 3
         assert stage.engine.stats().num_running == 0
         cached = stage.begin(**jobs[7])  # what an answer left in the cache is right
         assert await answers(stage, [cached]) == [expected[7]]
