@@ -1,12 +1,19 @@
-"""The manager's owner: frames and other matters are taken in their order, and a failure of ours ends it."""
+"""The manager's owner: frames and other matters are taken in their order, and a failure of ours ends it.
+
+What fails is heard of, whenever it fails; a start that was cut short is made again.
+"""
 
 import asyncio
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.unit.test_payload import Line
 
+import polyrl.manager
+from polyrl.manager import asking, joining
 from polyrl.manager.executor import Executor
 from polyrl.manager.link import Link
 from polyrl.manager.service import Service
@@ -87,3 +94,82 @@ def test_nothing_is_heard_after_a_failure_of_ours(service: Service) -> None:
         assert ear.heard == [b"first"]
 
     asyncio.run(live())
+
+
+def open_for_asking(executor: Executor) -> None:
+    joining.open_run_without_trainer(executor, asking.config_of(SETTINGS))
+
+
+def kill(service: Service) -> None:
+    """Nothing that is not committed is written, and its directory is free."""
+    service._journal.abandon()
+    os.close(service._lock)
+
+
+def published(service: Service) -> int:
+    assert service.executor.scheduler is not None
+    return service.executor.scheduler.desk.state.published
+
+
+def test_a_manager_that_is_killed_between_the_header_and_the_first_event_publishes_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    first = Service(tmp_path, SETTINGS)
+    first.executor.commit()
+    open_for_asking(first.executor)
+    kill(first)
+    again = Service(tmp_path, SETTINGS)
+    assert published(again) == -1
+    open_for_asking(again.executor)
+    assert published(again) == 0
+    again.close()
+    third = Service(tmp_path, SETTINGS)
+    open_for_asking(third.executor)
+    assert published(third) == 0
+    third.close()
+
+
+def broken(run_dir: Path) -> Service:
+    """Its disk goes away."""
+    service = Service(run_dir, SETTINGS)
+    payload = service._journal._payload
+    assert payload is not None
+    os.dup2(os.open("/dev/full", os.O_WRONLY), payload._file)
+    service.executor.journal.add_tokens(b"whatever")
+    return service
+
+
+def test_a_failure_before_the_owner_waits_is_raised_to_whoever_asked_and_by_the_owner(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = broken(tmp_path)
+        async with asyncio.timeout(5):
+            for _ in range(2):
+                with pytest.raises(OSError):
+                    await service.ask(open_for_asking)
+            with pytest.raises(OSError):
+                await service.own()
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_while_the_owner_waits_is_raised_by_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        service = Service(tmp_path, SETTINGS)
+        owner = asyncio.create_task(service.own())
+        await service.ask(open_for_asking)
+
+        def fail(_: Executor) -> None:
+            raise ZeroDivisionError
+
+        service.post(fail)
+        async with asyncio.timeout(5):
+            with pytest.raises(ZeroDivisionError):
+                await owner
+
+    asyncio.run(scenario())
+
+
+def test_no_handler_touches_the_executor() -> None:
+    folder = Path(polyrl.manager.__file__).parent
+    for path in (folder / "http.py", *(folder / "serving").glob("*.py")):
+        assert not re.search(r"service\.executor\b", path.read_text(encoding="utf-8")), path.name
