@@ -58,7 +58,7 @@ class HostMemory:
 
     def __init__(self, num_elements: int) -> None:
         self._used = 0
-        room = _Room(-1, max(1, 4 * num_elements))
+        room = _Room(-1, max(1, 4 * num_elements), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat = torch.frombuffer(room, dtype=torch.float32, count=num_elements) if num_elements else torch.zeros(0)
         if num_elements and torch.cuda.is_available():
             if pin(memoryview(room)):

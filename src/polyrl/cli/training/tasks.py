@@ -67,6 +67,7 @@ class RecipeTasks:
         self._failures: dict[int, str] = {}
         """The last one's reason, by domain."""
         self._hopeless = asyncio.Event()
+        self._why_hopeless = ""
 
     @property
     def num_prompts(self) -> list[int]:
@@ -107,20 +108,22 @@ class RecipeTasks:
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""
         await self._hopeless.wait()
-        raise UserError(self.why_none_scored())
+        raise UserError(self._why_hopeless)
 
     def why_none_scored(self) -> str:
-        for domain, reason in self._failures.items():
-            if not self._is_proven[domain]:
-                name, num = self._domains[domain].reward, self._num_failures[domain]
-                return f"the reward {name} failed for all of {num} answers: {reason}"
-        return ""
+        unproven = [domain for domain in self._failures if not self._is_proven[domain]]
+        return self._why(max(unproven, key=self._num_failures.__getitem__)) if unproven else ""
 
     def _count_failure(self, domain: int, reason: str) -> None:
         self._num_failures[domain] += 1
         self._failures[domain] = reason
-        if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS:
+        if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS and not self._hopeless.is_set():
+            self._why_hopeless = self._why(domain)
             self._hopeless.set()
+
+    def _why(self, domain: int) -> str:
+        name, num = self._domains[domain].reward, self._num_failures[domain]
+        return f"the reward {name} failed for all of {num} answers: {self._failures[domain]}"
 
     async def close(self) -> None:
         """Leaves no process of a reward behind."""

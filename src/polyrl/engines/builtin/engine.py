@@ -230,7 +230,6 @@ class BuiltinEngine:
         if self._is_closed:
             return
         self._given[job.lease] = job
-        self._interrupt()
         asyncio.get_running_loop().call_soon(self._admit, job.lease)
 
     def _admit(self, lease: LeaseId) -> None:
@@ -253,6 +252,7 @@ class BuiltinEngine:
             self._sink.ended(job.lease, "length")
             return
         self._batch.add(sequence)
+        self._interrupt()
         self._work.set()
 
     @property
@@ -282,10 +282,10 @@ class BuiltinEngine:
 
     async def abort(self, lease: LeaseId) -> None:
         self._given.pop(lease, None)
-        self._interrupt()
         await finish(self._remove(lease))
 
     async def _remove(self, lease: LeaseId) -> None:
+        self._interrupt()
         async with self._between_steps:
             self._batch.remove(lease)
 
