@@ -35,6 +35,7 @@ from tests.integration.live import (
 
 from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
+from polyrl.manager import sessions
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings
@@ -298,7 +299,11 @@ FLOODS: dict[str, tuple[frames.FromWorker, ...]] = {
 
 
 @pytest.mark.parametrize("name", FLOODS)
-def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(tmp_path: Path, name: str, caplog):
+def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(
+    tmp_path: Path, name: str, caplog, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sessions, "_MOST_SMALL_FRAMES", 60)  # ten times that at ten beats a second
+
     async def act(peer: Peer, _order: frames.Order) -> None:
         with contextlib.suppress(ConnectionError):  # it is cut off before it has said all
             for _ in range(3000 // len(FLOODS[name])):

@@ -47,7 +47,7 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
     if isinstance(frame, frames.Tokens):
         intake.take_in(executor, session, frame, raw)
         return
-    if not session.may_say_more(session.heard_at, executor.settings.stream.heartbeat_interval_s):
+    if not session.may_say(frame, session.heard_at, executor.settings.stream.heartbeat_interval_s):
         raise Refused("flood", f"too many frames within a heartbeat, the last a {type(frame).__name__}")
     match frame:
         case frames.Report():

@@ -18,9 +18,10 @@ _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
 """Of frames that end nothing. A worker keeps a lease until its end is acknowledged: until then these free nothing."""
 _MOST_SMALL_FRAMES = 600
-"""That are no tokens, at once: what waits in the sockets when a manager was stopped for ten minutes."""
+"""That are no tokens and answer no order, at once: what waits in the sockets when a manager was stopped for ten minutes
+(more when workers report more than once a second)."""
 _SMALL_FRAMES_A_BEAT = 8
-"""And from then on. An honest worker sends a Report, and seldom anything else."""
+"""And from then on, or so many a second if beats are rarer. An honest worker sends a Report, and seldom another."""
 
 
 class WorkerSession:
@@ -45,8 +46,11 @@ class WorkerSession:
         self.last_failure = ""
         """What it said of the last lease that it could not do."""
         self.failures = Repeats()
-        self._num_allowed = float(_MOST_SMALL_FRAMES)
-        self._allowed_at = 0.0
+        self._num_small = 0.0
+        """Its small frames, less those that time has made good."""
+        self._counted_at = 0.0
+        self._num_owed = 0
+        """Answers that are still to come: an order was sent for each."""
         self._orders: list[frames.Order] = []
         self._aborts: list[int] = []
         self._hand_overs: list[int] = []
@@ -63,12 +67,16 @@ class WorkerSession:
         self.greeted = False
         self._ack = None
 
-    def may_say_more(self, now: float, heartbeat_interval_s: float) -> bool:
+    def may_say(self, frame: frames.FromWorker, now: float, heartbeat_interval_s: float) -> bool:
         """Count a frame that is no tokens; False when there are far too many. Most go into the journal."""
-        beats = max(0.0, now - self._allowed_at) / heartbeat_interval_s  # a run that opens sets the clock back
-        self._allowed_at = now
-        self._num_allowed = min(_MOST_SMALL_FRAMES, self._num_allowed + beats * _SMALL_FRAMES_A_BEAT) - 1.0
-        return self._num_allowed >= 0.0
+        if self._num_owed and isinstance(frame, frames.Turned | frames.Installed | frames.InstallFailed):
+            self._num_owed -= 1  # how many come is up to us: steps may be short
+            return True
+        beat_s = min(1.0, heartbeat_interval_s)
+        beats = max(0.0, now - self._counted_at) / beat_s  # a run that opens sets the clock back
+        self._counted_at = now
+        self._num_small = max(0.0, self._num_small - beats * _SMALL_FRAMES_A_BEAT) + 1.0
+        return self._num_small <= _MOST_SMALL_FRAMES / beat_s
 
     def order(self, order: frames.Order) -> None:
         self._orders.append(order)
@@ -104,6 +112,7 @@ class WorkerSession:
         if self.link is not None and self.greeted:
             for frame in gathered:
                 self.link.send(frame)
+                self._num_owed += isinstance(frame, frames.Turn | frames.Pull)
 
 
 def _order_bytes(order: frames.Order) -> int:
