@@ -86,13 +86,26 @@ def test_a_manager_that_never_comes_up_again_ends_the_run_however_long_each_try_
     assert len(left) == 5
 
 
-def test_a_manager_that_says_at_a_restart_what_a_person_must_mend_is_not_tried_again(run_dir, monkeypatch):
-    broken = "print('polyrl: error: events.bin: frame 7 is damaged'); raise SystemExit(2)"
-    left = scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.5), broken, DOWN, DOWN)
+BROKEN = "print('polyrl: error: events.bin: frame 7 is damaged'); raise SystemExit(2)"
+
+
+def test_a_manager_that_says_at_two_restarts_what_a_person_must_mend_is_not_tried_again(run_dir, monkeypatch):
+    left = scripts(monkeypatch, UP.format(folder=str(run_dir), seconds=0.5), KILLED, BROKEN, BROKEN, DOWN, DOWN)
 
     with pytest.raises(UserError, match=r"did not start: events\.bin: frame 7 is damaged.*; then go on with --resume"):
         asyncio.run(until_failed(run_dir))
     assert len(left) == 2
+
+
+def test_a_port_that_is_taken_for_a_moment_ends_no_run(run_dir, monkeypatch):
+    up = UP.format(folder=str(run_dir), seconds=0.3)
+    taken = "print('polyrl: error: cannot listen on 127.0.0.1:5000'); raise SystemExit(2)"
+    left = scripts(monkeypatch, up, taken, up, taken, KILLED, taken, up, BROKEN, BROKEN, DOWN)
+    monkeypatch.setattr(processes, "_MAX_QUICK_DEATHS", 1000)
+
+    with pytest.raises(UserError, match="frame 7 is damaged"):
+        asyncio.run(until_failed(run_dir))
+    assert len(left) == 1
 
 
 def test_a_manager_that_is_killed_as_it_first_starts_is_started_once_more(run_dir, monkeypatch):
@@ -108,7 +121,7 @@ def test_a_manager_that_is_killed_as_it_first_starts_is_started_once_more(run_di
     assert asyncio.run(scenario()) == "http://127.0.0.1:5000"
 
 
-@pytest.mark.parametrize("life, starts", [(DOWN, 1), (KILLED, 5)])
+@pytest.mark.parametrize("life, starts", [(DOWN, 1), (BROKEN, 1), (KILLED, 5)])
 def test_a_manager_that_never_comes_up_ends_the_run(run_dir, monkeypatch, life, starts):
     left = scripts(monkeypatch, *[life] * 10)
     with pytest.raises(UserError, match="the manager did not start"):

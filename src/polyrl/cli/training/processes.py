@@ -3,7 +3,8 @@
 Rules kept here: each has its log in the run's directory. They are not reached by a Ctrl+C that is meant for the
 trainer, and they end when it dies, however it dies. A manager that dies is started again, at the same port: its journal
 is there, and everyone dials in by themselves. One that ended with a line for a person, of a full disk say, is not: that
-is mended first. Nor is a worker that dies; who started it may say so.
+is mended first. Where it says so as it starts again, it is tried once more: its port may be taken for a moment.
+A worker that dies is not started again; who started it may say so.
 """
 
 import asyncio
@@ -35,6 +36,8 @@ _MAX_QUICK_DEATHS = 5
 """A manager that dies so often within a minute is not started again."""
 _MAX_FAILED_STARTS = 5
 """Nor one that dies so often in a row before it is up: over a long journal each of these may take minutes."""
+_MAX_BAD_RESTARTS = 2
+"""Nor one that says so often in a row, as it starts again, what a person must mend."""
 _LITTLE_ROOM_BYTES = 1 << 16
 
 
@@ -115,7 +118,7 @@ class ManagerProcess:
         """`first` is where it listens, and from then on again. Raises UserError when it is not worth another try."""
         loop = asyncio.get_running_loop()
         deaths: list[float] = []
-        num_failed_starts = 0
+        num_failed_starts = num_bad_restarts = 0
         while True:
             why: UserError | None = None
             try:
@@ -131,7 +134,9 @@ class ManagerProcess:
             code = await self._process.wait()
             deaths = [*(one for one in deaths if loop.time() - one < 60.0), loop.time()]
             num_failed_starts = 0 if why is None else num_failed_starts + 1
-            if code == EXIT_BAD_INPUT and first.done():
+            is_bad = code == EXIT_BAD_INPUT and first.done()
+            num_bad_restarts = num_bad_restarts + 1 if is_bad and why is not None else 0
+            if is_bad and (why is None or num_bad_restarts >= _MAX_BAD_RESTARTS):
                 ended = why or f"the manager ended: {self._what_it_said()}"
                 raise UserError(f"{ended}; then go on with --resume")
             if len(deaths) > _MAX_QUICK_DEATHS:
