@@ -12,8 +12,13 @@ from msgspec.structs import replace
 from tests.weights.stage import KEY, SETTINGS, Faults, blob_of, layout_of, publish, pull, stage, weights
 
 from polyrl.weights import channel, fetch, protocol, sender
+from polyrl.weights.buffers import Buffer
+from polyrl.weights.channel import Watch
+from polyrl.weights.chunks import table_of
 from polyrl.weights.manifest import DeltaManifest, encode
+from polyrl.weights.receiver import Dialer
 from polyrl.weights.settings import TransferError
+from polyrl.weights.store import Blob, Store
 from polyrl.wire.credentials import weights_key_of
 
 NUM_BYTES = layout_of().num_bytes
@@ -213,6 +218,37 @@ def test_a_slow_source_is_waited_for_while_bytes_come(monkeypatch):
         start = time.monotonic()
         assert pull(peer, publish(server, 1, 1 << 19)) == weights(1, 1 << 19)
         assert time.monotonic() - start > 1
+
+
+def test_a_slow_source_that_breaks_in_its_first_chunk_is_dialled_again(monkeypatch):
+    """No chunk has come for longer than nothing may come, but bytes have."""
+    monkeypatch.setattr(fetch, "APPEAR_S", 0.8)
+    monkeypatch.setattr(channel, "PROGRESS_BYTES", 4096)
+    settings = replace(SETTINGS, chunk_bytes=1 << 20, streams=1, stall_s=0.2)
+    with stage() as on:
+        server, peer = on.server(settings), on.peer(settings=settings)
+        offer = publish(server, 1, 1 << 19)
+        wire = on.wire(offer.addresses[0], Faults(bytes_per_s=7e5, cut_at=750_000, cut_s=0.0))
+        assert pull(peer, offer, (wire.address,)) == weights(1, 1 << 19)
+        assert wire.faults.num_faults == 1
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_source_that_is_paused_is_not_dialled_when_the_fetch_ends(complete):
+    """The fetch would wait for that."""
+    data, stop = bytes(8192), threading.Event()
+    blob = Blob("ab" * 32, "full", 1, b"", table_of(data, 4096), Buffer(len(data)), complete=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        source = fetch.Source(f"127.0.0.1:{listener.getsockname()[1]}", b"", origin=True, complete=complete)
+        source.dial_at = time.monotonic() + 60
+        watch = Watch("watch")
+        threading.Timer(0.2, stop.set).start()
+        with pytest.raises(TransferError, match="broken off"):
+            fetch.Fetch(blob, Store(), [source], Dialer(SETTINGS, KEY, None, watch), stop).run(time.monotonic() + 10)
+        watch.close()
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_a_source_that_stalls_is_cut_and_another_one_is_used():

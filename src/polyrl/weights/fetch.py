@@ -169,6 +169,8 @@ class Fetch:
         revision = 0
         while self._goes_on(source):
             began = self._wait_to_dial(source)
+            if not self._goes_on(source):
+                return
             link: Link | None = None
             try:
                 link = self._reach(source)
@@ -220,6 +222,8 @@ class Fetch:
             if not self._wait_for_chunks(source):
                 continue
             began = self._wait_to_dial(source)
+            if not self._goes_on(source):
+                return
             link: Link | None = None
             try:
                 link = self._reach_on_host(source) or self._reach(source)
@@ -275,6 +279,7 @@ class Fetch:
     def _leave(self, link: Link) -> None:
         with self._changed:
             self._links.pop(link, None)
+            self._moved_at = max(self._moved_at, link.moved_at)  # parts of a chunk are something, too
         link.close()
 
     def _drain(self, source: Source, link: Link) -> None:
