@@ -12,13 +12,19 @@ from pathlib import Path
 def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder to write in, which gets its name at the end, or is removed. Raises OSError.
 
-    Until then its name is one that nobody else has: a user may well have a `.cache` beside `cache`.
+    Until then its name is one that nobody else has: a user may well have a `.cache` beside `cache`. A process that is
+    killed leaves it behind.
     """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     fresh.mkdir(parents=True)
     try:
         yield fresh
+        for folder, _, names in os.walk(fresh):
+            for name in names:
+                _sync(Path(folder, name))
+            sync_folder(Path(folder))
         fresh.rename(path)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -47,7 +53,11 @@ def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 def sync_folder(folder: Path) -> None:
     """A file that is on the disk is lost all the same if its name is not."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

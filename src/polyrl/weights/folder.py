@@ -146,7 +146,6 @@ def _write_file(path: Path, pieces: list[bytes | memoryview]) -> None:
             rest = memoryview(piece)
             while rest.nbytes:
                 rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path, digest: str | None = None) -> Manifest | None:
