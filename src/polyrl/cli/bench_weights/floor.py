@@ -43,26 +43,39 @@ STEPS = (Step("one_place", False, False), Step("in_place", True, False), Step("i
 
 def measure(num_bytes: int, num_rounds: int) -> dict[str, dict[str, float]]:
     """By step: the best GB/s, and the median of CPU seconds a GB at either end."""
-    buffer = Buffer(num_bytes)
-    np.frombuffer(buffer.view, np.uint8).fill(1)
+    buffer = _filled(num_bytes, 0)
+    try:
+        return measure_into(buffer.view, num_rounds)
+    finally:
+        buffer.close()
+
+
+def measure_into(view: memoryview, num_rounds: int) -> dict[str, dict[str, float]]:
+    """The same, into memory of whole chunks, which are all ones afterwards."""
     found: dict[str, list[tuple[float, float, float]]] = {step.name: [] for step in STEPS}
-    argv = [sys.executable, "-m", "polyrl.cli.bench_weights.floor", str(num_bytes)]
+    argv = [sys.executable, "-m", "polyrl.cli.bench_weights.floor", str(len(view))]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdin is not None and sender.stdout is not None
         port = int(sender.stdout.readline())
         streams = [_connect(port) for _ in range(NUM_STREAMS)]
         for _ in range(num_rounds):
             for step in STEPS:
-                found[step.name].append(_once(streams, buffer.view, step))
+                found[step.name].append(_once(streams, view, step))
         for stream in streams:
             stream.close()
         sender.stdin.close()
-    buffer.close()
     keys = ("gb_s", "sender_cpu_s_per_gb", "receiver_cpu_s_per_gb")
     return {
         name: dict(zip(keys, (round(max(gb_s), 2), round(median(sent), 3), round(median(received), 3)), strict=True))
         for name, (gb_s, sent, received) in ((name, zip(*runs, strict=True)) for name, runs in found.items())
     }
+
+
+def _filled(num_bytes: int, value: int) -> Buffer:
+    """Whole chunks, as many as fit but one at least, and all pages there: what is asked for is a whole chunk."""
+    buffer = Buffer(max(1, num_bytes // CHUNK_BYTES) * CHUNK_BYTES)
+    np.frombuffer(buffer.view, np.uint8).fill(value)
+    return buffer
 
 
 def _connect(port: int) -> socket.socket:
@@ -108,8 +121,7 @@ def _ask_cpu_s(stream: socket.socket) -> float:
 
 
 def send(num_bytes: int) -> None:
-    buffer = Buffer(num_bytes)
-    np.frombuffer(buffer.view, np.uint8).fill(1)
+    buffer = _filled(num_bytes, 1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         threading.Thread(target=_accept, args=(listener, buffer.fd), daemon=True).start()
