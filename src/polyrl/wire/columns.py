@@ -30,8 +30,8 @@ _FEW = 8
 
 MAX_LOGPROB = 1e-3
 """Rounding in an engine's softmax may lift a certain token's log-probability a little above 0."""
-_SURELY_GOOD = bytes([*range(0x3A), *range(0x80, 0xFF)])
-"""The highest byte (sign and most of the exponent) of log-probabilities from -1.7e38 to 0.00049."""
+_SURELY_GOOD = bytes([*range(struct.pack("<f", MAX_LOGPROB)[3]), *range(0x80, 0xFF)])
+"""The highest byte (sign and most of the exponent) of log-probabilities that are finite and surely below the most."""
 
 
 class BadColumns(ValueError):
@@ -106,8 +106,8 @@ def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: 
 
 def check_cells(cells: bytes) -> None:
     """Raises BadColumns if a token or a log-probability cannot be one."""
-    tokens, logprobs = cells[3::CELL_BYTES], cells[7::CELL_BYTES]  # the byte of each that has its sign
-    if tokens.isascii() and not logprobs.translate(None, _SURELY_GOOD):
+    signs, highest = cells[3::CELL_BYTES], cells[7::CELL_BYTES]  # of either, the byte with its sign
+    if signs.isascii() and not highest.translate(None, _SURELY_GOOD):
         return  # nearly always; also when there are none. Numpy takes five times as long for the few of a frame
     view = view_cells(cells)
     logprobs = view["logprob"]
