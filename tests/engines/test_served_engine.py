@@ -330,7 +330,7 @@ def test_a_server_that_is_killed_is_started_again_and_what_ran_ends_after_it_is_
             assert await stage.sink.end_of(leases[0]) == "engine_failed"
             stats = one.stats()
             assert stats.num_outages == death
-            assert stats.down == "was ended by SIGKILL"
+            assert stats.down.startswith("was ended by SIGKILL")  # and perhaps what a request of ours met
             late = stage.begin()
             for lease in (*leases, late):
                 assert await stage.sink.end_of(lease) == "engine_failed"
