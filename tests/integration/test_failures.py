@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 from msgspec import structs
 from tests.integration.live import (
     CONFIG,
@@ -140,7 +141,8 @@ def test_weights_that_give_no_numbers_end_the_round_and_cost_nobody_its_place(tm
     assert 4 <= len(said) < num_failed[0] / 2  # each worker, and the manager of each of them
 
 
-def test_a_worker_that_is_given_up_for_its_failures_while_it_is_away_hears_so_when_it_dials_again(tmp_path: Path):
+@pytest.mark.parametrize("noticed", [True, False], ids=["away", "its connection broke unnoticed"])
+def test_a_worker_that_is_given_up_for_its_failures_hears_so_when_it_dials_again(tmp_path: Path, noticed: bool):
     slow = structs.replace(ENGINE, slots=64, tokens_per_s=60.0)
     patient = structs.replace(SIX, fleet_rules=FleetRules(heartbeat_timeout_s=15.0))
 
@@ -158,40 +160,16 @@ def test_a_worker_that_is_given_up_for_its_failures_while_it_is_away_hears_so_wh
                 await peer.hear(frames.Generate)
             ended = tuple(frames.Ended(order.lease, 0, "engine_failed", "no memory") for order in peer.orders)
             await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ended))
-            await peer.socket.close()
+            if noticed:
+                await peer.socket.close()
             await until(lambda: "bad" not in live.service.executor.workers, "it is given up")
-            for _ in range(2):  # it may not have heard it the first time
+            for _ in range(2):  # it may not have heard it the first time; on its old connection it reads nothing
                 await peer.dial()
-                await peer.say(frames.Hello(0, b""))
+                if noticed:
+                    await peer.say(frames.Hello(0, b""))
                 told = await peer.hear(frames.Release)
                 assert told.in_anger and not told.rejoin
                 assert told.why.endswith("groups in a row that others answered; the last: engine_failed: no memory")
-            assert len(await playing) == 6
-
-    run(scenario())
-
-
-def test_a_worker_that_is_given_up_for_its_failures_hears_so_also_if_its_connection_broke_unnoticed(tmp_path: Path):
-    slow = structs.replace(ENGINE, slots=64, tokens_per_s=60.0)
-    patient = structs.replace(SIX, fleet_rules=FleetRules(heartbeat_timeout_s=15.0))
-
-    async def scenario():
-        async with (
-            manager(tmp_path) as live,
-            honest_worker(live, slow),
-            trainer(live, patient) as fleet,
-            Peer(live, "bad", slots=64) as peer,
-        ):
-            await fleet.publish(0)
-            await peer.enter()
-            playing = asyncio.create_task(play_round(fleet, 0))
-            while len({group_of(SampleId(order.sample)) for order in peer.orders}) < 3:
-                await peer.hear(frames.Generate)
-            ended = tuple(frames.Ended(order.lease, 0, "engine_failed", "no memory") for order in peer.orders)
-            await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ended))
-            await until(lambda: "bad" not in live.service.executor.workers, "it is given up")
-            await peer.dial()  # what it was told on the other connection it has not read
-            assert (await peer.hear(frames.Release)).in_anger
             assert len(await playing) == 6
 
     run(scenario())
