@@ -1,6 +1,7 @@
 """Samples that move, in bfloat16 on a GPU: how often they agree, what invariance costs, how fast it sleeps and wakes.
 
-python tests/gpu/check_moves.py [MODEL_DIR]      Qwen3-1.7B's shape with random weights, unless a model is given
+python tests/gpu/check_moves.py                Qwen3-1.7B's shape with random weights
+python tests/gpu/check_moves.py MODEL_DIR      a trained model, asked 64 questions in words; no prices
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -62,10 +63,23 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> dict[str, float]:
     return {"answers_equal": same / len(pairs), "tokens_before_a_difference": before / sum(len(a) for a, _ in pairs)}
 
 
-async def compare(model, *, invariant: bool) -> None:
+def questions(folder: str) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    things = ("apples", "letters", "chairs", "coins", "tickets", "stones", "books", "lamps")
+    asked = [
+        f"Anna has {7 + 3 * n} {things[n % 8]}, gives {n + 2} to her brother and buys {2 * n + 5} more. "
+        "How many does she have now? Think step by step."
+        for n in range(64)
+    ]
+    chats = ([{"role": "user", "content": one}] for one in asked)
+    return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in chats]
+
+
+async def compare(model, prompts: list[list[int]], *, invariant: bool, until_end: bool) -> None:
     engine, sink = await started(model, invariant=invariant)
-    prompts = prompts_of(Work("x", None, 64, 128, NEW), model.config.vocab_size)
-    sampling = Sampling(ignore_eos=True)
+    sampling = Sampling(ignore_eos=not until_end)
 
     def job(base: int, number: int, so_far=()) -> Job:
         return Job(base + number, number, prompts[number], list(so_far), NEW, 77 + number, sampling)
@@ -76,7 +90,9 @@ async def compare(model, *, invariant: bool) -> None:
     engine._cache.forget()
     few = [one for at in range(0, 32, 4) for one in await finish(engine, sink, [job(3000, at + i) for i in range(4)])]
     engine._cache.forget()
-    cuts = [16 + 5 * n % 200 for n in range(64)]
+    twice = await finish(engine, sink, [job(9000, n) for n in range(64)])
+    engine._cache.forget()
+    cuts = [min(16 + 5 * n % 200, len(crowd[n]) // 2) for n in range(64)]
     rest = await finish(engine, sink, [job(4000, n, crowd[n][: cuts[n]]) for n in range(64)])
     moved = [crowd[n][: cuts[n]] + rest[n] for n in range(64)]
     await engine.sleep()
@@ -86,10 +102,11 @@ async def compare(model, *, invariant: bool) -> None:
     await engine.wake()
     again = await finish(engine, sink, [job(8000, n) for n in range(64)])
     print(json.dumps({
-        "invariant": invariant, "alone": agreement(crowd[:8], alone), "in fours": agreement(crowd[:32], few),
-        "moved": agreement(crowd, moved), "after sleeping": agreement(crowd, again),
+        "invariant": invariant, "tokens": sum(map(len, crowd)),
+        "alone": agreement(crowd[:8], alone), "in fours": agreement(crowd[:32], few),
+        "twice": agreement(crowd, twice), "moved": agreement(crowd, moved), "after sleeping": agreement(crowd, again),
     }), flush=True)  # fmt: skip
-    if not invariant:
+    if not invariant and not until_end:
         await sleep_and_wake(engine, sink, [job(5000, n) for n in range(64)])
         await abort_latency(engine, sink, [job(6000, n) for n in range(64)])
     await engine.close()
@@ -149,7 +166,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     given = sys.argv[1] if len(sys.argv) > 1 else None
     policy = make_model(Work(None if given else "qwen3-1.7b", given, 64, 128, NEW), "cuda")
+    wanted = questions(given) if given else prompts_of(Work("x", None, 64, 128, NEW), policy.config.vocab_size)
     for mode in (False, True):
-        asyncio.run(compare(policy, invariant=mode))
+        asyncio.run(compare(policy, wanted, invariant=mode, until_end=given is not None))
     del policy
-    price()
+    if given is None:
+        price()

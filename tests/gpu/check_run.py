@@ -58,15 +58,20 @@ class Watch:
             if what in ("bursts", "prompts") and self._last_end is not None and began - self._last_end < 1.0:
                 self.seconds["between"] += began - self._last_end  # longer: it had nothing to do
             inside = sum(self.seconds.values())
+            seen: list[int] = []
+            if what == "bursts":
+                *args, look = args
+                args.append(lambda drawn: (seen.append(len(drawn)), look(drawn)))
             result = call(runner, *args, **kwargs)
             ended = time.perf_counter()
             self.seconds[what] += ended - began - (sum(self.seconds.values()) - inside)
             self.counts[what] += 1
             if what == "bursts":
-                self.counts["steps"] += len(result)
-                self.counts["rows"] += len(result) * len(args[0])
+                num_steps = len(result) + sum(seen)
+                self.counts["steps"] += num_steps
+                self.counts["rows"] += num_steps * len(args[0])
                 most = 1 << (len(args[0]) - 1).bit_length()
-                self.counts[f"steps of up to {most}"] += len(result)
+                self.counts[f"steps of up to {most}"] += num_steps
                 self.by_size[most] += ended - began
             if what in ("bursts", "prompts"):
                 self._last_end = ended
