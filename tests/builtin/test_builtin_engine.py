@@ -610,17 +610,50 @@ def test_after_closing_its_thread_is_gone_and_nothing_is_taken_any_more(folder):
     asyncio.run(script())
 
 
-def test_a_step_that_fails_is_said_by_health(folder):
-    model, one = shared(folder)
+class FailingRunner(Runner):
+    """A device that is lost in the middle of an answer."""
+
+    what: BaseException = RuntimeError("the device is gone\nfor good")
+
+    def run_burst(self, *step: Any) -> Any:
+        raise self.what
+
+
+class FailingEngine(BuiltinEngine):
+    def _load(self) -> None:
+        super()._load()
+        runner: Any = self._runner
+        runner.__class__ = FailingRunner
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (RuntimeError("the device is gone\nfor good"), "RuntimeError: the device is gone for good"),
+        (RuntimeError(""), "RuntimeError"),
+        (IndexError("3 is out of bounds"), "IndexError: 3 is out of bounds"),
+    ],
+)
+def test_when_a_step_fails_every_sample_ends_and_so_does_what_comes_later(folder, monkeypatch, what, said):
+    monkeypatch.setattr(FailingRunner, "what", what)
+    end = ("engine_failed", f"a step failed: {said}")
 
     async def script(stage: Stage) -> None:
-        model.model.embed_tokens.weight = torch.nn.Parameter(torch.ones(512, 63))
-        stage.begin(prompt=PROMPT)
-        while stage.engine.health() is None:
-            await asyncio.sleep(0.01)
-        assert str(stage.engine.health()).startswith("a step failed: ")
+        leases = [stage.begin(prompt=PROMPT) for _ in range(3)]  # one of them waits for a slot
+        for lease in leases:
+            await stage.sink.end_of(lease)
+        assert [stage.sink.ends[lease] for lease in leases] == [end] * 3
+        stats = stage.engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_used) == (0, 0, 0.0)
+        assert (stats.down, stats.num_outages) == (end[1], 1)
+        assert stage.engine.health() == end[1]
+        late = stage.begin(prompt=PROMPT)
+        await stage.sink.end_of(late)
+        assert stage.sink.ends[late] == end
+        with pytest.raises(EngineError, match="a step failed"):
+            await stage.engine.install(Weights(Version(1), folder=str(folder)))
 
-    EngineContract().play(script, one)
+    EngineContract().play(script, FailingEngine(engine(folder, slots=2)._config))
 
 
 # Sleep

@@ -100,6 +100,12 @@ class Batching:
             self._cache.release(sequence.blocks)
         return sequence
 
+    def remove_all(self) -> list[LeaseId]:
+        leases = [*self._running, *self._waiting]
+        for lease in leases:
+            self.remove(lease)
+        return leases
+
     def append(self, sequence: Sequence, token: int) -> None:
         """A token was drawn: it is computed in a later step."""
         sequence.tokens.append(token)

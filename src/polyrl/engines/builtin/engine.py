@@ -6,7 +6,8 @@ came during a step (jobs, aborts, weights) is taken in between two steps.
 Rules kept here: a job that cannot run is refused in a line, and the others go on. An abort frees its place before it
 returns, except within a running step, which ends first. Weights change between two steps; running samples go on, with
 their cache kept or computed anew, as `after_install` says. Asleep, it holds no cache and takes no step, so that the
-devices can train; what it was given waits.
+devices can train; what it was given waits. A step that fails ends the engine: every sample ends in `engine_failed`, and
+so does whatever comes later.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from polyrl.engines.engine import (
     why_not_begun,
 )
 from polyrl.engines.finishing import finish, finish_first
-from polyrl.errors import ConfigError
+from polyrl.errors import ConfigError, one_line
 from polyrl.ids import LeaseId, Version
 
 if TYPE_CHECKING:
@@ -236,6 +237,9 @@ class BuiltinEngine:
         job = self._given.pop(lease, None)
         if job is None or self._is_closed or self._sink is None or self._loaded is None:
             return
+        if self._trouble is not None:
+            self._sink.ended(job.lease, "engine_failed", self._trouble)
+            return
         why_not = self._why_not(job)
         if why_not:
             self._sink.ended(job.lease, "refused", why_not)
@@ -301,8 +305,8 @@ class BuiltinEngine:
         await finish(self._install(weights))
 
     async def _install(self, weights: Weights) -> None:
-        if self._runner is None or self._is_closed:
-            raise EngineError("the engine does not run")
+        if self._runner is None or self._is_closed or self._trouble is not None:
+            raise EngineError(self._trouble or "the engine does not run")
         staged = await asyncio.to_thread(self._stage, weights)
         if staged is None and weights.version != self._version and not weights.in_place:
             raise EngineError(f"nobody says where version {weights.version} can be had")
@@ -350,15 +354,21 @@ class BuiltinEngine:
     def stats(self) -> EngineStats:
         batch, cache = self._batch, self._cache
         used = cache.num_used / cache.num_blocks
-        return EngineStats(batch.num_running, batch.num_waiting, self._config.slots, used, batch.num_preemptions)
+        return EngineStats(
+            batch.num_running,
+            batch.num_waiting,
+            self._config.slots,
+            used,
+            batch.num_preemptions,
+            down=self._trouble or "",
+            num_outages=int(self._trouble is not None),
+        )
 
     def health(self) -> str | None:
         if self._is_closed:
             return "the engine is closed"
         if self._task is None:
             return "the engine has not started"
-        if self._trouble is None and self._task.done():
-            return f"the engine's loop ended: {self._task.exception()!r}"
         return self._trouble
 
     async def _run_for_ever(self, sink: Sink) -> None:
@@ -377,9 +387,11 @@ class BuiltinEngine:
                         self._runner.uninterrupt()
                     await self._run_step(chunks, sink)
                 await asyncio.sleep(0)
-        except RuntimeError as error:  # torch's own: out of memory, a device that is gone
-            self._trouble = f"a step failed: {str(error).splitlines()[0]}"
+        except Exception as error:  # torch's, Triton's, our own: whatever it is, no sample may wait on
             log.exception("a step failed")
+            self._trouble = f"a step failed: {one_line(error)}"
+            for lease in self._batch.remove_all():
+                sink.ended(lease, "engine_failed", self._trouble)
 
     async def _run_step(self, chunks: list[Chunk], sink: Sink) -> None:
         """A step, or a burst of them, which is taken in as it comes."""
