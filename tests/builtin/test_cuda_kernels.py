@@ -57,6 +57,19 @@ assert not all_drawn[[0, 2]].any() and not all_drawn[:, 7:].any() and cursor.ite
 assert torch.equal(last[:7], tokens) and at.tolist() == [1, 2, 3, 4, 5, 6, 7, 7, 8] and answers[6] == 13
 """
 
+EDGES = """
+import torch
+from polyrl.engines.builtin import cuda
+torch.manual_seed(0)
+num, half = 768, cuda.STRETCH
+logits = torch.full((num, 2 * half), -60.0)
+logits[:, :3000], logits[:, half:] = torch.randn(num, 3000), torch.randn(num, half)
+edges = logits.double().softmax(-1)[:, :half].sum(-1)
+numbers = edges - torch.rand(num, dtype=torch.float64) * 1e-6
+tokens, logprobs = cuda.draw(logits, torch.ones(num), numbers)
+assert logprobs.min() > -20, "a token without weight was drawn"
+"""
+
 CHUNKS = """
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -81,7 +94,7 @@ assert counter.frame_count <= 2, "compiled once for each window"
 """
 
 
-@pytest.mark.parametrize("script", [DECODING, DRAWING, CHUNKS], ids=["decoding", "drawing", "chunks"])
+@pytest.mark.parametrize("script", [DECODING, DRAWING, EDGES, CHUNKS], ids=["decoding", "drawing", "edges", "chunks"])
 def test_a_kernel_gives_what_torch_gives(script):
     source = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}

@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
+from polyrl.engines.builtin import sampling
+
 Tensor = torch.Tensor
 
-GREEDY = 1e-5
-"""A lower temperature takes the likeliest token."""
 EVERYTHING = 1 << 30
 """A window that leaves nothing out."""
 DECODE_TUNING = {"num_warps": 1, "num_stages": 3}
@@ -345,7 +345,9 @@ def _pick_kernel(
 ):  # fmt: skip
     """The stretch that the random number falls into, and there the first token at which the sum passes it.
 
-    The likeliest token of all, if the temperature is as good as zero.
+    The likeliest token of all, if the temperature is as good as zero. The stretch was summed in another order: a number
+    beyond its end by that much takes its likeliest token, never one without weight. The running sum is of float64: it
+    is added up as a tree, and in float32 a token without weight could end above the one before it.
     """
     row = tl.program_id(0)
     temperature = tl.load(temperatures + row)
@@ -364,10 +366,10 @@ def _pick_kernel(
     before = tl.max(tl.where(numbers == chosen - 1, cumulative, 0.0), 0)
     at = chosen * STRETCH + tl.arange(0, STRETCH)
     x = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
-    here = tl.cumsum(tl.exp(x - top), 0) > (cut - before).to(tl.float32)
-    here = tl.where(greedy, x == tl.max(x, 0), here)
-    last = tl.max(tl.where(at < vocab, at, 0), 0)
-    token = tl.minimum(tl.min(tl.where(here, at, vocab), 0), last)
+    ends = tl.cumsum(tl.exp(x - top).to(tl.float64), 0)
+    is_beyond = tl.max(ends, 0) <= cut - before
+    here = tl.where(greedy | is_beyond, x == tl.max(x, 0), ends > cut - before)
+    token = tl.minimum(tl.min(tl.where(here, at, vocab), 0), vocab - 1)
     tl.store(tokens + row, token)
     logit = tl.sum(tl.where(at == token, x, 0.0), 0)
     tl.store(logprobs + row, logit - (top + tl.log(whole).to(tl.float32)))
@@ -381,13 +383,13 @@ def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor
     total = torch.empty_like(best)
     _stretch_kernel[(num, stretches)](
         logits, temperatures, best, total, logits.stride(0), vocab,
-        NUM=stretches, STRETCH=STRETCH, COLD=GREEDY, num_warps=8,
+        NUM=stretches, STRETCH=STRETCH, COLD=sampling.GREEDY, num_warps=8,
     )  # fmt: skip
     tokens = torch.empty(num, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(num, dtype=torch.float32, device=logits.device)
     _pick_kernel[(num,)](
         logits, temperatures, best, total, uniforms, tokens, logprobs, logits.stride(0), vocab,
-        NUM=stretches, PADDED=triton.next_power_of_2(stretches), STRETCH=STRETCH, COLD=GREEDY, num_warps=8,
+        NUM=stretches, PADDED=triton.next_power_of_2(stretches), STRETCH=STRETCH, COLD=sampling.GREEDY, num_warps=8,
     )  # fmt: skip
     return tokens, logprobs
 
@@ -418,14 +420,14 @@ def note(
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """As sampling.uniforms, on the device: integers of 64 bits wrap around as they should."""
-    bits = _mix(_mix(seeds) + positions * _signed(0x9E3779B97F4A7C15))
+    bits = _mix(_mix(seeds) + positions * _signed(sampling.GAMMA))
     return _shift(bits, 11).double() * 2.0**-53
 
 
 def _mix(bits: Tensor) -> Tensor:
-    bits = bits + _signed(0x9E3779B97F4A7C15)
-    bits = (bits ^ _shift(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shift(bits, 27)) * _signed(0x94D049BB133111EB)
+    bits = bits + _signed(sampling.GAMMA)
+    for count, factor in sampling.ROUNDS:
+        bits = (bits ^ _shift(bits, count)) * _signed(factor)
     return bits ^ _shift(bits, 31)
 
 

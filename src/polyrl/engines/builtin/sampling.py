@@ -19,7 +19,11 @@ from polyrl.wire.frames import Sampling
 
 Tensor = torch.Tensor
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-_GREEDY = 1e-5
+GREEDY = 1e-5
+"""A lower temperature takes the likeliest token."""
+GAMMA = 0x9E3779B97F4A7C15
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""Splitmix64's numbers."""
 _STRETCH = 128
 
 
@@ -40,17 +44,14 @@ def uniforms(
 ) -> "np.ndarray[Any, np.dtype[np.float64]]":
     """Numbers in [0, 1): splitmix64 of the seed and the position of the token in its answer."""
     with np.errstate(over="ignore"):
-        bits = _mix(_mix(np.asarray(seeds, np.uint64)) + np.asarray(positions, np.uint64) * np.uint64(_GAMMA))
+        bits = _mix(_mix(np.asarray(seeds, np.uint64)) + np.asarray(positions, np.uint64) * np.uint64(GAMMA))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-_GAMMA = 0x9E3779B97F4A7C15
-
-
 def _mix(bits: "np.ndarray[Any, np.dtype[np.uint64]]") -> "np.ndarray[Any, np.dtype[np.uint64]]":
-    bits = bits + np.uint64(_GAMMA)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits = bits + np.uint64(GAMMA)
+    for count, factor in ROUNDS:
+        bits = (bits ^ (bits >> np.uint64(count))) * np.uint64(factor)
     return bits ^ (bits >> np.uint64(31))
 
 
@@ -73,7 +74,7 @@ def draw(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         weights = torch.softmax(logits.float(), -1)
         tokens = _cut(weights, draws)
     else:
-        greedy = draws.temperatures < _GREEDY
+        greedy = draws.temperatures < GREEDY
         scaled = logits.float() / torch.where(greedy, 1.0, draws.temperatures).unsqueeze(1)
         weights = torch.softmax(scaled, -1)
         tokens = torch.where(greedy, scaled.argmax(-1), _cut(weights, draws))
