@@ -2,6 +2,9 @@
 
 python tests/gpu/check_moves.py                Qwen3-1.7B's shape with random weights
 python tests/gpu/check_moves.py MODEL_DIR      a trained model, asked 64 questions in words; no prices
+
+Batch-invariant, what is not moved must agree, else it ends with exit code 1. Among the samples are one whose prompt is
+a token longer than a chunk, one that shares all of its prompt but the last token, and one with top_p.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -22,6 +25,9 @@ from polyrl.engines.engine import Job  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
 
 NEW = 256
+CHUNK, BLOCK = 512, 32
+TRUNCATED = 2
+"""The sample with top_p, for which there is no graph."""
 
 
 class Sink:
@@ -38,7 +44,7 @@ class Sink:
 
 async def started(model, *, invariant: bool, slots: int = 64) -> tuple[BuiltinEngine, Sink]:
     config = BuiltinConfig(
-        model="bench", dtype="bfloat16", device="cuda", slots=slots, kv_tokens=slots * 1024, block_tokens=32,
+        model="bench", dtype="bfloat16", device="cuda", slots=slots, kv_tokens=slots * 1024, block_tokens=BLOCK,
         chunk_tokens=2048, max_context=1024, batch_invariant=invariant,
     )  # fmt: skip
     engine, sink = BuiltinEngine(config, describe(model, "bench")), Sink()
@@ -77,11 +83,20 @@ def questions(folder: str) -> list[list[int]]:
     return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in chats]
 
 
-async def compare(model, prompts: list[list[int]], *, invariant: bool, until_end: bool) -> None:
+def awkward(prompts: list[list[int]]) -> list[list[int]]:
+    """The first is a token longer than a chunk; the second has all but its last token in common with it."""
+    long = (prompts[0] * (1 + CHUNK // len(prompts[0])))[: CHUNK + 1]
+    shared = CHUNK // BLOCK // 2 * BLOCK
+    return [long, [*long[:shared], prompts[1][0]], *prompts[2:]]
+
+
+async def compare(model, prompts: list[list[int]], *, invariant: bool, until_end: bool) -> bool:
+    """Whether all that should agree does."""
     engine, sink = await started(model, invariant=invariant)
-    sampling = Sampling(ignore_eos=not until_end)
+    plain = Sampling(ignore_eos=not until_end)
 
     def job(base: int, number: int, so_far=()) -> Job:
+        sampling = Sampling(ignore_eos=not until_end, top_p=0.95) if number == TRUNCATED else plain
         return Job(base + number, number, prompts[number], list(so_far), NEW, 77 + number, sampling)
 
     crowd = await finish(engine, sink, [job(1000, n) for n in range(64)])
@@ -101,15 +116,17 @@ async def compare(model, prompts: list[list[int]], *, invariant: bool, until_end
     torch.cuda.empty_cache()
     await engine.wake()
     again = await finish(engine, sink, [job(8000, n) for n in range(64)])
-    print(json.dumps({
-        "invariant": invariant, "tokens": sum(map(len, crowd)),
+    agreed = {
         "alone": agreement(crowd[:8], alone), "in fours": agreement(crowd[:32], few),
-        "twice": agreement(crowd, twice), "moved": agreement(crowd, moved), "after sleeping": agreement(crowd, again),
-    }), flush=True)  # fmt: skip
+        "twice": agreement(crowd, twice), "after sleeping": agreement(crowd, again),
+    }  # fmt: skip
+    told = {"invariant": invariant, "tokens": sum(map(len, crowd)), **agreed, "moved": agreement(crowd, moved)}
+    print(json.dumps(told), flush=True)
     if not invariant and not until_end:
-        await sleep_and_wake(engine, sink, [job(5000, n) for n in range(64)])
-        await abort_latency(engine, sink, [job(6000, n) for n in range(64)])
+        await sleep_and_wake(engine, sink, [job(5000, n) for n in range(64) if n != TRUNCATED])
+        await abort_latency(engine, sink, [job(6000, n) for n in range(64) if n != TRUNCATED])
     await engine.close()
+    return not invariant or all(one["answers_equal"] == 1.0 for one in agreed.values())
 
 
 async def sleep_and_wake(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> None:
@@ -167,8 +184,10 @@ if __name__ == "__main__":
     given = sys.argv[1] if len(sys.argv) > 1 else None
     policy = make_model(Work(None if given else "qwen3-1.7b", given, 64, 128, NEW), "cuda")
     wanted = questions(given) if given else prompts_of(Work("x", None, 64, 128, NEW), policy.config.vocab_size)
-    for mode in (False, True):
-        asyncio.run(compare(policy, wanted, invariant=mode, until_end=given is not None))
+    wanted = awkward(wanted)
+    modes = (False, True)
+    held = all(asyncio.run(compare(policy, wanted, invariant=mode, until_end=given is not None)) for mode in modes)
     del policy
     if given is None:
         price()
+    sys.exit(0 if held else 1)

@@ -8,6 +8,9 @@ A running sequence decodes when only its newest token is to be computed, and pre
 
 Rules it keeps:
 - All that decode are in every step. Prefills share `max_chunk_tokens` more, in order of admission.
+- With `border_tokens`, a sequence is computed in the same pieces whoever else there is: a chunk ends at a multiple of
+  it, and waits for a step that has room for it whole. Only what was prefilled is shared: tokens that were decoded had
+  other kernels.
 - Waiting sequences are admitted in order, when there is prefill left in the step and blocks for all their tokens and
   the next, beside one for each that runs already: nobody is preempted at once. Blocks for the whole prefill are taken
   at admission, so only decoding can run out of them.
@@ -36,6 +39,7 @@ class Sequence:
         "lease",
         "max_total",
         "num_computed",
+        "num_given",
         "num_published",
         "tokens",
     )
@@ -47,6 +51,8 @@ class Sequence:
         """It ends at this many tokens, the given ones among them."""
         self.num_computed = 0
         """Tokens whose keys and values are in the cache."""
+        self.num_given = 0
+        """Tokens that it had when it last began to wait. They are prefilled, and those drawn since are decoded."""
         self.blocks: list[int] = []
         """Empty when it does not run, and only then."""
         self.num_published = 0
@@ -63,13 +69,21 @@ class Chunk(NamedTuple):
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  nobody counts in a chunk
     samples: bool
 
+    @property
+    def decodes(self) -> bool:
+        """Its one token was drawn here. The last of a prompt, alone in its chunk, is prefilled."""
+        return self.count == 1 and self.start >= self.sequence.num_given
+
 
 class Batching:
-    def __init__(self, cache: KvCache, max_running: int, max_chunk_tokens: int) -> None:
+    """`border_tokens`: at most `max_chunk_tokens`; 0: chunks end where a step is full."""
+
+    def __init__(self, cache: KvCache, max_running: int, max_chunk_tokens: int, border_tokens: int = 0) -> None:
         self.num_preemptions = 0
         self._cache = cache
         self._max_running = max_running
         self._max_chunk_tokens = max_chunk_tokens
+        self._border_tokens = border_tokens
         self._running: dict[LeaseId, Sequence] = {}
         """In order of admission."""
         self._waiting: OrderedDict[LeaseId, Sequence] = OrderedDict()
@@ -89,6 +103,7 @@ class Batching:
     def add(self, sequence: Sequence) -> None:
         """It waits from now on. It must have fewer than `max_total` tokens, and these must fit the cache alone."""
         self._cache.extend_keys(sequence.keys, sequence.tokens)
+        sequence.num_given = len(sequence.tokens)
         self._waiting[sequence.lease] = sequence
 
     def remove(self, lease: LeaseId) -> Sequence | None:
@@ -150,6 +165,8 @@ class Batching:
                 continue
             end = sequence.num_computed = start + count
             if count > 1 or not end % block_tokens:
+                if self._border_tokens:
+                    end = min(end, sequence.num_given)
                 published = cache.publish(sequence.tokens, sequence.blocks, end, sequence.num_published)
                 sequence.num_published = published
 
@@ -179,10 +196,11 @@ class Batching:
         chunks: list[Chunk] = []
         budget = self._max_chunk_tokens
         for sequence in prefilling:
-            if not budget:
+            count = self._count(sequence, sequence.num_computed, budget)
+            if not count:
                 return chunks
-            chunks.append(_chunk(sequence, budget))
-            budget -= chunks[-1].count
+            chunks.append(_chunk(sequence, count))
+            budget -= count
         return chunks + self._admit(prefilling, budget)
 
     def _admit(self, prefilling: list[Sequence], budget: int) -> list[Chunk]:
@@ -196,15 +214,24 @@ class Batching:
             cached = self._cache.find(usable)
             if len(cached) < len(usable) and usable[len(cached)] in under_way:
                 continue
-            if not self._take_blocks(sequence, cached):
+            count = self._count(sequence, len(cached) * self._cache.block_tokens, budget)
+            if not count or not self._take_blocks(sequence, cached):
                 break
             self._running[sequence.lease] = sequence
             under_way.update(sequence.keys[len(cached) :])
-            chunks.append(_chunk(sequence, budget))
-            budget -= chunks[-1].count
+            chunks.append(_chunk(sequence, count))
+            budget -= count
         for chunk in chunks:
             del self._waiting[chunk.sequence.lease]
         return chunks
+
+    def _count(self, sequence: Sequence, start: int, budget: int) -> int:
+        """How many tokens from `start` are prefilled in this step."""
+        num_left = len(sequence.tokens) - start
+        if not self._border_tokens:
+            return min(num_left, budget)
+        whole = min(num_left, self._border_tokens - start % self._border_tokens)
+        return whole if whole <= budget else 0
 
     def _take_blocks(self, sequence: Sequence, cached: list[int]) -> bool:
         """Take what is cached and room for the rest, if there is room for a token more, and a block for each other."""
@@ -219,8 +246,6 @@ class Batching:
         return cache.extend(sequence.blocks, len(sequence.tokens))
 
 
-def _chunk(sequence: Sequence, budget: int) -> Chunk:
+def _chunk(sequence: Sequence, count: int) -> Chunk:
     start = sequence.num_computed
-    num_left = len(sequence.tokens) - start
-    count = min(num_left, budget)
-    return Chunk(sequence, start, count, count == num_left)
+    return Chunk(sequence, start, count, start + count == len(sequence.tokens))

@@ -7,8 +7,10 @@ into a block that nobody reads.
 
 A burst can be interrupted: few replays are ahead of the GPU, so that it ends a step or two later.
 
-Batch-invariant, every matrix product has one shape, whoever runs: all steps have as many rows as there are slots, and
-prompts are computed one at a time, in chunks made up to one size. Then a row is added up in one order.
+Batch-invariant, every matrix product has one shape, whoever runs, and a row is added up in one order: all decoding
+steps have as many rows as there are slots; prompts are computed one at a time, in chunks that begin at fixed places
+(batching.py) and are made up to one size (cuda_layout.py). What was decoded and is prefilled again, after a move or
+because the cache was full, comes from other kernels: it is not the same to the last bit.
 
 The decoder layers are compiled one for all (`compile`), or run as they are: slower, and ready at once.
 """
@@ -25,6 +27,7 @@ import torch
 from polyrl.engines.builtin import cuda, sampling
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.cuda import DecodeStep, PrefillStep
+from polyrl.engines.builtin.cuda_layout import lay_out
 from polyrl.engines.builtin.cuda_memory import BlockedKeysAndValues
 from polyrl.engines.builtin.engine import MAX_BURST
 from polyrl.engines.builtin.merging import merge_projections
@@ -127,21 +130,23 @@ class CudaRunner:
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
         """Any step. `wanted` has an entry for each chunk that samples, in order.
 
-        Those that decode, which come first, are a step from a graph: it reads their contexts where they are, and the
-        other way copies them. Batch-invariant, every other chunk is a step by itself.
+        Those that decode are a step from a graph, unless they are truncated: it reads their contexts where they are,
+        and the other way copies them. Batch-invariant, every other chunk is a step by itself.
         """
-        num = _num_from_graph(chunks, wanted)
-        drawn = Drawn([], [])
-        if num:
-            drawn = self.run_burst(chunks[:num], wanted[:num], 1)[0]
+        asked = dict(zip((number for number, chunk in enumerate(chunks) if chunk.samples), wanted, strict=True))
+        graphed = [number for number, one in asked.items() if chunks[number].decodes and not one.sampling.truncates]
+        packed = sorted(set(range(len(chunks))) - set(graphed))
+        drawn: dict[int, tuple[int, float]] = {}
+        if graphed:
+            one = self.run_burst([chunks[at] for at in graphed], [asked[at] for at in graphed], 1)[0]
+            drawn.update(zip(graphed, zip(*one, strict=True), strict=True))
         at_once = 1 if self._invariant_tokens else len(chunks)
-        for first in range(num, len(chunks), at_once):
-            some = chunks[first : first + at_once]
-            num_wanted = sum(chunk.samples for chunk in some)
-            tokens, logprobs = self._run_packed(some, wanted[len(drawn.tokens) : len(drawn.tokens) + num_wanted])
-            drawn.tokens.extend(tokens)
-            drawn.logprobs.extend(logprobs)
-        return drawn
+        for first in range(0, len(packed), at_once):
+            some = packed[first : first + at_once]
+            sampled = [at for at in some if at in asked]
+            one = self._run_packed([chunks[at] for at in some], [asked[at] for at in sampled])
+            drawn.update(zip(sampled, zip(*one, strict=True), strict=True))
+        return Drawn([drawn[at][0] for at in asked], [drawn[at][1] for at in asked])
 
     def _run_packed(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
         """Row by row, of whatever lengths."""
@@ -172,43 +177,17 @@ class CudaRunner:
         ).last_hidden_state
 
     def _lay_out(self, chunks: Sequence[Chunk]) -> tuple[PrefillStep, Tensor, Tensor, Tensor]:
-        block_tokens = self._block_tokens
-        tokens: list[int] = []
-        positions: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-        blocks: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-        rows, first_rows, first_contexts = [], [0], [0]
-        for sequence, start, count, samples in chunks:
-            stop = start + count
-            tokens += sequence.tokens[start:stop]
-            positions.append(np.arange(start, stop))
-            blocks.append(np.repeat(np.array(sequence.blocks, np.int64), block_tokens)[:stop])
-            first_rows.append(first_rows[-1] + count)
-            first_contexts.append(first_contexts[-1] + stop)
-            if samples:
-                rows.append(first_rows[-1] - 1)
-        its_positions = np.concatenate(positions)
-        slots = np.concatenate([one[-len(at) :] * block_tokens for one, at in zip(blocks, positions, strict=True)])
-        slots += its_positions % block_tokens
-        num_more = self._invariant_tokens - len(tokens)
-        if num_more > 0:  # rows of a chunk of its own, that nobody reads
-            nowhere = self._num_blocks
-            tokens += [0] * num_more
-            its_positions = np.concatenate([its_positions, np.arange(num_more)])
-            slots = np.concatenate([slots, np.full(num_more, nowhere * block_tokens)])
-            blocks.append(np.full(num_more, nowhere))
-            first_rows.append(first_rows[-1] + num_more)
-            first_contexts.append(first_contexts[-1] + num_more)
-        within = np.concatenate([np.arange(len(one)) % block_tokens for one in blocks])
+        its = lay_out(chunks, self._block_tokens, self._num_blocks, self._invariant_tokens)
         step = PrefillStep(
-            self._send(slots),
-            self._send(np.concatenate(blocks)),
-            self._send(within),
-            self._send(np.array(first_rows, np.int32)),
-            self._send(np.array(first_contexts, np.int32)),
-            max(num_more, *(chunk.count for chunk in chunks)),
-            max(num_more, *(chunk.start + chunk.count for chunk in chunks)),
+            self._send(its.slots),
+            self._send(its.blocks),
+            self._send(its.within),
+            self._send(its.first_rows),
+            self._send(its.first_contexts),
+            its.longest_rows,
+            its.longest_context,
         )
-        return step, self._send(np.array(tokens)), self._send(its_positions), self._send(np.array(rows, np.int64))
+        return step, self._send(its.tokens), self._send(its.positions), self._send(its.rows)
 
     def _send(self, numbers: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(numbers).to(self._device, non_blocking=True)
@@ -317,11 +296,3 @@ class CudaRunner:
         numbers = self._uniforms(self._seeds[:size], answers)
         drawn, logprobs = cuda.draw(logits, self._temperatures[:size], numbers)
         cuda.note(drawn, logprobs, self._cursor, self._drawn, self._logprobs, tokens, positions, answers)
-
-
-def _num_from_graph(chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> int:
-    """How many chunks, from the first on, decode and are not truncated: there is a graph for those alone."""
-    num = 0
-    while num < len(chunks) and chunks[num].count == 1 and chunks[num].samples and not wanted[num].sampling.truncates:
-        num += 1
-    return num

@@ -110,7 +110,9 @@ class BuiltinEngine:
         self._runner: Runner | CudaRunner | None = None
         self._cuda: CudaRunner | None = None
         self._cache = KvCache(config.kv_tokens // config.block_tokens, config.block_tokens)
-        self._batch = Batching(self._cache, config.slots, self._chunk_tokens)
+        self._batch = Batching(
+            self._cache, config.slots, self._chunk_tokens, self._chunk_tokens if config.batch_invariant else 0
+        )
         self._version = None if config.version is None else Version(config.version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
         self._sink: Sink | None = None
@@ -411,7 +413,7 @@ class BuiltinEngine:
 
     def _burst(self, chunks: list[Chunk]) -> int:
         """How many steps run before we plan again: several, while all that run only decode. 0: as they come."""
-        if not all(samples and count == 1 for _, _, count, samples in chunks):
+        if not all(chunk.decodes for chunk in chunks):
             return 0
         if self._cuda is not None and any(sequence.data.job.sampling.truncates for sequence, _, _, _ in chunks):
             return 0  # there is no graph for it
