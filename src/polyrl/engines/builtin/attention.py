@@ -77,11 +77,9 @@ class PagedKeysAndValues:
         """Keys, then values."""
         self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """(kv heads, rows, dim) each."""
-        both = self._layers[layer]
-        both[0].index_copy_(1, slots, keys)
-        both[1].index_copy_(1, slots, values)
+    def write(self, layer: int, slots: Tensor, both: Tensor) -> None:
+        """Keys, then values: (rows, 2 x kv heads, dim)."""
+        self._layers[layer].flatten(0, 1).index_copy_(1, slots, both.transpose(0, 1))
 
     def gather(self, layer: int, part: Rows) -> tuple[Tensor, Tensor]:
         """Keys and values of a part's contexts, (kv heads x contexts, padded, dim) each, until the next are gathered.
@@ -129,46 +127,48 @@ def attend(
         out = cuda.attend(*its, module.paged_keys, module.paged_values, step, scale, sliding_window)  # type: ignore[arg-type]
         return out.unsqueeze(0), None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    paged.write(layer, step.slots, key[0], value[0])
-    out = attend_parts(query[0] * scale, layer, step, paged, sliding_window, softcap)
+    paged.write(layer, step.slots, torch.cat([key[0], value[0]]).transpose(0, 1))
+    out = attend_parts(query[0].transpose(0, 1) * scale, layer, step, paged, sliding_window, softcap)
     return out.unsqueeze(0), None
 
 
 def attend_parts(
-    heads: Tensor,
+    queries: Tensor,
     layer: int,
     step: Step,
     paged: PagedKeysAndValues,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """From scaled queries (heads, rows, dim) to (rows, heads, dim)."""
-    results = [_attend(heads, *paged.gather(layer, part), part, window, softcap) for part in step.parts]
-    num_heads, num_rows, dim = heads.shape
-    num_left = num_rows - sum(part.num for part in step.parts)
-    if num_left:
-        results.append(heads.new_zeros((num_left, num_heads, dim)))
-    return torch.cat(results) if len(results) > 1 else results[0]
+    """From scaled queries to what they found, (rows, heads, dim) each."""
+    found = queries.new_empty(queries.shape)
+    end = 0
+    for part in step.parts:
+        end = part.first + part.num
+        keys, values = paged.gather(layer, part)
+        _attend(queries[part.first : end], keys, values, part, window, softcap, found[part.first : end])
+    found[end:] = 0.0
+    return found
 
 
 def _attend(
-    heads: Tensor, keys: Tensor, values: Tensor, part: Rows, window: int | None, softcap: float | None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, part: Rows, window: int | None, softcap: float | None, out: Tensor
+) -> None:
     """What looks at the same keys, rows of a chunk and heads of a group, are rows of one query."""
-    dim = heads.shape[2]
+    num_heads, dim = queries.shape[1:]
     num_kv = len(keys) // part.num_contexts
-    group = len(heads) // num_kv
+    group = num_heads // num_kv
     num_rows = part.per_context * group
-    query = heads[:, part.first : part.first + part.num].unflatten(0, (num_kv, group)).transpose(1, 2)
-    query = query.reshape(len(keys), num_rows, dim)
-    if num_rows < MIN_ROWS:
-        query = pad(query, (0, 0, 0, MIN_ROWS - num_rows))
+    apart = (part.num_contexts, part.per_context, num_kv, group, dim)
+    together = (num_kv, part.num_contexts, part.per_context, group, dim)
+    query = queries.new_zeros((len(keys), max(MIN_ROWS, num_rows), dim))
+    query[:, :num_rows].view(together).copy_(queries.view(apart).permute(2, 0, 1, 3, 4))
     scores = torch.bmm(query, keys.transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores.view(num_kv, part.num_contexts, -1, part.padded).add_(_mask(part, window, group, scores.dtype))
-    out = _weigh(torch.softmax(scores, -1), values)[:, :num_rows]
-    return out.reshape(num_kv, part.num, group, dim).transpose(0, 1).reshape(part.num, num_kv * group, dim)
+    weighed = _weigh(torch.softmax(scores, -1), values)[:, :num_rows]
+    out.view(apart).copy_(weighed.view(together).permute(1, 2, 0, 3, 4))
 
 
 def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
@@ -186,6 +186,17 @@ def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Ten
             mask = pad(mask, (0, 0, 0, max(0, MIN_ROWS - mask.shape[1])))
         part.masks[window] = mask
     return mask
+
+
+def go_on(part: Rows) -> None:
+    """The next step of a burst: every context is a token longer."""
+    part.last.add_(1)
+    for window, mask in part.masks.items():
+        of_rows = mask.view(part.num, part.padded)
+        of_rows.scatter_(1, part.last, 0.0)
+        if window is not None:
+            gone = part.last - window
+            of_rows.scatter_(1, gone.clamp(min=0), torch.where(gone < 0, 0.0, float("-inf")).to(mask.dtype))
 
 
 def _weigh(weights: Tensor, values: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 larger operations than its modules take. On a small model the modules cost more than the arithmetic.
 
 Products that share their input are one, and their matrices are copies that oneDNN has packed: two to three times faster
-for a few rows. Where a norm, a scale or a bias can be multiplied into a matrix, it is. Results for a row do not depend
-on the other rows, if there are at least attention.MIN_ROWS (tests/builtin/test_exactness.py).
+for a few rows. Where a norm, a scale or a bias can be multiplied into a matrix, it is. The two numbers that a position
+turns lie side by side in our queries and keys, as one complex number. Results for a row do not depend on the other
+rows, if there are at least attention.MIN_ROWS (tests/builtin/test_exactness.py).
 
 Rules it keeps:
 - The parameters stay what and where they are. The copies are made and dropped as a whole (`pack`, `drop`), and are
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
+from torch.nn.functional import embedding, silu
 
 from polyrl.engines.builtin.attention import PagedKeysAndValues, Step, attend_parts
 
@@ -27,7 +28,7 @@ _FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
 Tensor = torch.Tensor
 _reorder: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-_multiply: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_multiply: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
 class Matrix(NamedTuple):
@@ -42,9 +43,9 @@ class Matrix(NamedTuple):
 
 class _Layer(NamedTuple):
     inputs: Matrix
-    """Of queries, keys and values, in this order."""
+    """Of queries, keys and values, in this order; queries and keys in pairs."""
     head_norm: Tensor | None
-    """(heads + kv heads, dim): of queries and keys."""
+    """(heads + kv heads, dim): of queries and keys, in pairs."""
     window: int | None
     output: Matrix
     gate_and_up: Matrix
@@ -52,7 +53,7 @@ class _Layer(NamedTuple):
 
 
 class Decoder:
-    """Packed from `model` as it is; `find` says whether it can be."""
+    """Of a model that `find` knows. Nothing is packed yet."""
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
@@ -63,9 +64,10 @@ class Decoder:
         self._eps = torch.tensor(config.rms_norm_eps)
         self._layers: list[_Layer] = []
         self._head: Matrix | None = None
-        self._turns = torch.empty((0, 2, self._dim))
-        """Cosine and sine, by position."""
-        self.pack()
+        self._pairs = torch.arange(self._dim).view(2, -1).t().flatten()
+        """Which number of a head comes where: each of the first half before its partner of the second."""
+        self._turns = torch.empty((0, 1, self._dim // 2), dtype=torch.complex64)
+        """By position."""
 
     @staticmethod
     def find(model: Any) -> "Decoder | None":
@@ -91,12 +93,13 @@ class Decoder:
                 (attention.q_norm.weight * scale).expand(self._num_heads, -1),
                 attention.k_norm.weight.expand(self._num_kv, -1),
             )
-            scale, head_norm = 1.0, torch.cat(norms)
+            scale, head_norm = 1.0, torch.cat(norms)[:, self._pairs]
         return _Layer(
             _merge(
                 [attention.q_proj, attention.k_proj, attention.v_proj],
                 norm=layer.input_layernorm.weight,
                 first_scale=scale,
+                order=self._order(),
             ),
             head_norm,
             getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
@@ -105,46 +108,58 @@ class Decoder:
             _merge([mlp.down_proj]),
         )
 
+    def _order(self) -> Tensor:
+        """Of the rows that make queries, keys and values."""
+        heads = torch.arange(self._num_heads + 2 * self._num_kv).unsqueeze(1) * self._dim
+        order = heads + torch.arange(self._dim)
+        order[: -self._num_kv] = heads[: -self._num_kv] + self._pairs
+        return order.flatten()
+
     # Steps
 
-    def logits(self, tokens: Tensor, positions: Tensor, rows: Tensor, step: Step, paged: PagedKeysAndValues) -> Tensor:
-        """Of the wanted rows."""
+    @torch.inference_mode()
+    def reach(self, num_positions: int) -> None:
+        """Before a step at any of the first so many positions."""
+        if num_positions > len(self._turns):
+            wanted = torch.arange(max(1024, 2 * num_positions)).unsqueeze(0)
+            cos, sin = self._model.model.rotary_emb(self._eps, wanted)
+            half = self._dim // 2
+            self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half]).unsqueeze(1)
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, rows: Tensor | None, step: Step, paged: PagedKeysAndValues
+    ) -> Tensor:
+        """Of the wanted rows; none: of all."""
         assert self._head is not None, "it is asleep"
-        cos, sin = self._angles(positions)
-        num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv
-        x = self._model.model.embed_tokens(tokens)
+        num_rows, num_heads, num_turned = len(tokens), self._num_heads, self._num_heads + self._num_kv
+        turns = self._turns.index_select(0, positions)
+        x = embedding(tokens, self._model.model.embed_tokens.weight)
         for number, layer in enumerate(self._layers):
-            heads = layer.inputs.times(self._normed(x)).view(len(tokens), -1, self._dim)
-            rotated = heads[:, :num_rotated]
+            heads = layer.inputs.times(self._normed(x)).view(num_rows, -1, self._dim)
+            turned = heads[:, :num_turned]
             if layer.head_norm is not None:
-                rotated = self._normed(rotated).mul_(layer.head_norm)
-            rotated = torch.addcmul(rotated * cos, rotated.roll(self._dim // 2, -1), sin).transpose(0, 1)
-            paged.write(number, step.slots, rotated[num_heads:], heads[:, num_rotated:].transpose(0, 1))
-            found = attend_parts(rotated[:num_heads], number, step, paged, layer.window)
-            x = x + layer.output.times(found.reshape(len(tokens), -1))
+                turned.mul_(self._shrinking(turned)).mul_(layer.head_norm)
+            torch.view_as_complex(turned.unflatten(2, (-1, 2))).mul_(turns)
+            paged.write(number, step.slots, heads[:, num_heads:])
+            found = attend_parts(heads[:, :num_heads], number, step, paged, layer.window)
+            x = x + layer.output.times(found.view(num_rows, -1))
             gate, up = layer.gate_and_up.times(self._normed(x)).chunk(2, -1)
             x += layer.down.times(silu(gate).mul_(up))
-        return self._head.times(self._normed(x.index_select(0, rows)))
+        return self._head.times(self._normed(x if rows is None else x.index_select(0, rows)))
 
     def _normed(self, x: Tensor) -> Tensor:
         """Root mean square 1, over the last dimension."""
+        return x * self._shrinking(x)
+
+    def _shrinking(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, 1, dim) each. The sine of the first half is negative: the halves of a head are swapped, not turned."""
-        num = int(positions.max()) + 1
-        if num > len(self._turns):
-            wanted = torch.arange(max(1024, 2 * num)).unsqueeze(0)
-            cos, sin = self._model.model.rotary_emb(self._turns, wanted)
-            self._turns = torch.stack([cos[0], sin[0]], 1)
-            self._turns[:, 1, : self._dim // 2].neg_()
-        cos, sin = self._turns.index_select(0, positions).split(1, 1)
-        return cos, sin
+        return torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
 
 
-def _merge(parts: list[nn.Linear], *, norm: Tensor | None = None, first_scale: float = 1.0) -> Matrix:
-    """One matrix. `norm` weighs its input, and `first_scale` the result of the first part."""
+def _merge(
+    parts: list[nn.Linear], *, norm: Tensor | None = None, first_scale: float = 1.0, order: Tensor | None = None
+) -> Matrix:
+    """One matrix. `norm` weighs its input, `first_scale` the result of the first part; `order` is that of the rows."""
     weight = torch.cat([one.weight for one in parts])
     if norm is not None:
         weight *= norm
@@ -152,6 +167,8 @@ def _merge(parts: list[nn.Linear], *, norm: Tensor | None = None, first_scale: f
     for one in (weight, bias):
         if one is not None and first_scale != 1.0:
             one[: parts[0].out_features] *= first_scale
+    if order is not None:
+        weight, bias = weight[order], None if bias is None else bias[order]
     return pack(weight, bias)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from polyrl.engines.builtin import sampling
-from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, PagedKeysAndValues, Rows, Step
+from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, PagedKeysAndValues, Rows, Step, go_on
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
@@ -98,8 +98,8 @@ class Runner:
         decoding = self._lay_out_decoding(chunks[:num_decoding], 1)
         tokens = [decoding.tokens]
         positions = [decoding.positions]
-        slots = [decoding.slots(0)]
-        parts = decoding.parts_at(0)
+        slots = [decoding.slots[0]]
+        parts = decoding.parts
         sampled = decoding.row_of_chunk.tolist()
         num_rows = num_decoding
         for alike in _runs_of_equal_count(chunks[num_decoding:]):
@@ -113,69 +113,85 @@ class Runner:
                 num_rows += count
                 if samples:
                     sampled.append(num_rows - 1)
+        at = np.concatenate(positions)
+        self._reach(int(at.max()) + 1)
         logits = self._logits(
-            np.concatenate(tokens),
-            np.concatenate(positions),
-            np.concatenate(slots),
+            self._made_up(np.concatenate(tokens)),
+            self._made_up(at),
+            self._made_up(np.concatenate(slots), self._scratch * self._block_tokens),
             tuple(parts),
-            np.array(sampled, np.int64),
-        )
-        return self._draw(logits, self._plan(wanted, 1), 0)
+            self._made_up(np.array(sampled, np.int64)),
+        )[: len(sampled)]
+        if not sampled:
+            return Drawn([], [])
+        draws = self._plan(wanted, 1)
+        tokens, logprobs = sampling.draw(logits, draws._replace(uniforms=draws.uniforms[0]))
+        return Drawn(tokens.tolist(), logprobs.tolist())
 
     @torch.inference_mode()
     def run_burst(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int) -> list[Drawn]:
         """`num_steps` tokens of each sample, or as many as there is time for. All chunks decode, and have blocks."""
         until = time.perf_counter() + _BURST_S
         decoding = self._lay_out_decoding(chunks, num_steps)
-        draws = self._plan(wanted, num_steps)
-        tokens, rows = decoding.tokens, decoding.row_of_chunk
-        drawn: list[Drawn] = []
+        draws = self._plan([wanted[number] for number in decoding.chunk_of_row], num_steps)
+        tokens = self._made_up(decoding.tokens)
+        positions = self._made_up(decoding.positions + np.arange(num_steps)[:, None])
+        slots = self._made_up(decoding.slots, self._scratch * self._block_tokens)
+        parts = tuple(decoding.parts)
+        self._reach(int(positions.max()) + 1)
+        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(num_steps):
-            logits = self._logits(
-                tokens, decoding.positions + number, decoding.slots(number), tuple(decoding.parts_at(number)), rows
-            )
-            drawn.append(self._draw(logits, draws, number))
+            if number:
+                tokens[: len(chunks)] = drawn[-1][0]
+                for part in parts:
+                    go_on(part)
+            logits = self._logits(tokens, positions[number], slots[number], parts)[: len(chunks)]
+            drawn.append(sampling.draw(logits, draws._replace(uniforms=draws.uniforms[number])))
             if time.perf_counter() > until or self._interrupted.is_set():
                 break
-            tokens = np.array(drawn[-1].tokens, np.int64)[decoding.chunk_of_row]
-        return drawn
+        its_tokens, its_logprobs = (
+            torch.stack(one).numpy()[:, decoding.row_of_chunk].tolist() for one in zip(*drawn, strict=True)
+        )
+        return list(map(Drawn, its_tokens, its_logprobs))
 
     def _plan(self, wanted: Sequence[Wanted], num_steps: int) -> sampling.Draws:
         seeds = np.array([one.seed for one in wanted], np.int64)
         positions = np.array([one.position for one in wanted], np.int64) + np.arange(num_steps)[:, None]
         return sampling.plan_draws([one.sampling for one in wanted], seeds, positions, self._device)
 
-    def _draw(self, logits: torch.Tensor, draws: sampling.Draws, number: int) -> Drawn:
-        """Of the burst's step with that number."""
-        if not len(logits):
-            return Drawn([], [])
-        tokens, logprobs = sampling.draw(logits, draws._replace(uniforms=draws.uniforms[number]))
-        return Drawn(tokens.tolist(), logprobs.tolist())
+    def _reach(self, num_positions: int) -> None:
+        if self._decoder is not None:
+            self._decoder.reach(num_positions)
+
+    def _made_up(self, numbers: Numbers, value: int = 0) -> torch.Tensor:
+        """To MIN_ROWS, in the last dimension."""
+        missing = MIN_ROWS - numbers.shape[-1]
+        if missing > 0:
+            numbers = np.pad(numbers, [*[(0, 0)] * (numbers.ndim - 1), (0, missing)], constant_values=value)
+        return torch.from_numpy(numbers)
 
     def _logits(
-        self, tokens: Numbers, positions: Numbers, slots: Numbers, parts: tuple[Rows, ...], rows: Numbers
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        parts: tuple[Rows, ...],
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of the wanted rows."""
-        num_missing, num_sampled = max(0, MIN_ROWS - len(tokens)), len(rows)
-        if num_missing:
-            tokens, positions = np.pad(tokens, (0, num_missing)), np.pad(positions, (0, num_missing))
-            slots = np.pad(slots, (0, num_missing), constant_values=self._scratch * self._block_tokens)
-        if num_sampled < MIN_ROWS:
-            rows = np.pad(rows, (0, MIN_ROWS - num_sampled))
+        """Of the wanted rows; none: of all."""
         assert self._paged is not None, "it is asleep"
-        step = Step(torch.from_numpy(slots), parts)
-        its_tokens, its_positions, its_rows = (torch.from_numpy(one) for one in (tokens, positions, rows))
+        step = Step(slots, parts)
         if self._decoder is not None:
-            return self._decoder.logits(its_tokens, its_positions, its_rows, step, self._paged)[:num_sampled]
+            return self._decoder.logits(tokens, positions, rows, step, self._paged)
         return self._loaded.model(
-            input_ids=its_tokens.unsqueeze(0),
-            position_ids=its_positions.unsqueeze(0),
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
             attention_mask=self._any_mask,
             use_cache=False,
-            logits_to_keep=its_rows,
+            logits_to_keep=0 if rows is None else rows,
             step=step,
             paged=self._paged,
-        ).logits[0, :num_sampled]
+        ).logits[0]
 
     # Laying out
 
@@ -198,14 +214,16 @@ class Runner:
         most = int(grains.max(initial=0)) * GRAIN
         table = self._table(blocks, -(-most // self._block_tokens))
         tokens = np.array([sequence.tokens[start] for sequence, start, _, _ in chunks], np.int64)
-        parts: list[_Part] = []
-        for first, last in _together(grains[chunk_of_row].tolist()):
-            padded = int(grains[chunk_of_row[first]]) * GRAIN
-            its_blocks = table[first:last, : -(-padded // self._block_tokens)]
-            parts.append(_Part(first, last - first, padded, self._gather(its_blocks)))
         positions = starts[chunk_of_row]
-        row_of_chunk = np.argsort(chunk_of_row)
-        return _Decoding(tokens[chunk_of_row], positions, table, self._block_tokens, parts, chunk_of_row, row_of_chunk)
+        last = torch.tensor(positions).unsqueeze(1)
+        parts: list[Rows] = []
+        for first, end in _together(grains[chunk_of_row].tolist()):
+            padded = int(grains[chunk_of_row[first]]) * GRAIN
+            gather = self._gather(table[first:end, : -(-padded // self._block_tokens)])
+            parts.append(Rows(first, end - first, end - first, padded, gather, last[first:end], {}))
+        at = positions + np.arange(num_steps)[:, None]
+        slots = table[np.arange(len(chunks)), at // self._block_tokens] * self._block_tokens + at % self._block_tokens
+        return _Decoding(tokens[chunk_of_row], positions, slots, parts, chunk_of_row, np.argsort(chunk_of_row))
 
     def _table(self, blocks: list[list[int]], width: int) -> Numbers:
         """(rows, blocks): at least so wide."""
@@ -220,39 +238,18 @@ class Runner:
         return torch.from_numpy((heads + table).reshape(-1))
 
 
-class _Part(NamedTuple):
-    """As attention.Rows, of samples that decode, whatever their lengths are."""
-
-    first: int
-    num: int
-    padded: int
-    gather: torch.Tensor
-
-
 class _Decoding(NamedTuple):
     """The rows of samples that decode, for one step or a burst."""
 
     tokens: Numbers
     positions: Numbers
-    table: Numbers
-    """(rows, blocks)"""
-    block_tokens: int
-    parts: list[_Part]
+    """At the first step."""
+    slots: Numbers
+    """(steps, rows): where keys and values go."""
+    parts: list[Rows]
+    """At the first step."""
     chunk_of_row: Numbers
     row_of_chunk: Numbers
-
-    def slots(self, number: int) -> Numbers:
-        """Where keys and values of the burst's step with that number go."""
-        at = self.positions + number
-        blocks = self.table[np.arange(len(at)), at // self.block_tokens]
-        return blocks * self.block_tokens + at % self.block_tokens
-
-    def parts_at(self, number: int) -> list[Rows]:
-        last = torch.from_numpy(self.positions + number).unsqueeze(1)
-        return [
-            Rows(first, num, num, padded, gather, last[first : first + num], {})
-            for first, num, padded, gather in self.parts
-        ]
 
 
 def _num_decoding(chunks: Sequence[Chunk]) -> int:
