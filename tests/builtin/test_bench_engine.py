@@ -1,13 +1,17 @@
 """`polyrl bench engine`: what it prints, and what it says when its peer cannot be had."""
 
+import asyncio
 import json
 import os
 import subprocess
 
 import pytest
+from tests.builtin.tiny_models import save_tiny
 from tests.chaos.fleet import POLYRL
 
+from polyrl.cli.bench_engine import ARCHITECTURES, Ran, Turns, Watch, Work, make_model, num_bytes_read, num_turns_for
 from polyrl.cli.main import main
+from polyrl.errors import UserError
 
 
 def bench_with_vllm_of(home, *more: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +47,63 @@ def test_a_peer_that_does_not_start_is_said_with_its_last_words(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("wrong", [["--batch", "0"], ["--arch", "gpt-9"], ["--arch", "tiny-qwen3", "--model", "x"]])
-def test_wrong_options_are_one_line(wrong, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--batch", "0"], "--batch: 0"),
+        (["--arch", "gpt-9"], "'gpt-9' is unknown"),
+        (["--arch", "tiny-qwen3", "--model", "x"], "exclude each other"),
+        (["--batch", "1", "--prompt", "5000", "--new", "8"], "5008 tokens in all, and the model's context is 4096"),
+        (["--model", "/nowhere/at/all"], "no config.json there"),
+    ],
+)
+def test_wrong_options_are_one_line(wrong, said, capsys):
     assert main(["bench", "engine", *wrong]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_directory_whose_config_has_no_head_size_is_measured(tmp_path, capsys):
+    folder = save_tiny("qwen2", tmp_path)
+    work = ["--batch", "2", "--prompt", "8", "--new", "4", "--json"]
+    assert main(["bench", "engine", "--model", str(folder), *work]) == 0
+    assert json.loads(capsys.readouterr().out)["limit_tok_s"] > 0
+
+
+def test_transformers_is_a_peer(capsys):
+    work = ["--batch", "2", "--prompt", "8", "--new", "4", "--json", "--peer", "transformers"]
+    assert main(["bench", "engine", *work]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["peer_tok_s"] > 0 and result["ratio_to_peer"] > 0
+
+
+def test_a_sample_that_does_not_end_well_is_said_and_waited_for_no_longer():
+    async def script() -> None:
+        sink = Watch(2)
+        sink.ended(2, "engine_failed", "the device is gone")
+        with pytest.raises(UserError, match="sample 2: engine_failed: the device is gone"):
+            await asyncio.wait_for(sink.until_done(), 1.0)
+
+    asyncio.run(script())
+
+
+def test_a_step_reads_the_head_and_not_an_embedding_of_its_own():
+    facts = ARCHITECTURES["tiny-qwen3"]
+    model = make_model(Work("tiny-qwen3", None, 1, 1, 1), "cpu")
+    whole = 4 * sum(one.numel() for one in model.parameters())
+    assert num_bytes_read(model) == whole - 4 * facts["vocab_size"] * facts["hidden_size"]
+    model.tie_weights()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert num_bytes_read(model) == whole - 4 * facts["vocab_size"] * facts["hidden_size"], "shared: it is read, once"
+
+
+@pytest.mark.parametrize(("job_s", "num"), [(0.3, 25), (0.8, 10), (3.0, 5), (600.0, 5)])
+def test_short_jobs_are_measured_in_more_turns(job_s: float, num: int):
+    assert num_turns_for(job_s) == num
+
+
+def test_the_spread_is_that_of_neighbouring_turns():
+    ours = [Ran(seconds, 0.1, 0.1, 100, 1.0, 1.0) for seconds in (1.0, 2.0, 4.0)]
+    turns = Turns(ours, [100.0, 50.0, 12.5])
+    assert turns.ratio_quartiles == [1.0, 2.0]
+    assert turns.median.seconds == 2.0

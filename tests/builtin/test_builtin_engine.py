@@ -615,7 +615,7 @@ class FailingRunner(Runner):
 
     what: BaseException = RuntimeError("the device is gone\nfor good")
 
-    def run_burst(self, *step: Any) -> Any:
+    def run_burst(self, chunks, wanted, num_steps):
         raise self.what
 
 

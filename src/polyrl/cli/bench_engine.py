@@ -1,11 +1,12 @@
 """How fast the builtin engine is on this machine: tokens a second against what memory bandwidth allows, and a peer.
 
-The limit counts the bytes that a decoding step must read: every parameter once, and the cache of every sample at its
-mean length; over the bandwidth of a large copy (read and written bytes), measured in the same run. `tok_s` is that of
-decoding, with all samples running, and compares with the limit; `job_tok_s` counts the whole job, prompts included.
+The limit counts the bytes that a decoding step must read: every parameter once, but for an embedding of its own, of
+which a step reads a row a sample; and the cache of every sample at its mean length; over the bandwidth of a large copy
+(read and written bytes), measured in the same run. `tok_s` is that of decoding, with all samples running, and compares
+with the limit; `job_tok_s` counts the whole job, prompts included.
 
-Peers: transformers' own continuous batching in this process, once; and the vLLM server (bench_vllm.py), in turns with
-the engine, where figures are medians.
+Peers, warm like the engine: transformers' own continuous batching in this process, once; and the vLLM server
+(bench_vllm.py), in turns with the engine, where figures are medians. The shorter a job, the more turns.
 """
 
 import asyncio
@@ -70,7 +71,28 @@ class Ran(NamedTuple):
     prefill_tok_s: float
 
 
-_TURNS = 5
+_TURNS_S = 8.0
+"""The engine's jobs take about so long, all turns together."""
+_MIN_TURNS, _MAX_TURNS = 5, 25
+_WARM_TOKENS = 24
+"""Of an answer that is not measured: everything that is compiled or captured comes first."""
+
+
+class Turns(NamedTuple):
+    ours: list[Ran]
+    theirs: list[float]
+    """Tokens a second."""
+
+    @property
+    def ratio_quartiles(self) -> list[float]:
+        """The middle half of what neighbours are to each other: from, and to."""
+        ratios = [one.num_tokens / one.seconds / their for one, their in zip(self.ours, self.theirs, strict=True)]
+        first, _, third = statistics.quantiles(ratios, n=4)
+        return [round(first, 2), round(third, 2)]
+
+    @property
+    def median(self) -> Ran:
+        return sorted(self.ours, key=lambda one: one.seconds)[len(self.ours) // 2]
 
 
 def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
@@ -86,10 +108,9 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         raise UserError("--peer vllm: it is measured on the CPU; this machine has a GPU")
     torch.set_num_threads(1)
     model = make_model(work, device)
-    if peer == "vllm":
-        ran, peer_tok_s = run_loop(run_in_turns(work, model, device))
-    else:
-        ran, peer_tok_s = run_loop(run_engine(work, model, device)), None
+    _check_context(work, model)
+    turns = run_loop(run_in_turns(work, model, device)) if peer == "vllm" else None
+    ran = run_loop(run_engine(work, model, device)) if turns is None else turns.median
     limit = limit_tok_s(work, model, device)
     tok_s = work.batch / ran.step_ms * 1e3
     result = {
@@ -109,7 +130,7 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
         "torch": torch.__version__,
         "peer": peer,
-        "peer_tok_s": None if peer_tok_s is None else round(peer_tok_s),
+        "peer_tok_s": None if turns is None else round(statistics.median(turns.theirs)),
         "commit": commit(),
     }
     if peer == "transformers":
@@ -119,6 +140,8 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         result["peer_tok_s"] = round(run_transformers(work, model, device))
     if peer is not None:
         result["ratio_to_peer"] = round(result["job_tok_s"] / max(1, result["peer_tok_s"]), 2)
+    if turns is not None:
+        result |= {"turns": len(turns.ours), "ratio_quartiles": turns.ratio_quartiles}
     del model
     _free_memory()
     return result
@@ -131,22 +154,35 @@ def save_quietly(model: Any, folder: str) -> None:
     model.save_pretrained(folder)
 
 
-async def run_in_turns(work: Work, model: Any, device: str) -> tuple[Ran, float]:
-    """The engine's median run, and the vLLM server's median tokens a second."""
+def _check_context(work: Work, model: Any) -> None:
+    from polyrl.engines.builtin.models import describe
+
+    num, most = work.prompt + work.new, describe(model, "bench").max_context
+    if num > most:
+        raise UserError(f"--prompt and --new: {num} tokens in all, and the model's context is {most}")
+
+
+async def run_in_turns(work: Work, model: Any, device: str) -> Turns:
+    """The engine and the vLLM server, one after the other, again and again."""
     from polyrl.cli.bench_vllm import Asked, serve
 
+    turns = Turns([], [])
     with scratch(Path(tempfile.gettempdir())) as folder:  # who is killed leaves it to the next one
         if work.model is None:
             save_quietly(model, str(folder))
         asked = Asked(prompts_of(work, model.config.vocab_size), work.new)
         async with serve(work.model or str(folder), slots=work.batch, max_context=work.prompt + work.new) as server:
-            await server.tok_s(asked._replace(new=min(24, work.new)))
-            ours: list[Ran] = []
-            theirs: list[float] = []
-            for _ in range(_TURNS):
-                ours.append(await run_engine(work, model, device))
-                theirs.append(await server.tok_s(asked))
-    return sorted(ours, key=lambda one: one.seconds)[_TURNS // 2], statistics.median(theirs)
+            await server.tok_s(asked._replace(new=min(_WARM_TOKENS, work.new)))
+            num_turns = _MIN_TURNS
+            while len(turns.ours) < num_turns:
+                turns.ours.append(await run_engine(work, model, device))
+                turns.theirs.append(await server.tok_s(asked))
+                num_turns = num_turns_for(turns.ours[0].seconds)
+    return turns
+
+
+def num_turns_for(job_s: float) -> int:
+    return min(_MAX_TURNS, max(_MIN_TURNS, round(_TURNS_S / job_s)))
 
 
 def _free_memory() -> None:
@@ -162,16 +198,21 @@ def make_model(work: Work, device: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    from polyrl.engines.builtin import models
+    from polyrl.engines.engine import EngineError
+
+    dtype = "bfloat16" if device == "cuda" else "float32"
     if work.model is not None:
-        model: Any = AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype, local_files_only=True)
-        return model.to(device).eval()
+        try:
+            return models.load(work.model, dtype, device).model
+        except EngineError as error:
+            raise UserError(f"--model: {error}") from error
     if work.arch not in ARCHITECTURES:
         raise UserError(f"--arch: {work.arch!r} is unknown; expected one of {', '.join(ARCHITECTURES)}")
     facts = dict(ARCHITECTURES[work.arch])
     config = CONFIG_MAPPING[facts.pop("family")](**facts)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=models.DTYPES[dtype]).eval()
 
 
 def prompts_of(work: Work, vocab: int) -> list[list[int]]:
@@ -183,9 +224,10 @@ def prompts_of(work: Work, vocab: int) -> list[list[int]]:
 
 
 async def run_engine(work: Work, model: Any, device: str) -> Ran:
+    """Raises UserError when the engine cannot do it."""
     from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
     from polyrl.engines.builtin.models import describe
-    from polyrl.engines.engine import Job
+    from polyrl.engines.engine import EngineError, Job
     from polyrl.ids import LeaseId, SampleId
     from polyrl.wire.frames import Sampling
 
@@ -204,25 +246,27 @@ async def run_engine(work: Work, model: Any, device: str) -> Ran:
     )
     sink = Watch(work.batch)
     engine = BuiltinEngine(config, describe(model, "bench"))
-    began = time.perf_counter()
-    await engine.start(sink)
     prompts = prompts_of(work, model.config.vocab_size)
     sampling = Sampling(ignore_eos=True)
 
-    def job(number: int, new: int) -> Job:
-        return Job(LeaseId(number + 1), SampleId(number), prompts[number], [], new, 1000 + number, sampling)
+    async def answer(new: int) -> None:
+        sink.begin()
+        for number, prompt in enumerate(prompts):
+            engine.generate(Job(LeaseId(number + 1), SampleId(number), prompt, [], new, 1000 + number, sampling))
+        await sink.until_done()
 
-    for number in range(work.batch):  # everything that is compiled or captured comes first
-        engine.generate(job(number, min(24, work.new)))
-    await sink.until_done()
-    start_s = time.perf_counter() - began
-    await asyncio.sleep(0.1)
-    engine._cache.forget()
-    sink.begin()
-    for number in range(work.batch):
-        engine.generate(job(number, work.new))
-    await sink.until_done()
-    await engine.close()
+    began = time.perf_counter()
+    try:
+        await engine.start(sink)
+        await answer(min(_WARM_TOKENS, work.new))
+        start_s = time.perf_counter() - began
+        await asyncio.sleep(0.1)
+        await engine.forget_cache()
+        await answer(work.new)
+    except EngineError as error:
+        raise UserError(str(error)) from error
+    finally:
+        await engine.close()
     first_s = sink.looks[0][0] - sink.began
     steps = [(b[0] - a[0]) / b[1] for a, b in zip(sink.looks, sink.looks[1:], strict=False) if a[0] >= sink.all_began]
     step_ms = statistics.median(steps) * 1e3 if steps else first_s * 1e3
@@ -245,10 +289,14 @@ class Watch:
         """When the first sample's tokens came, and how many."""
         self._num_ended = 0
         self._seen: set[int] = set()
+        self._failure = ""
         self._done.clear()
 
     async def until_done(self) -> None:
+        """Raises UserError when a sample did not come to its end."""
         await self._done.wait()
+        if self._failure:
+            raise UserError(self._failure)
 
     def tokens(self, lease: int, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         now = time.perf_counter()
@@ -260,7 +308,8 @@ class Watch:
 
     def ended(self, lease: int, reason: str, detail: str = "") -> None:
         if reason not in ("stop", "length"):
-            raise RuntimeError(f"sample {lease}: {reason}: {detail}")
+            self._failure = f"sample {lease}: {reason}: {detail}"
+            self._done.set()
         self._num_ended += 1
         if self._num_ended == self._num:
             self.ended_at = time.perf_counter()
@@ -268,17 +317,22 @@ class Watch:
 
 
 def limit_tok_s(work: Work, model: Any, device: str) -> float:
-    config = model.config
+    from polyrl.engines.builtin.models import describe
+
+    loaded = describe(model, "bench")
     element = next(model.parameters()).element_size()
-    seen: set[int] = set()
-    weights = 0
-    for parameter in model.parameters():
-        if parameter.data_ptr() not in seen:
-            seen.add(parameter.data_ptr())
-            weights += parameter.numel() * element
-    a_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element
+    a_token = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * element
     cache = work.batch * (work.prompt + work.new / 2) * a_token
-    return work.batch / ((weights + cache) / copy_bandwidth(device))
+    return work.batch / ((num_bytes_read(model) + cache) / copy_bandwidth(device))
+
+
+def num_bytes_read(model: Any) -> int:
+    """By a step, of the parameters: those that share memory once, and none of an embedding that is not the head."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    read = {one.data_ptr(): one.numel() * one.element_size() for one in model.parameters()}
+    if embedding.data_ptr() != head.data_ptr():
+        del read[embedding.data_ptr()]
+    return sum(read.values())
 
 
 def copy_bandwidth(device: str) -> float:
@@ -300,15 +354,20 @@ def copy_bandwidth(device: str) -> float:
 
 
 def run_transformers(work: Work, model: Any, device: str) -> float:
-    """Tokens a second of transformers' own continuous batching on the same work."""
+    """Tokens a second of transformers' own continuous batching on the same work, after a short job that warms it up."""
     import torch
     from transformers import GenerationConfig
 
     model.set_attn_implementation("sdpa")
     prompts = prompts_of(work, model.config.vocab_size)
-    config = GenerationConfig(max_new_tokens=work.new, do_sample=True, eos_token_id=-1, pad_token_id=0)
+
+    def answer(new: int) -> int:
+        config = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
+        outputs = model.generate_batch(inputs=prompts, generation_config=config)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return sum(len(one.generated_tokens) for one in outputs.values())
+
+    answer(min(_WARM_TOKENS, work.new))
     began = time.perf_counter()
-    outputs = model.generate_batch(inputs=prompts, generation_config=config)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return sum(len(one.generated_tokens) for one in outputs.values()) / (time.perf_counter() - began)
+    return answer(work.new) / (time.perf_counter() - began)

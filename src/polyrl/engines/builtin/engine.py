@@ -295,6 +295,11 @@ class BuiltinEngine:
         async with self._between_steps:
             self._batch.remove(lease)
 
+    async def forget_cache(self) -> None:
+        """Nothing computed so far is used again, by whoever comes: for measurements."""
+        async with self._between_steps:
+            self._cache.forget()
+
     def _interrupt(self) -> None:
         """Somebody wants to come between two steps: a burst ends with the steps that are on their way."""
         if self._runner is not None:
