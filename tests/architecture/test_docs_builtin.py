@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.architecture.settings_tables import rows_of, should_be
 
-from polyrl.engines.builtin.engine import BuiltinConfig
+from polyrl.engines.builtin.config import BuiltinConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "builtin-engine.md"
 

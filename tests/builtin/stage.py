@@ -6,15 +6,20 @@ from typing import Any
 import msgspec
 from tests.contracts.engine_contract import EngineContract, Script, Stage
 
-from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.engines.builtin.engine import BuiltinEngine
 from polyrl.ids import LeaseId
 from polyrl.wire.frames import Sampling
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
+def config(folder: Path, **settings: Any) -> BuiltinConfig:
+    return msgspec.convert({"model": str(folder), "kv_tokens": 4096, **settings}, BuiltinConfig)
+
+
 def engine(folder: Path, **settings: Any) -> BuiltinEngine:
-    return BuiltinEngine(msgspec.convert({"model": str(folder), "kv_tokens": 4096, **settings}, BuiltinConfig))
+    return BuiltinEngine(config(folder, **settings))
 
 
 def play(script: Script, folder: Path, **settings: Any) -> None:

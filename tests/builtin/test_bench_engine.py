@@ -70,13 +70,6 @@ def test_a_directory_whose_config_has_no_head_size_is_measured(tmp_path, capsys)
     assert json.loads(capsys.readouterr().out)["limit_tok_s"] > 0
 
 
-def test_transformers_is_a_peer(capsys):
-    work = ["--batch", "2", "--prompt", "8", "--new", "4", "--json", "--peer", "transformers"]
-    assert main(["bench", "engine", *work]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["peer_tok_s"] > 0 and result["ratio_to_peer"] > 0
-
-
 def test_a_sample_that_does_not_end_well_is_said_and_waited_for_no_longer():
     async def script() -> None:
         sink = Watch(2)

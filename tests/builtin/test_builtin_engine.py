@@ -16,12 +16,13 @@ import pytest
 import torch
 from msgspec import structs
 from tests.builtin.reference import TOLERANCE, Reference
-from tests.builtin.stage import GREEDY, answers, engine, play
+from tests.builtin.stage import GREEDY, answers, config, engine, play
 from tests.builtin.tiny_models import letters_of, save_tiny
 from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 
 from polyrl.engines.builtin import models, sampling
-from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.engines.builtin.engine import BuiltinEngine
 from polyrl.engines.builtin.runner import Runner
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.errors import ConfigError
@@ -68,6 +69,7 @@ class TestBuiltinEngine(EngineContract):
 class LookingRunner(Runner):
     """As on a GPU: a burst is shown piece by piece, and goes on when answers are over."""
 
+    shows_bursts = True
     num_looks = 0
 
     def run_burst(self, chunks, wanted, num_steps, look=None):
@@ -83,18 +85,20 @@ class LookingRunner(Runner):
         return drawn
 
 
-class LookingEngine(BuiltinEngine):
-    async def start(self, sink):
-        info = await super().start(sink)
-        runner: Any = self._runner
-        runner.__class__ = LookingRunner
-        self._cuda = runner
-        return info
+class RunnerEngine(BuiltinEngine):
+    """With a runner of another kind."""
+
+    def __init__(self, config: BuiltinConfig, make: Callable[[models.Loaded, int, int], Runner]) -> None:
+        super().__init__(config)
+        self._make = make
+
+    def _make_runner(self, loaded):
+        return self._make(loaded, self._cache.num_blocks, self._cache.block_tokens)
 
 
 class TestLookingEngine(TestBuiltinEngine):
     def engine(self) -> Engine:
-        return LookingEngine(engine(self.folder, slots=8, kv_tokens=8 * CONTEXT)._config)
+        return RunnerEngine(config(self.folder, slots=8, kv_tokens=8 * CONTEXT), LookingRunner)
 
 
 # Jobs
@@ -170,6 +174,19 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_a_line_and_closing_i
     asyncio.run(script())
 
 
+def test_a_cache_that_no_memory_holds_is_refused_in_a_line(folder):
+    async def script() -> None:
+        one = engine(folder, kv_tokens=10**10, block_tokens=1024)
+        with pytest.raises(
+            EngineError, match=r"kv_tokens: no cache of [\d,]+ tokens, [\d,]+ bytes, could be made"
+        ) as said:
+            await one.start(RecordingSink())
+        assert "\n" not in str(said.value)
+        await one.close()
+
+    asyncio.run(script())
+
+
 # Ends
 
 
@@ -227,6 +244,16 @@ def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(folder):
         assert resumed not in stage.sink.texts
         of_prompt = Sampling(ignore_eos=True, stop=(letters_of(PROMPT[-2:]),))
         assert await stage.text(**{**job, "sampling": of_prompt}) == whole
+
+    play(script, folder)
+
+
+def test_a_stop_string_may_have_any_number_of_tokens(folder):
+    whole = whole_answer(folder, seed=3, max_tokens=80)
+
+    async def script(stage: Stage) -> None:
+        sampling = Sampling(ignore_eos=True, stop=(letters_of(whole[5:65]),))
+        assert await stage.text(prompt=PROMPT, seed=3, max_tokens=80, sampling=sampling) == whole[:65]
 
     play(script, folder)
 
@@ -306,7 +333,7 @@ def test_a_burst_that_is_looked_at_while_it_runs_draws_the_same_tokens(folder):
     expected: list[list[int]] = []
     play(as_it_is, folder)
     for settings in ({}, {"slots": 3, "block_tokens": 4}, {"kv_tokens": 160, "block_tokens": 4}):
-        EngineContract().play(looked_at, LookingEngine(engine(folder, **settings)._config))
+        EngineContract().play(looked_at, RunnerEngine(config(folder, **settings), LookingRunner))
 
 
 def test_a_sample_resumed_anywhere_goes_on_with_the_same_draws(folder):
@@ -488,6 +515,31 @@ def test_a_prompt_cached_under_the_old_weights_is_not_used_under_the_new(folder,
     play(script, folder, after_install=policy, block_tokens=4)
 
 
+@pytest.mark.parametrize("one", [ON, GREEDY, Sampling(top_k=3, temperature=0.7, ignore_eos=True)])
+def test_weights_that_give_no_numbers_end_their_samples_and_good_ones_go_on_afterwards(folder, reference, one):
+    model, sharing = shared(folder)
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    async def script(stage: Stage) -> None:
+        running = [stage.begin(prompt=[*PROMPT, n], seed=n, max_tokens=2000, sampling=ON) for n in range(3)]
+        for lease in running:
+            await stage.sink.some_of(lease)
+
+        def spoil() -> None:
+            model.model.layers[0].self_attn.v_proj.weight.data[3, 3] = math.nan
+
+        await stage.engine.install(Weights(Version(1), in_place=True, write=spoil))
+        for lease in (*running, stage.begin(prompt=PROMPT, sampling=one)):
+            assert await stage.sink.end_of(lease) == "engine_failed"
+            assert stage.sink.ends[lease][1] == "version 1 gives no numbers"
+        assert stage.engine.health() is None
+        await stage.engine.install(Weights(Version(2), in_place=True, write=lambda: model.load_state_dict(good)))
+        after = [stage.begin(prompt=PROMPT, max_tokens=20, sampling=GREEDY) for _ in range(2)]
+        assert await answers(stage, after) == [reference.greedy(PROMPT, 20)] * 2
+
+    EngineContract().play(script, sharing)
+
+
 def nowhere(_) -> None:
     """A folder that is empty."""
 
@@ -554,17 +606,21 @@ def test_weights_shared_with_a_trainer_are_used_where_they_are(folder, newer, ne
 
 def test_an_install_that_nobody_waits_for_any_more_still_writes_its_version_down(folder, newer):
     async def script(stage: Stage) -> None:
-        lease = stage.begin(prompt=PROMPT, max_tokens=400, sampling=ON)
+        lease = stage.begin(prompt=PROMPT, max_tokens=1000, sampling=ON)
         await stage.sink.some_of(lease)
         install = asyncio.create_task(stage.engine.install(Weights(Version(1), folder=str(newer))))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)  # it has begun
         install.cancel()
-        (text,) = await answers(stage, [lease])
+        with pytest.raises(asyncio.CancelledError):
+            await install
+        await stage.sink.until(lambda: stage.sink.versions[lease][-1] == 1 or lease in stage.sink.ends)
+        await stage.engine.abort(lease)
+        text = stage.sink.texts[lease]
         num_old = stage.sink.versions[lease].count(Version(0))
+        assert 0 < num_old < len(text), "the install came within the answer"
         expected = await undisturbed(folder, seed=1, max_tokens=num_old)
         assert text[:num_old] == expected
-        if num_old < 400:
-            assert text[num_old:] == await undisturbed(newer, seed=1, so_far=expected, max_tokens=400)
+        assert text[num_old:] == await undisturbed(newer, seed=1, so_far=expected, max_tokens=len(text))
 
     play(script, folder)
 
@@ -610,20 +666,63 @@ def test_after_closing_its_thread_is_gone_and_nothing_is_taken_any_more(folder):
     asyncio.run(script())
 
 
+class GatedRunner(Runner):
+    """Goes to sleep and wakes only while its gate is open."""
+
+    def __init__(self, *its: Any) -> None:
+        self.gate, self.reached = threading.Event(), threading.Event()
+        self.gate.set()
+        self.done: list[str] = []
+        super().__init__(*its)
+
+    def sleep(self) -> None:
+        self._pass()
+        super().sleep()
+        self.done.append("sleep")
+
+    def wake(self) -> None:
+        self._pass()
+        super().wake()
+        self.done.append("wake")
+
+    def _pass(self) -> None:
+        self.reached.set()
+        assert self.gate.wait(30.0)
+
+
+def test_closing_while_the_model_loads_waits_for_it_and_frees_what_it_made(folder):
+    began, go_on = threading.Event(), threading.Event()
+    made: list[GatedRunner] = []
+
+    def make(*its: Any) -> Runner:
+        began.set()
+        assert go_on.wait(30.0), "the event loop stands still"
+        made.append(GatedRunner(*its))
+        return made[0]
+
+    async def script() -> None:
+        one = RunnerEngine(config(folder), make)
+        starting = asyncio.create_task(one.start(RecordingSink()))
+        await asyncio.to_thread(began.wait, 30.0)
+        closing = asyncio.create_task(one.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        go_on.set()
+        with pytest.raises(EngineError, match="closed before it had started"):
+            await starting
+        await closing
+        assert made[0].done == ["wake", "sleep"]
+
+    asyncio.run(script())
+
+
 class FailingRunner(Runner):
     """A device that is lost in the middle of an answer."""
 
     what: BaseException = RuntimeError("the device is gone\nfor good")
 
-    def run_burst(self, chunks, wanted, num_steps):
+    def run_burst(self, chunks, wanted, num_steps, look=None):
         raise self.what
-
-
-class FailingEngine(BuiltinEngine):
-    def _load(self) -> None:
-        super()._load()
-        runner: Any = self._runner
-        runner.__class__ = FailingRunner
 
 
 @pytest.mark.parametrize(
@@ -653,7 +752,7 @@ def test_when_a_step_fails_every_sample_ends_and_so_does_what_comes_later(folder
         with pytest.raises(EngineError, match="a step failed"):
             await stage.engine.install(Weights(Version(1), folder=str(folder)))
 
-    EngineContract().play(script, FailingEngine(engine(folder, slots=2)._config))
+    EngineContract().play(script, RunnerEngine(config(folder, slots=2), FailingRunner))
 
 
 # Sleep
@@ -688,25 +787,31 @@ def test_asleep_it_writes_nothing_and_awake_it_goes_on_to_the_same_answers(folde
     play(interrupted, folder)
 
 
-def test_who_stops_waiting_for_a_sleep_or_a_wake_does_not_stop_it_half_way(folder, monkeypatch):
+def test_who_stops_waiting_for_a_sleep_or_a_wake_does_not_stop_it_half_way(folder):
+    made: list[GatedRunner] = []
+
+    def make(*its: Any) -> Runner:
+        made.append(GatedRunner(*its))
+        return made[0]
+
+    sleeper = RunnerEngine(config(folder), make)
+
     async def script(stage: Stage) -> None:
-        sleeper = stage.engine
-        assert isinstance(sleeper, BuiltinEngine)
-        runner = sleeper._runner
-        assert runner is not None
-        done: list[str] = []
-        for name in ("sleep", "wake"):
-            act = getattr(runner, name)
-            monkeypatch.setattr(runner, name, lambda act=act, name=name: (time.sleep(0.2), act(), done.append(name)))
+        (runner,) = made
         for turn in (sleeper.sleep, sleeper.wake):
+            runner.gate.clear()
+            runner.reached.clear()
             waiting = asyncio.create_task(turn())
-            await asyncio.sleep(0.05)
+            await asyncio.to_thread(runner.reached.wait, 30.0)
             waiting.cancel()
+            await asyncio.sleep(0)
+            assert not waiting.done(), "what its thread uses is not free yet"
+            runner.gate.set()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-        assert done == ["sleep", "wake"]
+        assert runner.done == ["wake", "sleep", "wake"]
         await sleeper.wake()
-        assert done == ["sleep", "wake"], "it is awake, and knows it"
+        assert runner.done == ["wake", "sleep", "wake"], "it is awake, and knows it"
         assert await stage.text()
 
-    play(script, folder)
+    EngineContract().play(script, sleeper)

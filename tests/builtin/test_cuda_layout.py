@@ -26,7 +26,7 @@ def computed(numbers: list[int], num_new: int = 6) -> dict[tuple[int, int], tupl
         batching.computed(chunks)
         for sequence, _, _, samples in chunks:
             if samples:
-                batching.append(sequence, 7)
+                batching.append(sequence, [7])
             if len(sequence.tokens) == len(PROMPTS[sequence.data]) + num_new:
                 batching.remove(sequence.lease)
     return ways
@@ -59,7 +59,7 @@ def test_what_was_decoded_is_not_shared_where_it_would_be_computed_otherwise():
     batching.add(first)
     for _ in range(20):
         batching.computed(batching.plan())
-        batching.append(first, 7)
+        batching.append(first, [7])
     batching.add(Sequence(LeaseId(2), list(first.tokens), 1000))
     chunk = batching.plan()[-1]
     assert (chunk.sequence.lease, chunk.start) == (2, BLOCK)

@@ -8,7 +8,8 @@ from polyrl.engines.builtin import models, sampling
 from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
 from polyrl.engines.builtin.decoder import Decoder, can_pack
 from polyrl.engines.builtin.kv_cache import KvCache
-from polyrl.engines.builtin.runner import Drawn, Runner, Wanted
+from polyrl.engines.builtin.runner import Runner
+from polyrl.engines.builtin.steps import Drawn, Wanted
 from polyrl.ids import LeaseId
 from polyrl.wire.frames import Sampling
 
@@ -66,7 +67,7 @@ class Desk:
     def take_in(self, chunks: list[Chunk], drawn: list[Drawn]) -> None:
         self.batching.computed(chunks)
         for number, one in enumerate(chunks):
-            one.sequence.tokens += [step.tokens[number] for step in drawn]
+            self.batching.append(one.sequence, [step.tokens[number] for step in drawn])
             if len(drawn) > 1:
                 self.batching.computed([Chunk(one.sequence, one.start + 1, len(drawn) - 1, True)])
 
@@ -113,19 +114,20 @@ def test_contexts_of_very_different_lengths_attend_apart_and_draw_the_same(tmp_p
 
 def test_changed_weights_are_used_once_they_are_packed(tmp_path):
     loaded = load("qwen3", tmp_path)
-    desk = Desk(loaded)
-    desk.add(1, 9)
-    before = desk.step()
+    desk, as_it_was = Desk(loaded), Desk(load("qwen3", tmp_path))
+    for one in (desk, as_it_was):
+        one.add(1, 9)
+    assert desk.step() == as_it_was.step()
     with torch.no_grad():
         loaded.model.lm_head.weight.mul_(0.5)
     desk.runner.weights_changed()
     fresh = Desk(loaded)
-    fresh.add(1, 9)
-    after = fresh.step()
-    assert before.logprobs != after.logprobs
-    again = Desk(load("qwen3", tmp_path))
-    again.add(1, 9)
-    assert again.step() == before
+    for one in (desk, as_it_was, fresh):
+        one.batching.remove_all()
+        one.add(2, 9)
+    changed = desk.step()
+    assert changed == fresh.step()
+    assert changed.logprobs != as_it_was.step().logprobs
 
 
 def test_planning_several_draws_at_once_gives_the_numbers_of_each():

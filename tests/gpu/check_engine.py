@@ -23,7 +23,8 @@ from tests.builtin.tiny_models import save_tiny  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, measure  # noqa: E402
-from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine  # noqa: E402
+from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
+from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
 from polyrl.engines.engine import Job  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
 
@@ -109,7 +110,7 @@ def profile(*, compiled: bool, batch: int = 256) -> None:
     from polyrl.engines.builtin.batching import Chunk, Sequence
     from polyrl.engines.builtin.cuda_runner import CudaRunner
     from polyrl.engines.builtin.models import describe
-    from polyrl.engines.builtin.runner import Wanted
+    from polyrl.engines.builtin.steps import Wanted
 
     model = make_model(Work("qwen3-1.7b", None, batch, 256, 512), "cuda")
     runner = CudaRunner(describe(model, "x"), batch * 24, 32, batch, 768, compile_layers=compiled)

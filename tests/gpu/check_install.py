@@ -15,7 +15,8 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 import torch  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model, prompts_of  # noqa: E402
-from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine  # noqa: E402
+from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
+from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
 from polyrl.engines.builtin.models import describe  # noqa: E402
 from polyrl.engines.engine import Job, Weights  # noqa: E402
 from polyrl.weights import tensors  # noqa: E402

@@ -19,7 +19,8 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 import torch  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model, measure, prompts_of  # noqa: E402
-from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine  # noqa: E402
+from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
+from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
 from polyrl.engines.builtin.models import describe  # noqa: E402
 from polyrl.engines.engine import Job  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
@@ -167,16 +168,11 @@ async def abort_latency(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> N
 
 
 def price() -> None:
-    import polyrl.engines.builtin.engine as engine_module
-
-    real = engine_module.BuiltinConfig
     for batch in (256, 64):
         for invariant in (False, True):
-            engine_module.BuiltinConfig = lambda invariant=invariant, **kw: real(**kw, batch_invariant=invariant)
-            got = measure(Work("qwen3-1.7b", None, batch, 256, 256))
+            got = measure(Work("qwen3-1.7b", None, batch, 256, 256, batch_invariant=invariant))
             keys = ("batch", "tok_s", "job_tok_s", "step_ms", "limit_tok_s", "fraction_of_limit", "start_s")
             print(json.dumps({"invariant": invariant} | {key: got[key] for key in keys}), flush=True)
-    engine_module.BuiltinConfig = real
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from polyrl.cli.training.validation import validator
 from polyrl.cli.training.workers import join_command, worker_arguments
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
-from polyrl.engines.builtin.engine import BuiltinConfig
+from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.errors import ConfigError
 from polyrl.rewards.reward import RewardFailed
 from polyrl.telemetry.metrics import read_metrics

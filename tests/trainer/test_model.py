@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.engines.builtin import packed
-from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.engines.builtin.engine import BuiltinEngine
 from polyrl.engines.engine import Job
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId

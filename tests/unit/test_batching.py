@@ -86,7 +86,7 @@ class Bench:
         self.batching.computed(chunks)
         for sequence, _, _, samples in chunks:
             if samples:
-                self.batching.append(sequence, 7)
+                self.batching.append(sequence, [7])
                 if len(sequence.tokens) >= sequence.max_total:
                     self.batching.remove(sequence.lease)
         self.cache.check()
@@ -146,7 +146,7 @@ def test_a_sequence_whose_token_is_not_drawn_yet_sits_a_step_out():
     sequence = bench.add(text(4))
     bench.batching.computed(bench.batching.plan())
     assert bench.batching.plan() == []
-    bench.batching.append(sequence, 7)
+    bench.batching.append(sequence, [7])
     assert shape(bench.batching.plan()) == [(1, 4, 1, True)]
 
 
@@ -276,7 +276,7 @@ def test_a_group_prefills_its_prompt_about_once(num_tokens: int, chunk_tokens: i
         num_steps += 1
         for sequence, _, count, samples in chunks:
             if samples:
-                batching.append(sequence, 7)
+                batching.append(sequence, [7])
             if len(sequence.tokens) - samples == num_tokens:
                 num_prefilled += count
     assert num_prefilled <= 1.2 * num_tokens
@@ -478,7 +478,7 @@ class Fleet(RuleBasedStateMachine):
         for sequence, _, _, samples in chunks:
             if not samples or not sequence.blocks:
                 continue
-            self.batching.append(sequence, (draws >> sequence.lease % 8) & 1)
+            self.batching.append(sequence, [(draws >> sequence.lease % 8) & 1])
             if len(sequence.tokens) >= sequence.max_total:
                 assert self.batching.remove(sequence.lease) is self.alive.pop(sequence.lease)
 

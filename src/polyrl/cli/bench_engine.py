@@ -60,6 +60,7 @@ class Work(NamedTuple):
     compile: bool = True
     group: int = 1
     """So many samples share a prompt."""
+    batch_invariant: bool = False
 
 
 class Ran(NamedTuple):
@@ -199,9 +200,10 @@ def make_model(work: Work, device: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from polyrl.engines.builtin import models
+    from polyrl.engines.builtin.config import BuiltinConfig, fit
     from polyrl.engines.engine import EngineError
 
-    dtype = "bfloat16" if device == "cuda" else "float32"
+    dtype = fit(BuiltinConfig(model=""), device).dtype
     if work.model is not None:
         try:
             return models.load(work.model, dtype, device).model
@@ -225,24 +227,22 @@ def prompts_of(work: Work, vocab: int) -> list[list[int]]:
 
 async def run_engine(work: Work, model: Any, device: str) -> Ran:
     """Raises UserError when the engine cannot do it."""
-    from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+    from polyrl.engines.builtin.config import BuiltinConfig
+    from polyrl.engines.builtin.engine import BuiltinEngine
     from polyrl.engines.builtin.models import describe
     from polyrl.engines.engine import EngineError, Job
     from polyrl.ids import LeaseId, SampleId
     from polyrl.wire.frames import Sampling
 
-    total = work.prompt + work.new
-    block = 32 if device == "cuda" else 16
+    total, block = work.prompt + work.new, 32
     config = BuiltinConfig(
         model="bench",
-        dtype="bfloat16" if device == "cuda" else "float32",
         device=device,
         slots=work.batch,
         kv_tokens=(-(-(total + 16) // block) + 1) * block * work.batch,
-        block_tokens=block,
-        chunk_tokens=16_384 if device == "cuda" else 512,
         max_context=total,
         compile=work.compile,
+        batch_invariant=work.batch_invariant,
     )
     sink = Watch(work.batch)
     engine = BuiltinEngine(config, describe(model, "bench"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
-    from polyrl.engines.builtin.engine import BuiltinConfig
+    from polyrl.engines.builtin.config import BuiltinConfig
 
 _LIBRARIES = ("torch", "transformers", "safetensors")
 
@@ -21,7 +21,7 @@ def check_libraries() -> None:
 def settings(tree: dict[str, Any], model: str | None, source: str = "") -> "BuiltinConfig":
     """`tree` holds the keys that were given; `--model` comes before its own."""
     from polyrl.config import build
-    from polyrl.engines.builtin.engine import BuiltinConfig
+    from polyrl.engines.builtin.config import BuiltinConfig
 
     if model is not None:
         tree = {**tree, "model": model}

@@ -12,7 +12,7 @@ from polyrl.cli import builtin
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
-    from polyrl.engines.builtin.engine import BuiltinConfig
+    from polyrl.engines.builtin.config import BuiltinConfig
     from polyrl.engines.builtin.models import Loaded
     from polyrl.engines.engine import Engine, EngineEnd, Job
     from polyrl.ids import LeaseId, Version
@@ -72,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(config: "BuiltinConfig") -> "tuple[Loaded, Any]":
     from polyrl.engines.builtin import models
+    from polyrl.engines.builtin.config import choose_device, fit
     from polyrl.engines.engine import EngineError
 
     try:
-        loaded = models.load(config.model, config.dtype, config.device)
+        device = choose_device(config.device)
+        loaded = models.load(config.model, fit(config, device).dtype, device)
     except EngineError as error:
         raise UserError(str(error)) from error
     tokenizer = models.find_tokenizer(config.model)
@@ -96,8 +98,11 @@ def _fitted(config: "BuiltinConfig", given: dict[str, Any], loaded: "Loaded", nu
     """A cache for this one sample, and an engine that is ready at once, unless others were asked for."""
     from msgspec import structs
 
-    num_blocks = -(-min(num_tokens, loaded.max_context) // config.block_tokens)
-    fitting = {"slots": 1, "kv_tokens": num_blocks * config.block_tokens, "compile": False}
+    from polyrl.engines.builtin.config import choose_device, fit
+
+    block_tokens = fit(config, choose_device(config.device)).block_tokens
+    num_blocks = -(-min(num_tokens, loaded.max_context) // block_tokens)
+    fitting = {"slots": 1, "kv_tokens": num_blocks * block_tokens, "compile": False}
     return structs.replace(config, **{key: value for key, value in fitting.items() if key not in given})
 
 

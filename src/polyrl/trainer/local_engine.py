@@ -8,7 +8,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from polyrl.engines.builtin.engine import BuiltinConfig, BuiltinEngine
+from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.engines.builtin.engine import BuiltinEngine
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.engine import EngineEnd, EngineError, EngineInfo, EngineStats, Job, Sink, Weights
 from polyrl.ids import LeaseId, SampleId, Version

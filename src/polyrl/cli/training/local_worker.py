@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from polyrl.cli.training import models
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
-from polyrl.engines.builtin.engine import BuiltinConfig
+from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.model import Policy
@@ -21,8 +21,6 @@ from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
 NAME = "trainer"
 _DRAIN_S = 2.0
 _CPU_SLOTS, _GPU_SLOTS = 32, 256
-_CPU_CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 8192
-"""Of prompts, in one step: running samples wait meanwhile, on a GPU some 50 ms for two billion parameters."""
 _PROMPT_ROOM = 512
 """Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
 
@@ -45,9 +43,8 @@ async def started_engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalE
 
 def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
     """Slots for a round's samples, as far as it makes sense, and a cache that holds them at their longest."""
-    on_gpu = policy.device.type == "cuda"
     num = sum(domain.prompts_per_step for domain in recipe.data.all_domains) * recipe.rounds.samples_per_prompt
-    slots = min(_GPU_SLOTS if on_gpu else _CPU_SLOTS, num)
+    slots = min(_GPU_SLOTS if policy.device.type == "cuda" else _CPU_SLOTS, num)
     config = BuiltinConfig(
         model=recipe.model.path,
         dtype=recipe.model.dtype,
@@ -56,8 +53,6 @@ def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
         max_context=recipe.model.max_context,
         slots=slots,
         kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
-        block_tokens=32 if on_gpu else 16,
-        chunk_tokens=_GPU_CHUNK_TOKENS if on_gpu else _CPU_CHUNK_TOKENS,
     )
     return LocalEngine(config, policy.loaded)
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from polyrl.config.recipe import Recipe
 from polyrl.data.tokens import check_same_tokens
 from polyrl.engines.builtin import models
-from polyrl.engines.builtin.models import choose_device
+from polyrl.engines.builtin.config import choose_device
 from polyrl.trainer import sharding
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Crew

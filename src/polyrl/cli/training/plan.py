@@ -16,7 +16,8 @@ from polyrl.cli.training.tasks import prompt_room, too_few
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
 from polyrl.data.sources import count_for_a_step
-from polyrl.engines.builtin.models import check_headers, choose_device
+from polyrl.engines.builtin.config import choose_device
+from polyrl.engines.builtin.models import check_headers
 from polyrl.engines.engine import EngineError
 from polyrl.errors import ConfigError
 from polyrl.weights import folder as folders

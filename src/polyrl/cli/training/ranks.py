@@ -135,7 +135,7 @@ def assembled(recipe: Recipe, run_dir: Path, seat: "Seat | None", checkpoint: Pa
     if recipe.train.ranks == 1:
         yield None
         return
-    from polyrl.engines.builtin.models import choose_device
+    from polyrl.engines.builtin.config import choose_device
     from polyrl.trainer.ranks import Seat, check_gpus
 
     device = choose_device(recipe.model.device)
@@ -228,7 +228,7 @@ def _start(run_dir: Path, seat: "Seat") -> "subprocess.Popen[bytes]":
 def follow(seat: "Seat") -> int:
     """The life of every rank but zero. What goes wrong is in its log: rank zero says it to the user."""
     from polyrl.cli.training import models
-    from polyrl.engines.builtin.models import choose_device
+    from polyrl.engines.builtin.config import choose_device
     from polyrl.trainer import checkpoint, leading
     from polyrl.trainer.ranks import Ranks
 

@@ -121,9 +121,9 @@ class Batching:
             self.remove(lease)
         return leases
 
-    def append(self, sequence: Sequence, token: int) -> None:
-        """A token was drawn: it is computed in a later step."""
-        sequence.tokens.append(token)
+    def append(self, sequence: Sequence, tokens: Iterable[int]) -> None:
+        """Tokens were drawn: the last of them is computed in a later step."""
+        sequence.tokens += tokens
 
     def reserve(self, num_tokens: int) -> bool:
         """Room for so many more tokens of every one that runs, or for none. Nobody is preempted for it."""

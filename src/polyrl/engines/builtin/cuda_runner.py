@@ -18,7 +18,7 @@ The decoder layers are compiled one for all (`compile`), or run as they are: slo
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +29,9 @@ from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.cuda import DecodeStep, PrefillStep
 from polyrl.engines.builtin.cuda_layout import lay_out
 from polyrl.engines.builtin.cuda_memory import BlockedKeysAndValues
-from polyrl.engines.builtin.engine import MAX_BURST
 from polyrl.engines.builtin.merging import merge_projections
 from polyrl.engines.builtin.models import Loaded
-from polyrl.engines.builtin.runner import Drawn, Wanted
+from polyrl.engines.builtin.steps import MAX_BURST, Drawn, Look, Wanted
 
 log = logging.getLogger("polyrl.engines.builtin")
 
@@ -54,6 +53,8 @@ class _Graph(NamedTuple):
 
 
 class CudaRunner:
+    shows_bursts = True
+
     def __init__(
         self,
         loaded: Loaded,
@@ -203,11 +204,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def run_burst(
-        self,
-        chunks: Sequence[Chunk],
-        wanted: Sequence[Wanted],
-        num_steps: int,
-        look: Callable[[list[Drawn]], None] | None = None,
+        self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int, look: Look | None = None
     ) -> list[Drawn]:
         """`num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated.
 

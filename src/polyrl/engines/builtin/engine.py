@@ -12,15 +12,17 @@ so does whatever comes later.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from msgspec import Meta, Struct
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
+from polyrl.engines.builtin.config import BuiltinConfig, choose_device, fit
+from polyrl.engines.builtin.ending import Ending
 from polyrl.engines.builtin.kv_cache import KvCache
+from polyrl.engines.builtin.steps import MAX_BURST, Drawn, StepRunner, Wanted
 from polyrl.engines.engine import (
     Capabilities,
     EngineError,
@@ -38,60 +40,23 @@ from polyrl.errors import ConfigError, one_line
 from polyrl.ids import LeaseId, Version
 
 if TYPE_CHECKING:
-    from polyrl.engines.builtin.cuda_runner import CudaRunner
-    from polyrl.engines.builtin.installing import Staged
+    from polyrl.engines.builtin.installing import Installer
     from polyrl.engines.builtin.models import Loaded
-    from polyrl.engines.builtin.runner import Drawn, Runner
-    from polyrl.weights.adapters import Base
 
 log = logging.getLogger("polyrl.engines.builtin")
 
-MAX_BURST = 64
-"""Steps on a GPU, where what they brought is looked at meanwhile."""
 _BLIND_BURST = 16
 """Steps without a look at what they brought."""
 _INVARIANT_CHUNK = 512
 """Every chunk of a prompt is made up to this many rows, when results must not depend on the batch."""
 _SEED_BITS = (1 << 63) - 1
-_STOP_TAIL_TOKENS = 32
-"""A stop string is looked for in the text of this many last tokens."""
 
 
-class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str
-    """A Hugging Face directory."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = "auto"
-    """`auto` is `cuda` where there is one, otherwise `cpu`."""
-    slots: Annotated[int, Meta(ge=1, le=4096)] = 32
-    """Samples that run at once."""
-    kv_tokens: Annotated[int, Meta(ge=16)] = 65_536
-    """Tokens that fit into the cache."""
-    block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
-    chunk_tokens: Annotated[int, Meta(ge=1)] = 512
-    """Prompt tokens that are computed in one step at most, so that running samples do not wait long."""
-    max_context: Annotated[int, Meta(ge=2)] | None = None
-    """Prompt and answer together; none: what the model can."""
-    threads: Annotated[int, Meta(ge=1, le=256)] = 1
-    """Of the CPU. Two on a busy machine have been seen to be 20 times slower than one."""
-    batch_invariant: bool = False
-    """On a GPU: a sample's tokens do not depend on who else runs; slower. On the CPU it is always so."""
-    compile: bool = True
-    """On a GPU: compile the layers, which takes a while at the start. Off: slower, ready at once."""
-    after_install: Literal["keep", "recompute"] = "recompute"
-    """What becomes of the cache of running samples when weights change."""
-    version: Annotated[int, Meta(ge=0)] | None = 0
-    """Which version the directory holds; none: it may not be used before another is installed."""
-
-
-class _Answer:
+class _Answer(NamedTuple):
     """The engine's record of a sample."""
 
-    __slots__ = ("ends", "job")
-
-    def __init__(self, job: Job, ends: frozenset[int]) -> None:
-        self.job = job
-        self.ends = ends
+    job: Job
+    ending: Ending
 
 
 class BuiltinEngine:
@@ -101,15 +66,16 @@ class BuiltinEngine:
     """
 
     def __init__(self, config: BuiltinConfig, loaded: "Loaded | None" = None) -> None:
-        if config.kv_tokens < config.block_tokens:
-            raise ConfigError(
-                f"kv_tokens: got {config.kv_tokens}, expected at least block_tokens={config.block_tokens}"
-            )
+        device = choose_device(config.device) if loaded is None else str(next(loaded.model.parameters()).device)
         self._config = config
+        self._fit = fit(config, device)
+        block_tokens = self._fit.block_tokens
+        if config.kv_tokens < block_tokens:
+            raise ConfigError(f"kv_tokens: got {config.kv_tokens}, expected at least block_tokens={block_tokens}")
+        self._device = device
         self._loaded = loaded
-        self._runner: Runner | CudaRunner | None = None
-        self._cuda: CudaRunner | None = None
-        self._cache = KvCache(config.kv_tokens // config.block_tokens, config.block_tokens)
+        self._runner: StepRunner | None = None
+        self._cache = KvCache(config.kv_tokens // block_tokens, block_tokens)
         self._batch = Batching(
             self._cache, config.slots, self._chunk_tokens, self._chunk_tokens if config.batch_invariant else 0
         )
@@ -125,20 +91,17 @@ class BuiltinEngine:
         self._between_steps = asyncio.Lock()
         self._tokenizer: Any = None
         self._trouble: str | None = None
-        self._digest = ""
-        """Of the version that was installed from a copy."""
-        self._base: Base | None = None
-        """What adapters are merged with; read when the first one comes."""
-        self._adapter_layout = ""
-        """The fingerprint of the installed adapter's layout; empty while no adapter is installed."""
+        self._is_tainted = False
+        """The cache holds what is no number."""
+        self._installer: Installer | None = None
         self.last_install_s = 0.0
         """How long samples stood still for the last install, and for the step before it to end."""
         self._is_closed = False
 
     @property
     def _chunk_tokens(self) -> int:
-        most = _INVARIANT_CHUNK if self._config.batch_invariant else self._config.chunk_tokens
-        return min(self._config.chunk_tokens, most)
+        given = self._fit.chunk_tokens
+        return min(given, _INVARIANT_CHUNK) if self._config.batch_invariant else given
 
     # Life
 
@@ -168,20 +131,33 @@ class BuiltinEngine:
         import torch
 
         from polyrl.engines.builtin import models
-        from polyrl.engines.builtin.runner import Runner
+        from polyrl.engines.builtin.installing import Installer
 
         torch.set_num_threads(self._config.threads)
-        config, cache = self._config, self._cache
         if self._loaded is None:
-            self._loaded = models.load(config.model, config.dtype, config.device)
-        self._tokenizer = models.find_tokenizer(config.model)
-        if not next(self._loaded.model.parameters()).is_cuda:
-            self._runner = Runner(self._loaded, cache.num_blocks, cache.block_tokens)
-            return
+            self._loaded = models.load(self._config.model, self._fit.dtype, self._device)
+        self._tokenizer = models.find_tokenizer(self._config.model)
+        self._installer = Installer(self._loaded, self._config.model, self._fit.dtype)
+        loaded, tokens = self._loaded, self._cache.num_blocks * self._cache.block_tokens
+        try:
+            self._runner = self._make_runner(loaded)
+        except (RuntimeError, MemoryError) as error:  # torch's own is a RuntimeError, of a GPU too
+            element = next(loaded.model.parameters()).element_size()
+            size = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * element * tokens
+            raise EngineError(
+                f"kv_tokens: no cache of {tokens:,} tokens, {size:,} bytes, could be made: {one_line(error)}"
+            ) from error
+
+    def _make_runner(self, loaded: "Loaded") -> StepRunner:
+        config, cache = self._config, self._cache
+        if not next(loaded.model.parameters()).is_cuda:
+            from polyrl.engines.builtin.runner import Runner
+
+            return Runner(loaded, cache.num_blocks, cache.block_tokens)
         from polyrl.engines.builtin.cuda_runner import CudaRunner
 
-        self._runner = self._cuda = CudaRunner(
-            self._loaded,
+        return CudaRunner(
+            loaded,
             cache.num_blocks,
             cache.block_tokens,
             config.slots,
@@ -191,18 +167,23 @@ class BuiltinEngine:
         )
 
     async def close(self) -> None:
-        self._is_closed = True
+        """A load that is under way ends first; the event loop goes on meanwhile."""
+        was_closed, self._is_closed = self._is_closed, True
         self._interrupt()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._runner is not None:
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.close)
-            except RuntimeError:  # torch's own: a device that failed once fails ever after
-                log.warning("the device did not let go of the cache", exc_info=True)
-        self._thread.shutdown(wait=True)
-        self._runner = self._cuda = None
+        if not was_closed:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._let_go)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _let_go(self) -> None:
+        try:
+            if self._runner is not None:
+                self._runner.close()
+        except RuntimeError:  # torch's own: a device that failed once fails ever after
+            log.warning("the device did not let go of the cache", exc_info=True)
+        self._runner = None
 
     async def sleep(self) -> None:
         """Free the cache, and take no step until `wake`. The weights stay where they are."""
@@ -211,7 +192,7 @@ class BuiltinEngine:
     async def _sleep(self) -> None:
         self._interrupt()
         async with self._between_steps:
-            if self._runner is None or not self._awake.is_set():
+            if self._runner is None or self._is_closed or not self._awake.is_set():
                 return
             self._awake.clear()
             self._batch.recompute_all()
@@ -222,7 +203,7 @@ class BuiltinEngine:
 
     async def _wake(self) -> None:
         async with self._between_steps:
-            if self._runner is None or self._awake.is_set():
+            if self._runner is None or self._is_closed or self._awake.is_set():
                 return
             await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.wake)
             self._awake.set()
@@ -246,12 +227,10 @@ class BuiltinEngine:
         if why_not:
             self._sink.ended(job.lease, "refused", why_not)
             return
-        sampling = job.sampling
-        ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._loaded.end_ids)
         longest = min(len(job.prompt) + job.max_tokens, self._max_context)
-        sequence = Sequence(job.lease, [*job.prompt, *job.so_far], longest)
-        sequence.data = answer = _Answer(job, ends)
-        if job.so_far and (job.so_far[-1] in ends or self._has_stop_string(sequence, answer)):
+        ending = self._ending(job)
+        sequence = Sequence(job.lease, [*job.prompt, *job.so_far], longest, _Answer(job, ending))
+        if job.so_far and ending.is_over(job.so_far):
             self._sink.ended(job.lease, "stop")  # its end was made already, and not heard of
             return
         if is_whole(job, self._max_context):
@@ -260,6 +239,15 @@ class BuiltinEngine:
         self._batch.add(sequence)
         self._interrupt()
         self._work.set()
+
+    def _ending(self, job: Job) -> Ending:
+        assert self._loaded is not None
+        ids = frozenset(job.sampling.stop_ids)
+        if not job.sampling.ignore_eos:
+            ids |= self._loaded.end_ids
+        if not job.sampling.stop:
+            return Ending(len(job.prompt), ids)
+        return Ending(len(job.prompt), ids, job.sampling.stop, self._tokenizer.decode)
 
     @property
     def _max_context(self) -> int:
@@ -312,9 +300,10 @@ class BuiltinEngine:
         await finish(self._install(weights))
 
     async def _install(self, weights: Weights) -> None:
-        if self._runner is None or self._is_closed or self._trouble is not None:
+        installer = self._installer
+        if installer is None or self._is_closed or self._trouble is not None:
             raise EngineError(self._trouble or "the engine does not run")
-        staged = await asyncio.to_thread(self._stage, weights)
+        staged = await asyncio.to_thread(installer.stage, weights)
         if staged is None and weights.version != self._version and not weights.in_place:
             raise EngineError(f"nobody says where version {weights.version} can be had")
         began = time.perf_counter()
@@ -325,9 +314,7 @@ class BuiltinEngine:
             write = weights.write if staged is None else staged.put
             await asyncio.get_running_loop().run_in_executor(self._thread, self._put, write)
             self._version = weights.version
-            manifest = None if weights.copy is None else weights.copy.manifest
-            self._digest = "" if manifest is None else manifest.digest
-            self._adapter_layout = "" if manifest is None or manifest.adapter is None else manifest.layout.fingerprint
+            installer.installed(weights)
             if self._config.after_install == "recompute":
                 self._batch.recompute_all()
             else:
@@ -339,22 +326,6 @@ class BuiltinEngine:
         if write is not None:
             write()
         self._runner.weights_changed()
-
-    def _stage(self, weights: Weights) -> "Staged | None":
-        """Bring a version near, while samples go on."""
-        from polyrl.engines.builtin import installing
-
-        assert self._loaded is not None
-        if weights.copy is not None and weights.copy.manifest.adapter is not None:
-            if self._base is None:
-                self._base = installing.load_base(self._config.model, self._config.dtype)
-            is_on_base = self._adapter_layout == weights.copy.manifest.layout.fingerprint
-            return installing.stage_adapter(self._loaded, weights.copy, self._base, changed_only=is_on_base)
-        if weights.copy is not None:
-            return installing.stage_copy(self._loaded, weights.copy, held=self._digest)
-        if weights.folder is not None:
-            return installing.stage_folder(self._loaded, weights.folder, self._config.dtype)
-        return None
 
     # Steps
 
@@ -390,9 +361,11 @@ class BuiltinEngine:
                     if not chunks:
                         self._work.clear()
                         continue
-                    if self._runner is not None:  # who interrupted the last burst has been here
-                        self._runner.uninterrupt()
-                    await self._run_step(chunks, sink)
+                    assert self._runner is not None
+                    self._runner.uninterrupt()  # who interrupted the last burst has been here
+                    await self._run_step(self._runner, chunks, sink)
+                    if self._is_tainted:
+                        await self._clean()
                 await asyncio.sleep(0)
         except Exception as error:  # torch's, Triton's, our own: whatever it is, no sample may wait on
             log.exception("a step failed")
@@ -400,15 +373,24 @@ class BuiltinEngine:
             for lease in self._batch.remove_all():
                 sink.ended(lease, "engine_failed", self._trouble)
 
-    async def _run_step(self, chunks: list[Chunk], sink: Sink) -> None:
+    async def _run_step(self, runner: StepRunner, chunks: list[Chunk], sink: Sink) -> None:
         """A step, or a burst of them, which is taken in as it comes."""
         loop = asyncio.get_running_loop()
+        wanted, num_steps = _wanted(chunks), self._burst(runner, chunks)
+        if not num_steps:
+            drawn = await loop.run_in_executor(self._thread, runner.run, chunks, wanted)
+            self._take_in(chunks, [drawn], sink)
+            return
+        if not runner.shows_bursts:
+            burst = await loop.run_in_executor(self._thread, runner.run_burst, chunks, wanted, num_steps)
+            self._take_in(chunks, burst, sink)
+            return
         looks: asyncio.Queue[list[Drawn] | None] = asyncio.Queue()
 
-        def look(drawn: "list[Drawn]") -> None:
+        def look(drawn: list[Drawn]) -> None:
             loop.call_soon_threadsafe(looks.put_nowait, drawn)
 
-        running = loop.run_in_executor(self._thread, self._step, chunks, self._burst(chunks), look)
+        running = loop.run_in_executor(self._thread, runner.run_burst, chunks, wanted, num_steps, look)
         running.add_done_callback(lambda _: looks.put_nowait(None))
         while (drawn := await looks.get()) is not None:
             num_ended = self._take_in(chunks, drawn, sink)
@@ -416,36 +398,20 @@ class BuiltinEngine:
                 self._interrupt()
         self._take_in(chunks, await running, sink)
 
-    def _burst(self, chunks: list[Chunk]) -> int:
+    def _burst(self, runner: StepRunner, chunks: list[Chunk]) -> int:
         """How many steps run before we plan again: several, while all that run only decode. 0: as they come."""
         if not all(chunk.decodes for chunk in chunks):
             return 0
-        if self._cuda is not None and any(sequence.data.job.sampling.truncates for sequence, _, _, _ in chunks):
-            return 0  # there is no graph for it
+        if runner.shows_bursts and any(sequence.data.job.sampling.truncates for sequence, _, _, _ in chunks):
+            return 0
         # On a GPU a row that is over costs next to nothing, and a look at all of them does.
-        last = max if self._cuda is not None else min
+        last = max if runner.shows_bursts else min
         left = last(sequence.max_total - len(sequence.tokens) for sequence, _, _, _ in chunks)
         waits_for_blocks = self._batch.num_waiting and self._batch.num_running < self._config.slots
-        num = min(left, _BLIND_BURST if self._cuda is None or waits_for_blocks else MAX_BURST)
+        num = min(left, MAX_BURST if runner.shows_bursts and not waits_for_blocks else _BLIND_BURST)
         while num > 1 and not self._batch.reserve(num):
             num //= 2
         return max(1, num)
-
-    def _step(self, chunks: list[Chunk], num_steps: int, look: "Callable[[list[Drawn]], None]") -> "list[Drawn]":
-        """What no look has shown."""
-        from polyrl.engines.builtin.runner import Wanted
-
-        assert self._runner is not None
-        wanted = []
-        for sequence, _, _, samples in chunks:
-            if samples:
-                job: Job = sequence.data.job
-                wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(sequence.tokens) - len(job.prompt)))
-        if num_steps and self._cuda is not None:
-            return self._cuda.run_burst(chunks, wanted, num_steps, look)
-        if num_steps:
-            return self._runner.run_burst(chunks, wanted, num_steps)
-        return [self._runner.run(chunks, wanted)]
 
     def _take_in(self, chunks: list[Chunk], drawn: "list[Drawn]", sink: Sink) -> int:
         """Each sample's new tokens, at once; how many samples ended. What was drawn after an end is thrown away."""
@@ -459,42 +425,39 @@ class BuiltinEngine:
             tokens, logprobs = next(rows)
             if not sequence.blocks:  # it ended earlier in this burst
                 continue
-            num, reason = self._append(sequence, tokens)
-            sink.tokens(sequence.lease, tokens[:num], logprobs[:num], self._version)
-            if reason is not None:
+            num, end = sequence.data.ending.find(sequence.tokens, tokens, sequence.max_total - len(sequence.tokens))
+            if not math.isfinite(sum(logprobs[:num])):
                 num_ended += 1
-                self._end(sequence, reason, sink)
+                self._is_tainted = True
+                self._batch.remove(sequence.lease)
+                sink.ended(sequence.lease, "engine_failed", f"version {self._version} gives no numbers")
+                continue
+            self._batch.append(sequence, tokens[:num])
+            sink.tokens(sequence.lease, tokens[:num], logprobs[:num], self._version)
+            if end is not None:
+                num_ended += 1
+                self._batch.remove(sequence.lease)
+                sink.ended(sequence.lease, end)
             elif num > 1:
                 self._batch.computed([Chunk(sequence, sequence.num_computed, num - 1, True)])
         return num_ended
 
-    def _append(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[int, Literal["stop", "length"] | None]:
-        """Add tokens up to the answer's end: how many, and which end it was."""
-        answer: _Answer = sequence.data
-        num = len(tokens)
-        if not answer.job.sampling.stop and answer.ends.isdisjoint(tokens):
-            num = min(num, sequence.max_total - len(sequence.tokens))
-            sequence.tokens += tokens[:num]
-            return num, "length" if len(sequence.tokens) >= sequence.max_total else None
-        for num, token in enumerate(tokens, 1):
-            self._batch.append(sequence, token)
-            if token in answer.ends or self._has_stop_string(sequence, answer):
-                return num, "stop"
-            if len(sequence.tokens) >= sequence.max_total:
-                return num, "length"
-        return num, None
+    async def _clean(self) -> None:
+        """An empty cache: what is no number would get into the next samples that are given its blocks."""
+        assert self._runner is not None
+        self._batch.recompute_all()
+        for act in (self._runner.sleep, self._runner.wake):
+            await asyncio.get_running_loop().run_in_executor(self._thread, act)
+        self._is_tainted = False
 
-    def _end(self, sequence: Sequence, reason: Literal["stop", "length"], sink: Sink) -> None:
-        self._batch.remove(sequence.lease)
-        sink.ended(sequence.lease, reason)
 
-    def _has_stop_string(self, sequence: Sequence, answer: _Answer) -> bool:
-        stops = answer.job.sampling.stop
-        if not stops:
-            return False
-        start = max(len(answer.job.prompt), len(sequence.tokens) - _STOP_TAIL_TOKENS)
-        text = self._tokenizer.decode(sequence.tokens[start:])
-        return any(stop in text for stop in stops)
+def _wanted(chunks: list[Chunk]) -> list[Wanted]:
+    wanted: list[Wanted] = []
+    for sequence, _, _, samples in chunks:
+        if samples:
+            job: Job = sequence.data.job
+            wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(sequence.tokens) - len(job.prompt)))
+    return wanted
 
 
 def _by_row(steps: list[list[Any]]) -> "zip[tuple[Any, ...]]":

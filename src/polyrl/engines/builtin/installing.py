@@ -13,7 +13,7 @@ import torch
 
 from polyrl.engines.builtin import models
 from polyrl.engines.builtin.models import Loaded
-from polyrl.engines.engine import EngineError
+from polyrl.engines.engine import EngineError, Weights
 from polyrl.weights import tensors
 from polyrl.weights.adapters import Base
 from polyrl.weights.shelf import HostCopy
@@ -32,6 +32,37 @@ class Staged(NamedTuple):
                 ours.copy_(theirs, non_blocking=True)
         if self.pairs and self.pairs[0][0].is_cuda:
             torch.cuda.synchronize()
+
+
+class Installer:
+    """Knows what was installed, so that the next version brings only what is different."""
+
+    def __init__(self, loaded: Loaded, folder: str, dtype: str) -> None:
+        self._loaded, self._folder, self._dtype = loaded, folder, dtype
+        self._digest = ""
+        """Of the version that was installed from a copy."""
+        self._base: Base | None = None
+        """What adapters are merged with; read when the first one comes."""
+        self._adapter_layout = ""
+        """The fingerprint of the installed adapter's layout; empty while no adapter is installed."""
+
+    def stage(self, weights: Weights) -> Staged | None:
+        """Bring a version near, while samples go on. None where nothing says where it is. Raises EngineError."""
+        if weights.copy is not None and weights.copy.manifest.adapter is not None:
+            if self._base is None:
+                self._base = load_base(self._folder, self._dtype)
+            is_on_base = self._adapter_layout == weights.copy.manifest.layout.fingerprint
+            return stage_adapter(self._loaded, weights.copy, self._base, changed_only=is_on_base)
+        if weights.copy is not None:
+            return stage_copy(self._loaded, weights.copy, held=self._digest)
+        if weights.folder is not None:
+            return stage_folder(self._loaded, weights.folder, self._dtype)
+        return None
+
+    def installed(self, weights: Weights) -> None:
+        manifest = None if weights.copy is None else weights.copy.manifest
+        self._digest = "" if manifest is None else manifest.digest
+        self._adapter_layout = "" if manifest is None or manifest.adapter is None else manifest.layout.fingerprint
 
 
 def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> Staged:

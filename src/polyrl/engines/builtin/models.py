@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from polyrl.engines.builtin import attention
+from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.engine import EngineError
 
 log = logging.getLogger("polyrl.engines.builtin")
@@ -107,13 +108,6 @@ def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
         "mismatched_keys": {name for name in wanted.keys() & shapes.keys() if tuple(shapes[name]) != wanted[name]},
     }
     _check_tensors(folder, report)
-
-
-def choose_device(wanted: str) -> str:
-    """`auto` is a GPU where there is one."""
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _check_config(folder: str) -> None:

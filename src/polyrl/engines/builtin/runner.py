@@ -23,7 +23,7 @@ from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, PagedKeysAndValues
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
-from polyrl.wire.frames import Sampling
+from polyrl.engines.builtin.steps import Drawn, Look, Wanted
 
 _WASTE_TOKENS = 1024
 """Contexts that attend together are padded to the longest. Beyond so much padding, they attend apart."""
@@ -33,21 +33,9 @@ _BURST_S = 0.05
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Wanted(NamedTuple):
-    """How a sample's next token is drawn."""
-
-    sampling: Sampling
-    seed: int
-    position: int
-    """Of the token in the sample's answer."""
-
-
-class Drawn(NamedTuple):
-    tokens: list[int]
-    logprobs: list[float]
-
-
 class Runner:
+    shows_bursts = False
+
     def __init__(self, loaded: Loaded, num_blocks: int, block_tokens: int) -> None:
         self._loaded = loaded
         self._block_tokens = block_tokens
@@ -129,7 +117,9 @@ class Runner:
         return Drawn(tokens.tolist(), logprobs.tolist())
 
     @torch.inference_mode()
-    def run_burst(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int) -> list[Drawn]:
+    def run_burst(
+        self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int, look: Look | None = None
+    ) -> list[Drawn]:
         """`num_steps` tokens of each sample, or as many as there is time for. All chunks decode, and have blocks."""
         until = time.perf_counter() + _BURST_S
         decoding = self._lay_out_decoding(chunks, num_steps)

@@ -102,9 +102,12 @@ def _cut(weights: Tensor, draws: Draws) -> Tensor:
 
 
 def _search(ends: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, 1) each: the first of a row's running sums beyond the cut, and the cut, which rounding may have moved."""
+    """(rows, 1) each: the first of a row's running sums beyond the cut, and the cut, which rounding may have moved.
+
+    Of sums that are no numbers, the last: the token's log-probability will be none either, and says so.
+    """
     cut = torch.minimum(cut, torch.nextafter(ends[:, -1], ends.new_zeros(()))).unsqueeze(1)
-    return torch.searchsorted(ends, cut, right=True), cut
+    return torch.searchsorted(ends, cut, right=True).clamp_(max=ends.shape[1] - 1), cut
 
 
 def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:

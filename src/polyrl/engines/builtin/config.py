@@ -1,0 +1,68 @@
+"""The settings of the builtin engine, and those that follow from its device unless they are given."""
+
+from typing import Annotated, Literal, NamedTuple
+
+from msgspec import Meta, Struct
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """None, where the device decides (`fit`)."""
+
+    model: str
+    """A Hugging Face directory."""
+    dtype: Dtype | None = None
+    device: str = "auto"
+    """`auto` is `cuda` where there is one, otherwise `cpu`."""
+    slots: Annotated[int, Meta(ge=1, le=4096)] = 32
+    """Samples that run at once."""
+    kv_tokens: Annotated[int, Meta(ge=16)] = 65_536
+    """Tokens that fit into the cache."""
+    block_tokens: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    chunk_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Prompt tokens that are computed in one step at most, so that running samples do not wait long."""
+    max_context: Annotated[int, Meta(ge=2)] | None = None
+    """Prompt and answer together; none: what the model can."""
+    threads: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Of the CPU. Two on a busy machine have been seen to be 20 times slower than one."""
+    batch_invariant: bool = False
+    """On a GPU: a sample's tokens do not depend on who else runs; slower. On the CPU it is always so."""
+    compile: bool = True
+    """On a GPU: compile the layers, which takes a while at the start. Off: slower, ready at once."""
+    after_install: Literal["keep", "recompute"] = "recompute"
+    """What becomes of the cache of running samples when weights change."""
+    version: Annotated[int, Meta(ge=0)] | None = 0
+    """Which version the directory holds; none: it may not be used before another is installed."""
+
+
+class Fit(NamedTuple):
+    """What suits a device."""
+
+    dtype: Dtype
+    block_tokens: int
+    chunk_tokens: int
+    """On a GPU, running samples wait some 50 ms for so many, with two billion parameters."""
+
+
+_CPU = Fit("float32", 16, 512)
+_GPU = Fit("bfloat16", 32, 8192)
+
+
+def fit(config: BuiltinConfig, device: str) -> Fit:
+    """What is given, and the device's own for what is not. `device` is not `auto`."""
+    own = _GPU if device.startswith("cuda") else _CPU
+    return Fit(
+        own.dtype if config.dtype is None else config.dtype,
+        own.block_tokens if config.block_tokens is None else config.block_tokens,
+        own.chunk_tokens if config.chunk_tokens is None else config.chunk_tokens,
+    )
+
+
+def choose_device(wanted: str) -> str:
+    """`auto` is a GPU where there is one."""
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,48 @@
+"""Where an answer ends: with an id that ends it, with the token that completes a stop string, or at its length."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+_TEXTLESS_TOKENS = 16
+"""A stop string is looked for in so many tokens more than it has bytes: some tokens have no text of their own."""
+
+End = Literal["stop", "length"]
+
+
+class Ending(NamedTuple):
+    """What ends one sample's answer."""
+
+    num_prompt: int
+    ids: frozenset[int]
+    stops: Sequence[str] = ()
+    decode: Callable[[list[int]], str] = str
+
+    def find(self, text: list[int], new: Sequence[int], room: int) -> tuple[int, End | None]:
+        """How many of the new tokens belong to the answer, and which end the last of them is.
+
+        `text` is prompt and answer so far, and has room for so many more.
+        """
+        if not self.stops and self.ids.isdisjoint(new):
+            return (len(new), None) if len(new) < room else (room, "length")
+        answer = text[max(self.num_prompt, len(text) - self._num_looked_at) :]
+        for num, token in enumerate(new, 1):
+            answer.append(token)
+            if self.is_over(answer):
+                return num, "stop"
+            if num == room:
+                return num, "length"
+        return len(new), None
+
+    def is_over(self, answer: list[int]) -> bool:
+        """Whether its last token ends it."""
+        if answer[-1] in self.ids:
+            return True
+        if not self.stops:
+            return False
+        text = self.decode(answer[-self._num_looked_at :])
+        return any(stop in text for stop in self.stops)
+
+    @property
+    def _num_looked_at(self) -> int:
+        """Last tokens that hold the longest stop string: each of its tokens is a byte of it or more."""
+        return _TEXTLESS_TOKENS + max((len(stop.encode()) for stop in self.stops), default=0)

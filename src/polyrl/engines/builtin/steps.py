@@ -1,0 +1,67 @@
+"""What the engine asks of whatever runs the model's steps, on the CPU (runner.py) and on a GPU (cuda_runner.py)."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from polyrl.engines.builtin.batching import Chunk
+from polyrl.wire.frames import Sampling
+
+MAX_BURST = 64
+"""Steps of a burst that is looked at while it runs."""
+
+
+class Wanted(NamedTuple):
+    """How a sample's next token is drawn."""
+
+    sampling: Sampling
+    seed: int
+    position: int
+    """Of the token in the sample's answer."""
+
+
+class Drawn(NamedTuple):
+    """What a step brought: an entry for each sample whose token was wanted."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+Look = Callable[[list[Drawn]], None]
+
+
+class StepRunner(Protocol):
+    """Called on the engine's own thread, but for `interrupt` and `uninterrupt`, which any may call."""
+
+    shows_bursts: bool
+    """A burst shows its steps while it runs, goes on when an answer is over, and truncates nothing."""
+
+    def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
+        """Any step. `wanted` has an entry for each chunk that samples, in order."""
+        ...
+
+    def run_burst(
+        self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int, look: Look | None = None
+    ) -> list[Drawn]:
+        """Up to `num_steps` tokens of each sample. All chunks decode, and have blocks.
+
+        Who shows bursts gives `look` the steps as they come, and returns those that it was not given.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """End the burst that runs, if one does, with the steps that are on their way."""
+        ...
+
+    def uninterrupt(self) -> None: ...
+
+    def weights_changed(self) -> None: ...
+
+    def sleep(self) -> None:
+        """Free the memory of the cache. What was in it must be computed again."""
+        ...
+
+    def wake(self) -> None:
+        """An empty cache, all zeros."""
+        ...
+
+    def close(self) -> None: ...
