@@ -97,7 +97,23 @@ def test_later_samples_find_the_prompt_in_the_cache_of_those_that_ended(family):
     play(script, family.folder, block_tokens=4)
 
 
+def test_logits_are_made_of_the_last_layer_as_the_model_makes_them(family):
+    loaded = models.load(str(family.folder), "float32", "cpu")
+    tokens = torch.tensor([family.prompts[-1]])
+    with torch.no_grad():
+        hidden = loaded.model.model(input_ids=tokens).last_hidden_state
+        assert torch.equal(loaded.logits(hidden), loaded.model(input_ids=tokens).logits)
+
+
 MIXTURES = {"mixtral", "qwen3_moe"}
+
+
+def test_seeds_are_said_to_survive_moves_where_answers_are_exact(family):
+    async def script(stage: Stage) -> None:
+        is_mixture = family.folder.name in MIXTURES
+        assert stage.info.capabilities.seeds_survive_moves != is_mixture
+
+    play(script, family.folder)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - MIXTURES), indirect=True)
@@ -242,5 +258,36 @@ def test_a_directory_without_weights_is_refused_and_pickled_ones_are_not_looked_
 
 def test_a_device_that_is_not_there_is_refused(whole):
     assert "device nonsense cannot be used" in refusal(whole, device="nonsense")
+    assert "device meta cannot be used: expected cpu, cuda or auto" in refusal(whole, device="meta")
     if not torch.cuda.is_available():
         assert "device cuda cannot be used" in refusal(whole, device="cuda")
+
+
+# On a GPU
+
+
+def why_not(folder, *, dtype: str = "bfloat16", block_tokens: int = 16, **facts: Any) -> str:
+    loaded = models.load(str(folder), dtype, "cpu")
+    facts = {"batch_invariant": False, "capability": (9, 0), "has_windows": True, **facts}
+    return models.why_not_on_gpu(loaded, block_tokens, **facts)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma2"}), indirect=True)
+def test_a_gpu_runs_every_family_but_one(family):
+    assert why_not(family.folder) == ""
+
+
+def test_what_a_gpu_cannot_run_is_refused_by_name(tmp_path):
+    llama, windows, experts = (save_tiny(name, tmp_path / name) for name in ("llama", "mistral", "mixtral"))
+    assert "attn_logit_softcapping" in why_not(save_tiny("gemma2", tmp_path / "gemma2"))
+    for head_dim in (8, 80, 96):
+        folder = save_tiny("qwen3", tmp_path / str(head_dim), head_dim=head_dim)
+        assert f"head_dim: got {head_dim}" in why_not(folder)
+    for block_tokens in (8, 24):
+        assert f"block_tokens: got {block_tokens}" in why_not(llama, block_tokens=block_tokens)
+    assert "sliding windows" in why_not(windows, has_windows=False)
+    assert not why_not(windows, has_windows=False, dtype="float32")
+    assert not why_not(llama, has_windows=False, capability=(8, 0), batch_invariant=True)
+    assert "bfloat16" in why_not(experts, dtype="float32")
+    assert "9.0" in why_not(experts, capability=(8, 0))
+    assert "batch_invariant" in why_not(experts, batch_invariant=True)

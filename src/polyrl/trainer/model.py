@@ -83,7 +83,6 @@ class Policy:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype if divided is None else divided.dtype
         config = self.model.config.get_text_config()
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._flash = (
             self.device.type == "cuda"
             and self.dtype in (torch.bfloat16, torch.float16)
@@ -160,7 +159,9 @@ class Policy:
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
         """With gradients where torch has them enabled."""
-        settings = HeadSettings(temperature, self._softcap, keep_bytes=self._keep_logits_bytes, compiled=self.compiled)
+        settings = HeadSettings(
+            temperature, self.loaded.logit_softcap, keep_bytes=self._keep_logits_bytes, compiled=self.compiled
+        )
 
         def score() -> Scores:
             head = self.model.get_output_embeddings().weight

@@ -11,7 +11,6 @@ stretch that the random number falls into.
 # What a kernel takes is Triton's to check: launch options are no parameters of it, and numbers become `constexpr`.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ import triton
 import triton.language as tl
 
 from polyrl.engines.builtin import sampling
+from polyrl.engines.builtin.packed import Borders, flash
 
 Tensor = torch.Tensor
 
@@ -181,43 +181,13 @@ def attend(
         wide = EVERYTHING if window is None else window
         return paged_decode(query, key, value, keys, values, step.tables, step.positions, scale, wide, step.splits)
     its_keys, its_values = write_and_gather(key, value, keys, values, step.slots, step.blocks, step.within)
-    groups = query.shape[1] // key.shape[1]
-    its_keys, its_values = its_keys.repeat_interleave(groups, 1), its_values.repeat_interleave(groups, 1)
     if query.dtype == torch.float32:  # flash attention has none; correct, a chunk at a time
         wide = EVERYTHING if window is None else window
+        groups = query.shape[1] // key.shape[1]
+        its_keys, its_values = its_keys.repeat_interleave(groups, 1), its_values.repeat_interleave(groups, 1)
         return attend_one_by_one(query, its_keys, its_values, step.first_rows, step.first_contexts, scale, wide)
-    return _varlen(
-        query.contiguous(), its_keys, its_values, step.first_rows, step.first_contexts, step.longest_rows,
-        step.longest_context, scale, window,
-    )  # fmt: skip
-
-
-def _varlen(
-    query: Tensor, keys: Tensor, values: Tensor, first_rows: Tensor, first_contexts: Tensor,
-    longest_rows: int, longest_context: int, scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
-    from torch.nn.attention import varlen
-
-    varlen_attn: Any = varlen.varlen_attn
-    if "window_size" in inspect.signature(varlen_attn).parameters:
-        left = -1 if window is None else window - 1
-        return varlen_attn(
-            query, keys, values, first_rows, first_contexts, longest_rows, longest_context, scale=scale,
-            window_size=(left, 0),
-        )  # fmt: skip
-    if window is not None:
-        raise RuntimeError("sliding windows need a newer torch on a GPU")
-    default = query.shape[-1] ** -0.5
-    return varlen_attn(  # an older torch has its own scale
-        query * (scale / default),
-        keys,
-        values,
-        first_rows,
-        first_contexts,
-        longest_rows,
-        longest_context,
-        is_causal=True,
-    )
+    rows, contexts = Borders(step.first_rows, step.longest_rows), Borders(step.first_contexts, step.longest_context)
+    return flash(query, its_keys, its_values, rows, contexts, scale, window)
 
 
 # What writes to the cache is an operation of its own that says so: compiled as part of the rest, the cache was copied.
@@ -441,5 +411,5 @@ def _signed(number: int) -> int:
 
 
 def num_processors() -> int:
-    properties: Any = torch.cuda.get_device_properties(0)
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return properties.multi_processor_count

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from polyrl.engines.builtin import cuda, sampling
+from polyrl.engines.builtin import cuda, packed, sampling
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.cuda import DecodeStep, PrefillStep
 from polyrl.engines.builtin.cuda_layout import lay_out
@@ -71,6 +71,8 @@ class CudaRunner:
         self._num_blocks, self._block_tokens = num_blocks, block_tokens
         self._parameter = next(loaded.model.parameters())
         self._device = self._parameter.device
+        torch.cuda.set_device(self._device)  # of the thread that runs steps: kernels, graphs and the cache go there
+        packed.find_flash()
         self._num_processors = cuda.num_processors()
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
         heads, dim = loaded.num_kv_heads, loaded.head_dim
@@ -136,14 +138,14 @@ class CudaRunner:
         """
         asked = dict(zip((number for number, chunk in enumerate(chunks) if chunk.samples), wanted, strict=True))
         graphed = [number for number, one in asked.items() if chunks[number].decodes and not one.sampling.truncates]
-        packed = sorted(set(range(len(chunks))) - set(graphed))
+        others = sorted(set(range(len(chunks))) - set(graphed))
         drawn: dict[int, tuple[int, float]] = {}
         if graphed:
             one = self.run_burst([chunks[at] for at in graphed], [asked[at] for at in graphed], 1)[0]
             drawn.update(zip(graphed, zip(*one, strict=True), strict=True))
         at_once = 1 if self._invariant_tokens else len(chunks)
-        for first in range(0, len(packed), at_once):
-            some = packed[first : first + at_once]
+        for first in range(0, len(others), at_once):
+            some = others[first : first + at_once]
             sampled = [at for at in some if at in asked]
             one = self._run_packed([chunks[at] for at in some], [asked[at] for at in sampled])
             drawn.update(zip(sampled, zip(*one, strict=True), strict=True))
@@ -153,7 +155,7 @@ class CudaRunner:
         """Row by row, of whatever lengths."""
         step, tokens, positions, rows = self._lay_out(chunks)
         hidden = self._hidden(tokens, positions, step)
-        logits = self._loaded.model.lm_head(hidden[0].index_select(0, rows))
+        logits = self._loaded.logits(hidden[0].index_select(0, rows))
         if not wanted:
             return Drawn([], [])
         draws = sampling.plan_draws(
@@ -289,7 +291,7 @@ class CudaRunner:
         tokens, positions, answers = self._tokens[:size], self._positions[:size], self._answers[:size]
         splits = cuda.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
         step = DecodeStep(self._tables[:size], positions, splits)
-        logits = self._loaded.model.lm_head(self._hidden(tokens, positions, step)[0])
+        logits = self._loaded.logits(self._hidden(tokens, positions, step)[0])
         numbers = self._uniforms(self._seeds[:size], answers)
         drawn, logprobs = cuda.draw(logits, self._temperatures[:size], numbers)
         cuda.note(drawn, logprobs, self._cursor, self._drawn, self._logprobs, tokens, positions, answers)

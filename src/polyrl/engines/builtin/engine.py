@@ -120,7 +120,7 @@ class BuiltinEngine:
             slots=self._config.slots,
             kv_tokens=self._cache.num_blocks * self._cache.block_tokens,
             capabilities=Capabilities(
-                seeds_survive_moves=True,
+                seeds_survive_moves=not (self._device.startswith("cuda") or loaded.has_experts),
                 keeps_running_over_install=True,
                 stop_strings=self._tokenizer is not None,
             ),
@@ -150,10 +150,24 @@ class BuiltinEngine:
 
     def _make_runner(self, loaded: "Loaded") -> StepRunner:
         config, cache = self._config, self._cache
-        if not next(loaded.model.parameters()).is_cuda:
+        device = next(loaded.model.parameters()).device
+        if device.type != "cuda":
             from polyrl.engines.builtin.runner import Runner
 
             return Runner(loaded, cache.num_blocks, cache.block_tokens)
+        import torch
+
+        from polyrl.engines.builtin import models, packed
+
+        why_not = models.why_not_on_gpu(
+            loaded,
+            cache.block_tokens,
+            batch_invariant=config.batch_invariant,
+            capability=torch.cuda.get_device_capability(device),
+            has_windows=packed.has_windows(),
+        )
+        if why_not:
+            raise EngineError(f"{loaded.name}: {why_not}")
         from polyrl.engines.builtin.cuda_runner import CudaRunner
 
         return CudaRunner(

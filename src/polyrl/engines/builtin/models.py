@@ -51,6 +51,14 @@ class Loaded(NamedTuple):
     num_kv_heads: int
     head_dim: int
     end_ids: frozenset[int]
+    logit_softcap: float | None
+    has_experts: bool
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the last layer's results, as the model's own forward pass has them."""
+        logits = self.model.lm_head(hidden)
+        cap = self.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 _REFUSALS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError, SafetensorError)
@@ -60,6 +68,7 @@ _REFUSALS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError
 def load(folder: str, dtype: str, device: str) -> Loaded:
     """`device` may be `auto`: a GPU where there is one. Raises EngineError, in a line that names the directory."""
     device = choose_device(device)
+    _check_device(device)
     _check_config(folder)
     attention.register()
     with quiet():
@@ -108,6 +117,48 @@ def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
         "mismatched_keys": {name for name in wanted.keys() & shapes.keys() if tuple(shapes[name]) != wanted[name]},
     }
     _check_tensors(folder, report)
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise EngineError(f"device {device} cannot be used: {_line(error)}") from error
+    if kind not in ("cpu", "cuda"):
+        raise EngineError(f"device {device} cannot be used: expected cpu, cuda or auto")
+
+
+def why_not_on_gpu(
+    loaded: Loaded, block_tokens: int, *, batch_invariant: bool, capability: tuple[int, int], has_windows: bool
+) -> str:
+    """Why our kernels cannot run the model, or not as asked; empty when they can.
+
+    `capability` of the GPU; `has_windows`: whether torch's flash attention has them.
+    """
+    config, dtype = loaded.model.config.get_text_config(), next(loaded.model.parameters()).dtype
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "soft-capped attention (attn_logit_softcapping) is not supported on a GPU"
+    if not _is_power_of_two(loaded.head_dim):
+        return f"head_dim: got {loaded.head_dim}, expected a power of two from 16 on, on a GPU"
+    if not _is_power_of_two(block_tokens):
+        return f"block_tokens: got {block_tokens}, expected a power of two from 16 on, on a GPU"
+    if _slides(config) and not has_windows and dtype != torch.float32:
+        return "sliding windows in half precision need a newer torch on a GPU"
+    if loaded.has_experts and (dtype != torch.bfloat16 or capability < (9, 0)):
+        return "a mixture of experts needs dtype=bfloat16 and compute capability 9.0 on a GPU: others have no graph"
+    if loaded.has_experts and batch_invariant:
+        return "batch_invariant: experts choose their rows themselves, and a mixture's answers depend on the batch"
+    return ""
+
+
+def _slides(config: Any) -> bool:
+    """Whether a layer has a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number >= 16 and number & (number - 1) == 0
 
 
 def _check_config(folder: str) -> None:
@@ -171,6 +222,8 @@ def describe(model: Any, name: str) -> Loaded:
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         end_ids=end_ids,
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+        has_experts=any(getattr(config, name, None) for name in ("num_experts", "num_local_experts")),
     )
 
 

@@ -95,7 +95,7 @@ def attend(
     query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, Borders):
-        return _flash(query, key, value, layout, scale, window).unsqueeze(0)
+        return flash(query, key, value, layout, layout, scale, window).unsqueeze(0)
     gathered = [_Move.apply(one, layout.there, layout.back) for one in (query, key, value)]
     outs: list[Tensor] = []
     slot = 0
@@ -174,7 +174,18 @@ def find_flash() -> bool:
     return True
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Borders, scale: float, window: int | None) -> Tensor:
+def has_windows() -> bool:
+    """Whether torch's varlen attention can leave out what is too far back."""
+    return find_flash() and "window_size" in _TAKES
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, rows: Borders, contexts: Borders, scale: float, window: int | None
+) -> Tensor:
+    """Query (rows, heads, dim), key and value (context tokens, kv heads, dim). After `find_flash`.
+
+    A sample's rows are the last tokens of its context.
+    """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     more: dict[str, Any] = {}
     groups = query.shape[1] // key.shape[1]
@@ -190,5 +201,4 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Borders, scale: fl
     else:  # an older torch has its own scale
         more["is_causal"] = True
         query = query * (scale * query.shape[-1] ** 0.5)
-    borders, longest = layout
-    return _VARLEN(query, key, value, borders, borders, longest, longest, **more)
+    return _VARLEN(query, key, value, rows.first_rows, contexts.first_rows, rows.longest, contexts.longest, **more)
