@@ -26,7 +26,9 @@ class _Shared:
 
 
 class _Part(nn.Module):
-    """In place of a Linear. The first part multiplies for all; the others, called after it, take what is theirs."""
+    """In place of a Linear. The first part multiplies for all; the others, called after it in order, take what is
+    theirs, and the last leaves nothing behind: kept, the products of all layers are several times a pass's memory.
+    """
 
     def __init__(self, linear_: nn.Linear, shared: _Shared, number: int) -> None:
         super().__init__()
@@ -45,7 +47,10 @@ class _Part(nn.Module):
         shared = self._shared
         if self._number == 0:
             shared.results = linear(x, shared.weight, shared.bias).split(shared.sizes, -1)
-        return shared.results[self._number]
+        mine = shared.results[self._number]
+        if self._number == len(shared.sizes) - 1:
+            shared.results = ()
+        return mine
 
 
 def merge_projections(model: Any) -> None:
