@@ -33,6 +33,9 @@ for window, splits in ((cuda.EVERYTHING, 1), (cuda.EVERYTHING, 4), (20, 2), (1, 
         scores = torch.einsum("hgd,thd->hgt", query[row].view(num_kv, -1, dim), its_keys) * dim**-0.5
         wanted = torch.einsum("hgt,thd->hgd", scores.softmax(-1), its_values).reshape(heads, dim)
         assert (wanted - out[row]).abs().max() < 1e-5, (row, window, splits)
+key[0], value[0] = float("nan"), float("inf")
+cuda.paged_decode(query, key, value, keys, values, tables, lengths - 1, dim**-0.5, cuda.EVERYTHING, 4)
+assert keys.isfinite().all() and values.isfinite().all(), "the next one to have the block reads it"
 """
 
 DRAWING = """

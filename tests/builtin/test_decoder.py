@@ -61,6 +61,10 @@ class Desk:
         self.take_in(chunks, [drawn])
         return drawn
 
+    def run(self, num_tokens: int) -> list[Drawn]:
+        self.add(0, num_tokens)
+        return [self.step() for _ in range(4)]
+
     def wanted(self, chunks: list[Chunk]) -> list[Wanted]:
         return [Wanted(ON, int(one.sequence.lease), len(one.sequence.tokens)) for one in chunks if one.samples]
 
@@ -128,6 +132,28 @@ def test_changed_weights_are_used_once_they_are_packed(tmp_path):
     changed = desk.step()
     assert changed == fresh.step()
     assert changed.logprobs != as_it_was.step().logprobs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_what_is_no_number_does_not_stay_in_the_cache_for_the_next_sample(family, tmp_path):
+    loaded = load(family, tmp_path, tie_word_embeddings=False)
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[510] = float("nan")
+    clean, desk = Desk(loaded), Desk(loaded)
+    ill = Sequence(LeaseId(99), [510] * 9, 500)
+    desk.batching.add(ill)
+    desk.runner.run([desk.batching.plan()[0]._replace(samples=False)], [])
+    desk.batching.remove(ill.lease)
+    for one in (clean, desk):
+        for number in range(3):
+            one.add(number, 7)
+    for _ in range(6):
+        assert desk.step() == clean.step()
+
+
+def test_a_window_that_a_family_does_not_look_at_changes_nothing(tmp_path):
+    plain, configured = load("llama", tmp_path / "plain"), load("llama", tmp_path / "window", sliding_window=4)
+    assert Desk(plain).run(30) == Desk(configured).run(30)
 
 
 def test_planning_several_draws_at_once_gives_the_numbers_of_each():

@@ -102,7 +102,7 @@ class Decoder:
                 order=self._order(),
             ),
             head_norm,
-            getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+            _window(attention),
             _merge([attention.o_proj]),
             _merge([mlp.gate_proj, mlp.up_proj], norm=layer.post_attention_layernorm.weight),
             _merge([mlp.down_proj]),
@@ -154,6 +154,13 @@ class Decoder:
     def _shrinking(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+
+
+def _window(attention: Any) -> int | None:
+    """Mistral's modules look it up as they run, Qwen's know it, and Llama's have none, whatever is configured."""
+    if type(attention).__name__ == "MistralAttention":
+        return attention.config.sliding_window
+    return getattr(attention, "sliding_window", None)
 
 
 def _merge(
