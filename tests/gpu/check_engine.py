@@ -164,6 +164,32 @@ def profile(*, compiled: bool, batch: int = 256) -> None:
         print(f"{share:6.1%} {one.self_device_time_total / 4e3:8.3f} ms/step {one.count / 4:7.1f}x {one.key[:90]}")
 
 
+def profile_chunk() -> None:
+    """Where the time of a prompt's chunk goes, when it is computed by itself, as with batch_invariant."""
+    from polyrl.cli.bench_engine import make_model
+    from polyrl.engines.builtin.batching import Chunk, Sequence
+    from polyrl.engines.builtin.cuda_runner import CudaRunner
+    from polyrl.engines.builtin.models import describe
+    from polyrl.engines.builtin.steps import Wanted
+
+    model = make_model(Work("qwen3-1.7b", None, 4, 256, 256), "cuda")
+    runner = CudaRunner(describe(model, "x"), 64, 32, 4, 768, compile_layers=True, invariant_tokens=512)
+    sequence = Sequence(1, [5] * 256, 768)
+    sequence.blocks = list(range(8))
+    step = [Chunk(sequence, 0, 256, True)], [Wanted(Sampling(), 1, 0)]
+    for _ in range(5):
+        runner.run(*step)
+    began = time.perf_counter()
+    for _ in range(20):
+        runner.run(*step)
+    print(f"{(time.perf_counter() - began) / 20 * 1e3:.2f} ms a chunk", flush=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as seen:
+        runner.run(*step)
+    print(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=15), flush=True)
+    print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=25), flush=True)
+
+
 def tune() -> None:
     """The decode kernel alone, over ways to run it."""
     from polyrl.engines.builtin import cuda
@@ -216,6 +242,8 @@ if __name__ == "__main__":
         print(json.dumps({"transformers_tok_s": run_transformers(work, make_model(work, "cuda"), "cuda")}), flush=True)
     elif sys.argv[1] == "tune":
         tune()
+    elif sys.argv[1:] == ["profile", "chunk"]:
+        profile_chunk()
     elif sys.argv[1] == "profile":
         profile(compiled=sys.argv[2:] != ["eager"])
     else:
