@@ -124,7 +124,7 @@ def test_changed_weights_are_used_once_they_are_packed(tmp_path):
     assert desk.step() == as_it_was.step()
     with torch.no_grad():
         loaded.model.lm_head.weight.mul_(0.5)
-    desk.runner.weights_changed()
+    desk.runner.change_weights(None)
     fresh = Desk(loaded)
     for one in (desk, as_it_was, fresh):
         one.batching.remove_all()

@@ -43,10 +43,10 @@ class Sink:
         self.ends[lease] = f"{reason} {detail}".strip()
 
 
-async def started(model, *, invariant: bool, slots: int = 64) -> tuple[BuiltinEngine, Sink]:
+async def started(model, *, invariant: bool, slots: int = 64, **more) -> tuple[BuiltinEngine, Sink]:
     config = BuiltinConfig(
         model="bench", dtype="bfloat16", device="cuda", slots=slots, kv_tokens=slots * 1024, block_tokens=BLOCK,
-        chunk_tokens=2048, max_context=1024, batch_invariant=invariant,
+        chunk_tokens=2048, max_context=1024, batch_invariant=invariant, **more,
     )  # fmt: skip
     engine, sink = BuiltinEngine(config, describe(model, "bench")), Sink()
     await engine.start(sink)
@@ -127,6 +127,11 @@ async def compare(model, prompts: list[list[int]], *, invariant: bool, until_end
         await sleep_and_wake(engine, sink, [job(5000, n) for n in range(64) if n != TRUNCATED])
         await abort_latency(engine, sink, [job(6000, n) for n in range(64) if n != TRUNCATED])
     await engine.close()
+    if not invariant and not until_end:
+        engine, sink = await started(model, invariant=invariant, in_sleep="offload")
+        for base in (5000, 6000):  # the first pins memory
+            await sleep_and_wake(engine, sink, [job(base, n) for n in range(64) if n != TRUNCATED])
+        await engine.close()
     return not invariant or all(one["answers_equal"] == 1.0 for one in agreed.values())
 
 

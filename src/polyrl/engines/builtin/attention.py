@@ -78,7 +78,7 @@ class PagedKeysAndValues:
         self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
     def write(self, layer: int, slots: Tensor, both: Tensor) -> None:
-        """Keys, then values: (rows, 2 x kv heads, dim). What is no number is not written, as another's padding reads it."""
+        """Keys, then values: (rows, 2 x kv heads, dim). What is no number is not kept, as others' padding reads it."""
         both.nan_to_num_(0.0, 0.0, 0.0)
         self._layers[layer].flatten(0, 1).index_copy_(1, slots, both.transpose(0, 1))
 

@@ -32,6 +32,8 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """On a GPU: compile the layers, which takes a while at the start. Off: slower, ready at once."""
     after_install: Literal["keep", "recompute"] = "recompute"
     """What becomes of the cache of running samples when weights change."""
+    in_sleep: Literal["keep", "offload"] = "keep"
+    """Where weights are while a GPU's engine sleeps: where they were, or in the host's memory."""
     version: Annotated[int, Meta(ge=0)] | None = 0
     """Which version the directory holds; none: it may not be used before another is installed."""
 

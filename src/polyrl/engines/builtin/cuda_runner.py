@@ -18,7 +18,7 @@ The decoder layers are compiled one for all (`compile`), or run as they are: slo
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from polyrl.engines.builtin.cuda_layout import lay_out
 from polyrl.engines.builtin.cuda_memory import BlockedKeysAndValues
 from polyrl.engines.builtin.merging import merge_projections
 from polyrl.engines.builtin.models import Loaded
+from polyrl.engines.builtin.offloading import Offloading
 from polyrl.engines.builtin.steps import MAX_BURST, Drawn, Look, Wanted
 
 log = logging.getLogger("polyrl.engines.builtin")
@@ -65,6 +66,7 @@ class CudaRunner:
         *,
         compile_layers: bool,
         invariant_tokens: int = 0,
+        offload: bool = False,
     ) -> None:
         """`invariant_tokens`: a prompt's chunks have so many rows, and results are batch-invariant; 0: neither."""
         self._loaded = loaded
@@ -100,6 +102,7 @@ class CudaRunner:
         self._looking = torch.cuda.Stream()
         self._uniforms = cuda.uniforms
         merge_projections(loaded.model)
+        self._offloading = Offloading(loaded.model) if offload else None
         self.wake()
         if compile_layers:
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -108,15 +111,20 @@ class CudaRunner:
             self._uniforms = torch.compile(cuda.uniforms, dynamic=True)
 
     def wake(self) -> None:
+        if self._offloading is not None:
+            self._offloading.bring_back()
         if not self._is_awake:
             self._paged.attach(self._loaded.model)
             self._is_awake = True
 
     def sleep(self) -> None:
-        """Give back the cache's memory. Graphs stay: they find it at the same place again."""
+        """Give back the cache's memory. Graphs stay, as they find it at the same place again, unless weights go too."""
         if self._is_awake:
             self._paged.detach(self._loaded.model)
             self._is_awake = False
+        if self._offloading is not None:
+            self._graphs.clear()
+            self._offloading.take_away()
         torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -124,8 +132,19 @@ class CudaRunner:
         self._graphs.clear()
         self._paged.close()
 
-    def weights_changed(self) -> None:
+    def change_weights(self, write: Callable[[], None] | None) -> None:
         """Nothing is derived from them: graphs read them where they are."""
+        if write is None:
+            return
+        if self._offloading is None or not self._offloading.is_away:
+            write()
+            return
+        self._offloading.bring_back()
+        try:
+            write()
+        finally:
+            self._offloading.take_away()
+            torch.cuda.empty_cache()
 
     # Prefill
 

@@ -178,6 +178,7 @@ class BuiltinEngine:
             self._max_context,
             compile_layers=config.compile,
             invariant_tokens=self._chunk_tokens if config.batch_invariant else 0,
+            offload=config.in_sleep == "offload",
         )
 
     async def close(self) -> None:
@@ -337,9 +338,7 @@ class BuiltinEngine:
 
     def _put(self, write: Callable[[], None] | None) -> None:
         assert self._runner is not None
-        if write is not None:
-            write()
-        self._runner.weights_changed()
+        self._runner.change_weights(write)
 
     # Steps
 

@@ -11,7 +11,7 @@ soon enough that nobody waits for it.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ class Runner:
             self._paged = PagedKeysAndValues(
                 one.num_layers, self._scratch + 1, self._block_tokens, one.num_kv_heads, one.head_dim, self._parameter
             )
-            self.weights_changed()
+            self.change_weights(None)
 
     def sleep(self) -> None:
         """Free the memory of the cache and of packed weights. What was in the cache must be computed again."""
@@ -68,7 +68,9 @@ class Runner:
     def close(self) -> None:
         self.sleep()
 
-    def weights_changed(self) -> None:
+    def change_weights(self, write: Callable[[], None] | None) -> None:
+        if write is not None:
+            write()
         if self._decoder is not None and self._paged is not None:
             self._decoder.pack()
 

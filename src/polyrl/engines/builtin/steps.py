@@ -54,10 +54,12 @@ class StepRunner(Protocol):
 
     def uninterrupt(self) -> None: ...
 
-    def weights_changed(self) -> None: ...
+    def change_weights(self, write: Callable[[], None] | None) -> None:
+        """`write` changes them; none: somebody has. Awake or asleep."""
+        ...
 
     def sleep(self) -> None:
-        """Free the memory of the cache. What was in it must be computed again."""
+        """Free the memory of the cache, and of weights that are to be offloaded. The cache must be computed again."""
         ...
 
     def wake(self) -> None:
