@@ -227,14 +227,14 @@ def prompts_of(work: Work, vocab: int) -> list[list[int]]:
 
 async def run_engine(work: Work, model: Any, device: str) -> Ran:
     """Raises UserError when the engine cannot do it."""
-    from polyrl.engines.builtin.config import BuiltinConfig
+    from polyrl.engines.builtin.config import BuiltinConfig, fit
     from polyrl.engines.builtin.engine import BuiltinEngine
     from polyrl.engines.builtin.models import describe
     from polyrl.engines.engine import EngineError, Job
     from polyrl.ids import LeaseId, SampleId
     from polyrl.wire.frames import Sampling
 
-    total, block = work.prompt + work.new, 32
+    total, block = work.prompt + work.new, fit(BuiltinConfig(model="bench"), device).block_tokens
     config = BuiltinConfig(
         model="bench",
         device=device,

@@ -48,7 +48,6 @@ log = logging.getLogger("polyrl.engines.builtin")
 _BLIND_BURST = 16
 """Steps without a look at what they brought."""
 _INVARIANT_CHUNK = 512
-"""Every chunk of a prompt is made up to this many rows, when results must not depend on the batch."""
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -76,9 +75,7 @@ class BuiltinEngine:
         self._loaded = loaded
         self._runner: StepRunner | None = None
         self._cache = KvCache(config.kv_tokens // block_tokens, block_tokens)
-        self._batch = Batching(
-            self._cache, config.slots, self._chunk_tokens, self._chunk_tokens if config.batch_invariant else 0
-        )
+        self._batch = Batching(self._cache, config.slots, self._chunk_tokens, self._invariant_tokens)
         self._version = None if config.version is None else Version(config.version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
         self._sink: Sink | None = None
@@ -100,8 +97,12 @@ class BuiltinEngine:
 
     @property
     def _chunk_tokens(self) -> int:
-        given = self._fit.chunk_tokens
-        return min(given, _INVARIANT_CHUNK) if self._config.batch_invariant else given
+        return self._invariant_tokens or self._fit.chunk_tokens
+
+    @property
+    def _invariant_tokens(self) -> int:
+        """Of every chunk of a prompt, where results must not depend on the batch; 0: they may."""
+        return min(self._fit.chunk_tokens, _INVARIANT_CHUNK) if self._config.batch_invariant else 0
 
     # Life
 
@@ -138,48 +139,12 @@ class BuiltinEngine:
             self._loaded = models.load(self._config.model, self._fit.dtype, self._device)
         self._tokenizer = models.find_tokenizer(self._config.model)
         self._installer = Installer(self._loaded, self._config.model, self._fit.dtype)
-        loaded, tokens = self._loaded, self._cache.num_blocks * self._cache.block_tokens
-        try:
-            self._runner = self._make_runner(loaded)
-        except (RuntimeError, MemoryError) as error:  # torch's own is a RuntimeError, of a GPU too
-            element = next(loaded.model.parameters()).element_size()
-            size = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * element * tokens
-            raise EngineError(
-                f"kv_tokens: no cache of {tokens:,} tokens, {size:,} bytes, could be made: {one_line(error)}"
-            ) from error
+        self._runner = self._make_runner(self._loaded)
 
     def _make_runner(self, loaded: "Loaded") -> StepRunner:
-        config, cache = self._config, self._cache
-        device = next(loaded.model.parameters()).device
-        if device.type != "cuda":
-            from polyrl.engines.builtin.runner import Runner
+        from polyrl.engines.builtin import runners
 
-            return Runner(loaded, cache.num_blocks, cache.block_tokens)
-        import torch
-
-        from polyrl.engines.builtin import models, packed
-
-        why_not = models.why_not_on_gpu(
-            loaded,
-            cache.block_tokens,
-            batch_invariant=config.batch_invariant,
-            capability=torch.cuda.get_device_capability(device),
-            has_windows=packed.has_windows(),
-        )
-        if why_not:
-            raise EngineError(f"{loaded.name}: {why_not}")
-        from polyrl.engines.builtin.cuda_runner import CudaRunner
-
-        return CudaRunner(
-            loaded,
-            cache.num_blocks,
-            cache.block_tokens,
-            config.slots,
-            self._max_context,
-            compile_layers=config.compile,
-            invariant_tokens=self._chunk_tokens if config.batch_invariant else 0,
-            offload=config.in_sleep == "offload",
-        )
+        return runners.make(loaded, self._config, self._cache, self._max_context, self._invariant_tokens)
 
     async def close(self) -> None:
         """A load that is under way ends first; the event loop goes on meanwhile."""
