@@ -526,7 +526,7 @@ def test_weights_that_give_no_numbers_end_their_samples_and_good_ones_go_on_afte
             await stage.sink.some_of(lease)
 
         def spoil() -> None:
-            model.model.layers[0].self_attn.v_proj.weight.data[3, 3] = math.nan
+            model.model.layers[0].mlp.down_proj.weight.data[3, 3] = math.nan
 
         await stage.engine.install(Weights(Version(1), in_place=True, write=spoil))
         for lease in (*running, stage.begin(prompt=PROMPT, sampling=one)):

@@ -88,8 +88,6 @@ class BuiltinEngine:
         self._between_steps = asyncio.Lock()
         self._tokenizer: Any = None
         self._trouble: str | None = None
-        self._is_tainted = False
-        """The cache holds what is no number."""
         self._installer: Installer | None = None
         self.last_install_s = 0.0
         """How long samples stood still for the last install, and for the step before it to end."""
@@ -342,8 +340,6 @@ class BuiltinEngine:
                     assert self._runner is not None
                     self._runner.uninterrupt()  # who interrupted the last burst has been here
                     await self._run_step(self._runner, chunks, sink)
-                    if self._is_tainted:
-                        await self._clean()
                 await asyncio.sleep(0)
         except Exception as error:  # torch's, Triton's, our own: whatever it is, no sample may wait on
             log.exception("a step failed")
@@ -406,7 +402,6 @@ class BuiltinEngine:
             num, end = sequence.data.ending.find(sequence.tokens, tokens, sequence.max_total - len(sequence.tokens))
             if not math.isfinite(sum(logprobs[:num])):
                 num_ended += 1
-                self._is_tainted = True
                 self._batch.remove(sequence.lease)
                 sink.ended(sequence.lease, "engine_failed", f"version {self._version} gives no numbers")
                 continue
@@ -419,14 +414,6 @@ class BuiltinEngine:
             elif num > 1:
                 self._batch.computed([Chunk(sequence, sequence.num_computed, num - 1, True)])
         return num_ended
-
-    async def _clean(self) -> None:
-        """An empty cache: what is no number would get into the next samples that are given its blocks."""
-        assert self._runner is not None
-        self._batch.recompute_all()
-        for act in (self._runner.sleep, self._runner.wake):
-            await asyncio.get_running_loop().run_in_executor(self._thread, act)
-        self._is_tainted = False
 
 
 def _wanted(chunks: list[Chunk]) -> list[Wanted]:
