@@ -185,6 +185,17 @@ def refusal(folder, *, dtype: str = "float32", device: str = "cpu") -> str:
     return line
 
 
+SIZES = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
+
+
 def test_a_directory_without_a_config_is_refused(tmp_path):
     assert "no config.json there" in refusal(tmp_path / "nowhere")
     assert "no config.json there" in refusal(tmp_path)
@@ -212,7 +223,17 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path, content, complaint):
         ({"architectures": [7]}, "7 is not supported"),
         ({"model_type": "nosuch"}, "model type `nosuch`"),
         ({"num_hidden_layers": "two"}, "'num_hidden_layers' expected int, got str"),
-        ({"hidden_size": -64}, "negative dimension"),
+        ({"hidden_size": -64}, "config.json: hidden_size: got -64, expected at least 1"),
+        *(({key: 0}, f"config.json: {key}: got 0, expected at least 1") for key in SIZES),
+        ({"max_position_embeddings": -1}, "config.json: max_position_embeddings: got -1, expected at least 1"),
+        ({"sliding_window": 0, "use_sliding_window": True}, "config.json: sliding_window: got 0, expected at least 1"),
+        ({"pad_token_id": 600}, "config.json: pad_token_id: got 600, expected less than vocab_size, 512"),
+        ({"dtype": "x"}, 'config.json: dtype: got "x", expected one such as float32'),
+        ({"dtype": []}, "config.json: dtype: got [], expected one such as float32"),
+        ({"hidden_act": "x"}, "its weights cannot be loaded: KeyError"),
+        ({"rope_parameters": LONGROPE}, "rope_type longrope is not supported; supported are default, linear"),
+        ({"rope_parameters": None, "rope_scaling": LONGROPE}, "rope_type longrope is not supported"),
+        ({"is_causal": False}, "attention to later tokens is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are not supported"),
         ({"num_hidden_layers": 3}, "missing keys in its weights: model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "unexpected keys in its weights: model.layers.1.input_layernorm.weight"),
@@ -225,6 +246,55 @@ def test_a_config_that_is_of_no_model_here_is_refused_by_name(tmp_path, capfd, c
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     assert complaint in refusal(tmp_path)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "complaint"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: got 0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens is not supported"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_theta": 10000.0}}},
+            "rope_type longrope is not supported",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_only_some_families_have_is_refused_by_name_too(tmp_path, family, changes, complaint):
+    config = save_tiny(family, tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    assert complaint in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "its generation_config.json cannot be read"),
+        ("[]", "its generation_config.json holds no object"),
+        ('{"eos_token_id": 3.5}', "generation_config.json: eos_token_id: got 3.5, expected an integer or a list of"),
+        ('{"eos_token_id": "x"}', 'generation_config.json: eos_token_id: got "x"'),
+        ('{"eos_token_id": [1, "x"]}', 'generation_config.json: eos_token_id: got [1, "x"]'),
+    ],
+)
+def test_what_ends_an_answer_is_read_or_the_directory_refused(tmp_path, content, complaint):
+    (save_tiny("llama", tmp_path) / "generation_config.json").write_text(content)
+    assert complaint in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "its model.safetensors.index.json cannot be read"),
+        ("{}", "model.safetensors.index.json: weight_map: expected the name of a file for each tensor"),
+        ('{"weight_map": {"a": 7}}', "model.safetensors.index.json: weight_map: expected the name of a file"),
+    ],
+)
+def test_an_index_that_names_no_files_is_refused(tmp_path, content, complaint):
+    (save_tiny("llama", tmp_path) / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert complaint in refusal(tmp_path)
 
 
 def change_weights(folder, change) -> None:

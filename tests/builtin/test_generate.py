@@ -76,6 +76,7 @@ def test_a_chat_template_is_used_where_there_is_one_unless_the_prompt_is_raw(cap
         (["--model", "{folder}", "dtype=int8"], "dtype"),
         (["--model", "{folder}", "kv_tokens=16"], "do not fit into the cache of 16"),
         (["--model", "{folder}", "--prompt", ""], "the prompt is empty"),
+        (["--model", "{folder}", "--prompt", "abc\udcff"], "--prompt: 'abc\\udcff' is not UTF-8"),
         (["--model", "{folder}", "--prompt", letters_of([5] * 600)], "600 tokens, and the model's context is 512"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -92,6 +93,34 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(capsys, folder, argumen
 def test_a_directory_without_a_tokenizer_is_refused(capsys, tmp_path):
     save_tiny("llama", tmp_path)
     assert "no tokenizer there" in run(capsys, "--model", str(tmp_path), "--prompt", "x")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("tokenizer.json", "{ what is this", "its tokenizer.json cannot be read: JSONDecodeError"),
+        ("tokenizer.json", '{"model": {"type": "Nope"}}', "its tokenizer cannot be used"),
+        ("tokenizer_config.json", "[]", "its tokenizer_config.json holds no object"),
+        ("chat_template.jinja", "{{ x(", "its chat template cannot be used, TemplateSyntaxError"),
+        (
+            "chat_template.jinja",
+            "{{ raise_exception('no user') }}",
+            "its chat template cannot be used, TemplateError: no",
+        ),
+    ],
+)
+def test_a_tokenizer_or_a_chat_template_that_cannot_be_used_is_one_line(capsys, tmp_path, name, content, complaint):
+    (save_tiny("llama", tmp_path, tokenizer=True) / name).write_text(content)
+    code, out, err = run(capsys, "--model", str(tmp_path), "--prompt", letters_of(PROMPT))
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith(f"polyrl: error: {tmp_path}: {complaint}")
+
+
+def test_bytes_that_the_locale_has_no_letters_for_are_a_prompt_in_utf_8(capsys, folder, reference):
+    as_in_ascii = letters_of(PROMPT).encode().decode("ascii", "surrogateescape")
+    out = run(capsys, "--model", str(folder), "--prompt", as_in_ascii, "--tokens", "5")[1]
+    assert out == letters_of(reference.greedy(PROMPT, 5)) + "\n"
 
 
 def in_a_process(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:

@@ -118,3 +118,6 @@ def test_a_directory_that_cannot_be_served_is_one_line(tmp_path: Path):
     folder = save_tokenizer(tmp_path / "model", "{% if %}")
     with pytest.raises(UserError, match="its chat template cannot be used"):
         load(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="its chat template cannot be used"):
+        load(folder)

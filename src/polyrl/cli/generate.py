@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyrl.cli import builtin
-from polyrl.errors import UserError
+from polyrl.errors import UserError, one_line, shorten
 
 if TYPE_CHECKING:
     from polyrl.engines.builtin.config import BuiltinConfig
@@ -54,12 +54,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--tokens: {args.tokens}; expected at least 1")
     if not 0 <= args.temperature <= 100:
         raise UserError(f"--temperature: {args.temperature:g}; expected a number from 0 to 100")
+    text = _text(args.prompt)
     builtin.check_libraries()
     given = apply_overrides({}, args.settings)
     config = builtin.settings(given, args.model)
     began_at = time.monotonic()
     loaded, tokenizer = _load(config)
-    prompt = _encode(tokenizer, args.prompt, raw=args.raw)
+    prompt = _encode(config.model, tokenizer, text, raw=args.raw)
     loaded_s = time.monotonic() - began_at
     config = _fitted(config, given, loaded, len(prompt) + args.tokens)
     answer = run_loop(_answer(args, config, loaded, tokenizer, prompt))
@@ -78,19 +79,32 @@ def _load(config: "BuiltinConfig") -> "tuple[Loaded, Any]":
     try:
         device = choose_device(config.device)
         loaded = models.load(config.model, fit(config, device).dtype, device)
+        tokenizer = models.load_tokenizer(config.model)
     except EngineError as error:
         raise UserError(str(error)) from error
-    tokenizer = models.find_tokenizer(config.model)
     if tokenizer is None:
         raise UserError(f"{config.model}: no tokenizer there; expected tokenizer.json beside the weights")
     return loaded, tokenizer
 
 
-def _encode(tokenizer: Any, text: str, *, raw: bool) -> list[int]:
+def _text(given: str) -> str:
+    """Bytes that the locale has no letters for are in an argument as surrogates. They are UTF-8 all the same."""
+    try:
+        return given.encode(errors="surrogateescape").decode()
+    except UnicodeError as error:
+        raise UserError(f"--prompt: {shorten(repr(given))} is not UTF-8; expected text") from error
+
+
+def _encode(folder: str, tokenizer: Any, text: str, *, raw: bool) -> list[int]:
     if raw or not tokenizer.chat_template:
         return tokenizer(text)["input_ids"]
     chat = [{"role": "user", "content": text}]
-    written = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    try:
+        written = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program, and fails in its own ways
+        raise UserError(
+            f"{folder}: its chat template cannot be used, {one_line(error)}; --raw goes on without it"
+        ) from error
     return tokenizer(written, add_special_tokens=False)["input_ids"]
 
 

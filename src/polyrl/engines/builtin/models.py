@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from polyrl.engines.builtin import attention
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.engine import EngineError
+from polyrl.errors import one_line
 
 log = logging.getLogger("polyrl.engines.builtin")
 
@@ -37,6 +36,25 @@ ARCHITECTURES = frozenset(
 _RENAMED = frozenset({"Qwen3MoeForCausalLM", "MixtralForCausalLM"})
 """Their experts have other names in files than in the model."""
 
+_AT_LEAST_1 = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "query_pre_attn_scalar",
+    "decoder_sparse_step",
+    "num_experts_per_tok",
+)
+"""Keys of config.json."""
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Within the model's context these turn a position by one angle, whoever else is in the step. longrope does not: its
+angles follow from the longest sample."""
+
+_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,21 +79,14 @@ class Loaded(NamedTuple):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-_REFUSALS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, StrictDataclassError, SafetensorError)
-"""What transformers raises for a directory that it cannot load."""
-
-
 def load(folder: str, dtype: str, device: str) -> Loaded:
     """`device` may be `auto`: a GPU where there is one. Raises EngineError, in a line that names the directory."""
     device = choose_device(device)
     _check_device(device)
-    _check_config(folder)
+    config = _load_config(folder)
+    _check_index(folder)
     attention.register()
     with quiet():
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        except _REFUSALS as error:
-            raise EngineError(f"{folder}: its config.json cannot be used: {_line(error)}") from error
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -87,28 +98,27 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
                 attn_implementation=attention.NAME,
                 output_loading_info=True,
             )
-        except _REFUSALS as error:
-            raise EngineError(f"{folder}: its weights cannot be loaded: {_line(error)}") from error
+        except Exception as error:  # transformers has no type of its own for what it cannot load
+            raise EngineError(f"{folder}: its weights cannot be loaded: {one_line(error)}") from error
     model, report = loaded
     _check_tensors(folder, report)
     try:
         model = model.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise EngineError(f"device {device} cannot be used: {_line(error)}") from error
+        raise EngineError(f"device {device} cannot be used: {one_line(error)}") from error
     return describe(model.eval(), folder)
 
 
 def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
     """Whether these tensors are those of config.json, by name and shape; no weight is read. Raises EngineError."""
-    _check_config(folder)
+    config = _load_config(folder)
+    if config.architectures[0] in _RENAMED:
+        return
     with quiet(), torch.device("meta"):
         try:
-            config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-            if config.architectures[0] in _RENAMED:
-                return
             model: Any = AutoModelForCausalLM.from_config(config)
-        except _REFUSALS as error:
-            raise EngineError(f"{folder}: its config.json cannot be used: {_line(error)}") from error
+        except Exception as error:  # as in `load`
+            raise EngineError(f"{folder}: its config.json cannot be used: {one_line(error)}") from error
     wanted = {name: tuple(one.shape) for name, one in model.state_dict().items()}
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
     report = {
@@ -123,7 +133,7 @@ def _check_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise EngineError(f"device {device} cannot be used: {_line(error)}") from error
+        raise EngineError(f"device {device} cannot be used: {one_line(error)}") from error
     if kind not in ("cpu", "cuda"):
         raise EngineError(f"device {device} cannot be used: expected cpu, cuda or auto")
 
@@ -161,17 +171,22 @@ def _is_power_of_two(number: int) -> bool:
     return number >= 16 and number & (number - 1) == 0
 
 
-def _check_config(folder: str) -> None:
-    """Say in our own words what is wrong with a directory, where it can be seen before transformers looks."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
+def _load_config(folder: str) -> Any:
+    if not (Path(folder) / "config.json").is_file():
         raise EngineError(f"{folder}: no config.json there; expected a Hugging Face model directory")
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{folder}: its config.json cannot be read: {_line(error)}") from error
-    if not isinstance(config, dict):
-        raise EngineError(f"{folder}: its config.json holds no object")
+    _check_config(folder, _read(folder, "config.json"))
+    _check_generation_config(folder)
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # as in `load`
+            raise EngineError(f"{folder}: its config.json cannot be used: {one_line(error)}") from error
+    _check_attention(folder, config)
+    return config
+
+
+def _check_config(folder: str, config: dict[str, Any]) -> None:
+    """Say in our own words what is wrong, where it can be seen before transformers looks."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else "a model without a named architecture"
     if name not in ARCHITECTURES:
@@ -179,18 +194,86 @@ def _check_config(folder: str) -> None:
         raise EngineError(f"{folder}: {name} is not supported; supported are {known}")
     if config.get("quantization_config") is not None:
         raise EngineError(f"{folder}: quantised weights are not supported")
+    for key in _AT_LEAST_1:
+        if isinstance(number := config.get(key), int) and number < 1:
+            raise EngineError(f"{folder}: config.json: {key}: got {number}, expected at least 1")
+    pad, vocab = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(vocab, int) and pad >= vocab:
+        raise EngineError(f"{folder}: config.json: pad_token_id: got {pad}, expected less than vocab_size, {vocab}")
+    for key in ("dtype", "torch_dtype"):
+        dtype = config.get(key)
+        if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise EngineError(f"{folder}: config.json: {key}: got {json.dumps(dtype)}, expected one such as float32")
+
+
+def _check_generation_config(folder: str) -> None:
+    """transformers passes over a file that it cannot read, and with it over the tokens that end an answer."""
+    name = "generation_config.json"
+    if not (Path(folder) / name).is_file():
+        return
+    ends = _read(folder, name).get("eos_token_id")
+    if ends is not None and any(type(one) is not int for one in (ends if isinstance(ends, list) else [ends])):
+        raise EngineError(
+            f"{folder}: {name}: eos_token_id: got {json.dumps(ends)}, expected an integer or a list of integers"
+        )
+
+
+def _check_attention(folder: str, config: Any) -> None:
+    rope: dict[str, Any] = config.rope_parameters or {}
+    for one in (rope, *rope.values()):  # of some families, one for each type of layer
+        kind = one.get("rope_type", "default") if isinstance(one, dict) else "default"
+        if kind not in _ROPE_TYPES:
+            raise EngineError(
+                f"{folder}: config.json: rope_type {kind} is not supported; supported are {', '.join(_ROPE_TYPES)}"
+            )
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        raise EngineError(
+            f"{folder}: its attention to later tokens is not supported (use_bidirectional_attention, is_causal)"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise EngineError(f"{folder}: config.json: sliding_window: got {window}, expected at least 1")
+
+
+def _check_index(folder: str) -> None:
+    if (Path(folder) / "model.safetensors").is_file() or not (Path(folder) / _INDEX).is_file():
+        return
+    files = _read(folder, _INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(one, str) for one in files.values()):
+        raise EngineError(f"{folder}: {_INDEX}: weight_map: expected the name of a file for each tensor")
+
+
+def _read(folder: str, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads((Path(folder) / name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineError(f"{folder}: its {name} cannot be read: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise EngineError(f"{folder}: its {name} holds no object")
+    return value
 
 
 def find_tokenizer(folder: str) -> Any:
     """The directory's tokenizer; None when there is none, or none that can be used."""
+    try:
+        return load_tokenizer(folder)
+    except EngineError as error:
+        log.warning("%s", error)
+        return None
+
+
+def load_tokenizer(folder: str) -> Any:
+    """None when there is none. Raises EngineError for one that cannot be used."""
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (Path(folder) / name).is_file():
+            _read(folder, name)
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except _REFUSALS as error:
-        log.warning("%s: its tokenizer cannot be used: %s", folder, _line(error))
-        return None
+    except Exception as error:  # as in `load`
+        raise EngineError(f"{folder}: its tokenizer cannot be used: {one_line(error)}") from error
 
 
 def _check_tensors(folder: str, report: dict[str, Any]) -> None:
@@ -239,7 +322,3 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if had_bars:
             transformers_logging.enable_progress_bar()
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -67,12 +67,10 @@ class ChatTemplate:
 
 def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
     """The template of a model's directory, if it has one. Raises UserError for one that is none."""
-    source = _source(folder, config)
-    if source is None:
-        return None
     try:
-        return ChatTemplate(source, _special_tokens(config))
-    except jinja2.TemplateError as error:
+        source = _source(folder, config)
+        return None if source is None else ChatTemplate(source, _special_tokens(config))
+    except (jinja2.TemplateError, UnicodeDecodeError) as error:
         raise UserError(f"{folder}: its chat template cannot be used: {error}") from error
 
 
