@@ -1,5 +1,6 @@
 """The front of the command line: lazy commands, and an exit code for every way to end."""
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import polyrl
 from polyrl.cli.main import COMMANDS, Command, main
 
 FAKE_COMMAND = """
+import os
 import sys
 from polyrl.errors import LawViolation, UserError
 
@@ -34,6 +36,14 @@ def run(args):
             for _ in range(100_000):
                 print("many words")
             return 0
+        case "abroad":
+            print("zw\u00f6lf")
+            return 0
+        case "reading":
+            print(os.read(0, 10))
+            return 0
+        case "without a file":
+            open("nowhere/at/all")
         case code:
             return int(code)
 """
@@ -226,3 +236,58 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(commands, tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 141
+
+
+END = """import sys; sys.path.insert(0, sys.argv[1])
+from polyrl.cli.main import Command, main
+sys.exit(main(["end", sys.argv[2]], {"end": Command("end", "fake_end_command")}))
+"""
+
+
+def in_a_shell(folder, how, around, **environment):
+    """`around`: a shell command line, with the program as $0 and its arguments."""
+    source = str(Path(polyrl.__file__).parents[1])
+    return subprocess.run(
+        ["sh", "-c", around, sys.executable, "-c", END, source, how],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_stdout_is_one_line_and_1(commands, tmp_path, unbuffered):
+    ended = in_a_shell(tmp_path, "well", 'exec "$0" "$@" >/dev/full', PYTHONUNBUFFERED=unbuffered)
+    expected = "polyrl: error: standard output cannot be written: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, expected)
+
+
+def test_a_failure_of_another_file_is_not_taken_for_one_of_stdout(commands, tmp_path):
+    ended = in_a_shell(tmp_path, "without a file", 'exec "$0" "$@"')
+    assert ended.returncode == 1
+    assert "FileNotFoundError" in ended.stderr
+
+
+def test_a_closed_stdout_is_one_line_and_2(commands, tmp_path):
+    ended = in_a_shell(tmp_path, "well", 'exec "$0" "$@" >&-')
+    expected = "polyrl: error: standard output is closed; expected somewhere to write to, such as /dev/null\n"
+    assert (ended.returncode, ended.stderr) == (2, expected)
+
+
+def test_a_closed_stdin_is_an_empty_one_so_that_no_socket_takes_its_place(commands, tmp_path):
+    ended = in_a_shell(tmp_path, "reading", 'exec "$0" "$@" <&-')
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "b''\n", "")
+
+
+def test_a_letter_that_stdout_lacks_is_replaced(commands, tmp_path):
+    ended = in_a_shell(tmp_path, "abroad", 'exec "$0" "$@"', PYTHONIOENCODING="ascii")
+    assert (ended.returncode, ended.stdout) == (0, "zw?lf\n")
+
+
+def test_a_working_directory_that_was_deleted_is_one_line_and_2(commands, tmp_path):
+    ended = in_a_shell(tmp_path, "well", 'mkdir gone; cd gone; rmdir ../gone; exec "$0" "$@"')
+    assert ended.returncode == 2
+    assert ended.stderr == "polyrl: error: the working directory was deleted; expected to be in one that is there\n"

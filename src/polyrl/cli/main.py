@@ -10,6 +10,7 @@ has no subcommands of its own. One that sets a default for `rest` gets there wha
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from polyrl.cli import interrupts
 from polyrl.errors import UserError
 
 EXIT_OK = 0
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_READER_GONE = 141  # 128 + SIGPIPE
 
@@ -67,6 +69,7 @@ class CommandModule(Protocol):
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Run one command and return its exit code. argparse exits by itself on --help (0) and on wrong usage (2)."""
     try:
+        _prepare_process()
         with interrupts.that_end_imports():
             return _run_and_flush(sys.argv[1:] if argv is None else argv, commands)
     except UserError as error:
@@ -78,6 +81,27 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
     except BrokenPipeError:
         _discard_stdout()
         return EXIT_READER_GONE
+    except OSError as error:
+        if _stdout_takes_more():
+            raise
+        print(f"polyrl: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        _discard_stdout()
+        return EXIT_FAILED
+
+
+def _prepare_process() -> None:
+    """See to what libraries take for granted, and abort without."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # uvloop takes one of these for a standard stream
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        raise UserError("standard output is closed; expected somewhere to write to, such as /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks ends no answer
+    try:
+        os.getcwd()  # MKL asks for it
+    except FileNotFoundError as error:
+        raise UserError("the working directory was deleted; expected to be in one that is there") from error
 
 
 def _run_and_flush(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
@@ -143,6 +167,14 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+def _stdout_takes_more() -> bool:
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
 def _discard_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not fail on the closed pipe again."""
+    """Point stdout at nothing, so that the interpreter's last flush does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
