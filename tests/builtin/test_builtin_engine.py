@@ -279,6 +279,22 @@ def test_a_tokenizer_that_cannot_be_read_is_as_good_as_none(tmp_path):
     play(script, tmp_path)
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_lease_that_is_given_twice_is_answered_once(folder, is_running):
+    async def script(stage: Stage) -> None:
+        job = Job(LeaseId(7001), SampleId(1), PROMPT, [], 50, 3, ON)
+        stage.engine.generate(job)
+        if is_running:
+            await stage.sink.some_of(job.lease)
+        stage.engine.generate(job)
+        assert await stage.sink.end_of(job.lease) == "length"
+        assert await stage.text(max_tokens=60, sampling=ON)
+        assert len(stage.sink.texts[job.lease]) == 50
+        assert (stage.engine.stats().num_running, stage.engine.stats().kv_used) == (0, 0.0)
+
+    play(script, folder)
+
+
 def test_an_answer_ends_where_the_context_does(folder, reference):
     async def script(stage: Stage) -> None:
         lease = stage.begin(prompt=PROMPT, max_tokens=100, sampling=GREEDY)

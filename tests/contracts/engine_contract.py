@@ -306,6 +306,14 @@ class EngineContract:
 
         self.play(script)
 
+    def test_an_empty_stop_string_is_refused(self):
+        async def script(stage: Stage) -> None:
+            lease = stage.begin(sampling=Sampling(stop=("",)))
+            assert await stage.sink.end_of(lease) == "refused"
+            assert "a stop string is empty" in stage.sink.ends[lease][1]
+
+        self.play(script)
+
     def test_after_an_install_tokens_carry_the_new_version_and_running_samples_fare_as_declared(self):
         async def script(stage: Stage) -> None:
             lease = stage.begin(max_tokens=self.long_tokens, sampling=ON)

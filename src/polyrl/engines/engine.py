@@ -112,6 +112,8 @@ def why_not_begun(job: Job, version: Version | None) -> str:
         return "the prompt is empty"
     if job.max_tokens < 1:
         return f"max_tokens is {job.max_tokens}"
+    if "" in job.sampling.stop:
+        return "a stop string is empty, and every answer has that at once"
     return ""
 
 

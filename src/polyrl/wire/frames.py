@@ -56,7 +56,7 @@ class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stop_ids: tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...] = ()
     """Beside the model's own end of text."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     ignore_eos: bool = False
     imposed: ImposedLengths | None = None
     """Answers of these lengths, whatever the model would say. The worker sees to it."""

@@ -96,6 +96,9 @@ class Batching:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, lease: LeaseId) -> bool:
+        return lease in self._running or lease in self._waiting
+
     def fits(self, num_tokens: int) -> bool:
         """Could a sequence of so many tokens ever run, if alone?"""
         return self._cache.num_blocks_for(num_tokens) <= self._cache.num_blocks

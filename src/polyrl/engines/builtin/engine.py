@@ -201,6 +201,9 @@ class BuiltinEngine:
         if self._trouble is not None:
             self._sink.ended(job.lease, "engine_failed", self._trouble)
             return
+        if lease in self._batch:
+            log.warning("lease %s was given twice; the first goes on", lease)  # an end would be the first one's too
+            return
         why_not = self._why_not(job)
         if why_not:
             self._sink.ended(job.lease, "refused", why_not)
@@ -240,7 +243,7 @@ class BuiltinEngine:
         if why := why_not_begun(job, self._version):
             return why
         if job.sampling.stop and self._tokenizer is None:
-            return f"stop strings need a tokenizer, and there is none in {self._config.model}; give stop ids"
+            return f"stop strings need a tokenizer, and {self._config.model} has none that works; give stop ids"
         if why := why_no_tokens(job, self._loaded.vocab):
             return why
         if is_whole(job, self._max_context):
