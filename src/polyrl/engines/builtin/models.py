@@ -266,13 +266,13 @@ def load_tokenizer(folder: str) -> Any:
     """None when there is none. Raises EngineError for one that cannot be used."""
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (Path(folder) / name).is_file():
-            _read(folder, name)
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # as in `load`
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if (Path(folder) / name).is_file():
+                _read(folder, name)  # which of them it is, transformers does not say
         raise EngineError(f"{folder}: its tokenizer cannot be used: {one_line(error)}") from error
 
 
