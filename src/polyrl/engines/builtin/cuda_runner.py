@@ -128,8 +128,12 @@ class CudaRunner:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        self.sleep()
+        """The model is whole afterwards: it may be another's."""
         self._graphs.clear()
+        if self._offloading is not None:
+            self._offloading.bring_back()
+            self._offloading = None
+        self.sleep()
         self._paged.close()
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
