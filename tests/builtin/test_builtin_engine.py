@@ -532,7 +532,8 @@ def test_a_prompt_cached_under_the_old_weights_is_not_used_under_the_new(folder,
 
 
 @pytest.mark.parametrize("one", [ON, GREEDY, Sampling(top_k=3, temperature=0.7, ignore_eos=True)])
-def test_weights_that_give_no_numbers_end_their_samples_and_good_ones_go_on_afterwards(folder, reference, one):
+@pytest.mark.parametrize("spoiled", ["mlp.down_proj", "self_attn.v_proj"])
+def test_weights_that_give_no_numbers_end_their_samples_and_good_ones_go_on_afterwards(folder, reference, one, spoiled):
     model, sharing = shared(folder)
     good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -542,7 +543,7 @@ def test_weights_that_give_no_numbers_end_their_samples_and_good_ones_go_on_afte
             await stage.sink.some_of(lease)
 
         def spoil() -> None:
-            model.model.layers[0].mlp.down_proj.weight.data[3, 3] = math.nan
+            model.model.layers[0].get_submodule(spoiled).weight.data[3, 3] = math.nan
 
         await stage.engine.install(Weights(Version(1), in_place=True, write=spoil))
         for lease in (*running, stage.begin(prompt=PROMPT, sampling=one)):

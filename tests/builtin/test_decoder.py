@@ -1,5 +1,7 @@
 """The decoder that is written out for the CPU: which models it takes, and that it says what their modules say."""
 
+import math
+
 import pytest
 import torch
 from tests.builtin.tiny_models import FAMILIES, save_tiny
@@ -149,6 +151,14 @@ def test_what_is_no_number_does_not_stay_in_the_cache_for_the_next_sample(family
             one.add(number, 7)
     for _ in range(6):
         assert desk.step() == clean.step()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_keys_and_values_that_are_no_numbers_show_in_what_is_drawn(family, tmp_path):
+    for name in ("k_proj", "v_proj"):
+        loaded = load(family, tmp_path / name)
+        getattr(loaded.model.model.layers[1].self_attn, name).weight.data[3, 3] = float("nan")
+        assert all(math.isnan(one) for drawn in Desk(loaded).run(9) for one in drawn.logprobs)
 
 
 def test_a_window_that_a_family_does_not_look_at_changes_nothing(tmp_path):

@@ -78,7 +78,10 @@ class PagedKeysAndValues:
         self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
     def write(self, layer: int, slots: Tensor, both: Tensor) -> None:
-        """Keys, then values: (rows, 2 x kv heads, dim). What is no number is not kept, as others' padding reads it."""
+        """Keys, then values: (rows, 2 x kv heads, dim). What is no number is not kept, as others' padding reads it.
+
+        So the row that it came from must show it otherwise.
+        """
         both.nan_to_num_(0.0, 0.0, 0.0)
         self._layers[layer].flatten(0, 1).index_copy_(1, slots, both.transpose(0, 1))
 
@@ -128,9 +131,11 @@ def attend(
         out = cuda.attend(*its, module.paged_keys, module.paged_values, step, scale, sliding_window)  # type: ignore[arg-type]
         return out.unsqueeze(0), None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    paged.write(layer, step.slots, torch.cat([key[0], value[0]]).transpose(0, 1))
+    both = torch.cat([key[0], value[0]]).transpose(0, 1)
+    no_number = (both - both).sum((1, 2)).view(-1, 1, 1)  # zero, where all are numbers
+    paged.write(layer, step.slots, both)
     out = attend_parts(query[0].transpose(0, 1) * scale, layer, step, paged, sliding_window, softcap)
-    return out.unsqueeze(0), None
+    return (out + no_number).unsqueeze(0), None
 
 
 def attend_parts(

@@ -64,6 +64,7 @@ class Decoder:
         self._eps = torch.tensor(config.rms_norm_eps)
         self._layers: list[_Layer] = []
         self._head: Matrix | None = None
+        self._has_numbers = True
         self._pairs = torch.arange(self._dim).view(2, -1).t().flatten()
         """Which number of a head comes where: each of the first half before its partner of the second."""
         self._turns = torch.empty((0, 1, self._dim // 2), dtype=torch.complex64)
@@ -81,6 +82,7 @@ class Decoder:
         model = self._model.model
         self._layers = [self._pack_layer(layer) for layer in model.layers]
         self._head = _merge([self._model.lm_head], norm=model.norm.weight)
+        self._has_numbers = all(_gives_numbers(layer.self_attn) for layer in model.layers)
 
     def drop(self) -> None:
         self._layers, self._head = [], None
@@ -145,7 +147,8 @@ class Decoder:
             x = x + layer.output.times(found.view(num_rows, -1))
             gate, up = layer.gate_and_up.times(self._normed(x)).chunk(2, -1)
             x += layer.down.times(silu(gate).mul_(up))
-        return self._head.times(self._normed(x if rows is None else x.index_select(0, rows)))
+        logits = self._head.times(self._normed(x if rows is None else x.index_select(0, rows)))
+        return logits if self._has_numbers else logits.fill_(torch.nan)
 
     def _normed(self, x: Tensor) -> Tensor:
         """Root mean square 1, over the last dimension."""
@@ -161,6 +164,11 @@ def _window(attention: Any) -> int | None:
     if type(attention).__name__ == "MistralAttention":
         return attention.config.sliding_window
     return getattr(attention, "sliding_window", None)
+
+
+def _gives_numbers(attention: Any) -> bool:
+    """Of keys and values: what is none is not kept in the cache, so that a row does not show it."""
+    return all(bool(one.isfinite().all()) for part in (attention.k_proj, attention.v_proj) for one in part.parameters())
 
 
 def _merge(
