@@ -173,10 +173,11 @@ async def run_in_turns(work: Work, model: Any, device: str) -> Turns:
             save_quietly(model, str(folder))
         asked = Asked(prompts_of(work, model.config.vocab_size), work.new)
         async with serve(work.model or str(folder), slots=work.batch, max_context=work.prompt + work.new) as server:
-            await server.tok_s(asked._replace(new=min(_WARM_TOKENS, work.new)))
             num_turns = _MIN_TURNS
             while len(turns.ours) < num_turns:
-                turns.ours.append(await run_engine(work, model, device))
+                with server.standing_still():
+                    turns.ours.append(await run_engine(work, model, device))
+                await server.tok_s(asked._replace(new=min(_WARM_TOKENS, work.new)))
                 turns.theirs.append(await server.tok_s(asked))
                 num_turns = num_turns_for(turns.ours[0].seconds)
     return turns
@@ -227,19 +228,19 @@ def prompts_of(work: Work, vocab: int) -> list[list[int]]:
 
 async def run_engine(work: Work, model: Any, device: str) -> Ran:
     """Raises UserError when the engine cannot do it."""
-    from polyrl.engines.builtin.config import BuiltinConfig, fit
+    from polyrl.engines.builtin.config import BuiltinConfig
     from polyrl.engines.builtin.engine import BuiltinEngine
     from polyrl.engines.builtin.models import describe
     from polyrl.engines.engine import EngineError, Job
     from polyrl.ids import LeaseId, SampleId
     from polyrl.wire.frames import Sampling
 
-    total, block = work.prompt + work.new, fit(BuiltinConfig(model="bench"), device).block_tokens
+    total = work.prompt + work.new
     config = BuiltinConfig(
         model="bench",
         device=device,
         slots=work.batch,
-        kv_tokens=(-(-(total + 16) // block) + 1) * block * work.batch,
+        kv_tokens=(total + 64) * work.batch,
         max_context=total,
         compile=work.compile,
         batch_invariant=work.batch_invariant,

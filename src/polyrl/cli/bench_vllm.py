@@ -1,13 +1,16 @@
 """The vLLM server on the CPU, as a peer of the builtin engine: started, driven over HTTP with the same work, stopped.
 
 It runs as it comes, compiled, in float32 and with one thread, over its interface of token ids. Answers come whole,
-which costs it less than token by token. It stays in our session: Linux shares a busy machine out by sessions.
+which costs it less than token by token. It stays in our session: Linux shares a busy machine out by sessions. While the
+other has its turn it stands still, since its worker spins between requests and would take a core.
 """
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +40,10 @@ def check_installed() -> None:
 
 
 class Server:
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, group: int) -> None:
         self._url = url
         self._session = session
+        self._group = group
 
     async def tok_s(self, asked: Asked) -> float:
         """Tokens a second, with all prompts sent at once."""
@@ -56,6 +60,14 @@ class Server:
             if reply.status != 200:
                 raise UserError(f"--peer vllm: answered {reply.status}: {(await reply.text())[:200]}")
             return len((await reply.json())["choices"][0]["token_ids"])
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        os.killpg(self._group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._group, signal.SIGCONT)
 
     async def is_up(self) -> bool:
         try:
@@ -81,7 +93,7 @@ async def serve(model: str, *, slots: int, max_context: int) -> AsyncIterator[Se
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
         try:
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-                server = Server(f"http://127.0.0.1:{port}", session)
+                server = Server(f"http://127.0.0.1:{port}", session, process.pid)
                 await _until_up(server, process)
                 yield server
         finally:
@@ -91,7 +103,8 @@ async def serve(model: str, *, slots: int, max_context: int) -> AsyncIterator[Se
 def _environment() -> dict[str, str]:
     faster = {"LD_PRELOAD": str(FOLDER / "lib" / "libiomp5.so")} if (FOLDER / "lib" / "libiomp5.so").exists() else {}
     threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {**faster, **threads, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    patient = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}  # else it hangs up on us for the time that it stood still
+    return {**faster, **threads, **patient, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 async def _until_up(server: Server, process: ServerProcess) -> None:

@@ -112,11 +112,8 @@ def _fitted(config: "BuiltinConfig", given: dict[str, Any], loaded: "Loaded", nu
     """A cache for this one sample, and an engine that is ready at once, unless others were asked for."""
     from msgspec import structs
 
-    from polyrl.engines.builtin.config import choose_device, fit
-
-    block_tokens = fit(config, choose_device(config.device)).block_tokens
-    num_blocks = -(-min(num_tokens, loaded.max_context) // block_tokens)
-    fitting = {"slots": 1, "kv_tokens": num_blocks * block_tokens, "compile": False}
+    num_blocks = -(-min(num_tokens, loaded.max_context) // config.block_tokens)
+    fitting = {"slots": 1, "kv_tokens": num_blocks * config.block_tokens, "compile": False}
     return structs.replace(config, **{key: value for key, value in fitting.items() if key not in given})
 
 

@@ -19,7 +19,7 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Samples that run at once."""
     kv_tokens: Annotated[int, Meta(ge=16)] = 65_536
     """Tokens that fit into the cache."""
-    block_tokens: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 32
     chunk_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Prompt tokens that are computed in one step at most, so that running samples do not wait long."""
     max_context: Annotated[int, Meta(ge=2)] | None = None
@@ -42,13 +42,12 @@ class Fit(NamedTuple):
     """What suits a device."""
 
     dtype: Dtype
-    block_tokens: int
     chunk_tokens: int
-    """On a GPU, running samples wait some 50 ms for so many, with two billion parameters."""
+    """On a GPU, running samples wait some 100 ms for so many, with two billion parameters."""
 
 
-_CPU = Fit("float32", 16, 512)
-_GPU = Fit("bfloat16", 32, 8192)
+_CPU = Fit("float32", 512)
+_GPU = Fit("bfloat16", 16_384)
 
 
 def fit(config: BuiltinConfig, device: str) -> Fit:
@@ -56,7 +55,6 @@ def fit(config: BuiltinConfig, device: str) -> Fit:
     own = _GPU if device.startswith("cuda") else _CPU
     return Fit(
         own.dtype if config.dtype is None else config.dtype,
-        own.block_tokens if config.block_tokens is None else config.block_tokens,
         own.chunk_tokens if config.chunk_tokens is None else config.chunk_tokens,
     )
 

@@ -68,7 +68,7 @@ class BuiltinEngine:
         device = choose_device(config.device) if loaded is None else str(next(loaded.model.parameters()).device)
         self._config = config
         self._fit = fit(config, device)
-        block_tokens = self._fit.block_tokens
+        block_tokens = config.block_tokens
         if config.kv_tokens < block_tokens:
             raise ConfigError(f"kv_tokens: got {config.kv_tokens}, expected at least block_tokens={block_tokens}")
         self._device = device

@@ -28,7 +28,7 @@ from polyrl.engines.builtin.steps import Drawn, Look, Wanted
 _WASTE_TOKENS = 1024
 """Contexts that attend together are padded to the longest. Beyond so much padding, they attend apart."""
 
-_BURST_S = 0.05
+_BURST_S = 0.1
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
