@@ -181,7 +181,7 @@ def refusal(folder, *, dtype: str = "float32", device: str = "cpu") -> str:
         models.load(str(folder), dtype, device)
     line = str(refused.value)
     assert "\n" not in line
-    assert len(line) < 400
+    assert len(line) - len(str(folder)) < 400
     return line
 
 
