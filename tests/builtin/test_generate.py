@@ -74,7 +74,7 @@ def test_a_chat_template_is_used_where_there_is_one_unless_the_prompt_is_raw(cap
         (["--model", "{folder}", "--temperature", "-1"], "--temperature: -1; expected a number from 0 to 100"),
         (["--model", "{folder}", "kv_token=9"], "kv_token: unknown key; did you mean kv_tokens?"),
         (["--model", "{folder}", "dtype=int8"], "dtype"),
-        (["--model", "{folder}", "kv_tokens=16"], "do not fit into the cache of 16"),
+        (["--model", "{folder}", "kv_tokens=32"], "do not fit into the cache of 32"),
         (["--model", "{folder}", "--prompt", ""], "the prompt is empty"),
         (["--model", "{folder}", "--prompt", "abc\udcff"], "--prompt: 'abc\\udcff' is not UTF-8"),
         (["--model", "{folder}", "--prompt", letters_of([5] * 600)], "600 tokens, and the model's context is 512"),
