@@ -124,6 +124,7 @@ def table() -> None:
     """How it grows: batches and contexts, then a group that shares its prompt, then transformers on the same work."""
     works = [Work("qwen3-1.7b", None, batch, 256, 512) for batch in (256, 64, 1, 16, 1024)]
     works += [Work("qwen3-1.7b", None, 64, context, 128) for context in (1024, 4096)]
+    works += [Work("qwen3-1.7b", None, batch, 16_256, 128) for batch in (16, 1)]
     works += [Work("qwen3-1.7b", None, 8, 2048, 64, group=8), Work("qwen3-1.7b", None, 1, 2048, 64)]
     for work in works:
         result = measure(work)

@@ -164,7 +164,7 @@ class BuiltinEngine:
         self._runner = None
 
     async def sleep(self) -> None:
-        """Free the cache, and take no step until `wake`. The weights stay where they are."""
+        """Free the cache, and take no step until `wake`. The weights stay, unless `in_sleep` says otherwise."""
         await finish_first(self._sleep())
 
     async def _sleep(self) -> None:
