@@ -35,13 +35,15 @@ def test_what_is_saved_is_loaded(tmp_path: Path):
 
 def test_only_the_last_are_kept_and_a_step_may_be_saved_again(tmp_path: Path):
     for step in (1, 2, 3, 3):
-        save(tmp_path, step, keep=Keep(2))
+        save(tmp_path, step)
+        checkpoint.prune(tmp_path, Keep(2))
     assert [one.name for one in checkpoint.found(tmp_path)] == ["step-000002", "step-000003"]
 
 
 def test_checkpoints_are_kept_by_rule(tmp_path: Path):
     for step in range(8):
-        save(tmp_path, step, keep=Keep(last=1, every=3))
+        save(tmp_path, step)
+        checkpoint.prune(tmp_path, Keep(last=1, every=3))
         if step in (2, 4, 5):
             value = {2: 0.5, 4: 0.5, 5: 0.7}[step]
             assert checkpoint.note_best(tmp_path, Best(step, "validation/pass@1", value)) is (step != 4)

@@ -129,11 +129,11 @@ class SlowDisk:
         self.opened = threading.Event()
         self.written: list[int] = []
 
-    def write(self, run_dir: Path, state: TrainerState, tensors: Any, *, keep: Keep, stop: threading.Event) -> None:
+    def write(self, run_dir: Path, state: TrainerState, tensors: Any, *, stop: threading.Event) -> None:
         while not self.opened.wait(0.01) and not stop.is_set():
             pass
         self.written.append(state.next_step)
-        checkpoint.save(run_dir, state, tensors, keep=keep, stop=stop)
+        checkpoint.save(run_dir, state, tensors, stop=stop)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_of_the_newest_step(tmp_path: Path):
@@ -323,7 +323,7 @@ def test_checkpoints_that_were_asked_for_and_not_written_are_made_up_for_and_so_
 def test_what_a_killed_process_had_no_time_to_let_go_of_goes_when_the_run_ends(tmp_path: Path):
     async def scenario() -> None:
         for step in (0, 2, 4):  # the last was renamed, and nothing after that
-            checkpoint.save(tmp_path, TrainerState(next_step=step), {"a": torch.zeros(1)}, keep=Keep(9))
+            checkpoint.save(tmp_path, TrainerState(next_step=step), {"a": torch.zeros(1)})
         for step in range(4):
             redo.append(tmp_path, step, 4, GROUPS)
         model = Model(tmp_path, Rules(2, Keep(1)), newest=4, num_steps=4)

@@ -51,10 +51,6 @@ class NetworkModel:
         self._rates_are_known = True
         self._next_at: Seconds | None = None
 
-    @property
-    def num_flows(self) -> int:
-        return len(self._flows)
-
     def set_node(self, name: str, egress_gbps: float, ingress_gbps: float) -> None:
         """Make a node known, or change its capacity from the next change of flows on."""
         if egress_gbps <= 0 or ingress_gbps <= 0:

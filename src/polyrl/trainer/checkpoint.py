@@ -93,9 +93,6 @@ class Keep(NamedTuple):
         return bool(self.every and step and step % self.every == 0)
 
 
-KEEP = Keep()
-
-
 class Best(Struct, frozen=True):
     """The checkpoint that did best."""
 
@@ -110,14 +107,9 @@ class _Sealed(Struct, frozen=True):
 
 
 def save(
-    run_dir: Path,
-    state: TrainerState,
-    tensors: Mapping[str, Tensor],
-    *,
-    keep: Keep = KEEP,
-    stop: threading.Event | None = None,
+    run_dir: Path, state: TrainerState, tensors: Mapping[str, Tensor], *, stop: threading.Event | None = None
 ) -> Path:
-    """Write a checkpoint, and let go of those no longer wanted. `tensors` are in this machine's memory, if any.
+    """Write a checkpoint. `tensors` are in this machine's memory, if any.
 
     Raises OSError, or Stopped when `stop` is set before all is written; the old ones are whole then.
     """
@@ -141,7 +133,6 @@ def save(
     except (OSError, Stopped):
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    prune(run_dir, keep)
     return final
 
 

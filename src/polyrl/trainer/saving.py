@@ -113,7 +113,7 @@ class Saver:
         """Before the first step: the run is the recipe's models and nothing else. Raises UserError."""
         with _disk(f"{self._run_dir}: the run's state cannot be written"):
             checkpoint.note_run(self._run_dir, self._about.run)
-            await asyncio.to_thread(checkpoint.save, self._run_dir, self._about, {}, keep=self._rules.keep)
+            await asyncio.to_thread(checkpoint.save, self._run_dir, self._about, {})
 
     async def offered(self, version: int, digest: str) -> bool:
         """A version is about to be told of. Returns whether it was another before. Raises UserError."""
@@ -223,9 +223,8 @@ class Saver:
             raise
 
     def _save(self, state: TrainerState) -> None:
-        keep = self._rules.keep
-        self._write_checkpoint(self._run_dir, state, self._snapshot.tensors, keep=keep, stop=self._stop)
-        tidy(self._run_dir, keep)
+        self._write_checkpoint(self._run_dir, state, self._snapshot.tensors, stop=self._stop)
+        tidy(self._run_dir, self._rules.keep)
 
     async def _written(self) -> None:
         """Wait for what is being written. Raises what it failed of."""

@@ -26,7 +26,6 @@ GOALS = {
     "bytes_per_sample": 4096,
 }
 _LENGTHS = (256, 8192)
-_CELL_BYTES = 8
 
 
 def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
