@@ -35,7 +35,10 @@ for window, splits in ((cuda.EVERYTHING, 1), (cuda.EVERYTHING, 4), (20, 2), (1, 
         assert (wanted - out[row]).abs().max() < 1e-5, (row, window, splits)
 key[0], value[0] = float("nan"), float("inf")
 cuda.paged_decode(query, key, value, keys, values, tables, lengths - 1, dim**-0.5, cuda.EVERYTHING, 4)
-assert keys.isfinite().all() and values.isfinite().all(), "the next one to have the block reads it"
+assert values.isfinite().all(), "the next one to have the block reads them, at weight zero"
+key[0], value[0] = 0.5, 0.5
+out = cuda.paged_decode(query, key, value, keys, values, tables, lengths, dim**-0.5, cuda.EVERYTHING, 4)
+assert out[0].isnan().all() and out[1:].isfinite().all(), "its own context has a key that is no number"
 """
 
 DRAWING = """

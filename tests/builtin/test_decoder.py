@@ -154,6 +154,20 @@ def test_what_is_no_number_does_not_stay_in_the_cache_for_the_next_sample(family
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_prompt_with_a_token_that_is_no_number_shows_it_however_long_ago_that_was(family, tmp_path):
+    loaded = load(family, tmp_path, tie_word_embeddings=False)
+    with torch.no_grad():
+        loaded.model.get_input_embeddings().weight[510] = float("nan")
+    desk = Desk(loaded)
+    ill, well = Sequence(LeaseId(9), [5, 510, *range(20, 60)], 500), desk.add(1, 30)
+    desk.batching.add(ill)
+    for _ in range(3):
+        drawn = desk.step()
+        assert [math.isnan(one) for one in drawn.logprobs] == [False, True]
+    assert all(0 <= one < 510 for one in well.tokens)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_keys_and_values_that_are_no_numbers_show_in_what_is_drawn(family, tmp_path):
     for name in ("k_proj", "v_proj"):
         loaded = load(family, tmp_path / name)

@@ -14,6 +14,7 @@ With a `pack` the function attends as a trainer needs it (packed.py); with neith
 Left out: the CUDA kernels (cuda.py), and who has which slots (kv_cache.py, batching.py).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,14 +76,15 @@ class PagedKeysAndValues:
         self._block = block_tokens * head_dim
         self._layers = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
         """Keys, then values."""
+        self.has_numbers = True
+        """All keys are numbers, those that nobody looks at too."""
         self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
     def write(self, layer: int, slots: Tensor, both: Tensor) -> None:
-        """Keys, then values: (rows, 2 x kv heads, dim). What is no number is not kept, as others' padding reads it.
-
-        So the row that it came from must show it otherwise.
+        """Keys, then values: (rows, 2 x kv heads, dim). Of values, what is no number is not kept: at weight zero it
+        would spoil whoever has the block next. A key that is none spoils who looks at it, as it should.
         """
-        both.nan_to_num_(0.0, 0.0, 0.0)
+        both[:, both.shape[1] // 2 :].nan_to_num_(0.0, 0.0, 0.0)
         self._layers[layer].flatten(0, 1).index_copy_(1, slots, both.transpose(0, 1))
 
     def gather(self, layer: int, part: Rows) -> tuple[Tensor, Tensor]:
@@ -133,6 +135,7 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     both = torch.cat([key[0], value[0]]).transpose(0, 1)
     no_number = (both - both).sum((1, 2)).view(-1, 1, 1)  # zero, where all are numbers
+    paged.has_numbers &= bool(no_number.isfinite().all())
     paged.write(layer, step.slots, both)
     out = attend_parts(query[0].transpose(0, 1) * scale, layer, step, paged, sliding_window, softcap)
     return (out + no_number).unsqueeze(0), None
@@ -152,13 +155,21 @@ def attend_parts(
     for part in step.parts:
         end = part.first + part.num
         keys, values = paged.gather(layer, part)
-        _attend(queries[part.first : end], keys, values, part, window, softcap, found[part.first : end])
+        hide = _hide if paged.has_numbers else _hide_whatever
+        _attend(queries[part.first : end], keys, values, part, window, softcap, hide, found[part.first : end])
     found[end:] = 0.0
     return found
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, part: Rows, window: int | None, softcap: float | None, out: Tensor
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    part: Rows,
+    window: int | None,
+    softcap: float | None,
+    hide: Callable[[Tensor, Tensor], object],
+    out: Tensor,
 ) -> None:
     """What looks at the same keys, rows of a chunk and heads of a group, are rows of one query."""
     num_heads, dim = queries.shape[1:]
@@ -172,9 +183,17 @@ def _attend(
     scores = torch.bmm(query, keys.transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores.view(num_kv, part.num_contexts, -1, part.padded).add_(_mask(part, window, group, scores.dtype))
+    hide(scores.view(num_kv, part.num_contexts, -1, part.padded), _mask(part, window, group, scores.dtype))
     weighed = _weigh(torch.softmax(scores, -1), values)[:, :num_rows]
     out.view(apart).copy_(weighed.view(together).permute(1, 2, 0, 3, 4))
+
+
+_hide = Tensor.add_
+
+
+def _hide_whatever(scores: Tensor, mask: Tensor) -> None:
+    """Also what is no number; several times slower."""
+    scores.masked_fill_(mask < 0, float("-inf"))
 
 
 def _mask(part: Rows, window: int | None, group: int, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,7 @@ STRETCH = 4096
 
 @triton.jit
 def _numbers(x):
-    """What is no number is not written: whoever has the block next reads its rest, at weight zero."""
+    """Of values, what is no number is not written: whoever has the block next reads its rest, at weight zero."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 
@@ -50,7 +50,7 @@ def _write_kernel(
     slot = tl.load(slots + row)
     at = ((slot // BLOCK) * NUM_KV + head) * BLOCK * DIM + (slot % BLOCK) * DIM
     dims = tl.arange(0, DIM)
-    tl.store(keys + at + dims, _numbers(tl.load(key + row * key_stride + head * DIM + dims)))
+    tl.store(keys + at + dims, tl.load(key + row * key_stride + head * DIM + dims))
     tl.store(values + at + dims, _numbers(tl.load(value + row * value_stride + head * DIM + dims)))
 
 
@@ -105,7 +105,7 @@ def _decode_kernel(
         its_value = tl.load(value + sample * value_stride + head * DIM + dims)
         block = tl.load(tables + sample * table_stride + newest // BLOCK).to(tl.int64)
         at = ((block * NUM_KV + head) * BLOCK + newest % BLOCK) * DIM
-        tl.store(keys + at + dims, _numbers(its_key))
+        tl.store(keys + at + dims, its_key)
         tl.store(values + at + dims, _numbers(its_value))
         score = tl.sum(asked.to(tl.float32) * its_key.to(tl.float32)[None, :], 1) * scale
         new_best = tl.maximum(best, score)

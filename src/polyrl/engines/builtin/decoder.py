@@ -147,6 +147,7 @@ class Decoder:
             x = x + layer.output.times(found.view(num_rows, -1))
             gate, up = layer.gate_and_up.times(self._normed(x)).chunk(2, -1)
             x += layer.down.times(silu(gate).mul_(up))
+        paged.has_numbers &= bool(x.sum().isfinite())
         logits = self._head.times(self._normed(x if rows is None else x.index_select(0, rows)))
         return logits if self._has_numbers else logits.fill_(torch.nan)
 
@@ -167,8 +168,8 @@ def _window(attention: Any) -> int | None:
 
 
 def _gives_numbers(attention: Any) -> bool:
-    """Of keys and values: what is none is not kept in the cache, so that a row does not show it."""
-    return all(bool(one.isfinite().all()) for part in (attention.k_proj, attention.v_proj) for one in part.parameters())
+    """Of values: what is none is not kept in the cache, so that a row does not show it."""
+    return all(bool(one.isfinite().all()) for one in attention.v_proj.parameters())
 
 
 def _merge(
