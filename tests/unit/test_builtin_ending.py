@@ -31,7 +31,7 @@ def test_tokens_without_text_do_not_hide_a_stop_string():
 
 
 @given(
-    st.lists(st.integers(0, 9), max_size=60),
+    st.lists(st.integers(0, 9), min_size=3, max_size=60),
     st.lists(st.integers(0, 9), min_size=1, max_size=30),
     st.sets(st.integers(0, 9), max_size=1),
     st.lists(st.text(LETTERS[:3], min_size=1, max_size=3), max_size=2),
