@@ -102,7 +102,8 @@ class Service:
             asyncio.get_running_loop().call_soon(self._take_turn)
 
     def count_refusal(self, kind: str) -> None:
-        self.post(lambda executor: executor.refused.update((kind,)))
+        """Now, not in the owner's turn: whoever reads that it was refused finds it counted."""
+        self.executor.refused[kind] += 1
 
     def hear(self, hearer: Hearer, session: Any, link: Link, raw: bytes) -> bool:
         """Have a frame heard by the owner: now, or after what is due before it, if there is room there."""
