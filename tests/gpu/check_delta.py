@@ -137,7 +137,6 @@ def main():
     _, figures["load_pinned_ms"] = timed(load_into, served, layout, after)
     pageable = bytearray(after)
     _, figures["load_ms"] = timed(load_into, served, layout, pageable)
-    encoder.close()
     print(
         json.dumps({name: round(one, 2) if isinstance(one, float) else one for name, one in figures.items()}, indent=2)
     )

@@ -1,6 +1,7 @@
 """Installing versions while samples run, on a GPU: how long the transfer takes, and how long samples stand still.
 
-python tests/gpu/check_install.py        Qwen3-1.7B's shape, bfloat16; full version first, then deltas of 1% of elements
+python tests/gpu/check_install.py           Qwen3-1.7B's shape, bfloat16; a full version, then deltas of 1% of elements
+python tests/gpu/check_install.py device    the same, with deltas made on the GPU (weights.encode_on)
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -9,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
 
@@ -19,10 +21,11 @@ from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
 from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
 from polyrl.engines.builtin.models import describe  # noqa: E402
 from polyrl.engines.engine import Job, Weights  # noqa: E402
-from polyrl.weights import tensors  # noqa: E402
+from polyrl.trainer.publishing import Publishing  # noqa: E402
 from polyrl.weights.peer import WeightPeer  # noqa: E402
 from polyrl.weights.server import WeightServer  # noqa: E402
 from polyrl.weights.settings import WeightSettings  # noqa: E402
+from polyrl.weights.tensors import pin_buffer  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
 
 SETTINGS = WeightSettings(interfaces=("127.0.0.0/8",))
@@ -67,18 +70,19 @@ async def main() -> None:
         engine.generate(Job(number + 1, number, prompts[number], [], 7000, number, Sampling(ignore_eos=True)))
     while len(clock.at) < 20:
         await asyncio.sleep(0.01)
-    server, peer = WeightServer(SETTINGS, KEY), WeightPeer(SETTINGS, KEY)
+    server, peer = WeightServer(SETTINGS, KEY, prepare=pin_buffer), WeightPeer(SETTINGS, KEY)
     server.start()
     state = dict(trained.named_parameters())
     state = {name: one.detach() for name, one in state.items()}
-    layout = tensors.layout_of(state, "bfloat16")
+    policy = SimpleNamespace(
+        published=lambda: state, published_dtype="bfloat16", adapter=None, engine_writer=lambda: None
+    )
+    publishing = Publishing(policy, server, None, encodes="device" in sys.argv[1:])
     for version in range(1, 6):
         if version > 1:
             move_a_little(state)
         began = time.perf_counter()
-        offer = await asyncio.to_thread(
-            server.publish, version, layout, lambda out: tensors.snapshot(state, layout, out)
-        )
+        offer = await publishing.publish(version)
         published = time.perf_counter()
         await asyncio.to_thread(server.wait_for_deltas, 60.0)
         encoded = time.perf_counter()

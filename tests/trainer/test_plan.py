@@ -34,6 +34,18 @@ def test_all_weights_offloaded_and_in_eight_bits(folder):
     assert plan(folder, dtype="float32").masters == 0
 
 
+def test_deltas_made_on_the_device_need_one_more_version_there(folder):
+    device: dict[str, object] = {"encode_on": "device"}
+    plain, ours = plan(folder), plan(folder, weights=device)
+    assert (plain.deltas, ours.deltas, ours.total) == (0, plain.weights, plain.total + plain.weights)
+    lora = {"rank": 4, "publish": "adapter"}
+    assert plan(folder, weights=device, lora=lora).deltas == plan(folder, lora=lora).changes
+    with pytest.raises(
+        ConfigError, match=r'weights\.encode_on: expected "host", since train\.ranks divide the weights'
+    ):
+        plan(folder, weights=device, train={"ranks": 2})
+
+
 def test_changes_of_lora_are_counted_as_they_are_and_need_no_reference(folder):
     config = {"rank": 4, "targets": ["q_proj", "down_proj"]}
     found = plan(folder, lora=config, algorithm={"kl": "loss"})

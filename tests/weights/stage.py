@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from polyrl.weights.buffers import Buffer
 from polyrl.weights.manifest import Layout, Spec, lay_out
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import Offer, WeightServer
@@ -47,8 +48,14 @@ class Stage:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def server(self, settings: WeightSettings = SETTINGS, key: bytes = KEY, tls: Tls | None = None) -> WeightServer:
-        server = WeightServer(settings, key, tls)
+    def server(
+        self,
+        settings: WeightSettings = SETTINGS,
+        key: bytes = KEY,
+        tls: Tls | None = None,
+        prepare: Callable[[Buffer], object] | None = None,
+    ) -> WeightServer:
+        server = WeightServer(settings, key, tls, prepare)
         self._stack.callback(server.close)
         server.start()
         return server

@@ -25,7 +25,6 @@ def assert_the_same_as_on_the_host(states, layout, part_elements=delta.PART_ELEM
         newest = bytes_of(state, layout)
         assert encoder.encode(state) == delta.encode(previous, newest, layout, part_elements=part_elements)
         previous = newest
-    encoder.close()
 
 
 def random_state(seed, dtype=torch.float32):

@@ -450,6 +450,9 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What chunks are known by. blake3 where a worker that passes them on may lie on purpose."""
     mooncake: Literal["", "tcp", "rdma"] = ""
     """Offer full versions through mooncake's transfer engine too, to workers that are started with --mooncake."""
+    encode_on: Literal["host", "device"] = "host"
+    """Where deltas are made. The trainer's GPU is ten times as fast, and needs memory for one more copy of the
+    weights."""
 
 
 class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -550,6 +553,8 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 'train.ranks: expected 1, since optimizer.offload and optimizer.kind = "adamw8bit" are for one rank; '
                 "ranks divide the optimizer's state already"
             )
+        if self.train.ranks > 1 and self.weights.encode_on == "device":
+            raise ValueError('weights.encode_on: expected "host", since train.ranks divide the weights')
 
     def _check_best(self) -> None:
         wanted, validation = self.checkpoint.keep_best, self.validation

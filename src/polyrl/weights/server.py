@@ -3,13 +3,14 @@
 `publish` costs the trainer what filling and hashing cost. Buffers are few and kept (`num_full`, two by default): a new
 version goes where the oldest was, whose readers get a short grace and are cut. The delta from the version before is
 made in a thread of its own and offered when it is ready; a publish that comes earlier ends it, for it needs the buffer.
+Who fills the buffer may know what changed, and then that is the delta.
 """
 
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from polyrl.weights.settings import Tls, WeightSettings
 from polyrl.weights.store import Blob, Store
 
 _MAX_THREADS = 8
+
+Fill: TypeAlias = Callable[[memoryview], codec.Encoded | None]
+"""Writes all tensors of a version. Who knows what that changed in the version published before says it."""
 
 
 class Offer(NamedTuple):
@@ -41,8 +45,15 @@ class _Kept(NamedTuple):
 class WeightServer:
     """One thread publishes; workers pull whenever they like."""
 
-    def __init__(self, settings: WeightSettings, key: bytes, tls: Tls | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: WeightSettings,
+        key: bytes,
+        tls: Tls | None = None,
+        prepare: Callable[[Buffer], object] | None = None,
+    ) -> None:
+        """`prepare` is given each buffer of versions when it is new."""
+        self._settings, self._prepare = settings, prepare
         self._store = Store()
         self._sender = Sender(self._store, settings, key, None if tls is None else tls.server, origin=True)
         self._kept: list[_Kept] = []
@@ -72,20 +83,20 @@ class WeightServer:
         self,
         version: int,
         layout: Layout,
-        fill: Callable[[memoryview], None],
+        fill: Fill,
         *,
         lossy: str = "",
         parent: str | None = None,
         adapter: AdapterFacts | None = None,
     ) -> Offer:
-        """Offer a version. `fill` writes all of its tensors; what it raises is raised here, and nothing is offered.
+        """Offer a version. What `fill` raises is raised here, and nothing is offered.
 
         The parent is the version that was published before, unless it is given.
         """
         self._end_encoding()
         buffer = self._free_buffer(layout.num_bytes)
         try:
-            fill(buffer.view)
+            changes = fill(buffer.view)
             _clear_padding(layout, buffer.view)
             chunks = table_of(buffer.view, self._settings.chunk_bytes, self._settings.hash, _num_threads())
         except BaseException:
@@ -96,11 +107,13 @@ class WeightServer:
         manifest = Manifest(version, layout, chunks, parent, lossy, adapter)
         blob = Blob(manifest.digest, "full", version, encode(manifest), chunks, buffer, complete=True)
         bases = [one for one in reversed(self._kept) if one.manifest.layout.fingerprint == layout.fingerprint]
+        if bases and bases[0] is not self._kept[-1]:
+            changes = None
         self._kept.append(_Kept(manifest, buffer))
         if self._settings.num_deltas:
             self._sender.coming = tuple((base.manifest.digest, manifest.digest) for base in bases)
             self._encoder = threading.Thread(
-                target=self._encode, args=(bases, self._kept[-1]), name="weights-encode", daemon=True
+                target=self._encode, args=(bases, self._kept[-1], changes), name="weights-encode", daemon=True
             )
         self._store.add(blob)
         if self._encoder is not None:
@@ -134,14 +147,21 @@ class WeightServer:
             if buffer.num_bytes == num_bytes:
                 return buffer
             buffer.close()
-        return Buffer(num_bytes)
+        buffer = Buffer(num_bytes)
+        if self._prepare is not None:
+            self._prepare(buffer)
+        return buffer
 
-    def _encode(self, bases: list[_Kept], target: _Kept) -> None:
-        """In a thread of its own. The nearest version first: most workers hold that one."""
+    def _encode(self, bases: list[_Kept], target: _Kept, changes: codec.Encoded | None) -> None:
+        """In a thread of its own. The nearest version first: most workers hold that one, and its changes may be known
+        already.
+        """
         for base in bases:
-            blob = self._encode_one(base, target)
-            if blob is None:
+            encoded = self._changes(base, target) if changes is None else changes
+            changes = None
+            if encoded is None:
                 break
+            blob = self._sealed(encoded, base, target)
             self._store.add(blob)
             self._sender.coming = self._sender.coming[1:]
             self._deltas.append(blob.name)
@@ -151,7 +171,7 @@ class WeightServer:
                     old.buffer.close()
         self._sender.coming = ()
 
-    def _encode_one(self, base: _Kept, target: _Kept) -> Blob | None:
+    def _changes(self, base: _Kept, target: _Kept) -> codec.Encoded | None:
         """None when a publish came in between."""
         pieces = list(codec.pieces_of(target.manifest.layout))
 
@@ -162,9 +182,9 @@ class WeightServer:
 
         with ThreadPoolExecutor(_num_threads(), "weights-encode") as pool:
             written = list(pool.map(write, pieces))
-        if self._encode_no_more.is_set():
-            return None
-        encoded = codec.assemble(pieces, written)
+        return None if self._encode_no_more.is_set() else codec.assemble(pieces, written)
+
+    def _sealed(self, encoded: codec.Encoded, base: _Kept, target: _Kept) -> Blob:
         found, data = codec.seal(encoded, base.manifest, target.manifest, chunk_bytes=self._settings.chunk_bytes)
         buffer = Buffer(len(data))
         buffer.view[:] = data

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import View
 from polyrl.weights.manifest import DTYPE_BYTES, SCALE, Layout, Spec, TensorEntry, lay_out
 from polyrl.weights.shards import is_table
@@ -239,6 +240,15 @@ def pin(view: View) -> bool:
     flat = torch.frombuffer(view, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     return int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)) == 0
+
+
+def pin_buffer(buffer: Buffer) -> bool:
+    """As `pin` does, until it is closed."""
+    if not buffer.num_bytes or not pin(buffer.view):
+        return False
+    address = torch.frombuffer(buffer.view, dtype=torch.uint8).data_ptr()
+    buffer.before_close.append(lambda: unpin(address))
+    return True
 
 
 def unpin(address: int) -> None:

@@ -75,33 +75,30 @@ class GpuDeltaEncoder:
         part_elements: int = PART_ELEMENTS,
         slab_elements: int = SLAB_ELEMENTS,
     ) -> None:
-        self._layout = layout
+        self._layout, self._threads = layout, threads
         self._slabs = list(_slabs_of(layout, part_elements, slab_elements))
         device = next(iter(state.values())).device
         self._held = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         largest = max((slab.num_bytes for slab in self._slabs), default=0)
         self._fresh = torch.zeros(largest, dtype=torch.uint8, device=device)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta")
         for slab in self._slabs:
             self._fill(slab, state, self._held_bytes(slab))
 
     def encode(self, state: Mapping[str, Tensor]) -> Encoded:
         """What turns the version that is held into this state, which is held from now on."""
         waiting: list[Future[Written] | Written] = []
-        for slab in self._slabs:
-            held, fresh = self._held_bytes(slab), self._fresh[: slab.num_bytes]
-            fresh.zero_()
-            self._fill(slab, state, fresh)
-            kind = _INTEGERS[slab.pieces[0].item_bytes]
-            changes = _find_changes(slab, held.view(kind), fresh.view(kind))
-            waiting.extend(self._write(slab, changes, held, fresh))
-            held.copy_(fresh)
-        written = [one.result() if isinstance(one, Future) else one for one in waiting]
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="delta") as pool:
+            for slab in self._slabs:
+                held, fresh = self._held_bytes(slab), self._fresh[: slab.num_bytes]
+                fresh.zero_()
+                self._fill(slab, state, fresh)
+                kind = _INTEGERS[slab.pieces[0].item_bytes]
+                changes = _find_changes(slab, held.view(kind), fresh.view(kind))
+                waiting.extend(_write(pool, slab, changes, held, fresh))
+                held.copy_(fresh)
+            written = [one.result() if isinstance(one, Future) else one for one in waiting]
         pieces = [piece for slab in self._slabs for piece in slab.pieces]
         return assemble(pieces, written)
-
-    def close(self) -> None:
-        self._pool.shutdown()
 
     def _held_bytes(self, slab: _Slab) -> Tensor:
         return self._held[slab.start : slab.start + slab.num_bytes]
@@ -117,26 +114,27 @@ class GpuDeltaEncoder:
             target = out[start : start + value.numel() * entry.item_bytes].view(TORCH_DTYPES[entry.dtype])
             target.copy_(value)
 
-    def _write(
-        self, slab: _Slab, changes: _Changes | None, held: Tensor, fresh: Tensor
-    ) -> Iterator[Future[Written] | Written]:
-        for index, piece in enumerate(slab.pieces):
-            if changes is None or changes.bounds[index] == changes.bounds[index + 1]:
-                yield None
-                continue
-            parts = (
-                changes.gaps[changes.gap_bounds[index] : changes.gap_bounds[index + 1]],
-                changes.codes[changes.bounds[index] : changes.bounds[index + 1]],
-                changes.wide[changes.wide_bounds[index] : changes.wide_bounds[index + 1]],
-            )
-            num_bytes = piece.num_elements * piece.item_bytes
-            roomy = sum(part.nbytes for part in parts) + 64 < num_bytes
-            if roomy and is_surely_sparse(piece.num_elements, len(parts[1]), len(parts[2])):
-                yield self._pool.submit(_write_sparse, *parts)
-                continue
-            start = piece.start - slab.start
-            both = [_bits(one[start : start + num_bytes], piece.item_bytes) for one in (held, fresh)]
-            yield self._pool.submit(encode_piece, *both)
+
+def _write(
+    pool: ThreadPoolExecutor, slab: _Slab, changes: _Changes | None, held: Tensor, fresh: Tensor
+) -> Iterator[Future[Written] | Written]:
+    for index, piece in enumerate(slab.pieces):
+        if changes is None or changes.bounds[index] == changes.bounds[index + 1]:
+            yield None
+            continue
+        parts = (
+            changes.gaps[changes.gap_bounds[index] : changes.gap_bounds[index + 1]],
+            changes.codes[changes.bounds[index] : changes.bounds[index + 1]],
+            changes.wide[changes.wide_bounds[index] : changes.wide_bounds[index + 1]],
+        )
+        num_bytes = piece.num_elements * piece.item_bytes
+        roomy = sum(part.nbytes for part in parts) + 64 < num_bytes
+        if roomy and is_surely_sparse(piece.num_elements, len(parts[1]), len(parts[2])):
+            yield pool.submit(_write_sparse, *parts)
+            continue
+        start = piece.start - slab.start
+        both = [_bits(one[start : start + num_bytes], piece.item_bytes) for one in (held, fresh)]
+        yield pool.submit(encode_piece, *both)
 
 
 def _write_sparse(gaps: np.ndarray[Any, Any], codes: np.ndarray[Any, Any], wide: np.ndarray[Any, Any]) -> Written:

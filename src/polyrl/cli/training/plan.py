@@ -59,6 +59,8 @@ class Memory(NamedTuple):
     reference: int
     critic: int
     """With its optimizer, as if it were as large as the policy."""
+    deltas: int
+    """The version that the next one is compared with."""
     offloaded: int
 
     @property
@@ -141,8 +143,13 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
         activations=width * tokens * elements,
         reference=width * part if has_reference else 0,
         critic=(width * num if ranks == 1 else 0) + (critics.gradients if offload else sum(critics)) if gae else 0,
+        deltas=_published(recipe, width * num, num_changes) if recipe.weights.encode_on == "device" else 0,
         offloaded=ours.masters + ours.moments + critics.masters + critics.moments if offload else 0,
     )
+
+
+def _published(recipe: Recipe, num_bytes: int, num_changes: int) -> int:
+    return _FLOAT32_BYTES * num_changes if recipe.lora.rank and recipe.lora.publish == "adapter" else num_bytes
 
 
 class _Optimizer(NamedTuple):

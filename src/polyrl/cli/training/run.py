@@ -44,6 +44,7 @@ from polyrl.trainer.publishing import Publishing
 from polyrl.trainer.saving import Saver
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
+from polyrl.weights.tensors import pin_buffer
 from polyrl.wire.control import DrainRequest, RunReply
 from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer, Unreachable, is_loopback
@@ -123,7 +124,12 @@ async def train(
             fleet.digests.update(past.published)
             check_that_it_fits(fleet.opened, first_step, recipe.max_staleness)
         key = bytes.fromhex(fleet.opened.weights_key)
-        server = WeightServer(weight_settings(recipe, listens), key, None if tls is None else tls.of_weights)
+        server = WeightServer(
+            weight_settings(recipe, listens),
+            key,
+            None if tls is None else tls.of_weights,
+            pin_buffer if policy.device.type == "cuda" else None,
+        )
         server.start()
         stack.callback(server.close)
         devices = Devices(engine, generates=recipe.train.local_generation)
@@ -142,7 +148,14 @@ async def train(
             fleet,
             steps,
             devices,
-            Publishing(policy, server, engine, parents, None if leader is None else leader.weights),
+            Publishing(
+                policy,
+                server,
+                engine,
+                parents,
+                None if leader is None else leader.weights,
+                encodes=recipe.weights.encode_on == "device",
+            ),
             tasks.tokens,
             telling,
             validator(recipe, engine, devices, tasks, telling, fleet, saver),
