@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from polyrl.cli.main import main
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import list_recipes, load_recipe, with_whole_paths
@@ -75,3 +76,11 @@ def test_whole_paths_are_the_same_from_every_folder_and_what_is_no_path_stays(tm
     domain = {"name": "sums", "source": "sums.jsonl", "reward": "math"}
     two = build({"name": "two", "model": {"path": "m"}, "data": {"domains": [domain]}}, Recipe)
     assert with_whole_paths(two).data.domains[0].source == "/sums.jsonl"
+
+
+def test_the_command_lists_them_and_says_so_when_none_is_named(capsys):
+    assert main(["train", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [name for name, _ in list_recipes()]
+    assert main(["train"]) == 2
+    assert "a name of `polyrl train --list`" in capsys.readouterr().err

@@ -151,6 +151,7 @@ class _LateJournal:
 
 
 def _list(*, as_json: bool) -> int:
+    from polyrl.config.shipped import show_shipped
     from polyrl.sim.library import list_scenarios
 
     found = list_scenarios()
@@ -159,9 +160,7 @@ def _list(*, as_json: bool) -> int:
 
         print(json.dumps([{"name": name, "about": about} for name, about in found], indent=2))
         return EXIT_OK
-    width = max(len(name) for name, _ in found)
-    for name, about in found:
-        print(f"{name:<{width}}  {about}")
+    print(show_shipped(found))
     return EXIT_OK
 
 

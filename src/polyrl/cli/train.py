@@ -23,6 +23,7 @@ examples:
   polyrl train arithmetic model.path=models/tiny train.steps=40
   polyrl train recipe.toml fleet.workers=2 train.mode=synchronous
   polyrl train recipe.toml --dry-run
+  polyrl train --list
   polyrl train --resume runs/arithmetic train.steps=80
   polyrl train recipe.toml --ranks 4
   torchrun --nproc-per-node 4 -m polyrl train recipe.toml
@@ -34,8 +35,9 @@ directory holds journal, metrics and logs. Workers may join and leave at any tim
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("recipe", nargs="?", help="a TOML file, or the name of a recipe that ships with PolyRL")
+    parser.add_argument("recipe", nargs="?", help="a TOML file, or a name of --list")
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="for example train.steps=40")
+    parser.add_argument("--list", action="store_true", help="list the recipes that ship with PolyRL")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is kept (default: runs/NAME)")
     parser.add_argument("--resume", metavar="DIR", help="go on with the run of this directory, in place of a recipe")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes that share the model: train.ranks=N")
@@ -45,9 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from polyrl.cli import builtin
-    from polyrl.config.recipe_files import load_recipe
+    from polyrl.config.recipe_files import list_recipes, load_recipe
+    from polyrl.config.shipped import show_shipped
     from polyrl.errors import UserError
 
+    if args.list:
+        print(show_shipped(list_recipes()))
+        return 0
     builtin.check_libraries()
     from polyrl.cli.training import ranks
 
@@ -58,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume is not None:
         return _resume(args, overrides)
     if args.recipe is None:
-        raise UserError("a recipe is missing: expected a TOML file, the name of one that ships, or --resume DIR")
+        raise UserError("a recipe is missing: expected a TOML file, a name of `polyrl train --list`, or --resume DIR")
     recipe = ranks.with_ranks(load_recipe(args.recipe, overrides), seat)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
     if args.dry_run:

@@ -13,6 +13,11 @@ def list_shipped(folder: Path) -> list[tuple[str, str]]:
     return [(name, str(tree.get("about", ""))) for name, tree in found]
 
 
+def show_shipped(found: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in found)
+    return "\n".join(f"{name:<{width}}  {about}" for name, about in found)
+
+
 def find_shipped(name: str, shipped: Path, kind: str, own: Path | None = None) -> Path:
     """A path (relative to the folder `own`), or the name of one in the folder `shipped`. Raises ConfigError."""
     path = (own or Path()) / name
