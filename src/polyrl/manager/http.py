@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
+from polyrl.disk import write_whole
 from polyrl.errors import UserError
 from polyrl.ids import WorkerName
 from polyrl.manager import asking, from_trainer, from_workers, joining
@@ -433,8 +434,9 @@ def openapi_text() -> str:
 
 
 def _write_address(run_dir: Path, address: Address) -> None:
+    """Whole: others wait for the file, and read it as soon as it is there."""
     facts = {"url": address.url, "pid": os.getpid()}
     try:
-        (run_dir / ADDRESS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        write_whole(run_dir / ADDRESS_FILE, f"{json.dumps(facts)}\n".encode())
     except OSError as error:
         raise UserError(f"{run_dir / ADDRESS_FILE}: cannot be written: {error.strerror or error}") from error
