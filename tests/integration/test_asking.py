@@ -79,9 +79,10 @@ def test_token_ids_need_no_tokenizer_and_text_is_refused_without_one(tmp_path: P
 
 def test_an_answer_that_no_worker_writes_is_given_up_and_a_worker_that_comes_in_time_writes_it(tmp_path: Path):
     async def scenario() -> None:
-        async with manager(tmp_path) as live, asker(live) as client, trainer(live) as fleet:
+        settings = structs.replace(QUICK, serve=ServeSettings(token_timeout_s=3.0))  # time enough for one to join
+        async with manager(tmp_path, settings) as live, asker(live) as client, trainer(live) as fleet:
             await fleet.publish(0)
-            with pytest.raises(openai.InternalServerError, match=r"no worker brought a token for 0\.5 s"):
+            with pytest.raises(openai.InternalServerError, match=r"no worker brought a token for 3 s"):
                 await ask(client)
             await until(lambda: not live.service.executor.questions, "it is withdrawn")
             waiting = asyncio.create_task(ask(client))

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import msgspec
 from aiohttp import web
 from tests.integration.live import (
+    CONFIG,
     ENGINE,
+    PATIENCE_S,
     Peer,
     check_right,
     honest_worker,
@@ -24,9 +26,10 @@ from tests.integration.live import (
 from polyrl.client import Prompt
 from polyrl.manager.link import Link
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
+from polyrl.scheduling.parameters import FleetRules
 from polyrl.wire import frames
 
-SEND_TIMEOUT_S = 0.4
+SEND_TIMEOUT_S = 1.0
 IMPATIENT = ManagerSettings(
     stream=StreamSettings(flush_interval_s=0.01, heartbeat_interval_s=0.1, send_timeout_s=SEND_TIMEOUT_S),
     limits=LimitSettings(request_timeout_s=1.0),
@@ -123,7 +126,7 @@ def test_who_is_told_goodbye_gets_what_was_queued_before():
             ends.link.close("it is over")
             ends.link.send(frames.Ack(1))
             num_read = 0
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while data := await loop.sock_recv(ends.reader, 1 << 20):
                     num_read += len(data)
                     if num_read > 4 << 20:
@@ -145,7 +148,7 @@ def test_what_waits_beside_payload_is_bounded():
             for _ in range(5):
                 ends.link.send(frames.Generate((order,)))
             assert ends.link.is_too_slow
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert not await ends.pump
 
     run(scenario())
@@ -156,13 +159,14 @@ def test_what_waits_beside_payload_is_bounded():
 
 def test_a_worker_that_never_reads_is_cut_off_and_its_samples_move_on(tmp_path: Path):
     big = Prompt([9] * 1_000_000)
+    rules = FleetRules(heartbeat_timeout_s=6 * SEND_TIMEOUT_S)  # cut off for what it does not read, and then given up
     engine = msgspec.structs.replace(ENGINE, slots=2, prefill_tokens_per_s=1e9)
 
     async def scenario() -> None:
         async with (
             manager(tmp_path, IMPATIENT) as live,
             honest_worker(live, engine=engine),
-            trainer(live, prompts=lambda *_: big) as fleet,
+            trainer(live, msgspec.structs.replace(CONFIG, fleet_rules=rules), prompts=lambda *_: big) as fleet,
             Peer(live, slots=6) as peer,
         ):
             await fleet.publish(0)
