@@ -38,7 +38,7 @@ from polyrl.engines.emulated import EmulatedEngine
 from polyrl.manager import sessions
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.service import Service
-from polyrl.manager.settings import JournalSettings
+from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, RunReply, RunRequest
 from polyrl.wire.dial import Dialer, NameTaken
@@ -528,11 +528,12 @@ def test_a_name_whose_worker_is_gone_is_taken_over_at_once_and_the_round_goes_on
 
 def test_a_name_whose_worker_is_silent_is_taken_over_and_the_silent_one_is_told(tmp_path: Path):
     async def scenario() -> None:
-        async with manager(tmp_path) as live, Peer(live) as old, Peer(live) as new:
+        async with manager(tmp_path, ManagerSettings()) as live, Peer(live) as old, Peer(live) as new:
+            executor = live.service.executor
             await old.enter()
             with pytest.raises(NameTaken):
                 await new.join()
-            await asyncio.sleep(3.5 * live.service.settings.stream.heartbeat_interval_s)
+            executor.set_clock(executor.now() + 3.5 * live.service.settings.stream.heartbeat_interval_s)
             await new.enter()
             assert (await old.fate()).why == "another process joined under its name"
             assert is_connected(live, "mallory")

@@ -98,7 +98,7 @@ def test_workers_fetch_every_version_and_each_segment_carries_its_digest(tmp_pat
                             assert [one.digest for one in sample.segments] == [digests[step]] * len(sample.segments)
                         await ours.fleet.take(group)
                     await ours.fleet.step_done(step)
-                assert all(peer.held == (2, digests[2]) for peer in peers)
+                await until(lambda: all(peer.held == (2, digests[2]) for peer in peers), "both hold the last one")
 
     run(scenario())
 

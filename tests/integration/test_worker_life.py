@@ -170,7 +170,7 @@ def test_a_signal_is_heard_while_the_engine_starts(tmp_path: Path):
             worker.drain("SIGTERM")
             left = await life
             assert left.ok
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 15.0, "half of what its start takes"
 
     run(scenario())
 
@@ -187,7 +187,7 @@ def test_a_worker_that_holds_nothing_leaves_at_once_when_its_manager_is_gone(tmp
         if gone_first:
             await until(lambda: worker._socket is None, "the break is seen")
             worker.drain("SIGTERM")
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(20.0):  # a third of its patience with a manager that is away
             assert (await life).ok
 
     run(scenario(gone_first=True))
@@ -205,7 +205,7 @@ def test_the_end_of_an_answer_is_told_at_once_however_long_tokens_are_gathered(t
             began = time.monotonic()
             groups = await play_round(fleet, 0)
             assert len(groups) == 2
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < settings.stream.flush_interval_s
             worker.drain("the test is over")
             assert (await life).ok
 
@@ -227,6 +227,11 @@ def test_a_local_worker_whose_devices_do_not_turn_leaves_with_the_reason(tmp_pat
     run(scenario())
 
 
+def left_of_workers(before: set["asyncio.Task[Any]"]) -> list[str]:
+    left = [repr(one) for one in asyncio.all_tasks() - before]
+    return [one for one in left if "WorkerAgent" in one or "EmulatedEngine" in one]
+
+
 def test_a_worker_that_is_cancelled_leaves_no_task_behind(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live:
@@ -239,9 +244,7 @@ def test_a_worker_that_is_cancelled_leaves_no_task_behind(tmp_path: Path):
                 life.cancel()
             await asyncio.gather(starting, living, return_exceptions=True)
             await until(lambda: not is_greeted(live), "its connection is gone")
-            await asyncio.sleep(0.1)
-            left = [repr(one) for one in asyncio.all_tasks() - before]
-            assert not [one for one in left if "WorkerAgent" in one or "EmulatedEngine" in one]
+            await until(lambda: not left_of_workers(before), "none is left")
 
     run(scenario())
 
