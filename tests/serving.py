@@ -88,7 +88,7 @@ class ServedFleet:
     def stop_manager(self) -> None:
         assert self._manager is not None
         self._manager.send_signal(signal.SIGTERM)
-        assert self._manager.wait(15) == 0
+        assert self._manager.wait(30) == 0
 
     def start_worker(self, name: str, *engine: str) -> None:
         join = ("--join", self.url, "--token-file", str(self.run_dir / "worker.token"), "--name", name)

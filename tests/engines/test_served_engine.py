@@ -6,6 +6,7 @@ test_servers.py holds the real servers to the same contract.
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -191,7 +192,7 @@ def test_an_abort_is_over_at_once_while_the_server_stands_still(tmp_path):
         leases = [stage.begin(max_tokens=4000, sampling=ON) for _ in range(10)]
         await stage.sink.some_of(leases[0])
         await one.server.weighing.pause()
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(4.0):  # without an answer it asks again for 5 s
             await asyncio.gather(*map(one.abort, leases))
         await one.server.weighing.resume()
         assert await stage.text()
@@ -449,12 +450,12 @@ def test_a_log_that_takes_nothing_is_named_and_has_an_end(tmp_path):
 def test_a_port_that_nobody_listens_at_is_said_to_be_one(tmp_path, caplog):
     async def script() -> None:
         url = f"http://127.0.0.1:{process.free_port()}"
-        config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url, start_timeout_s=0.3)
+        config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url, start_timeout_s=1.0)
         with pytest.raises(
             EngineError, match=r"server at http://.* is not ready after .*: /health: Connection refused$"
         ):
             await ServedEngine("vllm", config).start(RecordingSink())
-        assert "for 0 s: /health: Connection refused" in caplog.text
+        assert re.search(r"for \d s: /health: Connection refused", caplog.text)
 
     caplog.set_level("INFO")
     asyncio.run(asyncio.wait_for(script(), 30.0))
@@ -642,9 +643,9 @@ def test_a_server_that_is_attached_to_and_breaks_is_not_left_standing_still(url,
         with pytest.raises(ServerBroken):
             await broken.install(Weights(Version(1), folder="anywhere"))
         num = len(sink.texts[LeaseId(1)])
+        assert await sink.end_of(LeaseId(1)) == "engine_failed"
         await asyncio.sleep(0.1)
         assert broken.health() == "cannot be trusted any more: half of it is there"
-        assert sink.ends[LeaseId(1)][0] == "engine_failed"
         assert len(sink.texts[LeaseId(1)]) == num, "nobody can stamp what it writes now"
         await broken.close()
         async with aiohttp.ClientSession() as others:
@@ -694,7 +695,7 @@ def test_a_server_that_is_left_before_an_install_began_is_not_paused(url, tmp_pa
         one = ServedEngine("vllm", config)
         await one.start(RecordingSink())
         assert one.server is not None
-        weighing = one.server.weighing = Scripted(one.server.http, stage_s=0.1)
+        weighing = one.server.weighing = Scripted(one.server.http, stage_s=1.0)
         install = asyncio.create_task(one.install(Weights(Version(1), folder="anywhere")))
         await asyncio.sleep(0.01)
         await one.close()

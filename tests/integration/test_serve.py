@@ -149,11 +149,17 @@ def test_a_stream_that_is_hung_up_frees_its_place_at_once(fleet: ServedFleet):
 
 
 def test_so_does_one_that_waits_for_the_whole_answer(fleet: ServedFleet):
+    async def hang_up_when_it_is_asked() -> None:
+        long: Any = {"model": "bytes", "prompt": "long", "max_tokens": 5000, "extra_body": {"ignore_eos": True}}
+        async with fleet.async_client() as client:
+            waiting = asyncio.create_task(client.completions.create(**long))
+            await asyncio.to_thread(fleet.until, lambda now: now["queues"]["samples_asked"] == 1)
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
+
     before = fleet.status()["ledger"]["samples_discarded"].get("withdrawn", 0)
-    with contextlib.suppress(openai.APITimeoutError):
-        fleet.client(timeout=0.5).completions.create(
-            model="bytes", prompt="long", max_tokens=5000, extra_body={"ignore_eos": True}
-        )
+    asyncio.run(hang_up_when_it_is_asked())
     fleet.until_idle()
     assert fleet.status()["ledger"]["samples_discarded"]["withdrawn"] == before + 1
     assert "Traceback" not in (fleet.folder / "manager.log").read_text(), "to hang up is no failure of the manager"
@@ -299,7 +305,7 @@ def test_a_manager_that_is_stopped_says_so_in_the_stream(fleet: ServedFleet):
         stopping.join()
     began = time.monotonic()
     fleet.start_manager()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     fleet.until_idle()
     assert "withdrawn" in fleet.verified()["samples"]["discarded"]
 

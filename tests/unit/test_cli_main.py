@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -87,9 +86,11 @@ def test_help_imports_nothing_heavy():
 
 def test_help_starts_in_under_half_a_second():
     def seconds():
-        start = time.perf_counter()
+        """Of its own work: others may keep the machine busy."""
+        before = os.times()
         in_a_process("from polyrl.cli.main import main; main(['--help'])")
-        return time.perf_counter() - start
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
 
     assert min(seconds() for _ in range(5)) < 0.5
 
