@@ -92,7 +92,7 @@ def test_a_sample_cut_anywhere_ends_where_it_would_have_ended():
     st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 10**6), st.integers(1, 40)), min_size=1, max_size=8),
     st.integers(4, 200_000),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_tokens_drawn_together_are_those_drawn_one_by_one(rows, vocab):
     keys, starts, counts = (list(column) for column in zip(*rows, strict=True))
     tokens, logprobs = draw(keys, starts, counts, vocab)
@@ -269,7 +269,7 @@ _BATCHES = st.builds(
 
 
 @given(_ACTS, _BATCHES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_comes_and_goes_everybody_ends_or_is_stopped_and_the_cache_is_given_back(acts, changes):
     one, now = batch(**changes), 0.0
     live: list[int] = []
@@ -290,7 +290,7 @@ def test_whatever_comes_and_goes_everybody_ends_or_is_stopped_and_the_cache_is_g
 
 
 @given(_ACTS, _BATCHES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_how_often_one_looks_changes_nothing(acts, changes):
     watched, left_alone, now = batch(**changes), batch(**changes), 0.0
     for lease, (wait_s, act, prompt, num_tokens) in enumerate(acts):

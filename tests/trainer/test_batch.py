@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.config.recipe import AlgorithmConfig
@@ -36,7 +36,6 @@ def test_only_answers_that_were_cut_off_are_masked():
     assert not is_masked(sample(3, 5, finish="length"), AlgorithmConfig())
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 400))
 def test_packs_hold_every_sample_once_and_none_too_many_tokens(lengths, max_tokens):
     packs = plan_packs(lengths, max_tokens)

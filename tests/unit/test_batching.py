@@ -15,7 +15,7 @@ from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.ids import LeaseId
 
-QUIET = settings(deadline=None, derandomize=True, database=None)
+QUIET = settings(derandomize=True, database=None)
 
 
 class FakeModel:

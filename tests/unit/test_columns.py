@@ -81,7 +81,6 @@ def test_columns_hold_the_largest_numbers_they_are_made_for(kind, letter, larges
 
 
 @given(st.lists(RUN, max_size=5))
-@settings(deadline=None)
 def test_a_true_frame_is_read_as_it_was_made(made):
     columns = check(*packed(*made))
     assert columns.leases == [run[0] for run in made]
@@ -132,7 +131,7 @@ EDGES = [0, 1, 1 << 31, 0x3A83126E, 0x3A83126F, 0x3A831270, 0x7F7FFFFF, 0x7F8000
 BITS = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(BITS, BITS), max_size=6), st.integers(0, 200))
 def test_cells_are_good_or_not_whatever_their_bits_are_and_however_many_there_are(odd, num_others):
     def is_good(cell: bytes) -> bool:
@@ -153,7 +152,7 @@ def test_a_certain_token_may_be_a_little_more_than_certain():
 
 
 @given(st.tuples(*[st.binary(max_size=40)] * 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_the_bytes_are_they_are_read_or_refused(columns):
     try:
         read = check(*columns)
@@ -165,7 +164,7 @@ def test_whatever_the_bytes_are_they_are_read_or_refused(columns):
 
 
 @given(RUN, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_frame_with_a_changed_byte_is_read_or_refused(run, data):
     columns = [bytearray(column) for column in packed(run)]
     column = data.draw(st.sampled_from(columns))

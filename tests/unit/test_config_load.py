@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
@@ -299,7 +299,6 @@ trees = st.dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(trees)
 def test_whatever_the_tree_it_is_built_or_refused_in_one_line(tree):
     try:
@@ -337,7 +336,6 @@ configurations = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(configurations)
 def test_what_is_written_reads_back_as_the_same_configuration(configuration):
     assert build(tomllib.loads(dump_toml(configuration)), Settings) == configuration

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polyrl.engines.builtin.kv_cache import KvCache
 
-QUIET = settings(deadline=None, derandomize=True, database=None)
+QUIET = settings(derandomize=True, database=None)
 
 
 def compute(cache: KvCache, tokens: Sequence[int]) -> list[int]:

@@ -380,7 +380,7 @@ def kept(service: Service) -> Mapping[str, PromptText | SampleText]:
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_next_manager_has_what_a_killed_one_had(tmp_path_factory, seed):
     folder = tmp_path_factory.mktemp("run")
     manager = Manager(folder / "run", seed)

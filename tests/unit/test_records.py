@@ -63,7 +63,7 @@ def frame(payload: bytes) -> bytes:
 
 
 @given(SEEDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_a_hostile_history_is_read_back_as_it_was_and_replays_to_the_same_commands(seed):
     header, records = read_records(journal(seed), "a journal")
     kept = list(records)
@@ -78,7 +78,7 @@ def test_a_hostile_history_is_read_back_as_it_was_and_replays_to_the_same_comman
 
 
 @given(SEEDS, st.integers(1, 300))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_it_does_not_matter_how_the_bytes_come_in(seed, chunk_bytes):
     data = journal(seed)
     chunks = [data[first : first + chunk_bytes] for first in range(0, len(data), chunk_bytes)]
@@ -123,7 +123,7 @@ def test_the_digest_is_the_same_under_another_hash_seed():
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_flipped_bit_is_an_error_of_one_line_that_names_the_journal(data):
     seed = data.draw(SEEDS)
     damaged = bytearray(journal(seed))
@@ -146,7 +146,7 @@ def test_a_flipped_bit_behind_the_header_is_damage_and_never_a_cut():
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_journal_that_ends_early_is_whole_between_records_and_cut_short_elsewhere(data):
     seed = data.draw(SEEDS)
     whole = journal(seed)
@@ -239,7 +239,7 @@ def test_the_first_other_command_is_found_and_named():
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_another_configuration_gives_a_difference(data):
     seed = data.draw(SEEDS)
     config = world(seed).config

@@ -157,7 +157,7 @@ def play(engine: EngineModel, history, *, on_change=lambda now: None, on_the_way
     return told
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(engines, speeds, histories)
 def test_it_tells_the_same_as_decoding_step_by_step(engine, speed, history):
     model, reference = EngineModel(engine, speed), StepByStep(engine, speed)
@@ -188,7 +188,6 @@ def test_it_tells_the_same_as_decoding_step_by_step(engine, speed, history):
     assert model.is_idle
 
 
-@settings(deadline=None)
 @given(engines, speeds, histories)
 def test_every_sample_finishes_once_or_is_stopped_and_no_token_is_lost(engine, speed, history):
     model = EngineModel(engine, speed)
@@ -216,13 +215,11 @@ def test_every_sample_finishes_once_or_is_stopped_and_no_token_is_lost(engine, s
     assert model.next_change() is None
 
 
-@settings(deadline=None)
 @given(engines, speeds, histories)
 def test_the_same_history_is_told_the_same_to_the_last_bit(engine, speed, history):
     assert play(EngineModel(engine, speed), history) == play(EngineModel(engine, speed), history)
 
 
-@settings(deadline=None)
 @given(engines, histories)
 def test_looking_changes_nothing(engine, history):
     watched = EngineModel(engine)

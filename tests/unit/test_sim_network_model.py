@@ -1,7 +1,7 @@
 """Transfers share egress and ingress, and a relay is no faster than its feed."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.sim.network_model import NetworkModel
@@ -122,7 +122,6 @@ def happen(transfers, cancels) -> tuple[NetworkModel, list[tuple[int, float]], d
     return model, told + play(model), cancelled
 
 
-@settings(deadline=None)
 @given(transfers, cancels)
 def test_every_transfer_ends_once_no_faster_than_the_wire_and_every_byte_is_counted(transfers, cancels):
     model, told, cancelled = happen(transfers, cancels)
@@ -139,7 +138,6 @@ def test_every_transfer_ends_once_no_faster_than_the_wire_and_every_byte_is_coun
     assert {name: model.sent_bytes(name) for name in NAMES} == pytest.approx(sent, abs=1)
 
 
-@settings(deadline=None)
 @given(transfers, cancels)
 def test_the_same_wishes_are_told_the_same_to_the_last_bit(transfers, cancels):
     assert happen(transfers, cancels)[1:] == happen(transfers, cancels)[1:]

@@ -4,7 +4,7 @@ from collections import Counter
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.errors import ConfigError
@@ -154,7 +154,6 @@ def test_the_share_of_slow_workers_is_the_given_one():
 schedules = st.lists(st.tuples(st.floats(0, 900), st.integers(0, 6)), max_size=8).map(sorted)
 
 
-@settings(deadline=None)
 @given(
     workers=st.integers(0, 4),
     schedule=schedules,

@@ -216,7 +216,7 @@ def test_an_unknown_sample_is_answered_with_those_there_are():
 
 
 @given(st.integers(0, 200))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_in_any_history_the_phases_of_a_life_add_up_and_its_lines_are_in_order(seed):
     world = play(seed, num_events=120)
     history = [(now, event) for now, event, _ in world.log]

@@ -403,4 +403,4 @@ class Conversation(RuleBasedStateMachine):
 
 
 TestConversation = Conversation.TestCase
-TestConversation.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestConversation.settings = settings(max_examples=150, stateful_step_count=40)

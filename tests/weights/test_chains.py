@@ -3,7 +3,7 @@
 from itertools import pairwise, permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.weights.chains import Chain, Delta, Full, cheapest
@@ -99,7 +99,6 @@ def cost_of(base, target, found):
 
 
 @given(st.lists(names, max_size=2), names, offers)
-@settings(deadline=None)
 def test_the_way_leads_there_and_no_other_is_cheaper(held, target, found):
     chain = cheapest(held, target, found)
     best = fewest_bytes(held, target, found)

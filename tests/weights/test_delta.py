@@ -65,7 +65,7 @@ PATTERNS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @given(num=st.integers(0, 3000), seed=st.integers(0, 1 << 32))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_every_pattern_of_every_dtype_comes_back(dtype, pattern, num, seed):
     layout, old = one_tensor(dtype, num), random_bits(dtype, num, seed)
     new = PATTERNS[pattern](old, np.random.default_rng(seed))
@@ -73,7 +73,7 @@ def test_every_pattern_of_every_dtype_comes_back(dtype, pattern, num, seed):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_several_tensors_with_any_single_changes_come_back(data):
     shapes = data.draw(st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 70)), max_size=6))
     layout = lay_out([Spec(f"w{index}", dtype, (num,)) for index, (dtype, num) in enumerate(shapes)])
@@ -202,7 +202,6 @@ def a_delta():
 
 
 @given(st.integers(0, 1 << 30), st.integers(0, 7))
-@settings(deadline=None)
 def test_a_flipped_bit_anywhere_in_a_blob_is_found_before_it_is_used(position, bit):
     _, _, value, blob = a_delta()
     broken = bytearray(blob)
@@ -225,7 +224,7 @@ def apply_guarded(value, layout, blob, before):
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 255)), min_size=1, max_size=8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_blob_that_lies_never_writes_outside_and_never_crashes(edits):
     layout, before, value, blob = a_delta()
     broken = bytearray(blob)

@@ -104,7 +104,7 @@ def written(tmp_path_factory):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_flipped_bit_in_any_file_is_found_or_changes_nothing(written, data):
     folder, manifest, view = written
     path = data.draw(st.sampled_from(sorted(folder.iterdir())))
@@ -123,7 +123,7 @@ def test_a_flipped_bit_in_any_file_is_found_or_changes_nothing(written, data):
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_file_that_was_cut_is_found(written, data):
     folder, _, _ = written
     path = data.draw(st.sampled_from(sorted(folder.iterdir())))

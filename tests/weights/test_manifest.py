@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.weights import manifest as manifests
@@ -76,7 +76,6 @@ def test_a_delta_comes_back_as_it_was():
 
 
 @given(st.integers(0, 10**9), st.integers(0, 7))
-@settings(deadline=None)
 def test_a_flipped_bit_anywhere_is_found_by_the_digest(position, bit):
     value = manifest()
     data = bytearray(encode(value))
@@ -235,7 +234,6 @@ def places(tree, path=()):
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_whatever_stands_at_any_place_a_manifest_is_refused_or_holds_together(data):
     value, is_delta = data.draw(st.sampled_from([(manifest(), False), (delta(Part(0, 0, 4, "raw", 16)), True)]))
     path = data.draw(st.sampled_from([path for path in places(json.loads(encode(value))) if path]))

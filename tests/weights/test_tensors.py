@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from polyrl.weights import delta  # noqa: E402
@@ -160,7 +160,6 @@ numbers = st.floats(-1e4, 1e4, width=32)
 
 
 @given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_int8_is_within_half_a_scale(rows):
     tensor = torch.tensor(rows)
     elements, scales = quantise(tensor, "int8")
@@ -169,7 +168,6 @@ def test_int8_is_within_half_a_scale(rows):
 
 
 @given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_fp8_is_within_a_sixteenth_of_the_element_or_a_thousandth_of_the_scale(rows):
     tensor = torch.tensor(rows)
     elements, scales = quantise(tensor, "float8_e4m3fn")

@@ -61,7 +61,7 @@ def test_tensors_of_several_pieces_and_layouts_of_several_slabs():
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_bits(dtype, data):
     limits = torch.iinfo(dtype)
     values = st.one_of(
