@@ -19,6 +19,7 @@ from polyrl.cli.training.checkpoints import read_recipe
 from polyrl.trainer import checkpoint, redo
 
 __all__ = ["desk", "model"]  # fixtures
+pytestmark = pytest.mark.timeout(300)  # several runs, of which each may take 100 s
 
 RUN = Path("runs/tiny")
 SETTINGS = (

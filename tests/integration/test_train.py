@@ -191,7 +191,7 @@ def test_ctrl_c_ends_the_run_in_good_order_and_leaves_no_process(desk: Path):
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "stopped; go on with `polyrl train --resume runs/tiny`" in said and "Traceback" not in errors
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30, "who does not end by then is killed"
     assert processes_in(desk) == []
 
 

@@ -19,7 +19,10 @@ from polyrl.errors import UserError
 from polyrl.telemetry.metrics import read_metrics
 
 __all__ = ["desk", "model"]  # fixtures
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate"),
+    pytest.mark.timeout(300),  # a run, strangers and a worker, of which each has its own limit
+]
 
 
 def make_certificate(folder: Path, names: str) -> tuple[str, str]:
