@@ -44,6 +44,7 @@ COMMANDS: Mapping[str, Command] = {
     "manager": Command("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
     "worker": Command("join a fleet with one engine", "polyrl.cli.worker"),
     "status": Command("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),
+    "doctor": Command("say why a run waits, for whom, since when, and what happens next", "polyrl.cli.doctor"),
     "drain": Command("have a worker hand everything over and leave", "polyrl.cli.drain"),
     "generate": Command("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
     "weights": Command("look at weight versions, check, compare and move them", "polyrl.cli.weights"),

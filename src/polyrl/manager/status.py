@@ -37,6 +37,7 @@ def status(executor: Executor, uptime_s: float) -> Status:
             refused=dict(executor.refused),
         )
     desk = scheduler.desk
+    does, since = _trainer(desk)
     return Status(
         run="open",
         paused=desk.state.paused,
@@ -44,19 +45,23 @@ def status(executor: Executor, uptime_s: float) -> Status:
         now_s=now,
         published=desk.state.published,
         trainer=attached,
+        trainer_does=does,
+        trainer_since_s=None if since is None else now - since,
         workers=workers,
-        rounds=tuple(_round(one, now) for one in desk.rounds.values()),
+        rounds=tuple(_round(executor, desk, one, now) for one in desk.rounds.values()),
         queues=queues(executor, desk),
         waits=tuple(_waits(executor, desk, now)),
         ledger=_ledger(desk, now),
         refused=dict(executor.refused),
         caveat=executor.caveat,
+        tokens_received=executor.num_tokens,
+        max_new_tokens=desk.config.max_new_tokens,
     )
 
 
 def _worker(executor: Executor, session: WorkerSession, now: float) -> WorkerStatus:
     seat: Worker | None = executor.seat_of(session)
-    report, facts = session.report, session.facts
+    report, facts, text_of = session.report, session.facts, executor.payload.text
     line = None if executor.scheduler is None else executor.scheduler.ledger.workers.get(session.name)
     return WorkerStatus(
         name=session.name,
@@ -74,10 +79,34 @@ def _worker(executor: Executor, session: WorkerSession, now: float) -> WorkerSta
         spot=facts.spot,
         last_heard_s=max(0.0, now - session.heard_at),
         usd=0.0 if line is None else line.usd,
+        duty="generating" if seat is None else seat.duty,
+        pulling=-1 if seat is None else seat.pulling,
+        source=_source(executor, seat),
+        tokens_running=0 if seat is None else sum(text_of(sample).num_tokens for sample in seat.leases.values()),
     )
 
 
-def _round(round_: Round, now: float) -> RoundStatus:
+def _source(executor: Executor, seat: Worker | None) -> str:
+    if seat is None or seat.source < 0 or executor.scheduler is None:
+        return ""
+    source = executor.scheduler.desk.seats.get(seat.source)
+    return "" if source is None else source.name
+
+
+def _trainer(desk: Desk) -> tuple[str, float | None]:
+    """What it does, and since when."""
+    clock = desk.state.clock
+    if clock.validating_since is not None:
+        return "validates", clock.validating_since
+    if clock.busy_since is not None:
+        return "trains", clock.busy_since
+    return ("", None) if clock.idle_since is None else ("waits", clock.idle_since)
+
+
+def _round(executor: Executor, desk: Desk, round_: Round, now: float) -> RoundStatus:
+    text_of = executor.payload.text
+    running = ((text_of(one.id).num_tokens, one.worker) for one in desk.leases.values() if one.group in round_.groups)
+    longest, seat = max(running, default=(0, -1))
     return RoundStatus(
         step=round_.step,
         kind=round_.kind,
@@ -89,6 +118,8 @@ def _round(round_: Round, now: float) -> RoundStatus:
         groups_generated=sum(round_.claims),
         groups_delivered=round_.num_delivered,
         closed=round_.closed_at is not None,
+        longest_tokens=longest,
+        longest_on="" if seat < 0 else desk.seats[seat].name,
     )
 
 
@@ -120,8 +151,29 @@ def _waits(executor: Executor, desk: Desk, now: float) -> Iterator[WaitStatus]:
     if waiting is not None and (desk.state.paused or not any(one.may_generate for one in desk.seats.values())):
         what = "a resume" if desk.state.paused else "workers"
         yield WaitStatus(what=what, of=f"round {waiting.step}", age_s=now - waiting.opened_at, given_up_in_s=None)
+    scoring = desk.scoring.running
+    if scoring:
+        given_up_at = min(scoring.values())
+        yield WaitStatus(what="reward", of=f"{len(scoring)} answers", age_s=None, given_up_in_s=given_up_at - now)
     for (name, key), at in sorted(desk.deadlines.entries.items(), key=lambda entry: entry[1]):
-        yield WaitStatus(what=name, of=_of(desk, name, key), age_s=None, given_up_in_s=at - now)
+        if name != "reward":  # a look at those above
+            age_s = _age_s(executor, desk, name, key, at - now)
+            yield WaitStatus(what=name, of=_of(desk, name, key), age_s=age_s, given_up_in_s=at - now)
+
+
+def _age_s(executor: Executor, desk: Desk, name: str, key: int, left_s: float) -> float | None:
+    """Since when, where the deadline was set once, at the beginning, or somebody else knows it."""
+    rules = desk.config.fleet_rules
+    allowed = {
+        "hand_over": rules.hand_over_timeout_s,
+        "pull": rules.pull_timeout_s,
+        "switch": rules.switch_timeout_s,
+        "drain": rules.drain_timeout_s,
+    }
+    if name in allowed:
+        return max(0.0, allowed[name] - left_s)
+    session = executor.workers.get(desk.seats[key].name) if name == "heartbeat" else None
+    return None if session is None else max(0.0, executor.now() - session.heard_at)
 
 
 def _of(desk: Desk, name: str, key: int) -> str:

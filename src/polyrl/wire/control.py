@@ -100,6 +100,14 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     last_heard_s: float
     """Seconds since anything came from it."""
     usd: float
+    duty: str = "generating"
+    """Of devices that train too: stopping, to_training, training, to_generating."""
+    pulling: int = -1
+    """The version that it pulls; -1: none."""
+    source: str = ""
+    """Who it pulls from, if not from the trainer."""
+    tokens_running: int = 0
+    """Of the samples that it runs, so far."""
 
 
 class RoundStatus(Struct, frozen=True, kw_only=True):
@@ -114,6 +122,10 @@ class RoundStatus(Struct, frozen=True, kw_only=True):
     """Groups that have enough answers."""
     groups_delivered: int
     closed: bool
+    longest_tokens: int = 0
+    """Of the samples that run."""
+    longest_on: str = ""
+    """The worker that runs it."""
 
 
 class WaitStatus(Struct, frozen=True, kw_only=True):
@@ -134,6 +146,10 @@ class Status(Struct, frozen=True, kw_only=True):
     published: int
     trainer: str
     """attached, away, or none."""
+    trainer_does: str = ""
+    """waits (its devices have nothing to train), trains, validates; empty: something else."""
+    trainer_since_s: float | None = None
+    """How long it does that."""
     workers: tuple[WorkerStatus, ...]
     rounds: tuple[RoundStatus, ...]
     queues: dict[str, int]
@@ -143,6 +159,10 @@ class Status(Struct, frozen=True, kw_only=True):
     """What was refused, by reason."""
     caveat: str = ""
     """The trainer's, of the run."""
+    tokens_received: int = 0
+    """Since the manager started."""
+    max_new_tokens: int = 0
+    """Where answers end."""
 
 
 class ErrorReply(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,277 @@
+"""Why a run waits: a pure function of what its manager said twice, a moment apart.
+
+    trainer --> groups --> rewards --> samples --> workers --> weights --> trainer
+
+Everybody waits for somebody further along. The first finding is whom all of them wait for now; the others are workers
+who do not do what they are there for. Each says since when, what happens next by itself, and what a person could do.
+
+Rules kept here: nothing is said that the manager did not say. What it does not know is left out, not guessed: only how
+long a sample still has to go is estimated, at most, and from the pace of its worker.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from polyrl.telemetry.looks import show_seconds
+from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
+
+
+class Finding(NamedTuple):
+    what: str
+    then: str
+    """What happens next if nobody does anything."""
+    do: str = ""
+    """What a person could do; empty: nothing has to be done."""
+    needs_help: bool = False
+    """It does not end by itself."""
+
+
+class Diagnosis(NamedTuple):
+    is_moving: bool
+    """Something was written, delivered or trained between the two answers."""
+    findings: tuple[Finding, ...]
+    """The first one is what all of it waits for."""
+
+    @property
+    def needs_help(self) -> bool:
+        return any(one.needs_help for one in self.findings)
+
+
+def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosis:
+    """Commands that are named have the run's directory, where it is known."""
+    main = _of_trainer(now, run_dir) or _of_round(now)
+    return Diagnosis(_is_moving(earlier, now), (main, *_of_workers(earlier, now), *_of_refusals(now)))
+
+
+def _is_moving(earlier: Status, now: Status) -> bool:
+    return now.trainer_does in ("trains", "validates") or _progress(earlier) != _progress(now)
+
+
+def _progress(status: Status) -> tuple[object, ...]:
+    rounds = tuple((one.step, one.samples_generated, one.groups_delivered) for one in status.rounds)
+    return status.tokens_received, status.published, rounds
+
+
+# The trainer
+
+
+def _of_trainer(now: Status, run_dir: str) -> Finding | None:
+    """None: it is there, and it is not what the run waits for."""
+    if now.run == "none":
+        return Finding(
+            f"no trainer has opened a run since the manager started, {show_seconds(now.uptime_s)} ago",
+            f"the manager waits as long as it takes, and {_count(len(now.workers), 'worker')} with it",
+            "start a trainer: polyrl train RECIPE starts its own manager; client.connect opens a run on this one",
+            needs_help=True,
+        )
+    if now.trainer != "attached":
+        wait = _wait(now, "trainer")
+        since = "" if wait is None or wait.age_s is None else f", for {show_seconds(wait.age_s)}"
+        return Finding(
+            f"the trainer is away{since}",
+            f"{_count(_num_running(now), 'sample')} that run go on, and what they write is kept; a trainer whose "
+            "process lives dials in again by itself",
+            f"if its process is gone: polyrl train --resume {run_dir}",
+            needs_help=True,
+        )
+    if now.paused:
+        return Finding(
+            "somebody paused the run",
+            f"{_count(_num_running(now), 'sample')} that run go on; no other is given to a worker",
+            "POST /v1/resume with the admin token lets it go on",
+            needs_help=True,
+        )
+    if now.published < 0:
+        return Finding("the trainer has not published a first version", "workers pull it as soon as it is there")
+    since = "" if now.trainer_since_s is None else f", for {show_seconds(now.trainer_since_s)}"
+    step = f" of step {now.rounds[0].step}" if now.rounds else ""
+    if now.trainer_does == "validates":
+        return Finding(f"the trainer validates{since}", "what workers write meanwhile is kept for the step")
+    if now.trainer_does == "trains":
+        return Finding(f"the trainer trains on groups{step}{since}", _meanwhile(now))
+    if not now.rounds:
+        return Finding(
+            "the trainer has no round open: it updates the weights, publishes or saves them",
+            "it opens the next one by itself",
+        )
+    return None
+
+
+def _meanwhile(now: Status) -> str:
+    num = _num_running(now)
+    if not num:
+        return "the fleet has nothing to do until the next version is there"
+    return f"{_count(num, 'sample')} {'runs' if num == 1 else 'run'} meanwhile"
+
+
+# A round
+
+
+def _of_round(now: Status) -> Finding:
+    round_ = next((one for one in now.rounds if one.groups_delivered < one.groups), None)
+    if round_ is None:
+        last = now.rounds[-1]
+        return Finding(
+            f"all {last.groups} groups of step {last.step} are with the trainer, which has not said that it trains",
+            "it takes them by itself",
+        )
+    missing = f"step {round_.step} lacks {_count(round_.groups - round_.groups_delivered, 'group')} of {round_.groups}"
+    if now.trainer_does == "waits" and now.trainer_since_s is not None:
+        missing += f", and the trainer has had nothing to do for {show_seconds(now.trainer_since_s)}"
+    if now.queues.get("groups_without_prompt"):
+        number = now.queues["groups_without_prompt"]
+        return Finding(f"{missing}: the trainer has not sent {_count(number, 'prompt')}", "it sends them by itself")
+    writers = [one for one in now.workers if _may_write(one)]
+    if round_.samples_waiting and not writers:
+        return _nobody_writes(now, round_, missing)
+    if round_.samples_waiting:
+        return _too_few_places(now, round_, missing, writers)
+    if round_.samples_running:
+        return _last_samples(now, round_, missing)
+    return _rewards(now, missing)
+
+
+def _nobody_writes(now: Status, round_: RoundStatus, missing: str) -> Finding:
+    what = f"{missing}: {_count(round_.samples_waiting, 'sample')} wait, and no worker can write"
+    if not now.workers:
+        return Finding(
+            f"{missing}: {_count(round_.samples_waiting, 'sample')} wait, and there is no worker",
+            "they wait as long as it takes; a worker that was just started joins when its engine is up",
+            "have a worker join: the command is in the first lines of the trainer's output",
+            needs_help=True,
+        )
+    comes_back = any(one.connected and one.state in ("pulling", "waiting", "down", "active") for one in now.workers)
+    return Finding(
+        what,
+        "the first worker that can takes them; below is what each of them does" if comes_back else "they wait",
+        "" if comes_back else "have a worker join",
+        needs_help=not comes_back,
+    )
+
+
+def _too_few_places(now: Status, round_: RoundStatus, missing: str, writers: list[WorkerStatus]) -> Finding:
+    pace = sum(one.tokens_per_s for one in writers)
+    return Finding(
+        f"{missing}: {_count(round_.samples_running, 'sample')} run on {_count(len(writers), 'worker')} "
+        f"({pace:,.0f} tokens/s together), {round_.samples_waiting:,} more wait for a place there",
+        "each takes the place of one that ends",
+        "more workers write more at once; `polyrl plan` says how many are worth their price",
+    )
+
+
+def _last_samples(now: Status, round_: RoundStatus, missing: str) -> Finding:
+    what = f"{missing}: the last {_count(round_.samples_running, 'sample')} run, and none waits"
+    on = next((one for one in now.workers if one.name == round_.longest_on), None)
+    if on is None:
+        return Finding(what, "the step has its groups when they end")
+    what += f"; the longest has {round_.longest_tokens:,} tokens, on {on.name}"
+    left = now.max_new_tokens - round_.longest_tokens
+    pace = on.tokens_per_s / on.running if on.running else 0.0
+    at_most = f", in about {show_seconds(left / pace)} at most" if pace > 0 and left > 0 else ""
+    do = "" if round_.kind == "long" else "rounds.tail_batching packs the longest answers into rare long rounds"
+    return Finding(what, f"it ends by itself{at_most} ({now.max_new_tokens:,} tokens are allowed)", do)
+
+
+def _rewards(now: Status, missing: str) -> Finding:
+    running, waiting = now.queues.get("rewards_running", 0), now.queues.get("rewards_waiting", 0)
+    if not running and not waiting:
+        return Finding(f"{missing}: all answers are written and scored", "they go to the trainer by themselves")
+    wait = _wait(now, "reward")
+    until = "" if wait is None else f"; one that is not answered is given up in {_left(wait)}"
+    do = "rewards.processes is how many are scored at once" if waiting else ""
+    return Finding(f"{missing}: {running:,} answers are being scored, {waiting:,} wait for it", f"they end{until}", do)
+
+
+# Workers
+
+
+def _of_workers(earlier: Status, now: Status) -> Iterator[Finding]:
+    before = {one.name: one for one in earlier.workers}
+    for worker in now.workers:
+        finding = _of_worker(now, worker, before.get(worker.name))
+        if finding is not None:
+            yield finding
+
+
+def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -> Finding | None:
+    name, holds = worker.name, _count(worker.running, "sample")
+    if not worker.connected:
+        wait = _wait(now, "heartbeat", name)
+        soon = "it is given up" if wait is None else f"in {_left(wait)} it is given up"
+        return Finding(
+            f"{name} is away: nothing was heard of it for {show_seconds(worker.last_heard_s)}",
+            f"{soon}, and what it ran ({holds}) goes on elsewhere; it may join again at any time",
+        )
+    if worker.state == "down":
+        return Finding(f"{name}'s engine is down", "the worker starts it again; its samples go on elsewhere meanwhile")
+    if worker.state == "draining":
+        wait = _wait(now, "drain", name)
+        until = "" if wait is None else f", in {_left(wait)} at the latest"
+        return Finding(f"{name} hands its {holds} over", f"then it leaves{until}")
+    if worker.state == "pulling":
+        wait = _wait(now, "pull", name)
+        since = "" if wait is None or wait.age_s is None else f", for {show_seconds(wait.age_s)}"
+        until = "" if wait is None else f"; given up in {_left(wait)}, and tried again"
+        return Finding(
+            f"{name} pulls version {worker.pulling} from {worker.source or 'the trainer'}{since}",
+            f"then it writes{until}",
+        )
+    if worker.state == "waiting":
+        wait = _wait(now, "retry_pull", name)
+        if wait is not None:
+            return Finding(f"{name} could not pull version {now.published}", f"it tries again in {_left(wait)}")
+        return Finding(f"{name} waits for weights", "it pulls as soon as somebody has room to send")
+    wait = _wait(now, "switch", name)
+    if wait is not None:
+        return Finding(f"{name}'s devices change hands ({worker.duty})", f"in {_left(wait)} at the latest")
+    if before is None or not worker.running or _written(worker) != _written(before):
+        return None
+    wait = _wait(now, "stall", name)
+    look = "" if wait is None else f"the manager looks in {_left(wait)}: "
+    return Finding(
+        f"{name} has {holds} and wrote nothing while it was looked at",
+        f"{look}what has no new token from one look to the next goes on elsewhere",
+    )
+
+
+_WHY_REFUSED = {
+    "token": "requests without a token that this run knows; a worker's is in the run's worker.token",
+    "scope": "requests with a token for less; the admin token may do everything",
+    "join_rate": "joins, too many in a moment from one address: something starts workers that end at once",
+    "version": "tokens of versions that were never offered",
+    "digest": "versions that are not what the trainer published",
+}
+
+
+def _of_refusals(now: Status) -> Iterator[Finding]:
+    for kind, why in _WHY_REFUSED.items():
+        number = now.refused.get(kind, 0)
+        if number:
+            yield Finding(f"refused since the manager started: {number:,} {why}", "each was told so")
+
+
+# Reading a status
+
+
+def _written(worker: WorkerStatus) -> tuple[int, int]:
+    return worker.running, worker.tokens_running
+
+
+def _may_write(worker: WorkerStatus) -> bool:
+    return worker.connected and worker.state == "active" and worker.duty == "generating"
+
+
+def _num_running(now: Status) -> int:
+    return now.queues.get("samples_running", 0)
+
+
+def _wait(now: Status, what: str, of: str | None = None) -> WaitStatus | None:
+    return next((one for one in now.waits if one.what == what and of in (None, one.of)), None)
+
+
+def _left(wait: WaitStatus) -> str:
+    return show_seconds(max(0.0, wait.given_up_in_s or 0.0))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,116 @@
+"""`polyrl doctor`: why a run waits, since when, what happens next, and where the time of its last steps went."""
+
+import argparse
+import asyncio
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyrl.cli import dialing
+from polyrl.errors import UserError
+
+if TYPE_CHECKING:
+    from polyrl.cli.diagnosis import Diagnosis
+    from polyrl.telemetry.metrics import MetricValue
+
+EXIT_OK = 0
+EXIT_NEEDS_HELP = 1
+
+EXAMPLE = """\
+examples:
+  polyrl doctor runs/first
+  polyrl doctor runs/first --json
+  polyrl doctor --manager http://host:5000 --token-file admin.token
+
+RUN is the directory of a run, live, ended or killed. The manager is asked twice, a moment apart; metrics.jsonl says
+where the time of the last steps went. Exit code 0: it goes on by itself, or is done. 1: it waits for something that
+does not come by itself, and what to do. 2: there is no such run, or its manager does not answer."""
+
+_APART_S = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", metavar="RUN", nargs="?", help="the directory of a run on this machine")
+    parser.add_argument("--manager", metavar="URL", help="default: that of RUN")
+    dialing.add_credentials(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.telemetry import last_steps
+
+    if args.run is None and args.manager is None:
+        raise UserError("expected RUN, the directory of a run, or --manager URL")
+    args.run_dir = args.run
+    run_dir = None if args.run is None else Path(args.run)
+    steps = [] if run_dir is None else _read_steps(run_dir)
+    if run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
+        runs, found = True, _examine(args)
+    else:
+        runs, found = False, _examine_remains(run_dir, len(steps))
+    past = last_steps.tell(steps)
+    if args.json:
+        findings = [one._asdict() for one in found.findings]
+        tree = {"running": runs, "moving": found.is_moving, "needs_help": found.needs_help, "findings": findings}
+        print(json.dumps({**tree, "last_steps": past}, indent=2))
+    else:
+        _print(found, past, runs=runs)
+    return EXIT_NEEDS_HELP if found.needs_help else EXIT_OK
+
+
+def _read_steps(run_dir: Path) -> "list[dict[str, MetricValue]]":
+    from polyrl.telemetry.metrics import FILE_NAME, read_steps
+
+    if not (run_dir / "journal").is_dir():
+        raise UserError(f"{run_dir}: no run there; expected a directory with a journal")
+    metrics = run_dir / FILE_NAME
+    return read_steps(metrics) if metrics.exists() else []
+
+
+def _examine_remains(run_dir: Path, num_steps: int) -> "Diagnosis":
+    """Of a run that nobody runs. What it wanted is in the recipe that it was started with."""
+    from polyrl.cli.diagnosis import Diagnosis, Finding
+    from polyrl.config import load_toml
+
+    recipe = run_dir / "recipe.toml"
+    if not recipe.exists():
+        return Diagnosis(False, (Finding("no manager runs there", "nothing"),))
+    wanted = load_toml(recipe).get("train", {}).get("steps")
+    if num_steps == wanted:
+        return Diagnosis(False, (Finding(f"the run is done: all {num_steps} steps are trained", "nothing"),))
+    resume = f"polyrl train --resume {shlex.quote(str(run_dir))}"
+    what = f"nobody runs it: {num_steps} of {wanted} steps are trained"
+    return Diagnosis(False, (Finding(what, "nothing", f"go on with it: {resume}", needs_help=True),))
+
+
+def _examine(args: argparse.Namespace) -> "Diagnosis":
+    from polyrl.cli.diagnosis import diagnose
+    from polyrl.cli.loop import run_loop
+    from polyrl.wire.control import Status
+    from polyrl.wire.dial import Unreachable
+
+    async def ask_twice() -> tuple[Status, Status]:
+        async with dialing.dialer(args) as dialer:
+            earlier = await dialer.get("/v1/status", Status)
+            await asyncio.sleep(_APART_S)
+            return earlier, await dialer.get("/v1/status", Status)
+
+    try:
+        earlier, now = run_loop(ask_twice())
+    except Unreachable as error:
+        raise UserError(f"{error}; if the run was killed: polyrl train --resume {args.run or 'RUN_DIR'}") from error
+    return diagnose(earlier, now, args.run or "RUN_DIR")
+
+
+def _print(found: "Diagnosis", past: list[str], *, runs: bool) -> None:
+    lines: list[str] = []
+    for one in found.findings:
+        lines.append(one.what)
+        lines += [f"    next: {one.then}"] if runs else []
+        lines += [f"    you could: {one.do}"] if one.do else []
+    if runs and not found.is_moving:
+        lines.append("nothing moved while it was looked at")
+    print("\n".join([*lines, *past]))

@@ -1,0 +1,52 @@
+"""Where the time of a run's last steps went, from its metrics alone, and what would make them shorter."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from polyrl.telemetry.looks import show_seconds
+
+NUM_STEPS = 10
+_MUCH = 0.3
+"""Of a step: a share that is worth a person's time."""
+_SOME = 0.1
+_PARTS = {"generate": "generating", "train": "training", "publish": "publishing", "save": "saving"}
+
+
+def tell(steps: Sequence[Mapping[str, object]]) -> list[str]:
+    """Medians of the last steps, then advice; nothing of a run that has trained none."""
+    last = steps[-NUM_STEPS:]
+    total_s = _median(last, "time/step_total")
+    if not total_s:
+        return []
+    parts = {part: _median(last, f"time/step_{part}") for part in _PARTS}
+    trainer, fleet = _median(last, "idle/trainer_share"), _median(last, "idle/fleet_share")
+    shown = ", ".join(f"{_PARTS[part]} {show_seconds(seconds)}" for part, seconds in parts.items() if seconds)
+    which = "the last step" if len(last) == 1 else f"the last {len(last)} steps, medians"
+    lines = [
+        f"{which}: {show_seconds(total_s)}; {shown} (they overlap)",
+        f"of a step, the trainer's devices had nothing to train for {trainer:.0%}, the remote fleet nothing to write "
+        f"for {fleet:.0%}",
+    ]
+    return lines + _advice(last, trainer, fleet, parts["publish"] / total_s)
+
+
+def _advice(last: Sequence[Mapping[str, object]], trainer: float, fleet: float, publishing: float) -> list[str]:
+    lines: list[str] = []
+    if trainer > _MUCH and trainer >= fleet:
+        useful, there = _median(last, "fleet/useful"), _median(last, "fleet/workers")
+        more = f"more workers (the scheduler advises {useful:.0f}), " if useful > there else ""
+        lines.append(
+            f"writing is what takes long: {more}rounds.tail_batching for a long tail, or "
+            'train.mode = "async" so that steps do not wait for it'
+        )
+    if fleet > _MUCH and fleet > trainer:
+        lines.append('training is what takes long: fewer workers cost less, or train.mode = "async" has them go on')
+    if publishing > _SOME:
+        lines.append(f"publishing takes {publishing:.0%} of a step: look at docs/concepts/weight-transfer.md")
+    return lines
+
+
+def _median(steps: Sequence[Mapping[str, object]], name: str) -> float:
+    """Of the steps that have it; 0 if none has."""
+    found = [float(value) for one in steps if isinstance(value := one.get(name), int | float)]
+    return median(found) if found else 0.0

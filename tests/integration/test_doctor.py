@@ -1,0 +1,241 @@
+"""What the doctor says of a live fleet is true, whoever it waits for; and what it says of a run that nobody runs."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from tests.integration.live import (
+    CONFIG,
+    ENGINE,
+    Live,
+    honest_worker,
+    manager,
+    manager_in_thread,
+    play_round,
+    run,
+    trainer,
+    until,
+)
+
+from polyrl.cli import doctor
+from polyrl.cli.diagnosis import Diagnosis, diagnose
+from polyrl.cli.main import main
+from polyrl.client import Fleet, Sample
+from polyrl.manager import status
+from polyrl.scheduling import events as e
+from polyrl.scheduling.parameters import FleetRules
+from polyrl.telemetry import last_steps
+from polyrl.wire.control import Status
+
+SLOW = structs.replace(ENGINE, slots=2, tokens_per_s=5.0, median_tokens=1000.0)
+"""No answer ends while the doctor looks."""
+
+
+def ask(live: Live) -> Status:
+    return status.status(live.service.executor, live.service.uptime_s)
+
+
+async def examined(live: Live, after_s: float = 0.0) -> Diagnosis:
+    earlier = ask(live)
+    await asyncio.sleep(after_s)
+    return diagnose(earlier, ask(live), "runs/x")
+
+
+@asynccontextmanager
+async def a_round(fleet: Fleet) -> AsyncIterator[None]:
+    """One that is played while the doctor looks."""
+    await fleet.publish(0)
+    playing = asyncio.create_task(play_round(fleet, 0))
+    try:
+        yield
+    finally:
+        playing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await playing
+
+
+def test_a_manager_without_a_trainer(tmp_path: Path):
+    async def scenario():
+        async with manager(tmp_path) as live, honest_worker(live):
+            found = await examined(live)
+            assert found.findings[0].what.startswith("no trainer has opened a run since the manager started")
+            assert "and 1 worker with it" in found.findings[0].then
+            assert found.needs_help and not found.is_moving
+
+    run(scenario())
+
+
+def test_samples_without_a_worker_wait_for_one_and_go_on_when_it_comes(tmp_path: Path):
+    async def scenario():
+        async with manager(tmp_path) as live, trainer(live) as fleet, a_round(fleet):
+            await until(
+                lambda: ask(live).queues.get("groups_without_prompt") == 0 < len(ask(live).rounds), "it is open"
+            )
+            found = await examined(live)
+            assert found.findings[0].what.endswith("8 samples wait, and there is no worker")
+            assert "step 0 lacks 2 groups of 2" in found.findings[0].what
+            assert found.needs_help and not found.is_moving
+            async with honest_worker(live, SLOW):
+                await until(lambda: bool(ask(live).tokens_received), "it writes")
+                found = await examined(live, 0.3)
+                assert found.is_moving and not found.needs_help
+                assert "2 samples run on 1 worker" in found.findings[0].what
+                assert "6 more wait for a place there" in found.findings[0].what
+
+    run(scenario())
+
+
+def test_the_last_samples_of_a_round_are_named_with_the_longest(tmp_path: Path):
+    async def scenario():
+        slow = structs.replace(SLOW, slots=8)
+        async with manager(tmp_path) as live, honest_worker(live, slow), trainer(live) as fleet, a_round(fleet):
+            await until(lambda: any(one.longest_tokens > 3 for one in ask(live).rounds), "it writes")
+            earlier = ask(live)
+            await until(lambda: ask(live).tokens_received > earlier.tokens_received, "it writes more")
+            now = ask(live)
+            [main] = diagnose(earlier, now).findings
+            assert f"the longest has {now.rounds[0].longest_tokens} tokens, on honest" in main.what
+            assert f"the last {now.rounds[0].samples_running} samples run, and none waits" in main.what
+            assert "64 tokens are allowed" in main.then and "rounds.tail_batching" in main.do
+
+    run(scenario())
+
+
+def test_a_worker_that_hangs_is_named(tmp_path: Path):
+    async def scenario():
+        hangs = structs.replace(SLOW, slots=8, tokens_per_s=0.001)
+        async with manager(tmp_path) as live, honest_worker(live, hangs), trainer(live) as fleet, a_round(fleet):
+            await until(lambda: any(one.running == 8 for one in ask(live).workers), "it has them")
+            found = await examined(live, 0.2)
+            assert [one.what for one in found.findings[1:]] == [
+                "honest has 8 samples and wrote nothing while it was looked at"
+            ]
+            assert found.findings[1].then.startswith("the manager looks in ")
+            assert not found.is_moving
+
+    run(scenario())
+
+
+def test_answers_that_wait_for_their_reward(tmp_path: Path):
+    async def scenario():
+        may_score = asyncio.Event()
+
+        async def reward(_: Sample) -> float:
+            await may_score.wait()
+            return 1.0
+
+        async with (
+            manager(tmp_path) as live,
+            honest_worker(live),
+            trainer(live, reward=reward) as fleet,
+            a_round(fleet),
+        ):
+            await until(lambda: ask(live).queues.get("rewards_running", 0) == 8, "all are scored at once")
+            [main] = (await examined(live)).findings
+            assert main.what.endswith("8 answers are being scored, 0 wait for it")
+            assert "one that is not answered is given up in" in main.then
+            may_score.set()
+            await until(lambda: not ask(live).rounds, "the step is done")
+            [main] = (await examined(live)).findings
+            assert main.what.startswith("the trainer has no round open")
+
+    run(scenario())
+
+
+def test_a_pause_a_trainer_that_goes_and_a_worker_that_goes(tmp_path: Path):
+    config = structs.replace(CONFIG, fleet_rules=FleetRules(heartbeat_timeout_s=20.0))
+
+    async def scenario():
+        async with manager(tmp_path) as live:
+            async with trainer(live, config) as fleet, a_round(fleet), honest_worker(live, SLOW):
+                await until(lambda: bool(ask(live).tokens_received), "it writes")
+                live.service.post(lambda executor: executor.tell(e.PlacingPaused()))
+                await until(lambda: ask(live).paused, "it is paused")
+                found = await examined(live)
+                assert found.findings[0].what == "somebody paused the run"
+                live.service.post(lambda executor: executor.tell(e.PlacingResumed()))
+                await until(lambda: not ask(live).paused, "it goes on")
+                for one in live.service.executor.workers.values():
+                    assert one.link is not None
+                    one.link.close("cut", code=1001)
+                await until(lambda: not any(one.connected for one in ask(live).workers), "it is cut off")
+                found = diagnose(ask(live), ask(live))
+                [away] = [one for one in found.findings if one.what.startswith("honest is away")]
+                assert "it is given up, and what it ran (2 samples) goes on elsewhere" in away.then
+            await until(lambda: ask(live).trainer != "attached", "the trainer is gone")
+            found = await examined(live)
+            assert found.findings[0].what.startswith("the trainer is away, for ")
+            assert found.findings[0].do.endswith("polyrl train --resume runs/x")
+            assert found.needs_help
+
+    run(scenario())
+
+
+def test_the_command_says_it_in_text_and_in_json(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_APART_S", 0.01)
+    with manager_in_thread(tmp_path) as live:
+        where = ["doctor", "--manager", live.url, "--token-file", str(tmp_path / "admin.token")]
+        assert main(where) == 1
+        out = capsys.readouterr().out
+        assert out.startswith("no trainer has opened a run") and "\n    next: the manager waits" in out
+        assert "nothing moved while it was looked at" in out
+        assert main([*where, "--json"]) == 1
+        tree = json.loads(capsys.readouterr().out)
+        assert (tree["running"], tree["moving"], tree["needs_help"]) == (True, False, True)
+        assert [set(one) for one in tree["findings"]] == [{"what", "then", "do", "needs_help"}]
+    assert main(where) == 2
+    assert "if the run was killed: polyrl train --resume RUN_DIR" in capsys.readouterr().err
+
+
+def step(**metrics: float) -> dict[str, Any]:
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return {"step": 0, "time/step_total": 10.0, "idle/trainer_share": 0.0, "idle/fleet_share": 0.0, **named}
+
+
+@pytest.mark.parametrize(
+    ("trained", "told", "code"),
+    [
+        (0, "nobody runs it: 0 of 3 steps are trained", 1),
+        (2, "nobody runs it: 2 of 3 steps are trained", 1),
+        (3, "the run is done: all 3 steps are trained", 0),
+    ],
+)
+def test_a_run_that_nobody_runs(tmp_path: Path, capsys, trained: int, told: str, code: int):
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "recipe.toml").write_text("[train]\nsteps = 3\n")
+    lines = [json.dumps({**step(), "step": number}) + "\n" for number in range(trained)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert main(["doctor", str(tmp_path)]) == code
+    out = capsys.readouterr().out
+    assert out.startswith(told) and "next:" not in out
+    assert ("polyrl train --resume" in out) == bool(code)
+    assert ("medians: 10.0 s" in out) == (trained > 1)
+
+
+def test_where_there_is_no_run_is_one_line(tmp_path: Path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "no run there; expected a directory with a journal" in capsys.readouterr().err
+    assert main(["doctor"]) == 2
+    assert "expected RUN, the directory of a run, or --manager URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"idle__trainer_share": 0.7, "idle__fleet_share": 0.1, "fleet__useful": 3}, "long: more workers (the sched"),
+        ({"idle__trainer_share": 0.7, "fleet__useful": 2, "fleet__workers": 2}, "long: rounds.tail_batching"),
+        ({"idle__trainer_share": 0.1, "idle__fleet_share": 0.5}, "training is what takes long"),
+        ({"time__step_publish": 2.0}, "publishing takes 20% of a step"),
+    ],
+)
+def test_advice_follows_from_what_took_long(metrics: dict[str, float], words: str):
+    [*_, advice] = last_steps.tell([step(), step(**metrics), step(**metrics)])
+    assert words in advice
+    assert len(last_steps.tell([step()])) == 2
+    assert last_steps.tell([]) == []

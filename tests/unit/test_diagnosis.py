@@ -1,0 +1,122 @@
+"""Each thing that a manager can say of a worker or a trainer becomes a sentence that is true of it."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from polyrl.cli.diagnosis import diagnose
+from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
+
+WORKER = WorkerStatus(
+    name="w1", state="active", connected=True, engine="builtin", model="m", version=3, running=2, slots=4,
+    engine_waiting=0, kv_used=0.1, tokens_per_s=100.0, price_usd_per_hour=1.0, spot=True, last_heard_s=0.2, usd=0.1,
+)  # fmt: skip
+ROUND = RoundStatus(
+    step=3, kind="short", age_s=9.0, groups=4, samples_waiting=0, samples_running=2, samples_generated=14,
+    groups_generated=2, groups_delivered=2, closed=False, longest_tokens=900, longest_on="w1",
+)  # fmt: skip
+STATUS = Status(
+    run="open", paused=False, uptime_s=60.0, now_s=50.0, published=3, trainer="attached", workers=(WORKER,),
+    rounds=(ROUND,), queues={"samples_running": 2}, waits=(), ledger={}, refused={}, max_new_tokens=1000,
+)  # fmt: skip
+
+
+def told(now: Status) -> list[tuple[str, str]]:
+    """Of a fleet that writes meanwhile."""
+    earlier = replace(now, workers=tuple(replace(one, tokens_running=-1) for one in now.workers))
+    return [(one.what, one.then) for one in diagnose(earlier, now).findings]
+
+
+def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
+    return WaitStatus(what=what, of=of, age_s=age_s, given_up_in_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("worker", "waits", "what", "then"),
+    [
+        (
+            {"state": "pulling", "pulling": 4, "source": "w2"}, [wait("pull", age_s=3.0)],
+            "w1 pulls version 4 from w2, for 3.0 s", "then it writes; given up in 5.0 s, and tried again",
+        ),
+        ({"state": "pulling", "pulling": 4}, [], "w1 pulls version 4 from the trainer", "then it writes"),
+        ({"state": "waiting"}, [wait("retry_pull")], "w1 could not pull version 3", "it tries again in 5.0 s"),
+        ({"state": "waiting"}, [], "w1 waits for weights", "it pulls as soon as somebody has room to send"),
+        (
+            {"state": "down"}, [],
+            "w1's engine is down", "the worker starts it again; its samples go on elsewhere meanwhile",
+        ),
+        (
+            {"state": "draining"}, [wait("drain"), wait("drain", of="w0")],
+            "w1 hands its 2 samples over", "then it leaves, in 5.0 s at the latest",
+        ),
+        (
+            {"duty": "to_training"}, [wait("switch")],
+            "w1's devices change hands (to_training)", "in 5.0 s at the latest",
+        ),
+        (
+            {"connected": False, "last_heard_s": 2.0, "running": 1}, [wait("heartbeat")],
+            "w1 is away: nothing was heard of it for 2.0 s",
+            "in 5.0 s it is given up, and what it ran (1 sample) goes on elsewhere; it may join again at any time",
+        ),
+    ],
+)  # fmt: skip
+def test_a_worker_that_does_not_write(worker: dict[str, Any], waits: list[WaitStatus], what: str, then: str):
+    assert told(replace(STATUS, workers=(replace(WORKER, **worker),), waits=tuple(waits)))[1:] == [(what, then)]
+
+
+def test_a_worker_that_writes_is_not_spoken_of_and_the_longest_answer_is():
+    what = "step 3 lacks 2 groups of 4: the last 2 samples run, and none waits; the longest has 900 tokens, on w1"
+    assert told(STATUS) == [(what, "it ends by itself, in about 2.0 s at most (1,000 tokens are allowed)")]
+    waits = told(replace(STATUS, trainer_does="waits", trainer_since_s=7.0))
+    assert waits[0][0].startswith("step 3 lacks 2 groups of 4, and the trainer has had nothing to do for 7.0 s: ")
+
+
+@pytest.mark.parametrize(
+    ("now", "what"),
+    [
+        ({"trainer_does": "trains", "trainer_since_s": 4.0}, "the trainer trains on groups of step 3, for 4.0 s"),
+        ({"trainer_does": "validates", "trainer_since_s": 4.0}, "the trainer validates, for 4.0 s"),
+        ({"published": -1}, "the trainer has not published a first version"),
+        ({"trainer": "none"}, "the trainer is away"),
+        ({"queues": {"groups_without_prompt": 2}}, "step 3 lacks 2 groups of 4: the trainer has not sent 2 prompts"),
+        (
+            {"rounds": (replace(ROUND, groups_delivered=4),)},
+            "all 4 groups of step 3 are with the trainer, which has not said that it trains",
+        ),
+        (
+            {"rounds": (replace(ROUND, samples_running=0),)},
+            "step 3 lacks 2 groups of 4: all answers are written and scored",
+        ),
+    ],
+)
+def test_what_all_of_it_waits_for(now: dict[str, Any], what: str):
+    assert told(replace(STATUS, **now))[0][0] == what
+
+
+def test_samples_that_no_worker_can_take():
+    waiting = replace(STATUS, rounds=(replace(ROUND, samples_waiting=5),))
+    pulling = replace(waiting, workers=(replace(WORKER, state="pulling", pulling=3),))
+    leaving = replace(waiting, workers=(replace(WORKER, state="draining"),))
+    for now, needs_help in ((pulling, False), (leaving, True)):
+        found = diagnose(now, now)
+        assert found.findings[0].what.endswith("5 samples wait, and no worker can write")
+        assert found.needs_help == needs_help
+
+
+def test_refusals_that_a_person_can_mend_are_explained_and_no_others():
+    now = replace(STATUS, refused={"token": 1200, "late_lease": 4})
+    assert told(now)[1][0].startswith("refused since the manager started: 1,200 requests without a token")
+    assert len(told(now)) == 2
+
+
+def test_it_moves_when_anything_was_written_delivered_or_published_or_is_trained():
+    assert not diagnose(STATUS, STATUS).is_moving
+    later = (
+        replace(STATUS, tokens_received=1),
+        replace(STATUS, published=4),
+        replace(STATUS, rounds=(replace(ROUND, groups_delivered=3),)),
+        replace(STATUS, rounds=()),
+        replace(STATUS, trainer_does="trains"),
+    )
+    assert all(diagnose(STATUS, one).is_moving for one in later)
