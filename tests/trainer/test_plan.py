@@ -8,7 +8,7 @@ from tests.trainer.small import save_small
 from polyrl.cli.training.plan import Memory, estimate_memory, read_shape, show_plan
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
-from polyrl.errors import ConfigError
+from polyrl.errors import ConfigError, UserError
 from polyrl.trainer import lora
 from polyrl.trainer.model import Policy
 
@@ -84,3 +84,20 @@ def test_the_copy_that_a_checkpoint_is_written_from_is_in_the_plan(folder: Path)
     assert f"{12 * num / (1 << 20):.1f} MiB to write a checkpoint from" in text
     off = build({**tree, "checkpoint": {"enabled": False}}, Recipe, source="test")
     assert "to write a checkpoint from" not in show_plan(off, Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"prompt_key": "question"}, "no column 'question', which data.prompt_key names; the row has problem, total"),
+        ({"reward": "math"}, "answer: got nothing, expected the answer"),
+        ({"reward": "no_such_module:right"}, 'data.reward: "no_such_module:right": no_such_module cannot be imported'),
+    ],
+)
+def test_a_row_or_a_reward_that_a_run_would_refuse_is_refused_by_the_plan(folder, tmp_path, data, words):
+    (tmp_path / "sums.jsonl").write_text('{"problem": "a1b2=", "total": 3}\n')
+    own = {"source": str(tmp_path / "sums.jsonl"), "prompt_key": "problem", "reward": "builtins:float", **data}
+    tree = {"name": "x", "model": {"path": str(folder)}, "rollout": {"max_new_tokens": 64}, "data": own}
+    with pytest.raises(UserError) as refused:
+        show_plan(build(tree, Recipe, source="test"), Path("run"))
+    assert words in str(refused.value)

@@ -16,7 +16,7 @@ from msgspec import json, structs
 from polyrl.config.recipe import ARITHMETIC, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
 from polyrl.data.prompts import Task, read_tasks, to_task
-from polyrl.data.rows import DataError, Row, read_rows
+from polyrl.data.rows import DataError, Row
 from polyrl.data.tokens import ModelTokenizer, Tokens
 
 log = logging.getLogger("polyrl.data")
@@ -145,8 +145,11 @@ def open_training(
     return FileSource(domain.source, tasks, tokenizer, max_tokens)
 
 
-def count_for_a_step(domain: DomainSection) -> int:
-    """As many prompts as a step wants, or all that there are. Nothing is tokenised: some may turn out too long."""
+def count_for_a_step(domain: DomainSection, *, needs_answer: bool, key: str) -> int:
+    """As many prompts as a step wants, or all that there are. Nothing is tokenised: some may turn out too long.
+
+    Raises DataError, as `open_training` does, for a row among them that cannot be used.
+    """
     assert domain.source is not None
     is_drawn = domain.source == ARITHMETIC
     limits = (
@@ -155,7 +158,10 @@ def count_for_a_step(domain: DomainSection) -> int:
         NUM_TRAIN if is_drawn and domain.num_prompts is None else None,
     )
     wanted = min(one for one in limits if one is not None)
-    return wanted if is_drawn else sum(1 for _ in read_rows(domain.source, wanted))
+    if is_drawn:
+        return wanted
+    first = structs.replace(domain, num_prompts=wanted)
+    return sum(1 for _ in read_tasks(domain.source, first, needs_answer=needs_answer, key=key))
 
 
 def open_validation(

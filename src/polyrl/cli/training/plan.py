@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from polyrl.cli.training.encryption import encryption
 from polyrl.cli.training.models import check_tokenizers, others, uses_engine
 from polyrl.cli.training.sampling import caveat_of
-from polyrl.cli.training.tasks import prompt_room, too_few
+from polyrl.cli.training.tasks import count_prompts_of_a_step, prompt_room, too_few
 from polyrl.config import dump_toml
 from polyrl.config.recipe import Recipe
-from polyrl.data.sources import count_for_a_step
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.builtin.models import check_headers
 from polyrl.engines.engine import EngineError
@@ -69,13 +68,13 @@ class Memory(NamedTuple):
 
 
 def show_plan(recipe: Recipe, run_dir: Path) -> str:
-    """Raises UserError for a model directory, or data, that cannot be used."""
+    """Raises UserError for a model directory, a reward, or data, that cannot be used."""
     shape = read_shape(recipe.model.path)
     for key, path in others(recipe).items():
         read_shape(path, key)
     check_tokenizers(recipe)
     room = prompt_room(recipe, shape.context)
-    num_prompts = [count_for_a_step(domain) for domain in recipe.data.all_domains]
+    num_prompts = count_prompts_of_a_step(recipe)
     rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room, sum(num_prompts)), *_memory(recipe, shape)]
     rows += [("warning", line) for line in (*too_few(recipe, num_prompts), caveat_of(recipe)) if line]
     width = max(len(name) for name, _ in rows)

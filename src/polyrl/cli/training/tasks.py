@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe import DomainSection, Recipe
-from polyrl.data.sources import Source, open_training, open_validation
+from polyrl.data.sources import Source, count_for_a_step, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, Tokens
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards.pool import RewardPool
@@ -133,8 +133,7 @@ class RecipeTasks:
 def load_tasks(recipe: Recipe) -> RecipeTasks:
     """Find every reward, read all data. Raises UserError, with a dotted key or with file and line."""
     sections, keys = recipe.data.all_domains, _keys(recipe)
-    for domain, key in zip(sections, keys, strict=True):
-        find_reward(domain.reward_name, f"{key}.reward")
+    _find_rewards(recipe)
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     domains = [_open(recipe, domain, tokenizer, room, key) for domain, key in zip(sections, keys, strict=True)]
@@ -146,6 +145,20 @@ def load_tasks(recipe: Recipe) -> RecipeTasks:
     for line in too_few(recipe, tasks.num_prompts):
         log.warning(line)
     return tasks
+
+
+def count_prompts_of_a_step(recipe: Recipe) -> list[int]:
+    """Of each domain. Finds every reward, and reads no more rows than that. Raises UserError as `load_tasks`."""
+    _find_rewards(recipe)
+    return [
+        count_for_a_step(domain, needs_answer=domain.reward_name in OURS, key=key)
+        for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True)
+    ]
+
+
+def _find_rewards(recipe: Recipe) -> None:
+    for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):
+        find_reward(domain.reward_name, f"{key}.reward")
 
 
 def too_few(recipe: Recipe, num_prompts: list[int]) -> list[str]:
