@@ -12,6 +12,7 @@ from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig, SeedingConfig
 from polyrl.scheduling.records import Journal, JournalHeader, Record
+from polyrl.scheduling.reward_budgets import RewardConfig
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.scheduling.story import UnknownSample, tell_story
 
@@ -125,6 +126,18 @@ def test_a_lost_worker_a_resumption_and_the_trainer_are_told_in_order_with_their
         "       2.0 s    7%  in training",
         "       1.0 s    4%  scoring  1 attempt",
     ]
+
+
+def test_where_nobody_says_what_is_correct_the_story_does_not_either():
+    run = Run(rewards=RewardConfig(adaptive=False, t_max_s=600.0))
+    run.open(0.0)
+    run.join(0.0, W1)
+    run.finish(4.0, "1/0", 80)
+    run.reward(5.0, "1/0", correct=False)
+    told = [
+        line.partition("  ")[2].strip() for line in (one.strip() for one in run.story("1/0")) if "attempt 1" in line
+    ]
+    assert told == ["scoring attempt 1 began", "scoring attempt 1: scored"]
 
 
 def test_a_missed_heartbeat_is_the_reason_when_it_was():

@@ -201,9 +201,11 @@ class _Teller:
             self._say(now, f"scoring attempt {event.attempt} was answered again: {event.outcome}, too late to count")
             return
         outcome = event.outcome.replace("_", " ")
-        if event.outcome == "scored":
-            outcome = f"scored, {'correct' if event.correct else 'not correct'},"
-        self._say(now, f"scoring attempt {event.attempt}: {outcome} with {event.cpu_s:.1f} s of CPU time")
+        if self._config.rewards.adaptive:  # otherwise nobody need say what was correct, or how long it took
+            if event.outcome == "scored":
+                outcome = f"scored, {'correct' if event.correct else 'not correct'},"
+            outcome += f" with {event.cpu_s:.1f} s of CPU time"
+        self._say(now, f"scoring attempt {event.attempt}: {outcome}")
 
     def _tell_lease_end(self, event: Event, commands: Sequence[Command], sample: Sample | None, now: Seconds) -> None:
         before = self._before
@@ -258,8 +260,9 @@ class _Teller:
                 self._say(now, f"asked back from {command.worker}: {command.why}")
             case Score(sample=self._id):
                 self._num_attempts += 1
-                limit = f"at most {command.timeout_s:.1f} s of CPU time ({command.why})"
-                self._say(now, f"scoring attempt {command.attempt} began: {limit}")
+                limit = f": at most {command.timeout_s:.1f} s of CPU time ({command.why})"
+                learned = limit if self._config.rewards.adaptive else ""
+                self._say(now, f"scoring attempt {command.attempt} began{learned}")
             case CancelScore(sample=self._id):
                 self._say(now, f"scoring attempt {command.attempt} was cancelled: {command.why}")
             case DeliverGroup(group=self._group) if self._id in command.samples:
