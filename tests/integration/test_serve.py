@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -401,3 +403,13 @@ def test_what_does_not_fit_the_model_is_refused_and_harms_no_worker(builtin: Ser
     done = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0)  # as long as the context allows
     assert done.usage is not None
     assert done.usage.total_tokens <= 512
+
+
+def test_a_manager_that_serves_a_model_says_how_to_join_it_with_that_model(tmp_path: Path):
+    model = save_tokenizer(tmp_path / "bytes")
+    command = f"polyrl manager --run-dir {tmp_path / 'run'} --port 0 --serve {model}"
+    with subprocess.Popen([sys.executable, "-m", *command.split()], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline() for _ in range(2)]
+        process.terminate()
+    assert said[1].endswith(f" --token-file {tmp_path / 'run' / 'worker.token'} --engine builtin --model {model}\n")

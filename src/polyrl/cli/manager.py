@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -79,7 +80,9 @@ async def _serve(args: argparse.Namespace, settings: object, tls: object) -> int
         await front.open_run()
     print(f"manager: {address.url}  run: {run_dir}  ({service.recovered})", flush=True)
     ca = "" if args.tls_cert is None else f" --ca {args.tls_cert}"
-    print(f"  join with: polyrl worker --join {address.url} --token-file {run_dir / 'worker.token'}{ca}", flush=True)
+    model = "" if args.serve is None else f" --engine builtin --model {shlex.quote(args.serve)}"
+    token = run_dir / "worker.token"
+    print(f"  join with: polyrl worker --join {address.url} --token-file {token}{ca}{model}", flush=True)
     if served is not None:
         print(f"  ask at: {address.url}/v1  model: {front.model_name}  token: {run_dir / 'generate.token'}", flush=True)
     stop = asyncio.Event()
