@@ -398,7 +398,8 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, process: tuple[Path, str]):
     port = process[1].rpartition(":")[2]
     done = polyrl("manager", "--run-dir", str(tmp_path), "--port", port)
     assert done.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in only_line(done)
+    words = "address already in use; another port will do, 0 is any that is free"
+    assert only_line(done) == f"polyrl: error: cannot listen on 127.0.0.1:{port}: {words}\n"
 
 
 @pytest.mark.parametrize(
@@ -453,6 +454,10 @@ def test_status_and_worker_dial_over_tls_and_trust_only_whom_they_are_told_to(tm
         stranger = polyrl("status", "--run-dir", str(run_dir))
         assert stranger.returncode == 2
         assert "certificate is not trusted: self-signed certificate (--ca" in only_line(stranger)
+        admin = ("--token-file", str(run_dir / "admin.token"))
+        plain = polyrl("status", "--manager", url.replace("https:", "http:"), *admin)
+        assert plain.returncode == 2
+        assert only_line(plain).endswith("(if it goes on: is it https://?)\n")
         stranger = polyrl("worker", "--join", url, *token, "--name", "w2", "--quiet")
         assert stranger.returncode == 1
         assert "certificate is not trusted" in only_line(stranger)

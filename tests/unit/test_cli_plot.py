@@ -55,6 +55,10 @@ def test_without_metrics_only_what_the_journal_gives_is_drawn_and_one_line_says_
     ]
 
 
+def test_a_run_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert plot(capsys, tmp_path / "none") == (2, "", f"polyrl: error: {tmp_path / 'none'}: there is no such file\n")
+
+
 def test_with_metrics_reward_is_drawn_too_and_pictures_are_drawn_anew(run_dir, capsys):
     write_metrics(run_dir)
     (run_dir / "plots").mkdir()

@@ -66,6 +66,8 @@ def _read(path: Path, name: str) -> "Run":
     from polyrl.telemetry.metrics import FILE_NAME, read_steps
     from polyrl.telemetry.pictures import make_run
 
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file")
     metrics_path = path / FILE_NAME
     if not metrics_path.is_file():
         _say(f"{path}: no {FILE_NAME}: reward is not drawn, the rest is from the journal")

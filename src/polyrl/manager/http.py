@@ -6,6 +6,7 @@ answered with one line of JSON, counted, and never reaches the executor. Who con
 
 import asyncio
 import contextlib
+import errno
 import importlib.resources
 import json
 import logging
@@ -153,7 +154,7 @@ class Front:
             )
         except OSError as failure:
             await runner.cleanup()
-            raise UserError(f"cannot listen on {host}:{port}: {failure.strerror or failure}") from failure
+            raise UserError(f"cannot listen on {host}:{port}: {_why_not(failure)}") from failure
         self._runner = runner
         address = Address(host, self._listener.sockets[0].getsockname()[1], tls is not None)
         _write_address(self._service.run_dir, address)
@@ -431,6 +432,12 @@ def _check_protocol(protocol: int) -> None:
 
 def openapi_text() -> str:
     return importlib.resources.files("polyrl.manager").joinpath("openapi.json").read_text(encoding="utf-8")
+
+
+def _why_not(failure: OSError) -> str:
+    if failure.errno == errno.EADDRINUSE:  # asyncio's words have the address once more
+        return "address already in use; another port will do, 0 is any that is free"
+    return failure.strerror or str(failure)
 
 
 def _write_address(run_dir: Path, address: Address) -> None:

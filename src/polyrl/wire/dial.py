@@ -127,6 +127,8 @@ class Dialer:
         if isinstance(error, ssl.SSLError) and "WRONG_VERSION_NUMBER" in str(error):
             raise UserError(f"{self.url}: it does not speak TLS; is it http://?") from error
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, aiohttp.ServerDisconnectedError) and self.is_plain:  # so does one that is stopped
+            said += " (if it goes on: is it https://?)"
         return Unreachable(f"{self.url}: {said}")
 
 
