@@ -1,6 +1,7 @@
 """The front of the command line: lazy commands, and an exit code for every way to end."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,13 @@ def test_help_lists_every_command_and_ends_with_an_example(capsys):
     assert ended.value.code == 0
     assert all(f"  {name} " in text and command.help in text for name, command in COMMANDS.items())
     assert "polyrl simulate spot-trace" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_every_command_has_an_example(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert re.search(rf"\nexamples?:\n(?:  .*\n)*  polyrl {name} ", capsys.readouterr().out)
 
 
 def test_help_imports_nothing_heavy():

@@ -28,12 +28,12 @@ class ActionModule(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-def add_action(parser: argparse.ArgumentParser, actions: Actions) -> None:
-    """The first argument, and the list of what it may be."""
+def add_action(parser: argparse.ArgumentParser, actions: Actions, examples: str) -> None:
+    """The first argument, and the list of what it may be; `examples` are whole commands, a line each."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(len(f"{name} {action.usage}") for name, action in actions.items())
     lines = [f"  {f'{name} {action.usage}':<{width}}  {action.help}" for name, action in actions.items()]
-    parser.epilog = "\n".join(["actions:", *lines])
+    parser.epilog = "\n".join(["actions:", *lines, "", "examples:", examples])
     parser.add_argument("action", choices=list(actions), metavar="ACTION", help="one of those below")
 
 

@@ -11,9 +11,14 @@ ACTIONS: Actions = {
     ),
 }
 
+EXAMPLES = """\
+  polyrl data model arithmetic --out models/arithmetic
+  polyrl data prepare gsm8k --source gsm8k/train.jsonl --out data/gsm8k.jsonl
+  polyrl data prepare questions.parquet --out data/questions.jsonl"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_action(parser, ACTIONS)
+    add_action(parser, ACTIONS, EXAMPLES)
     parser.add_argument("what", metavar="WHAT", help="what the action says")
     parser.add_argument("--out", required=True, metavar="PATH", help="where to write it")
     add_options(parser, ACTIONS)

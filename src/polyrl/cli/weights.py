@@ -15,9 +15,15 @@ ACTIONS: Actions = {
     "pull": Action("HOST:PORT...", "get a version, verified, from any of these", "polyrl.cli.weights_transfer"),
 }
 
+EXAMPLES = """\
+  polyrl weights diff models/arithmetic models/trained
+  polyrl weights serve models/trained --port 7000 --token-file worker.token
+  polyrl weights pull HOST:7000 --token-file worker.token --out models/pulled
+  polyrl weights verify models/pulled"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_action(parser, ACTIONS)
+    add_action(parser, ACTIONS, EXAMPLES)
     parser.add_argument("places", nargs="*", metavar="PLACE", help="a directory, or what the action says")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="for hashing and deltas (default: 1)")
