@@ -232,6 +232,10 @@ def test_where_there_is_no_run_is_one_line(tmp_path: Path, capsys):
         ({"idle__trainer_share": 0.7, "fleet__useful": 2, "fleet__workers": 2}, "long: rounds.tail_batching"),
         ({"idle__trainer_share": 0.1, "idle__fleet_share": 0.5}, "training is what takes long"),
         ({"time__step_publish": 2.0}, "publishing takes 20% of a step"),
+        (
+            {"seeding__t_seed_s": 8.0, "fleet__useful": 2},
+            "devices write for 80% of a step before they train: remote wo",
+        ),
     ],
 )
 def test_advice_follows_from_what_took_long(metrics: dict[str, float], words: str):

@@ -27,13 +27,20 @@ def tell(steps: Sequence[Mapping[str, object]]) -> list[str]:
         f"of a step, the trainer's devices had nothing to train for {trainer:.0%}, the remote fleet nothing to write "
         f"for {fleet:.0%}",
     ]
-    return lines + _advice(last, trainer, fleet, parts["publish"] / total_s)
+    return lines + _advice(last, total_s, trainer, fleet)
 
 
-def _advice(last: Sequence[Mapping[str, object]], trainer: float, fleet: float, publishing: float) -> list[str]:
+def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float, fleet: float) -> list[str]:
     lines: list[str] = []
+    useful, there = _median(last, "fleet/useful"), _median(last, "fleet/workers")
+    publishing, seeding = (_median(last, name) / total_s for name in ("time/step_publish", "seeding/t_seed_s"))
+    if seeding > _MUCH:
+        many = f" (the scheduler advises {useful:.0f})" if useful > there else ""
+        lines.append(
+            f"the trainer's own devices write for {seeding:.0%} of a step before they train: remote workers{many} would "
+            "do that beside it"
+        )
     if trainer > _MUCH and trainer >= fleet:
-        useful, there = _median(last, "fleet/useful"), _median(last, "fleet/workers")
         more = f"more workers (the scheduler advises {useful:.0f}), " if useful > there else ""
         lines.append(
             f"writing is what takes long: {more}rounds.tail_batching for a long tail, or "
