@@ -37,8 +37,8 @@ def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float
     if seeding > _MUCH:
         many = f" (the scheduler advises {useful:.0f})" if useful > there else ""
         lines.append(
-            f"the trainer's own devices write for {seeding:.0%} of a step before they train: remote workers{many} would "
-            "do that beside it"
+            f"the trainer's own devices write for {seeding:.0%} of a step before they train: remote workers{many} "
+            "would do that beside it"
         )
     if trainer > _MUCH and trainer >= fleet:
         more = f"more workers (the scheduler advises {useful:.0f}), " if useful > there else ""
