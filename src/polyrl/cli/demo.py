@@ -42,17 +42,19 @@ def run(args: argparse.Namespace) -> int:
     builtin.check_libraries()
     began = time.monotonic()
     out = Path(args.out)
-    if (out / "run").exists():
+    if (out / "run").exists() or (out / "model").exists():
         raise UserError(f"{out}: there is a demo already; name another directory with --out, or remove it")
-    print("1. A small model is taught sums, by an impatient teacher.", flush=True)
-    main.main(["data", "model", "arithmetic", "--out", str(out / "model"), "--seed", str(args.seed)])
-    print("2. It is trained with GRPO: a manager, the trainer's own engine, and a worker process.", flush=True)
     overrides = [
         f"model.path={out / 'model'}", f"train.steps={args.steps}", f"train.seed={args.seed}",
         "manager.port=0", "fleet.workers=1", "fleet.spot=true", "fleet.price_usd_per_hour=0.40",
         "train.price_usd_per_hour=2.00", 'fleet.settings={ slots = 16, kv_tokens = 8192 }',
     ]  # fmt: skip
     recipe = load_recipe("arithmetic", overrides)
+    print("1. A small model is taught sums, by an impatient teacher.", flush=True)
+    code = main.main(["data", "model", "arithmetic", "--out", str(out / "model"), "--seed", str(args.seed)])
+    if code:
+        return code
+    print("2. It is trained with GRPO: a manager, the trainer's own engine, and a worker process.", flush=True)
     why = train.start(recipe, out / "run", beside=_play)
     if why is None:
         print("stopped", flush=True)
