@@ -233,6 +233,28 @@ def test_a_slow_source_that_breaks_in_its_first_chunk_is_dialled_again(monkeypat
         assert wire.faults.num_faults == 1
 
 
+class Blind(Watch):
+    """Never looks at what its channels moved, as one whose next look comes too late."""
+
+    def _look(self) -> None:
+        self._stop.wait()
+
+
+def test_what_came_since_the_last_look_at_a_link_counts_when_it_breaks(monkeypatch):
+    """The first try of the chunk ends at 1.1 s, before anybody looked, and the second one brings it at 2.4 s."""
+    monkeypatch.setattr(fetch, "APPEAR_S", 2.0)
+    settings = replace(SETTINGS, chunk_bytes=1 << 20, streams=1, stall_s=1.0)
+    with stage() as on, ExitStack() as stack:
+        server, peer = on.server(settings), on.peer(settings=settings)
+        blind = Blind("blind")
+        stack.callback(blind.close)
+        peer._dialer = peer._dialer._replace(watch=blind)
+        offer = publish(server, 1, 1 << 19)
+        wire = on.wire(offer.addresses[0], Faults(bytes_per_s=8.6e5, cut_at=950_000, cut_s=0.0))
+        assert pull(peer, offer, (wire.address,)) == weights(1, 1 << 19)
+        assert wire.faults.num_faults == 1
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_source_that_is_paused_is_not_dialled_when_the_fetch_ends(complete):
     """The fetch would wait for that."""

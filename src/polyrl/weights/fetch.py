@@ -279,6 +279,7 @@ class Fetch:
     def _leave(self, link: Link) -> None:
         with self._changed:
             self._links.pop(link, None)
+            link.look()  # it may have moved much since the watch looked
             self._moved_at = max(self._moved_at, link.moved_at)  # parts of a chunk are something, too
         link.close()
 

@@ -94,6 +94,10 @@ class Link:
     def moved_at(self) -> float:
         return self._channel.moved_at
 
+    def look(self) -> None:
+        """Bring `moved_at` up to now, if enough moved since the last look."""
+        self._channel.has_moved()
+
     def cut(self, why: str) -> None:
         """From any thread."""
         self._channel.cut(why)
