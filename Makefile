@@ -28,7 +28,7 @@ test: setup ## run the tests (ARGS="-k words" narrows them)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-long: setup ## run the long property tests: thousands of random histories
-	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m long --timeout 3600 --hypothesis-profile=random $(ARGS)
 
 test-chaos: setup ## kill, stop, cut and partition a real fleet (minutes; namespaces need root and nftables)
 	$(BIN)/python -m pytest -m "chaos and not long" tests/chaos $(ARGS)

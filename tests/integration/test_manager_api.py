@@ -77,7 +77,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=25, derandomize=True, database=None, suppress_health_check=ALL)
+@settings(max_examples=25, suppress_health_check=ALL)
 def test_every_route_answers_as_described(case: schemathesis.Case, live: Live):
     case.call_and_validate(base_url=live.url, headers=live.headers("admin"))
 

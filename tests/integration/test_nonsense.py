@@ -36,7 +36,7 @@ from polyrl.wire.control import JoinRequest, RunRequest
 from polyrl.wire.imposed import ImposedLengths
 
 ALL: Any = list(HealthCheck)
-QUIET = settings(derandomize=True, suppress_health_check=ALL, print_blob=False, database=None)
+QUIET = settings(suppress_health_check=ALL, print_blob=False)
 
 ENDED = ("generated", "scoring", "scored")
 

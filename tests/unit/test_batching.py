@@ -15,8 +15,6 @@ from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.ids import LeaseId
 
-QUIET = settings(derandomize=True, database=None)
-
 
 class FakeModel:
     """Keys and values that say what they are of: the text up to the token, and the oldest weights that took part."""
@@ -505,4 +503,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(QUIET, max_examples=250, stateful_step_count=30)
+TestFleet.settings = settings(max_examples=250, stateful_step_count=30)

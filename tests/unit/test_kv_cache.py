@@ -9,8 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from polyrl.engines.builtin.kv_cache import KvCache
 
-QUIET = settings(derandomize=True, database=None)
-
 
 def compute(cache: KvCache, tokens: Sequence[int]) -> list[int]:
     """Match, compute and publish a text, as somebody who runs alone does."""
@@ -283,4 +281,4 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
-TestHolders.settings = settings(QUIET, max_examples=100, stateful_step_count=40)
+TestHolders.settings = settings(max_examples=100, stateful_step_count=40)
