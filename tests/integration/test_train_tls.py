@@ -1,5 +1,6 @@
 """`polyrl train` with a certificate: real processes, and a worker that joins over https as it is told to."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ pytestmark = [
 
 
 def make_certificate(folder: Path, names: str) -> tuple[str, str]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     cert, key = certificate(folder, names)
     return str(cert), str(key)
 
@@ -139,12 +140,36 @@ def test_files_that_are_none_are_one_line_before_anything_starts(
     assert not (desk / "runs").exists()
 
 
-def test_a_manager_that_serves_https_says_how_to_join_it(tmp_path: Path, files):
-    cert, key = files
-    command = f"polyrl manager --run-dir {tmp_path} --port 0 --tls-cert {cert} --tls-key {key}"
-    with subprocess.Popen(polyrl(command), stdout=subprocess.PIPE, text=True) as process:
+def signed_by_another(folder: Path) -> tuple[str, str, str]:
+    """A certificate, its key, and the certificate of who signed it."""
+    ca, ca_key = make_certificate(folder / "ca", "DNS:ca.example.com")
+    cert, key, asked = str(folder / "cert.pem"), str(folder / "key.pem"), str(folder / "asked.pem")
+    asking = ("req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=a", "-addext", "subjectAltName=DNS:localhost")
+    signing = ("x509", "-req", "-in", asked, "-CA", ca, "-CAkey", ca_key, "-days", "1", "-copy_extensions", "copy")
+    for made in ((*asking, "-keyout", key, "-out", asked), (*signing, "-out", cert)):
+        subprocess.run(["openssl", *made], check=True, capture_output=True, timeout=30)
+    return cert, key, ca
+
+
+def join_line(run_dir: Path, cert: str, key: str, **environment: str) -> str:
+    command = polyrl(f"polyrl manager --run-dir {run_dir} --port 0 --tls-cert {cert} --tls-key {key}")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment) as process:
         assert process.stdout is not None
         said = [process.stdout.readline() for _ in range(2)]
         process.terminate()
-    assert "join with: polyrl worker --join https://" in said[1]
-    assert said[1].endswith(f" --token-file {tmp_path / 'worker.token'} --ca {cert}\n")
+    return said[1]
+
+
+def test_a_manager_that_serves_https_says_how_to_join_it(tmp_path: Path, files):
+    """By the name that its certificate is of. Who signed it is named only if workers do not know."""
+    token = f"--token-file {tmp_path / 'worker.token'}"
+    line = join_line(tmp_path, *files)
+    assert "join with: polyrl worker --join https://localhost:" in line
+    assert line.endswith(f" {token} --ca {files[0]}\n")
+    cert, key, ca = signed_by_another(tmp_path / "signed")
+    line = join_line(tmp_path, cert, key, SSL_CERT_FILE=ca)
+    assert "--join https://localhost:" in line
+    assert line.endswith(f" {token}\n")
+    vouches_for_itself = sys.version_info >= (3, 13)  # any certificate does, if it is trusted, since then
+    unknown = f" --ca {cert}" if vouches_for_itself else f" --ca FILE  (FILE: of whoever vouches for {cert})"
+    assert join_line(tmp_path, cert, key).endswith(f" {token}{unknown}\n")

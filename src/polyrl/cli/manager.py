@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from polyrl.wire.control import DEFAULT_PORT
 
 if TYPE_CHECKING:
+    from polyrl.manager.http import Address
     from polyrl.manager.serving.texts import Served
 
 EXAMPLE = """\
@@ -79,10 +80,10 @@ async def _serve(args: argparse.Namespace, settings: object, tls: object) -> int
     if args.serve is not None:
         await front.open_run()
     print(f"manager: {address.url}  run: {run_dir}  ({service.recovered})", flush=True)
-    ca = "" if args.tls_cert is None else f" --ca {args.tls_cert}"
+    url, trust = (address.url, "") if args.tls_cert is None else _way_in(args, address)
     model = "" if args.serve is None else f" --engine builtin --model {shlex.quote(args.serve)}"
     token = run_dir / "worker.token"
-    print(f"  join with: polyrl worker --join {address.url} --token-file {token}{ca}{model}", flush=True)
+    print(f"  join with: polyrl worker --join {url} --token-file {token}{model}{trust}", flush=True)
     if served is not None:
         print(f"  ask at: {address.url}/v1  model: {front.model_name}  token: {run_dir / 'generate.token'}", flush=True)
     stop = asyncio.Event()
@@ -100,6 +101,22 @@ async def _serve(args: argparse.Namespace, settings: object, tls: object) -> int
         service.close()
     print("manager: stopped; the run can go on with the same --run-dir", flush=True)
     return 0
+
+
+def _way_in(args: argparse.Namespace, address: "Address") -> tuple[str, str]:
+    """A URL that the certificate is of, and whom a worker must be told to trust: nobody if its system does already."""
+    from polyrl.cli.training.encryption import encryption
+    from polyrl.config.recipe import ManagerSection
+    from polyrl.errors import UserError
+
+    for ca, trust in (("", ""), (args.tls_cert, f" --ca {args.tls_cert}")):
+        try:
+            found = encryption(ManagerSection(host=args.host, tls_cert=args.tls_cert, tls_key=args.tls_key, ca=ca))
+        except UserError:
+            continue
+        assert found is not None
+        return found.url(address.port), trust
+    return address.url, f" --ca FILE  (FILE: of whoever vouches for {args.tls_cert})"
 
 
 def _load(folder: str | None) -> "Served | None":
