@@ -174,9 +174,10 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_a_line_and_closing_i
     asyncio.run(script())
 
 
-def test_a_cache_that_no_memory_holds_is_refused_in_a_line(folder):
+@pytest.mark.parametrize("block_tokens", [1, 1024])
+def test_a_cache_that_no_memory_holds_is_refused_in_a_line(folder, block_tokens):
     async def script() -> None:
-        one = engine(folder, kv_tokens=10**10, block_tokens=1024)
+        one = engine(folder, kv_tokens=10**15, block_tokens=block_tokens)
         with pytest.raises(
             EngineError, match=r"kv_tokens: no cache of [\d,]+ tokens, [\d,]+ bytes, could be made"
         ) as said:

@@ -51,6 +51,14 @@ def test_a_new_cache_is_free():
     assert (cache.num_free, cache.num_used) == (10, 0)
 
 
+def test_blocks_that_were_never_taken_cost_nothing():
+    cache = KvCache(10**15, 4)
+    blocks = compute(cache, text(8))
+    cache.forget()
+    cache.check()
+    assert (blocks, cache.num_free) == ([0, 1], 10**15 - 2)
+
+
 def test_blocks_grow_only_when_a_token_does_not_fit():
     cache = KvCache(10, 4)
     blocks: list[int] = []

@@ -30,11 +30,13 @@ class KvCache:
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._num_holders = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks
+        self._num_holders: list[int] = []
+        """By block, of those that were ever taken: nothing is kept of the others, however many there are."""
+        self._keys: list[bytes | None] = []
         self._known: dict[bytes, int] = {}
         """By key, the block to match."""
-        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._empty: list[int] = []
+        """Taken once, and given back."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Known and held by nobody, the longest unused first."""
         self._stale: set[int] = set()
@@ -43,7 +45,7 @@ class KvCache:
     @property
     def num_free(self) -> int:
         """Blocks that could be had now."""
-        return len(self._empty) + len(self._idle)
+        return self.num_blocks - len(self._keys) + len(self._empty) + len(self._idle)
 
     @property
     def num_used(self) -> int:
@@ -99,7 +101,7 @@ class KvCache:
     def forget(self) -> None:
         """The weights changed: nothing computed so far is matched again. Who holds a block goes on holding it."""
         self._stale = {block for block, num in enumerate(self._num_holders) if num}
-        self._keys = [None] * self.num_blocks
+        self._keys = [None] * len(self._keys)
         self._known.clear()
         self._empty += self._idle
         self._idle.clear()
@@ -112,10 +114,20 @@ class KvCache:
         if num_missing > self.num_free:
             return False
         for _ in range(num_missing):
-            block = self._empty.pop() if self._empty else self._evict()
+            block = self._find_room()
             self._num_holders[block] = 1
             blocks.append(block)
         return True
+
+    def _find_room(self) -> int:
+        """An empty block, the last used first; if there is none, an idle one."""
+        if self._empty:
+            return self._empty.pop()
+        if len(self._keys) == self.num_blocks:
+            return self._evict()
+        self._num_holders.append(0)
+        self._keys.append(None)
+        return len(self._keys) - 1
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
@@ -144,7 +156,8 @@ class KvCache:
         """Derive every index again. Raises AssertionError; for tests."""
         held = [block for block, num in enumerate(self._num_holders) if num]
         assert min(self._num_holders, default=0) >= 0
-        assert sorted([*held, *self._empty, *self._idle]) == list(range(self.num_blocks)), "a block is in one state"
+        assert sorted([*held, *self._empty, *self._idle]) == list(range(len(self._keys))), "a block is in one state"
+        assert len(self._num_holders) == len(self._keys) <= self.num_blocks
         assert self.num_used == len(held)
         assert all(self._keys[block] == key for key, block in self._known.items())
         assert set(self._idle) == set(self._known.values()) - set(held), "idle is known and not held"
