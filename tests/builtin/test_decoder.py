@@ -7,7 +7,7 @@ import torch
 from tests.builtin.tiny_models import FAMILIES, save_tiny
 
 from polyrl.engines.builtin import models, sampling
-from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
+from polyrl.engines.builtin.batching import Batching, Chunk, Member
 from polyrl.engines.builtin.decoder import Decoder, can_pack
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.engines.builtin.runner import Runner
@@ -52,10 +52,10 @@ class Desk:
         self.batching = Batching(KvCache(200, 4), 64, 512)
         self.runner = Runner(loaded, 200, 4)
 
-    def add(self, number: int, num_tokens: int) -> Sequence:
-        sequence = Sequence(LeaseId(number), [3 + (number * 31 + at) % 500 for at in range(num_tokens)], 500)
-        self.batching.add(sequence)
-        return sequence
+    def add(self, number: int, num_tokens: int) -> Member:
+        member = Member(LeaseId(number), [3 + (number * 31 + at) % 500 for at in range(num_tokens)], 500)
+        self.batching.add(member)
+        return member
 
     def step(self) -> Drawn:
         chunks = self.batching.plan()
@@ -68,14 +68,14 @@ class Desk:
         return [self.step() for _ in range(4)]
 
     def wanted(self, chunks: list[Chunk]) -> list[Wanted]:
-        return [Wanted(ON, int(one.sequence.lease), len(one.sequence.tokens)) for one in chunks if one.samples]
+        return [Wanted(ON, int(one.member.lease), len(one.member.tokens)) for one in chunks if one.samples]
 
     def take_in(self, chunks: list[Chunk], drawn: list[Drawn]) -> None:
         self.batching.computed(chunks)
         for number, one in enumerate(chunks):
-            self.batching.append(one.sequence, [step.tokens[number] for step in drawn])
+            self.batching.append(one.member, [step.tokens[number] for step in drawn])
             if len(drawn) > 1:
-                self.batching.computed([Chunk(one.sequence, one.start + 1, len(drawn) - 1, True)])
+                self.batching.computed([Chunk(one.member, one.start + 1, len(drawn) - 1, True)])
 
 
 def test_a_burst_is_the_steps_it_is_made_of_to_the_last_bit(tmp_path):
@@ -142,7 +142,7 @@ def test_what_is_no_number_does_not_stay_in_the_cache_for_the_next_sample(family
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight[510] = float("nan")
     clean, desk = Desk(loaded), Desk(loaded)
-    ill = Sequence(LeaseId(99), [510] * 9, 500)
+    ill = Member(LeaseId(99), [510] * 9, 500)
     desk.batching.add(ill)
     desk.runner.run([desk.batching.plan()[0]._replace(samples=False)], [])
     desk.batching.remove(ill.lease)
@@ -159,7 +159,7 @@ def test_a_prompt_with_a_token_that_is_no_number_shows_it_however_long_ago_that_
     with torch.no_grad():
         loaded.model.get_input_embeddings().weight[510] = float("nan")
     desk = Desk(loaded)
-    ill, well = Sequence(LeaseId(9), [5, 510, *range(20, 60)], 500), desk.add(1, 30)
+    ill, well = Member(LeaseId(9), [5, 510, *range(20, 60)], 500), desk.add(1, 30)
     desk.batching.add(ill)
     for _ in range(3):
         drawn = desk.step()

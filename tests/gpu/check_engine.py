@@ -136,7 +136,7 @@ def table() -> None:
 def profile(*, compiled: bool, batch: int = 256) -> None:
     """Where a decoding step's time goes."""
     from polyrl.cli.bench_engine import make_model
-    from polyrl.engines.builtin.batching import Chunk, Sequence
+    from polyrl.engines.builtin.batching import Chunk, Member
     from polyrl.engines.builtin.cuda_runner import CudaRunner
     from polyrl.engines.builtin.models import describe
     from polyrl.engines.builtin.steps import Wanted
@@ -145,9 +145,9 @@ def profile(*, compiled: bool, batch: int = 256) -> None:
     runner = CudaRunner(describe(model, "x"), batch * 24, 32, batch, 768, compile_layers=compiled)
     chunks, wanted = [], []
     for number in range(batch):
-        sequence = Sequence(number, [5] * 513, 768)
-        sequence.blocks = list(range(number * 24, number * 24 + 24))
-        chunks.append(Chunk(sequence, 512, 1, True))
+        member = Member(number, [5] * 513, 768)
+        member.blocks = list(range(number * 24, number * 24 + 24))
+        chunks.append(Chunk(member, 512, 1, True))
         wanted.append(Wanted(Sampling(), number, 256))
     runner.run_burst(chunks, wanted, 8)
     torch.cuda.synchronize()
@@ -168,16 +168,16 @@ def profile(*, compiled: bool, batch: int = 256) -> None:
 def profile_chunk() -> None:
     """Where the time of a prompt's chunk goes, when it is computed by itself, as with batch_invariant."""
     from polyrl.cli.bench_engine import make_model
-    from polyrl.engines.builtin.batching import Chunk, Sequence
+    from polyrl.engines.builtin.batching import Chunk, Member
     from polyrl.engines.builtin.cuda_runner import CudaRunner
     from polyrl.engines.builtin.models import describe
     from polyrl.engines.builtin.steps import Wanted
 
     model = make_model(Work("qwen3-1.7b", None, 4, 256, 256), "cuda")
     runner = CudaRunner(describe(model, "x"), 64, 32, 4, 768, compile_layers=True, invariant_tokens=512)
-    sequence = Sequence(1, [5] * 256, 768)
-    sequence.blocks = list(range(8))
-    step = [Chunk(sequence, 0, 256, True)], [Wanted(Sampling(), 1, 0)]
+    member = Member(1, [5] * 256, 768)
+    member.blocks = list(range(8))
+    step = [Chunk(member, 0, 256, True)], [Wanted(Sampling(), 1, 0)]
     for _ in range(5):
         runner.run(*step)
     began = time.perf_counter()

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
+from polyrl.engines.builtin.batching import Batching, Chunk, Member
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.ids import LeaseId
 
@@ -24,9 +24,9 @@ class FakeModel:
         self.weights = 0
         self.slots: dict[tuple[int, int], tuple[list[int], int]] = {}
         self.began: dict[LeaseId, int] = {}
-        """Under which weights each running sequence was admitted."""
+        """Under which weights each running member was admitted."""
 
-    def plan(self, batching: Batching, alive: Iterable[Sequence]) -> list[Chunk]:
+    def plan(self, batching: Batching, alive: Iterable[Member]) -> list[Chunk]:
         stood = {one.lease: one.num_computed for one in alive if one.blocks}
         chunks = batching.plan()
         went_on = {one.lease for one in alive if one.blocks and stood.get(one.lease) == one.num_computed}
@@ -42,23 +42,23 @@ class FakeModel:
             self.slots.update(one)
 
     def _compute(self, chunk: Chunk) -> dict[tuple[int, int], tuple[list[int], int]]:
-        sequence, start, count, samples = chunk
-        assert count > 0 and start == sequence.num_computed
-        assert samples == (start + count == len(sequence.tokens))
-        began = self.began.setdefault(sequence.lease, self.weights)
+        member, start, count, samples = chunk
+        assert count > 0 and start == member.num_computed
+        assert samples == (start + count == len(member.tokens))
+        began = self.began.setdefault(member.lease, self.weights)
         oldest = self.weights
         for position in range(start):
-            text, weights = self.slots[self._slot(sequence, position)]
-            assert text == sequence.tokens[: position + 1], "it reads the keys and values of another text"
+            text, weights = self.slots[self._slot(member, position)]
+            assert text == member.tokens[: position + 1], "it reads the keys and values of another text"
             assert weights >= began, "it shares what was computed under other weights"
             oldest = min(oldest, weights)
         return {
-            self._slot(sequence, position): (sequence.tokens[: position + 1], oldest)
+            self._slot(member, position): (member.tokens[: position + 1], oldest)
             for position in range(start, start + count)
         }
 
-    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
-        return sequence.blocks[position // self.block_tokens], position % self.block_tokens
+    def _slot(self, member: Member, position: int) -> tuple[int, int]:
+        return member.blocks[position // self.block_tokens], position % self.block_tokens
 
 
 class Bench:
@@ -70,23 +70,23 @@ class Bench:
         self.cache = KvCache(num_blocks, block_tokens)
         self.batching = Batching(self.cache, max_running, max_chunk_tokens)
         self.model = FakeModel(block_tokens)
-        self.sequences: list[Sequence] = []
+        self.members: list[Member] = []
 
-    def add(self, tokens: list[int], num_new: int = 1000) -> Sequence:
-        sequence = Sequence(LeaseId(len(self.sequences) + 1), tokens, len(tokens) + num_new)
-        self.sequences.append(sequence)
-        self.batching.add(sequence)
-        return sequence
+    def add(self, tokens: list[int], num_new: int = 1000) -> Member:
+        member = Member(LeaseId(len(self.members) + 1), tokens, len(tokens) + num_new)
+        self.members.append(member)
+        self.batching.add(member)
+        return member
 
     def step(self) -> list[Chunk]:
-        chunks = self.model.plan(self.batching, self.sequences)
+        chunks = self.model.plan(self.batching, self.members)
         self.model.run(chunks)
         self.batching.computed(chunks)
-        for sequence, _, _, samples in chunks:
+        for member, _, _, samples in chunks:
             if samples:
-                self.batching.append(sequence, [7])
-                if len(sequence.tokens) >= sequence.max_total:
-                    self.batching.remove(sequence.lease)
+                self.batching.append(member, [7])
+                if len(member.tokens) >= member.max_total:
+                    self.batching.remove(member.lease)
         self.cache.check()
         return chunks
 
@@ -101,7 +101,7 @@ class Bench:
 
 
 def shape(chunks: list[Chunk]) -> list[tuple[int, int, int, bool]]:
-    return [(sequence.lease, start, count, samples) for sequence, start, count, samples in chunks]
+    return [(member.lease, start, count, samples) for member, start, count, samples in chunks]
 
 
 def text(num: int, start: int = 0) -> list[int]:
@@ -117,9 +117,9 @@ def test_with_nobody_there_is_nothing_to_do():
 
 def test_a_prompt_is_prefilled_and_then_decodes_a_token_a_step():
     bench = Bench()
-    sequence = bench.add(text(6))
+    member = bench.add(text(6))
     assert [shape(bench.step()) for _ in range(3)] == [[(1, 0, 6, True)], [(1, 6, 1, True)], [(1, 7, 1, True)]]
-    assert sequence.tokens == [*text(6), 7, 7, 7]
+    assert member.tokens == [*text(6), 7, 7, 7]
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_and_samples_only_at_its_end():
@@ -139,12 +139,12 @@ def test_those_that_decode_come_first_and_take_nothing_of_the_prefill():
     assert shape(bench.step()) == [(1, 8, 1, True), (2, 8, 1, True), (3, 4, 1, True)]
 
 
-def test_a_sequence_whose_token_is_not_drawn_yet_sits_a_step_out():
+def test_a_member_whose_token_is_not_drawn_yet_sits_a_step_out():
     bench = Bench()
-    sequence = bench.add(text(4))
+    member = bench.add(text(4))
     bench.batching.computed(bench.batching.plan())
     assert bench.batching.plan() == []
-    bench.batching.append(sequence, [7])
+    bench.batching.append(member, [7])
     assert shape(bench.batching.plan()) == [(1, 4, 1, True)]
 
 
@@ -190,7 +190,7 @@ def test_nobody_overtakes_one_that_waits_for_blocks():
     assert [lease for lease, *_ in shape(bench.step())] == [2, 3]
 
 
-def test_a_sequence_that_fills_the_cache_runs_alone():
+def test_a_member_that_fills_the_cache_runs_alone():
     bench = Bench(num_blocks=3)
     assert bench.batching.fits(12) and not bench.batching.fits(13)
     bench.add(text(11), num_new=1)
@@ -207,13 +207,13 @@ def test_room_is_reserved_for_every_one_that_runs_and_no_more():
     bench.add(text(3))
     bench.add(text(4, start=100))
     bench.step()
-    held = [len(one.blocks) for one in bench.sequences]
+    held = [len(one.blocks) for one in bench.members]
     assert held == [1, 1]
     bench.batching.plan()
     assert bench.batching.reserve(4), "3 + 1 tokens and 4 + 1, and 3 more of each after the next"
-    assert [len(one.blocks) for one in bench.sequences] == [2, 2]
+    assert [len(one.blocks) for one in bench.members] == [2, 2]
     assert bench.batching.reserve(4), "what is there already is not taken again"
-    assert [len(one.blocks) for one in bench.sequences] == [2, 2]
+    assert [len(one.blocks) for one in bench.members] == [2, 2]
     assert bench.cache.num_used == 4
     bench.cache.check()
 
@@ -223,9 +223,9 @@ def test_without_room_for_all_nothing_is_reserved_and_nobody_makes_way():
     bench.add(text(6))
     bench.add(text(6, start=100))
     bench.step()
-    before = [list(one.blocks) for one in bench.sequences]
+    before = [list(one.blocks) for one in bench.members]
     assert not bench.batching.reserve(4), "a block each, and one is free"
-    assert [one.blocks for one in bench.sequences] == before
+    assert [one.blocks for one in bench.members] == before
     assert bench.batching.num_preemptions == 0
     assert bench.batching.reserve(2)
     bench.cache.check()
@@ -266,16 +266,16 @@ def test_several_tokens_at_once_into_reserved_room_are_as_one_by_one():
 def test_a_group_prefills_its_prompt_about_once(num_tokens: int, chunk_tokens: int, block_tokens: int):
     batching = Batching(KvCache(1000, block_tokens), 64, chunk_tokens)
     for lease in range(8):
-        batching.add(Sequence(LeaseId(lease), text(num_tokens), 4096))
+        batching.add(Member(LeaseId(lease), text(num_tokens), 4096))
     num_prefilled, num_steps = 0, 0
     while batching.num_waiting:
         chunks = batching.plan()
         batching.computed(chunks)
         num_steps += 1
-        for sequence, _, count, samples in chunks:
+        for member, _, count, samples in chunks:
             if samples:
-                batching.append(sequence, [7])
-            if len(sequence.tokens) - samples == num_tokens:
+                batching.append(member, [7])
+            if len(member.tokens) - samples == num_tokens:
                 num_prefilled += count
     assert num_prefilled <= 1.2 * num_tokens
     assert num_steps <= -(-num_tokens // chunk_tokens) + 1, "the others begin together, right after the first"
@@ -322,13 +322,13 @@ def test_out_of_blocks_the_newest_makes_way_and_is_first_in_line():
     assert (bench.batching.num_running, bench.batching.num_waiting) == (1, 2)
     order: list[int] = []
     while bench.batching.num_waiting:
-        order += [chunk.sequence.lease for chunk in bench.step()]
+        order += [chunk.member.lease for chunk in bench.step()]
     assert list(dict.fromkeys(order)) == [old.lease, new.lease, late.lease]
     bench.run_to_the_end(50)
     assert new.tokens == [*text(6, start=100), *[7] * 6]
 
 
-def test_preempted_sequences_of_many_all_come_to_their_end():
+def test_preempted_members_of_many_all_come_to_their_end():
     bench = Bench(num_blocks=10)
     many = [bench.add(text(3, start=10 * one), num_new=30) for one in range(12)]
     num_steps = bench.run_to_the_end(12 * 31)
@@ -340,7 +340,7 @@ def test_preempted_sequences_of_many_all_come_to_their_end():
 # Leaving
 
 
-def test_a_removed_sequence_frees_its_place_and_blocks_at_once_wherever_it_stands():
+def test_a_removed_member_frees_its_place_and_blocks_at_once_wherever_it_stands():
     bench = Bench(max_running=1)
     running, waiting = bench.add(text(6)), bench.add(text(6))
     bench.step()
@@ -353,9 +353,9 @@ def test_a_removed_sequence_frees_its_place_and_blocks_at_once_wherever_it_stand
 
 def test_one_removed_while_its_step_runs_publishes_nothing():
     bench = Bench()
-    sequence = bench.add(text(9))
+    member = bench.add(text(9))
     chunks = bench.batching.plan()
-    bench.batching.remove(sequence.lease)
+    bench.batching.remove(member.lease)
     bench.batching.computed(chunks)
     bench.cache.check()
     bench.add(text(9))
@@ -405,7 +405,7 @@ class Fleet(RuleBasedStateMachine):
         self.batching = Batching(self.cache, max_running, max_chunk_tokens)
         self.model = FakeModel(block_tokens)
         self.max_running, self.max_chunk_tokens = max_running, max_chunk_tokens
-        self.alive: dict[LeaseId, Sequence] = {}
+        self.alive: dict[LeaseId, Member] = {}
         self.num_added = 0
 
     @rule(
@@ -420,9 +420,9 @@ class Fleet(RuleBasedStateMachine):
             if not self.batching.fits(len(tokens) + 1):
                 continue
             self.num_added += 1
-            sequence = Sequence(LeaseId(self.num_added), list(tokens), max_total)
-            self.alive[sequence.lease] = sequence
-            self.batching.add(sequence)
+            member = Member(LeaseId(self.num_added), list(tokens), max_total)
+            self.alive[member.lease] = member
+            self.batching.add(member)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -462,23 +462,23 @@ class Fleet(RuleBasedStateMachine):
 
     def check_shape(self, chunks: list[Chunk]) -> None:
         assert bool(chunks) == bool(self.alive), "no step is empty while somebody waits"
-        leases = [chunk.sequence.lease for chunk in chunks]
+        leases = [chunk.member.lease for chunk in chunks]
         assert len(set(leases)) == len(leases) <= self.max_running
         assert sum(chunk.count for chunk in chunks if chunk.count > 1) <= self.max_chunk_tokens
         holders = Counter(block for one in self.alive.values() for block in one.blocks)
-        for sequence, start, count, _ in chunks:
-            written = sequence.blocks[start // self.cache.block_tokens :]
+        for member, start, count, _ in chunks:
+            written = member.blocks[start // self.cache.block_tokens :]
             assert all(holders[block] == 1 for block in written), "it writes to a block that another holds"
-            assert len(sequence.blocks) * self.cache.block_tokens >= start + count
+            assert len(member.blocks) * self.cache.block_tokens >= start + count
 
     def end_step(self, chunks: list[Chunk], draws: int) -> None:
         self.batching.computed(chunks)
-        for sequence, _, _, samples in chunks:
-            if not samples or not sequence.blocks:
+        for member, _, _, samples in chunks:
+            if not samples or not member.blocks:
                 continue
-            self.batching.append(sequence, [(draws >> sequence.lease % 8) & 1])
-            if len(sequence.tokens) >= sequence.max_total:
-                assert self.batching.remove(sequence.lease) is self.alive.pop(sequence.lease)
+            self.batching.append(member, [(draws >> member.lease % 8) & 1])
+            if len(member.tokens) >= member.max_total:
+                assert self.batching.remove(member.lease) is self.alive.pop(member.lease)
 
     @invariant()
     def the_books_are_right(self) -> None:

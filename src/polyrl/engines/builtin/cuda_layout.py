@@ -67,10 +67,10 @@ def lay_out(chunks: Sequence[Chunk], block_tokens: int, nowhere: int, fixed_rows
 
 
 def _piece(chunk: Chunk, block_tokens: int) -> _Piece:
-    sequence, start, count, samples = chunk
+    member, start, count, samples = chunk
     stop = start + count
-    blocks = np.repeat(np.array(sequence.blocks, np.int64), block_tokens)[:stop]
-    return _Piece(sequence.tokens[start:stop], start, blocks, samples)
+    blocks = np.repeat(np.array(member.blocks, np.int64), block_tokens)[:stop]
+    return _Piece(member.tokens[start:stop], start, blocks, samples)
 
 
 def _filling(num: int, nowhere: int) -> _Piece:

@@ -260,13 +260,13 @@ class CudaRunner:
 
     def _set_rows(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], size: int) -> None:
         num = len(chunks)
-        width = max(len(chunk.sequence.blocks) for chunk in chunks)
+        width = max(len(chunk.member.blocks) for chunk in chunks)
         tables = np.full((size, width), self._num_blocks, np.int32)
         for row, chunk in enumerate(chunks):
-            blocks = chunk.sequence.blocks
+            blocks = chunk.member.blocks
             tables[row, : len(blocks)] = blocks
         whole = np.zeros((4, size), np.int64)
-        whole[0, :num] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
+        whole[0, :num] = [chunk.member.tokens[chunk.start] for chunk in chunks]
         whole[1, :num] = [chunk.start for chunk in chunks]
         whole[2, :num] = [one.position for one in wanted]
         whole[3, :num] = [one.seed for one in wanted]

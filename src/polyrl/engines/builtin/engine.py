@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyrl.engines.builtin.batching import Batching, Chunk, Sequence
+from polyrl.engines.builtin.batching import Batching, Chunk, Member
 from polyrl.engines.builtin.config import BuiltinConfig, choose_device, fit
 from polyrl.engines.builtin.ending import Ending
 from polyrl.engines.builtin.kv_cache import KvCache
@@ -210,14 +210,14 @@ class BuiltinEngine:
             return
         longest = min(len(job.prompt) + job.max_tokens, self._max_context)
         ending = self._ending(job)
-        sequence = Sequence(job.lease, [*job.prompt, *job.so_far], longest, _Answer(job, ending))
+        member = Member(job.lease, [*job.prompt, *job.so_far], longest, _Answer(job, ending))
         if job.so_far and ending.is_over(job.so_far):
             self._sink.ended(job.lease, "stop")  # its end was made already, and not heard of
             return
         if is_whole(job, self._max_context):
             self._sink.ended(job.lease, "length")
             return
-        self._batch.add(sequence)
+        self._batch.add(member)
         self._interrupt()
         self._work.set()
 
@@ -379,11 +379,11 @@ class BuiltinEngine:
         """How many steps run before we plan again: several, while all that run only decode. 0: as they come."""
         if not all(chunk.decodes for chunk in chunks):
             return 0
-        if runner.shows_bursts and any(sequence.data.job.sampling.truncates for sequence, _, _, _ in chunks):
+        if runner.shows_bursts and any(member.data.job.sampling.truncates for member, _, _, _ in chunks):
             return 0
         # On a GPU a row that is over costs next to nothing, and a look at all of them does.
         last = max if runner.shows_bursts else min
-        left = last(sequence.max_total - len(sequence.tokens) for sequence, _, _, _ in chunks)
+        left = last(member.max_total - len(member.tokens) for member, _, _, _ in chunks)
         waits_for_blocks = self._batch.num_waiting and self._batch.num_running < self._config.slots
         num = min(left, MAX_BURST if runner.shows_bursts and not waits_for_blocks else _BLIND_BURST)
         while num > 1 and not self._batch.reserve(num):
@@ -394,37 +394,37 @@ class BuiltinEngine:
         """Each sample's new tokens, at once; how many samples ended. What was drawn after an end is thrown away."""
         assert self._version is not None
         num_ended = 0
-        self._batch.computed(chunk._replace(start=chunk.sequence.num_computed) for chunk in chunks)
+        self._batch.computed(chunk._replace(start=chunk.member.num_computed) for chunk in chunks)
         rows = zip(_by_row([one.tokens for one in drawn]), _by_row([one.logprobs for one in drawn]), strict=True)
-        for sequence, _, _, samples in chunks:
+        for member, _, _, samples in chunks:
             if not samples:
                 continue
             tokens, logprobs = next(rows)
-            if not sequence.blocks:  # it ended earlier in this burst
+            if not member.blocks:  # it ended earlier in this burst
                 continue
-            num, end = sequence.data.ending.find(sequence.tokens, tokens, sequence.max_total - len(sequence.tokens))
+            num, end = member.data.ending.find(member.tokens, tokens, member.max_total - len(member.tokens))
             if not math.isfinite(sum(logprobs[:num])):
                 num_ended += 1
-                self._batch.remove(sequence.lease)
-                sink.ended(sequence.lease, "engine_failed", f"version {self._version} gives no numbers")
+                self._batch.remove(member.lease)
+                sink.ended(member.lease, "engine_failed", f"version {self._version} gives no numbers")
                 continue
-            self._batch.append(sequence, tokens[:num])
-            sink.tokens(sequence.lease, tokens[:num], logprobs[:num], self._version)
+            self._batch.append(member, tokens[:num])
+            sink.tokens(member.lease, tokens[:num], logprobs[:num], self._version)
             if end is not None:
                 num_ended += 1
-                self._batch.remove(sequence.lease)
-                sink.ended(sequence.lease, end)
+                self._batch.remove(member.lease)
+                sink.ended(member.lease, end)
             elif num > 1:
-                self._batch.computed([Chunk(sequence, sequence.num_computed, num - 1, True)])
+                self._batch.computed([Chunk(member, member.num_computed, num - 1, True)])
         return num_ended
 
 
 def _wanted(chunks: list[Chunk]) -> list[Wanted]:
     wanted: list[Wanted] = []
-    for sequence, _, _, samples in chunks:
+    for member, _, _, samples in chunks:
         if samples:
-            job: Job = sequence.data.job
-            wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(sequence.tokens) - len(job.prompt)))
+            job: Job = member.data.job
+            wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(member.tokens) - len(job.prompt)))
     return wanted
 
 

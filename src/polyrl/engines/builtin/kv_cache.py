@@ -11,7 +11,7 @@ Rules it keeps:
 - Only whole, computed blocks get a key, each once. Of two equal blocks others match the first; once it is evicted, the
   second, as soon as that is idle.
 - What is held when the weights change gets no key any more, nor does what is computed after it: it mixes two versions.
-- Idle blocks are evicted the longest unused first, and of one sequence from its end.
+- Idle blocks are evicted the longest unused first, and of one text from its end.
 
 It leaves out the memory itself, and who waits for it: batching.py.
 """

@@ -94,11 +94,11 @@ class Runner:
         num_rows = num_decoding
         for alike in _runs_of_equal_count(chunks[num_decoding:]):
             parts.append(self._prefilling(alike, num_rows))
-            for sequence, start, count, samples in alike:
+            for member, start, count, samples in alike:
                 at = np.arange(start, start + count)
-                tokens.append(np.array(sequence.tokens[start : start + count], np.int64))
+                tokens.append(np.array(member.tokens[start : start + count], np.int64))
                 positions.append(at)
-                blocks = np.array(sequence.blocks, np.int64)
+                blocks = np.array(member.blocks, np.int64)
                 slots.append(blocks[at // self._block_tokens] * self._block_tokens + at % self._block_tokens)
                 num_rows += count
                 if samples:
@@ -192,7 +192,7 @@ class Runner:
         longest = max(start + count for _, start, count, _ in chunks)
         padded = longest + -longest % GRAIN
         width = -(-padded // self._block_tokens)
-        table = self._table([sequence.blocks for sequence, _, _, _ in chunks], width)
+        table = self._table([member.blocks for member, _, _, _ in chunks], width)
         last = np.concatenate([np.arange(start, start + count) for _, start, count, _ in chunks])
         gather = self._gather(table[:, :width])
         return Rows(first, len(last), len(chunks), padded, gather, torch.from_numpy(last).unsqueeze(1), {})
@@ -202,10 +202,10 @@ class Runner:
         starts = np.array([start for _, start, _, _ in chunks], np.int64)
         grains = -(-(starts + num_steps) // GRAIN)
         chunk_of_row = np.argsort(-grains, kind="stable")
-        blocks = [chunks[number].sequence.blocks for number in chunk_of_row]
+        blocks = [chunks[number].member.blocks for number in chunk_of_row]
         most = int(grains.max(initial=0)) * GRAIN
         table = self._table(blocks, -(-most // self._block_tokens))
-        tokens = np.array([sequence.tokens[start] for sequence, start, _, _ in chunks], np.int64)
+        tokens = np.array([member.tokens[start] for member, start, _, _ in chunks], np.int64)
         positions = starts[chunk_of_row]
         last = torch.tensor(positions).unsqueeze(1)
         parts: list[Rows] = []
