@@ -36,8 +36,8 @@ def ways_of(chunk: Chunk) -> dict[int, tuple[str, int]]:
     if chunk.decodes:
         return {chunk.start: ("decoded", 0)}
     its = lay_out([chunk], BLOCK, NOWHERE, ROWS)
-    assert len(its.tokens) == len(its.positions) == len(its.slots) == its.first_rows[-1] == ROWS
-    row = next(at for at, slot in enumerate(its.slots) if slot // BLOCK != NOWHERE)
+    assert len(its.tokens) == len(its.positions) == len(its.cells) == its.first_rows[-1] == ROWS
+    row = next(at for at, cell in enumerate(its.cells) if cell // BLOCK != NOWHERE)
     assert its.tokens[row : row + chunk.count].tolist() == chunk.member.tokens[chunk.start :][: chunk.count]
     assert its.rows.tolist() == ([row + chunk.count - 1] if chunk.samples else [])
     return {chunk.start + at: ("prefilled", row + at) for at in range(chunk.count)}
@@ -84,4 +84,4 @@ def test_chunks_of_several_samples_lie_one_after_the_other_with_their_contexts()
         assert its.tokens[row : row + count].tolist() == member.tokens[start : start + count]
         context = [member.blocks[token // BLOCK] * BLOCK + token % BLOCK for token in range(start + count)]
         assert places[at : at + start + count].tolist() == context
-        assert its.slots[row : row + count].tolist() == context[start:]
+        assert its.cells[row : row + count].tolist() == context[start:]

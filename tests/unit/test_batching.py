@@ -1,6 +1,6 @@
 """Continuous batching: who is in a step, who shares what was computed, who makes way, and that all come to an end.
 
-`FakeModel` remembers for every slot of the cache which text was written there, and reads it as attention would.
+`FakeModel` remembers for every cell of the cache which text was written there, and reads it as attention would.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ class FakeModel:
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self.weights = 0
-        self.slots: dict[tuple[int, int], tuple[list[int], int]] = {}
+        self.cells: dict[tuple[int, int], tuple[list[int], int]] = {}
         self.began: dict[LeaseId, int] = {}
         """Under which weights each running member was admitted."""
 
@@ -36,10 +36,10 @@ class FakeModel:
     def run(self, chunks: list[Chunk]) -> None:
         """Everybody reads what was there before the step, and what it writes itself; nobody else's of this step."""
         written = [self._compute(chunk) for chunk in chunks]
-        slots = [slot for one in written for slot in one]
-        assert len(slots) == len(set(slots)), "two write to one slot"
+        cells = [cell for one in written for cell in one]
+        assert len(cells) == len(set(cells)), "two write to one cell"
         for one in written:
-            self.slots.update(one)
+            self.cells.update(one)
 
     def _compute(self, chunk: Chunk) -> dict[tuple[int, int], tuple[list[int], int]]:
         member, start, count, samples = chunk
@@ -48,16 +48,16 @@ class FakeModel:
         began = self.began.setdefault(member.lease, self.weights)
         oldest = self.weights
         for position in range(start):
-            text, weights = self.slots[self._slot(member, position)]
+            text, weights = self.cells[self._cell(member, position)]
             assert text == member.tokens[: position + 1], "it reads the keys and values of another text"
             assert weights >= began, "it shares what was computed under other weights"
             oldest = min(oldest, weights)
         return {
-            self._slot(member, position): (member.tokens[: position + 1], oldest)
+            self._cell(member, position): (member.tokens[: position + 1], oldest)
             for position in range(start, start + count)
         }
 
-    def _slot(self, member: Member, position: int) -> tuple[int, int]:
+    def _cell(self, member: Member, position: int) -> tuple[int, int]:
         return member.blocks[position // self.block_tokens], position % self.block_tokens
 
 

@@ -1,7 +1,7 @@
 """Attention over a paged cache, given to transformers through its own interface: the model itself runs unchanged.
 
 A step's tokens travel flat, as one row: first one token of each sample that decodes, then the chunks that are
-prefilled. Their keys and values go into the cache at `slots`; then each attends over the blocks of its own context.
+prefilled. Their keys and values go into the cache at `cells`; then each attends over the blocks of its own context.
 What a step looks like is in `Step`, made once and shared by all layers.
 
 On the CPU a row's result is the same to the last bit whatever else is in the step, and whether it decodes or is
@@ -11,7 +11,7 @@ themselves, and are not that exact.
 
 With a `pack` the function attends as a trainer needs it (packed.py); with neither as torch does.
 
-Left out: the CUDA kernels (cuda.py), and who has which slots (kv_cache.py, batching.py).
+Left out: the CUDA kernels (cuda.py), and who has which cells (kv_cache.py, batching.py).
 """
 
 from collections.abc import Callable
@@ -60,14 +60,14 @@ class Rows(NamedTuple):
 class Step(NamedTuple):
     """What attention needs to know of a step."""
 
-    slots: Tensor
+    cells: Tensor
     """Where each row's key and value go."""
     parts: tuple[Rows, ...]
     """In the order of the rows. Rows after the last part are there to make up the number."""
 
 
 class PagedKeysAndValues:
-    """The cache's memory: in every layer, for each head, blocks of slots for a token each."""
+    """The cache's memory: in every layer, for each head, blocks of cells for a token each."""
 
     def __init__(
         self, num_layers: int, num_blocks: int, block_tokens: int, num_heads: int, head_dim: int, like: Tensor
@@ -80,12 +80,12 @@ class PagedKeysAndValues:
         """All keys are numbers, those that nobody looks at too."""
         self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
-    def write(self, layer: int, slots: Tensor, both: Tensor) -> None:
+    def write(self, layer: int, cells: Tensor, both: Tensor) -> None:
         """Keys, then values: (rows, 2 x kv heads, dim). Of values, what is no number is not kept: at weight zero it
         would spoil whoever has the block next. A key that is none spoils who looks at it, as it should.
         """
         both[:, both.shape[1] // 2 :].nan_to_num_(0.0, 0.0, 0.0)
-        self._layers[layer].flatten(0, 1).index_copy_(1, slots, both.transpose(0, 1))
+        self._layers[layer].flatten(0, 1).index_copy_(1, cells, both.transpose(0, 1))
 
     def gather(self, layer: int, part: Rows) -> tuple[Tensor, Tensor]:
         """Keys and values of a part's contexts, (kv heads x contexts, padded, dim) each, until the next are gathered.
@@ -136,7 +136,7 @@ def attend(
     both = torch.cat([key[0], value[0]]).transpose(0, 1)
     no_number = (both - both).sum((1, 2)).view(-1, 1, 1)  # zero, where all are numbers
     paged.has_numbers &= bool(no_number.isfinite().all())
-    paged.write(layer, step.slots, both)
+    paged.write(layer, step.cells, both)
     out = attend_parts(query[0].transpose(0, 1) * scale, layer, step, paged, sliding_window, softcap)
     return (out + no_number).unsqueeze(0), None
 

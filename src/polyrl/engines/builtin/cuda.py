@@ -42,13 +42,13 @@ def _numbers(x):
 
 @triton.jit
 def _write_kernel(
-    key, value, keys, values, slots, key_stride, value_stride,
+    key, value, keys, values, cells, key_stride, value_stride,
     NUM_KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put a row's key and value at its slot."""
+    """Put a row's key and value at its cell."""
     row, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row)
-    at = ((slot // BLOCK) * NUM_KV + head) * BLOCK * DIM + (slot % BLOCK) * DIM
+    cell = tl.load(cells + row)
+    at = ((cell // BLOCK) * NUM_KV + head) * BLOCK * DIM + (cell % BLOCK) * DIM
     dims = tl.arange(0, DIM)
     tl.store(keys + at + dims, tl.load(key + row * key_stride + head * DIM + dims))
     tl.store(values + at + dims, _numbers(tl.load(value + row * value_stride + head * DIM + dims)))
@@ -162,7 +162,7 @@ class DecodeStep(NamedTuple):
 class PrefillStep(NamedTuple):
     """Chunks of several samples in a row, and where the tokens of their contexts are."""
 
-    slots: Tensor
+    cells: Tensor
     blocks: Tensor
     """Of every context token, chunk after chunk."""
     within: Tensor
@@ -186,7 +186,7 @@ def attend(
     if isinstance(step, DecodeStep):
         wide = EVERYTHING if window is None else window
         return paged_decode(query, key, value, keys, values, step.tables, step.positions, scale, wide, step.splits)
-    its_keys, its_values = write_and_gather(key, value, keys, values, step.slots, step.blocks, step.within)
+    its_keys, its_values = write_and_gather(key, value, keys, values, step.cells, step.blocks, step.within)
     if query.dtype == torch.float32:  # flash attention has none; correct, a chunk at a time
         wide = EVERYTHING if window is None else window
         groups = query.shape[1] // key.shape[1]
@@ -201,13 +201,13 @@ def attend(
 
 @torch.library.custom_op("polyrl::write_and_gather", mutates_args=("keys", "values"))
 def write_and_gather(
-    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, blocks: Tensor, within: Tensor
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, cells: Tensor, blocks: Tensor, within: Tensor
 ) -> tuple[Tensor, Tensor]:
     """key and value (rows, kv heads, dim): write them; then the keys and values of all context tokens, in a row."""
     num, num_kv, dim = key.shape
     key, value = _rows(key), _rows(value)
     _write_kernel[(num, num_kv)](
-        key, value, keys, values, slots, key.stride(0), value.stride(0),
+        key, value, keys, values, cells, key.stride(0), value.stride(0),
         NUM_KV=num_kv, DIM=dim, BLOCK=keys.shape[2], num_warps=1,
     )  # fmt: skip
     return keys[blocks, :, within], values[blocks, :, within]
@@ -215,7 +215,7 @@ def write_and_gather(
 
 @write_and_gather.register_fake
 def _(
-    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, blocks: Tensor, within: Tensor
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, cells: Tensor, blocks: Tensor, within: Tensor
 ) -> tuple[Tensor, Tensor]:
     shape = (blocks.shape[0], keys.shape[1], keys.shape[3])
     return keys.new_empty(shape), values.new_empty(shape)

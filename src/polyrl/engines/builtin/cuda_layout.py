@@ -19,7 +19,7 @@ Borders = np.ndarray[Any, np.dtype[np.int32]]
 class Layout(NamedTuple):
     tokens: Numbers
     positions: Numbers
-    slots: Numbers
+    cells: Numbers
     """Where each row's key and value go."""
     rows: Numbers
     """Those whose next token is wanted."""
@@ -55,7 +55,7 @@ def lay_out(chunks: Sequence[Chunk], block_tokens: int, nowhere: int, fixed_rows
     return Layout(
         tokens=np.concatenate([np.array(one.tokens, np.int64) for one in pieces]),
         positions=positions,
-        slots=np.concatenate([one.blocks[one.start :] for one in pieces]) * block_tokens + positions % block_tokens,
+        cells=np.concatenate([one.blocks[one.start :] for one in pieces]) * block_tokens + positions % block_tokens,
         rows=np.array([end - 1 for one, end in zip(pieces, first_rows[1:], strict=True) if one.samples], np.int64),
         blocks=np.concatenate([one.blocks for one in pieces]),
         within=np.concatenate([np.arange(length) % block_tokens for length in lengths]),

@@ -205,7 +205,7 @@ class CudaRunner:
     def _lay_out(self, chunks: Sequence[Chunk]) -> tuple[PrefillStep, Tensor, Tensor, Tensor]:
         its = lay_out(chunks, self._block_tokens, self._num_blocks, self._invariant_tokens)
         step = PrefillStep(
-            self._send(its.slots),
+            self._send(its.cells),
             self._send(its.blocks),
             self._send(its.within),
             self._send(its.first_rows),

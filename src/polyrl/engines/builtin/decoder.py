@@ -142,7 +142,7 @@ class Decoder:
             if layer.head_norm is not None:
                 turned.mul_(self._shrinking(turned)).mul_(layer.head_norm)
             torch.view_as_complex(turned.unflatten(2, (-1, 2))).mul_(turns)
-            paged.write(number, step.slots, heads[:, num_heads:])
+            paged.write(number, step.cells, heads[:, num_heads:])
             found = attend_parts(heads[:, :num_heads], number, step, paged, layer.window)
             x = x + layer.output.times(found.view(num_rows, -1))
             gate, up = layer.gate_and_up.times(self._normed(x)).chunk(2, -1)

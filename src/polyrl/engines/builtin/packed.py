@@ -41,9 +41,9 @@ class Buckets(NamedTuple):
 
     sizes: tuple[Bucket, ...]
     there: Tensor
-    """(slots,): the row that each slot holds; any row for padding."""
+    """(places,): the row that each place holds; any row for padding."""
     back: Tensor
-    """(rows,): the slot that each row is in."""
+    """(rows,): the place that each row is in."""
 
 
 Layout = Borders | Buckets
@@ -58,7 +58,7 @@ def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool) -> Lay
     sizes: list[Bucket] = []
     there: list[np.ndarray[Any, np.dtype[np.int64]]] = []
     back = np.empty(int(ends[-1]), np.int64)
-    slot = 0
+    place = 0
     for members in _group(lengths):
         longest = lengths[members[-1]]
         sizes.append(Bucket(len(members), longest))
@@ -67,8 +67,8 @@ def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool) -> Lay
             rows = np.full(longest, first, np.int64)
             rows[:num] += np.arange(num)
             there.append(rows)
-            back[first : first + num] = np.arange(slot, slot + num)
-            slot += longest
+            back[first : first + num] = np.arange(place, place + num)
+            place += longest
     return Buckets(tuple(sizes), torch.from_numpy(np.concatenate(there)).to(device), torch.from_numpy(back).to(device))
 
 
@@ -98,12 +98,14 @@ def attend(
         return flash(query, key, value, layout, layout, scale, window).unsqueeze(0)
     gathered = [_Move.apply(one, layout.there, layout.back) for one in (query, key, value)]
     outs: list[Tensor] = []
-    slot = 0
+    place = 0
     for num, longest in layout.sizes:
-        its = [one[slot : slot + num * longest].view(num, longest, *one.shape[1:]).transpose(1, 2) for one in gathered]
+        its = [
+            one[place : place + num * longest].view(num, longest, *one.shape[1:]).transpose(1, 2) for one in gathered
+        ]
         out = _causal(its[0], its[1], its[2], scale, window, softcap)
         outs.append(out.transpose(1, 2).reshape(num * longest, *query.shape[1:]))
-        slot += num * longest
+        place += num * longest
     together = outs[0] if len(outs) == 1 else torch.cat(outs)
     return _Back.apply(together, layout.back).unsqueeze(0)
 
@@ -127,7 +129,7 @@ def _causal(
 
 
 class _Move(torch.autograd.Function):
-    """Rows into slots. Nothing ever comes back from padding, so that the gradient is a gather too."""
+    """Rows into places. Nothing ever comes back from padding, so that the gradient is a gather too."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
@@ -141,20 +143,20 @@ class _Move(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
-    """Slots into rows."""
+    """Places into rows."""
 
     @staticmethod
-    def forward(ctx: Any, slots: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: Any, places: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.num_slots = slots.shape[0]
-        return slots.index_select(0, back)
+        ctx.num_places = places.shape[0]
+        return places.index_select(0, back)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (back,) = ctx.saved_tensors
-        slots = grads[0].new_zeros((ctx.num_slots, *grads[0].shape[1:]))
-        slots[back] = grads[0]
-        return slots, None
+        places = grads[0].new_zeros((ctx.num_places, *grads[0].shape[1:]))
+        places[back] = grads[0]
+        return places, None
 
 
 _VARLEN: Any = None

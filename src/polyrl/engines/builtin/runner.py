@@ -88,7 +88,7 @@ class Runner:
         decoding = self._lay_out_decoding(chunks[:num_decoding], 1)
         tokens = [decoding.tokens]
         positions = [decoding.positions]
-        slots = [decoding.slots[0]]
+        cells = [decoding.cells[0]]
         parts = decoding.parts
         sampled = decoding.row_of_chunk.tolist()
         num_rows = num_decoding
@@ -99,7 +99,7 @@ class Runner:
                 tokens.append(np.array(member.tokens[start : start + count], np.int64))
                 positions.append(at)
                 blocks = np.array(member.blocks, np.int64)
-                slots.append(blocks[at // self._block_tokens] * self._block_tokens + at % self._block_tokens)
+                cells.append(blocks[at // self._block_tokens] * self._block_tokens + at % self._block_tokens)
                 num_rows += count
                 if samples:
                     sampled.append(num_rows - 1)
@@ -108,7 +108,7 @@ class Runner:
         logits = self._logits(
             self._made_up(np.concatenate(tokens)),
             self._made_up(at),
-            self._made_up(np.concatenate(slots), self._scratch * self._block_tokens),
+            self._made_up(np.concatenate(cells), self._scratch * self._block_tokens),
             tuple(parts),
             self._made_up(np.array(sampled, np.int64)),
         )[: len(sampled)]
@@ -128,7 +128,7 @@ class Runner:
         draws = self._plan([wanted[number] for number in decoding.chunk_of_row], num_steps)
         tokens = self._made_up(decoding.tokens)
         positions = self._made_up(decoding.positions + np.arange(num_steps)[:, None])
-        slots = self._made_up(decoding.slots, self._scratch * self._block_tokens)
+        cells = self._made_up(decoding.cells, self._scratch * self._block_tokens)
         parts = tuple(decoding.parts)
         self._reach(int(positions.max()) + 1)
         drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -137,7 +137,7 @@ class Runner:
                 tokens[: len(chunks)] = drawn[-1][0]
                 for part in parts:
                     go_on(part)
-            logits = self._logits(tokens, positions[number], slots[number], parts)[: len(chunks)]
+            logits = self._logits(tokens, positions[number], cells[number], parts)[: len(chunks)]
             drawn.append(sampling.draw(logits, draws._replace(uniforms=draws.uniforms[number])))
             if time.perf_counter() > until or self._interrupted.is_set():
                 break
@@ -166,13 +166,13 @@ class Runner:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
+        cells: torch.Tensor,
         parts: tuple[Rows, ...],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of the wanted rows; none: of all."""
         assert self._paged is not None, "it is asleep"
-        step = Step(slots, parts)
+        step = Step(cells, parts)
         if self._decoder is not None:
             return self._decoder.logits(tokens, positions, rows, step, self._paged)
         return self._loaded.model(
@@ -214,8 +214,8 @@ class Runner:
             gather = self._gather(table[first:end, : -(-padded // self._block_tokens)])
             parts.append(Rows(first, end - first, end - first, padded, gather, last[first:end], {}))
         at = positions + np.arange(num_steps)[:, None]
-        slots = table[np.arange(len(chunks)), at // self._block_tokens] * self._block_tokens + at % self._block_tokens
-        return _Decoding(tokens[chunk_of_row], positions, slots, parts, chunk_of_row, np.argsort(chunk_of_row))
+        cells = table[np.arange(len(chunks)), at // self._block_tokens] * self._block_tokens + at % self._block_tokens
+        return _Decoding(tokens[chunk_of_row], positions, cells, parts, chunk_of_row, np.argsort(chunk_of_row))
 
     def _table(self, blocks: list[list[int]], width: int) -> Numbers:
         """(rows, blocks): at least so wide."""
@@ -236,7 +236,7 @@ class _Decoding(NamedTuple):
     tokens: Numbers
     positions: Numbers
     """At the first step."""
-    slots: Numbers
+    cells: Numbers
     """(steps, rows): where keys and values go."""
     parts: list[Rows]
     """At the first step."""
