@@ -21,10 +21,9 @@ from torch import nn
 from torch.nn.functional import embedding, silu
 
 from polyrl.engines.builtin.attention import PagedKeysAndValues, Step, attend_parts
+from polyrl.engines.builtin.models import FIXED_ROTATIONS
 
 _PLAIN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-_FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
-"""Whose angles depend on the position alone."""
 
 Tensor = torch.Tensor
 _reorder: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
@@ -201,7 +200,7 @@ def _is_plain(model: Any) -> bool:
     if type(model).__name__ not in _PLAIN or (parameter.dtype, parameter.device.type) != (torch.float32, "cpu"):
         return False
     config = model.config.get_text_config()
-    if not can_pack() or config.hidden_act != "silu" or model.model.rotary_emb.rope_type not in _FIXED_ROTATIONS:
+    if not can_pack() or config.hidden_act != "silu" or model.model.rotary_emb.rope_type not in FIXED_ROTATIONS:
         return False
     return all(_is_plain_layer(layer) for layer in model.model.layers) and type(model.lm_head) is nn.Linear
 

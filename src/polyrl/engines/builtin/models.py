@@ -50,7 +50,9 @@ _AT_LEAST_1 = (
     "num_experts_per_tok",
 )
 """Keys of config.json."""
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Kinds of positions whose angles depend on the position alone."""
+_ROPE_TYPES = (*FIXED_ROTATIONS, "dynamic")
 """Within the model's context these turn a position by one angle, whoever else is in the step. longrope does not: its
 angles follow from the longest sample."""
 
