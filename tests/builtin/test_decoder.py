@@ -1,14 +1,16 @@
 """The decoder that is written out for the CPU: which models it takes, and that it says what their modules say."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 from tests.builtin.tiny_models import FAMILIES, save_tiny
 
 from polyrl.engines.builtin import models, sampling
+from polyrl.engines.builtin.attention import MIN_ROWS
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
-from polyrl.engines.builtin.decoder import Decoder, can_pack
+from polyrl.engines.builtin.decoder import Decoder, Matrix, can_pack
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.engines.builtin.runner import Runner
 from polyrl.engines.builtin.steps import Drawn, Wanted
@@ -76,6 +78,35 @@ class Desk:
             self.batching.append(one.member, [step.tokens[number] for step in drawn])
             if len(drawn) > 1:
                 self.batching.computed([Chunk(one.member, one.start + 1, len(drawn) - 1, True)])
+
+
+class Counted(NamedTuple):
+    """The output layer of a decoder, and how many rows went through it at a time."""
+
+    matrix: Matrix
+    num_rows: list[int]
+
+    def times(self, rows: torch.Tensor) -> torch.Tensor:
+        self.num_rows.append(len(rows))
+        return self.matrix.times(rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_step_that_draws_nothing_leaves_the_output_layer_out(family, tmp_path):
+    loaded = load(family, tmp_path, max_position_embeddings=1024)
+    desk, num_rows = Desk(loaded), []
+    decoder = desk.runner._decoder
+    if decoder is None:
+        loaded.model.lm_head.register_forward_hook(lambda _, given, __: num_rows.append(given[0].shape[-2]))
+    else:
+        assert decoder._head is not None
+        decoder._head = Counted(decoder._head, num_rows)  # pyright: ignore[reportAttributeAccessIssue]
+    desk.add(1, 600)
+    for drawn in (0, 1):
+        chunks = desk.batching.plan()
+        assert len(desk.runner.run(chunks, desk.wanted(chunks)).tokens) == drawn
+        desk.batching.computed(chunks)
+    assert num_rows == [0, MIN_ROWS]
 
 
 def test_a_burst_is_the_steps_it_is_made_of_to_the_last_bit(tmp_path):

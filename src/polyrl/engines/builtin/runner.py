@@ -105,12 +105,13 @@ class Runner:
                     sampled.append(num_rows - 1)
         at = np.concatenate(positions)
         self._reach(int(at.max()) + 1)
+        rows = np.array(sampled, np.int64)
         logits = self._logits(
             self._made_up(np.concatenate(tokens)),
             self._made_up(at),
             self._made_up(np.concatenate(cells), self._scratch * self._block_tokens),
             tuple(parts),
-            self._made_up(np.array(sampled, np.int64)),
+            self._made_up(rows) if sampled else torch.from_numpy(rows),
         )[: len(sampled)]
         if not sampled:
             return Drawn([], [])
