@@ -407,7 +407,7 @@ def test_a_server_that_cannot_be_started_for_want_of_room_is_started_when_there_
 
 def test_when_the_keeper_itself_fails_samples_end_and_the_engine_says_why(tmp_path):
     async def load() -> Load:
-        raise ZeroDivisionError("a fault of ours")
+        raise ZeroDivisionError("a fault\nof ours")
 
     async def script(stage: Stage) -> None:
         assert isinstance(stage.engine, ServedEngine)

@@ -143,6 +143,9 @@ class SocketThatTakesNothing:
     async def send_bytes(self, _: bytes) -> None:
         await asyncio.get_running_loop().create_future()
 
+    async def close(self) -> None:
+        self.closed = True
+
 
 def test_that_it_leaves_is_said_however_long_the_connection_takes_it():
     async def scenario() -> None:
@@ -222,7 +225,10 @@ def test_a_local_worker_whose_devices_do_not_turn_leaves_with_the_reason(tmp_pat
             options = WorkerOptions(name=NAME, is_local=True)
             left = await WorkerAgent(EmulatedEngine(ENGINE), dialer, options, turn_to=turn_to).run()
             assert not left.ok
-            assert str(left) == "its devices do not turn to generating: RuntimeError: out of memory"
+            assert (
+                str(left)
+                == "its devices do not turn to generating: RuntimeError: out of memory while turning to generating"
+            )
 
     run(scenario())
 

@@ -26,7 +26,7 @@ class Broken:
     def log(self, step, metrics):
         self.num_calls += 1
         if self.num_calls >= self.fails_at:
-            raise ZeroDivisionError("by design")
+            raise ZeroDivisionError("by\ndesign")
 
     def close(self):
         raise OSError("by design")

@@ -63,7 +63,7 @@ class Tasks:
     async def score(self, domain: int, prompt: int, answer: list[int], finish: str, *, validation: bool) -> float:
         assert answer, "what was never written has no reward"
         if answer[0] > 1:
-            raise ValueError("no idea")
+            raise ValueError("no\nidea")
         return float(answer[0])
 
 
@@ -82,25 +82,43 @@ class Told:
         self.rates[version] = rates
 
 
-def test_what_an_engine_refuses_is_no_attempt_and_is_said_in_a_line(caplog: pytest.LogCaptureFixture):
-    recipe, told = build(apply_overrides(SMALL, ["validation.num_samples=2"]), Recipe), Told()
+def validated(tasks: Tasks, told: Told) -> None:
+    """Version 3, once; asked again, it is known by then."""
+    recipe = build(apply_overrides(SMALL, ["validation.num_samples=2"]), Recipe)
 
     async def scenario() -> None:
         fleet = ToldFleet()
         engine = Engine(fleet)
         devices = Devices(engine)
-        parts: list[Any] = [engine, devices, Tasks(), told, fleet]
+        parts: list[Any] = [engine, devices, tasks, told, fleet]
         validate = validator(recipe, *parts)
         assert validate is not None
         await validate(3)
-        await validate(3)  # it is known by then
+        await validate(3)
         devices.close()
         assert (fleet.num_times, fleet.validates) == (1, False)
 
+    asyncio.run(scenario())
+
+
+def test_what_an_engine_refuses_is_no_attempt_and_is_said_in_a_line(caplog: pytest.LogCaptureFixture):
+    told = Told()
     with caplog.at_level(logging.WARNING):
-        asyncio.run(scenario())
+        validated(Tasks(), told)
     assert told.num_times == 1
     assert told.rates == {3: {"validation/sums/pass@1": 0.5, "validation/pass@1": 0.5}}
     assert [record.getMessage() for record in caplog.records] == [
         "validation of sums: 6 of 10 attempts are left out; 4 of them: no answer: refused it leaves no room"
+    ]
+
+
+class NoRewards(Tasks):
+    prompts = ([1], [5], [5])
+
+
+def test_a_reward_that_fails_in_its_own_words_is_said_in_a_line(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        validated(NoRewards(), Told())
+    assert [record.getMessage() for record in caplog.records] == [
+        "validation of sums: 4 of 6 attempts are left out; 4 of them: no reward: ValueError: no idea"
     ]

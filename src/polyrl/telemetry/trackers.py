@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from polyrl.errors import UserError
+from polyrl.errors import UserError, one_line
 from polyrl.telemetry.metrics import FILE_NAME, Metrics, MetricsFile
 
 log = logging.getLogger("polyrl.track")
@@ -73,7 +73,7 @@ class Trackers:
     def _warn(self, tracker: Tracker, what: str, error: Exception) -> None:
         if tracker.name not in self._failed:
             self._failed.add(tracker.name)
-            log.warning("%s failed to %s, the run goes on: %s: %s", tracker.name, what, type(error).__name__, error)
+            log.warning("%s failed to %s, the run goes on: %s", tracker.name, what, one_line(error))
 
 
 def open_trackers(
@@ -99,7 +99,7 @@ def open_trackers(
         Trackers(trackers).close()
         raise
     except Exception as error:  # noqa: BLE001  whatever a library fails with when it begins, the file is there
-        log.warning("a tracker failed to begin, the run goes on without it: %s: %s", type(error).__name__, error)
+        log.warning("a tracker failed to begin, the run goes on without it: %s", one_line(error))
     return Trackers(trackers)
 
 

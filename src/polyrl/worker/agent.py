@@ -25,7 +25,7 @@ from msgspec import structs
 
 from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job
 from polyrl.engines.finishing import finish
-from polyrl.errors import UserError
+from polyrl.errors import UserError, one_line
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames
@@ -290,7 +290,7 @@ class WorkerAgent:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is one, too
                 async with asyncio.timeout(2.0):
                     await self._socket.close()
             self._socket = None
@@ -390,7 +390,7 @@ class WorkerAgent:
             await self._turn_to(duty)
         except Exception as error:  # whatever a device says when its memory is gone: the manager would wait for minutes
             log.exception("the devices do not turn to %s", duty)
-            self._leave(f"its devices do not turn to {duty}: {_first_line(error)}", ok=False)
+            self._leave(f"its devices do not turn to {duty}: {one_line(error)}", ok=False)
             return
         await self._send(frames.Turned(duty))
 
@@ -468,11 +468,6 @@ class WorkerAgent:
             kv_used = min(1.0, max(0.0, stats.kv_used))
             await self._send(frames.Report(stats.num_running, stats.num_waiting, kv_used, stats.num_preemptions, rate))
             await asyncio.sleep(self._session.heartbeat_interval_s)
-
-
-def _first_line(error: Exception) -> str:
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def until_next(interval_s: float, phase_s: float, now: float) -> float:

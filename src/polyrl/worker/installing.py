@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from polyrl.engines.engine import Engine, EngineError, Weights
-from polyrl.errors import UserError
+from polyrl.errors import UserError, one_line
 from polyrl.ids import Version
 from polyrl.weights.settings import TransferError
 from polyrl.wire import frames
@@ -97,7 +97,7 @@ class Installer:
             await self._answer(frames.InstallFailed(version, str(error)[:2000]))
         except Exception as error:  # whoever asked waits for an answer, also when the fault is ours
             log.exception("version %d could not be installed", version)
-            await self._answer(frames.InstallFailed(version, f"{type(error).__name__}: {error}"[:2000]))
+            await self._answer(frames.InstallFailed(version, one_line(error)))
         else:  # said even of what it ran already: who asked waits for it
             self.version = version
             if pull.digest:

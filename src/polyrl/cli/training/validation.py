@@ -14,6 +14,7 @@ from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
+from polyrl.errors import PolyrlError, one_line
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine, Question
 from polyrl.trainer.saving import Saver
@@ -82,8 +83,10 @@ async def _attempt(
             return f"no answer: {answer.finish}"
         try:
             return await tasks.score(domain, place // num, answer.tokens, answer.finish, validation=True)
-        except Exception as error:  # noqa: BLE001  a reward may raise anything
+        except PolyrlError as error:
             return f"no reward: {error}"
+        except Exception as error:  # noqa: BLE001  what is not ours may raise anything
+            return f"no reward: {one_line(error)}"
 
     scored = await asyncio.gather(*(score(place) for place in range(len(answers))))
     reasons = Counter(one for one in scored if isinstance(one, str))

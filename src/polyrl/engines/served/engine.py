@@ -36,6 +36,7 @@ from polyrl.engines.served.http import Events, Http
 from polyrl.engines.served.keeper import Keeper
 from polyrl.engines.served.pause import Pause
 from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
+from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.order import mix64
 from polyrl.wire.frames import Sampling
@@ -263,7 +264,7 @@ class ServedEngine:
             end = _End("engine_failed", self._keeper.down)
         except Exception as error:  # whoever waits for this sample would wait for ever
             log.exception("lease %d", answer.job.lease)
-            end = _End("engine_failed", f"{type(error).__name__}: {error}")
+            end = _End("engine_failed", one_line(error))
         if answer.is_silent or self._sink is None:
             return
         self._answers.pop(answer.job.lease, None)

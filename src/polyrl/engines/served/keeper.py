@@ -22,6 +22,7 @@ from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import ServerProcess
 from polyrl.engines.served.server import Facts, Load, ServedConfig, Server
+from polyrl.errors import one_line
 
 log = logging.getLogger("polyrl.engines.served")
 
@@ -132,7 +133,7 @@ class Keeper:
             await self._keep_alive(server)
         except Exception as error:
             log.exception("the %s server is not kept any more", self._name)
-            self.trouble = f"the {self._name} server is not kept any more: {type(error).__name__}: {error}"
+            self.trouble = f"the {self._name} server is not kept any more: {one_line(error)}"
             if self.server is not None:
                 server = self.server
                 self._go_down(self.trouble)
