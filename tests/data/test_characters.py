@@ -2,7 +2,7 @@
 
 import json
 
-import pytest
+from transformers import AutoTokenizer
 
 from polyrl.data import characters
 from polyrl.data.arithmetic import Problem
@@ -24,10 +24,9 @@ def test_ids_are_where_they_were_when_models_were_made():
 
 
 def test_transformers_reads_the_files_as_we_do(tmp_path):
-    auto = pytest.importorskip("transformers").AutoTokenizer
     characters.save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tokenizer = auto.from_pretrained(tmp_path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     text = "a3b5c4=b5=8c4=12"
     assert tokenizer(text)["input_ids"] == characters.encode(text)
     assert tokenizer.decode([*characters.encode(text), characters.END_ID], skip_special_tokens=True) == text

@@ -5,6 +5,7 @@ import json
 from decimal import Decimal
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -73,10 +74,9 @@ def test_of_several_splits_the_training_split_is_read(tmp_path: Path):
 
 
 def test_what_the_datasets_library_saves_is_read(tmp_path: Path):
-    datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "n": [1, 2, 3]})
     whole.select([2, 0]).save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict(train=whole).save_to_disk(str(tmp_path / "dict"))
+    datasets.DatasetDict({"train": whole}).save_to_disk(str(tmp_path / "dict"))
     assert [row.fields for row in read_rows(tmp_path / "one")] == [{"prompt": "c", "n": 3}, {"prompt": "a", "n": 1}]
     assert [row.fields["n"] for row in read_rows(tmp_path / "dict")] == [1, 2, 3]
 

@@ -3,15 +3,13 @@
 import random
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.data import characters
 from polyrl.data.arithmetic import Problem, draw_problem, is_correct
-
-torch = pytest.importorskip("torch")
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-from polyrl.trainer import warm_start  # noqa: E402
+from polyrl.trainer import warm_start
 
 TASK = ArithmeticTask()
 PROBLEM = Problem((3, 5, 4, 2))

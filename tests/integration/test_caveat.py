@@ -55,6 +55,5 @@ def test_status_metrics_ledger_story_and_pictures_repeat_it(tmp_path: Path, caps
     assert json.loads(capsys.readouterr().out)["caveat"] == CAVEAT
     assert main(["story", str(tmp_path), "1/0"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == CAVEAT
-    pytest.importorskip("matplotlib")
     figure = timeline_figure(make_run("r", read_account(tmp_path), []))
     assert figure is not None and figure.axes[0].get_title(loc="left") == f"What every worker did: r, {CAVEAT}"

@@ -77,7 +77,6 @@ def test_only_a_difference_beyond_its_confidence_is_called_one(runs: Path):
 
 
 def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, tmp_path: Path):
-    pytest.importorskip("matplotlib")
     out = tmp_path / "page" / "learning.md"
     learning.write(learning.read_all(runs, runs / "model"), runs, out, "the command")
     page = out.read_text()
@@ -90,7 +89,6 @@ def test_the_page_has_every_variant_that_is_there_and_its_pictures(runs: Path, t
 
 
 def test_without_runs_to_compare_with_a_line_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("matplotlib")
     write_run(tmp_path, "streaming", 0)
     learning.write(learning.read_all(tmp_path, tmp_path / "model"), tmp_path, None, "the command")
     last = capsys.readouterr().out.splitlines()[-1]

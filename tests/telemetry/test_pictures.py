@@ -22,8 +22,6 @@ from polyrl.telemetry.pictures import (
     workers_figure,
 )
 
-pytest.importorskip("matplotlib")
-
 PNG = b"\x89PNG"
 
 

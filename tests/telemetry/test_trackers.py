@@ -6,6 +6,9 @@ import struct
 import sys
 
 import pytest
+import wandb
+from tensorboardX.proto import event_pb2
+from wandb.proto import wandb_internal_pb2
 
 from polyrl.errors import UserError
 from polyrl.telemetry.metrics import read_metrics
@@ -94,19 +97,17 @@ def test_a_library_that_is_missing_is_said_before_the_run_begins(tmp_path, monke
 
 def tensorboard_events(folder):
     """All events of all files, read as TensorBoard does: length, checksum, event, checksum."""
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     for path in sorted(folder.iterdir()):
         data, at = path.read_bytes(), 0
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)
-            event = event_pb2.Event()
+            event = event_pb2.Event()  # pyright: ignore[reportAttributeAccessIssue]  made at its import
             event.ParseFromString(data[at + 12 : at + 12 + length])
             yield event
             at += 16 + length
 
 
 def test_tensorboard_has_every_number_of_every_step_before_it_is_closed(tmp_path):
-    pytest.importorskip("tensorboardX")
     tracker = TensorBoardTracker(tmp_path)
     tracker.log(0, METRICS)
     tracker.log(1, {"reward/mean": 0.75})
@@ -118,7 +119,6 @@ def test_tensorboard_has_every_number_of_every_step_before_it_is_closed(tmp_path
 
 
 def test_a_run_that_goes_on_tells_tensorboard_which_steps_no_longer_hold(tmp_path):
-    pytest.importorskip("tensorboardX")
     for first_step in (0, 2):
         tracker = TensorBoardTracker(tmp_path, first_step=first_step)
         tracker.log(first_step, METRICS)
@@ -133,12 +133,11 @@ def test_a_run_that_goes_on_tells_tensorboard_which_steps_no_longer_hold(tmp_pat
 
 def wandb_records(folder):
     """All records of all offline runs; small ones, so that each is whole in its block."""
-    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         data, at = path.read_bytes(), 7
         while at + 7 <= len(data):
             _, length, _ = struct.unpack_from("<IHB", data, at)
-            record = pb.Record()
+            record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]  made at its import
             record.ParseFromString(data[at + 7 : at + 7 + length])
             yield record
             at += 7 + length
@@ -146,7 +145,6 @@ def wandb_records(folder):
 
 @pytest.mark.timeout(60)
 def test_wandb_offline_keeps_every_step_and_the_recipe_in_files(tmp_path):
-    wandb = pytest.importorskip("wandb")
     trackers = open_trackers(tmp_path, wandb="offline", project="sums", recipe={"train": {"steps": 2}})
     trackers.log(0, METRICS)
     trackers.log(1, {"reward/mean": 0.75})
@@ -169,7 +167,6 @@ def test_wandb_offline_keeps_every_step_and_the_recipe_in_files(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_run_that_goes_on_keeps_its_wandb_id(tmp_path):
-    pytest.importorskip("wandb")
     (tmp_path / "wandb-run-id").write_text("abcd1234\n")
     WandbTracker(tmp_path, "offline", "sums").close()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -178,7 +175,6 @@ def test_a_run_that_goes_on_keeps_its_wandb_id(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_wandb_that_cannot_be_reached_is_kept_offline_and_the_run_begins(tmp_path, monkeypatch, caplog):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))

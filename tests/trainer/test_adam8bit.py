@@ -1,6 +1,7 @@
 """AdamW with moments of eight bits: close to AdamW, small, and saved as it is."""
 
 import importlib.util
+import sys
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_state_of_plain_adamw_is_refused():
         start("adamw8bit")[1].load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
-def test_without_torchao_the_command_that_installs_it_is_said():
+def test_without_torchao_the_command_that_installs_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=r"needs torchao: pip install 'polyrl\[adam8bit\]'"):
         start("adamw8bit")

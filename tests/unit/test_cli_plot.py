@@ -12,8 +12,6 @@ from polyrl.scheduling.parameters import DomainData, SchedulerConfig
 from polyrl.telemetry.journal import FILE_NAME, JournalWriter
 from polyrl.telemetry.metrics import MetricsFile
 
-pytest.importorskip("matplotlib")
-
 
 def write_metrics(run_dir):
     run_dir.mkdir(parents=True, exist_ok=True)

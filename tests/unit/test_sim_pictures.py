@@ -108,14 +108,12 @@ def test_the_report_says_how_fast_each_number_of_workers_was(played):
 
 
 def test_three_pictures_are_drawn(played, tmp_path):
-    pytest.importorskip("matplotlib")
     paths = pictures.draw_all(played[0], tmp_path)
     assert [path.name for path in paths] == ["timeline.png", "steps.png", "workers.png"]
     assert all(path.read_bytes().startswith(PNG) and path.stat().st_size > 5000 for path in paths)
 
 
 def test_a_plan_is_drawn(played, tmp_path):
-    pytest.importorskip("matplotlib")
     outcomes = [
         Outcome(choice=Choice(k, factor, n), throughput_tok_s=1000.0 + 100 * n, paid_workers=float(n))
         for k in (0, 1)

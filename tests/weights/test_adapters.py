@@ -4,20 +4,18 @@ import asyncio
 from functools import partial
 
 import pytest
+import torch
+import transformers
+from tests.builtin.stage import GREEDY, answers, engine
+from tests.builtin.tiny_models import save_tiny
+from tests.contracts.engine_contract import EngineContract
+from tests.weights.stage import stage as wire_stage
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from tests.builtin.stage import GREEDY, answers, engine  # noqa: E402
-from tests.builtin.tiny_models import save_tiny  # noqa: E402
-from tests.contracts.engine_contract import EngineContract  # noqa: E402
-from tests.weights.stage import stage as wire_stage  # noqa: E402
-
-from polyrl.engines.engine import EngineError, Weights  # noqa: E402
-from polyrl.ids import Version  # noqa: E402
-from polyrl.weights import adapters  # noqa: E402
-from polyrl.weights.chunks import table_of  # noqa: E402
-from polyrl.weights.manifest import (  # noqa: E402
+from polyrl.engines.engine import EngineError, Weights
+from polyrl.ids import Version
+from polyrl.weights import adapters
+from polyrl.weights.chunks import table_of
+from polyrl.weights.manifest import (
     AdapterFacts,
     BadManifest,
     Manifest,
@@ -25,7 +23,7 @@ from polyrl.weights.manifest import (  # noqa: E402
     decode_manifest,
     encode,
 )
-from polyrl.weights.tensors import layout_of, snapshot  # noqa: E402
+from polyrl.weights.tensors import layout_of, snapshot
 
 SCALING = 1.7
 TARGETS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")

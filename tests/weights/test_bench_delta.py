@@ -1,9 +1,5 @@
 """The benchmark of deltas runs, checks what it applied, and says all that its callers read."""
 
-import pytest
-
-pytest.importorskip("torch")
-
 from polyrl.cli import bench_delta
 
 

@@ -6,8 +6,10 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from polyrl.weights import folder as folders
 from polyrl.weights.chunks import table_of
@@ -43,18 +45,16 @@ def test_a_version_comes_back_as_it_was(tmp_path, shard_bytes):
 
 
 def test_the_files_are_those_of_the_library(tmp_path):
-    safe = pytest.importorskip("safetensors.torch")
-    torch = pytest.importorskip("torch")
     manifest, view = a_version()
     folders.write(tmp_path / "ours", manifest, view)
-    ours = safe.load_file(tmp_path / "ours" / "model.safetensors")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert set(ours) == {one.name for one in LAYOUT.tensors}
     for one in LAYOUT.tensors:
         assert ours[one.name].dtype == getattr(torch, one.dtype)
         assert tuple(ours[one.name].shape) == one.shape
         assert ours[one.name].reshape(-1).view(torch.uint8).numpy().tobytes() == view[one.start : one.end]
     (tmp_path / "theirs").mkdir()
-    safe.save_file(ours, tmp_path / "theirs" / "model.safetensors")
+    save_file(ours, tmp_path / "theirs" / "model.safetensors")
     plain, again = folders.read(tmp_path / "theirs")
     assert again == view
     assert plain.version == 0

@@ -3,19 +3,16 @@
 import asyncio
 from functools import partial
 
-import pytest
+import torch
+import transformers
+from tests.builtin.stage import GREEDY, answers, engine
+from tests.builtin.tiny_models import save_tiny
+from tests.contracts.engine_contract import ON, EngineContract
+from tests.weights.stage import stage as wire_stage
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from tests.builtin.stage import GREEDY, answers, engine  # noqa: E402
-from tests.builtin.tiny_models import save_tiny  # noqa: E402
-from tests.contracts.engine_contract import ON, EngineContract  # noqa: E402
-from tests.weights.stage import stage as wire_stage  # noqa: E402
-
-from polyrl.engines.engine import Weights  # noqa: E402
-from polyrl.ids import Version  # noqa: E402
-from polyrl.weights.tensors import layout_of, snapshot  # noqa: E402
+from polyrl.engines.engine import Weights
+from polyrl.ids import Version
+from polyrl.weights.tensors import layout_of, snapshot
 
 NUM_STEPS = 20
 PATIENCE_S = 20.0

@@ -1,16 +1,14 @@
 """A model's weights go into a version's bytes and come back bit by bit; what does not fit leaves the model alone."""
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from polyrl.weights import delta  # noqa: E402
-from polyrl.weights.chunks import bad_chunks, table_of  # noqa: E402
-from polyrl.weights.manifest import Manifest, changed_tensors  # noqa: E402
-from polyrl.weights.tensors import (  # noqa: E402
+from polyrl.weights import delta
+from polyrl.weights.chunks import bad_chunks, table_of
+from polyrl.weights.manifest import Manifest, changed_tensors
+from polyrl.weights.tensors import (
     BadTensors,
     dequantise,
     entry_tensor,

@@ -1,15 +1,13 @@
 """A delta made by torch on a device is that of the host, byte for byte. Here the device is the CPU."""
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from polyrl.weights import delta  # noqa: E402
-from polyrl.weights.tensors import layout_of, snapshot  # noqa: E402
-from polyrl.weights.tensors_gpu import GpuDeltaEncoder  # noqa: E402
+from polyrl.weights import delta
+from polyrl.weights.tensors import layout_of, snapshot
+from polyrl.weights.tensors_gpu import GpuDeltaEncoder
 
 
 def bytes_of(state, layout):
