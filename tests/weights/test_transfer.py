@@ -528,6 +528,7 @@ def test_whoever_has_no_key_cannot_keep_those_out_who_have(monkeypatch):
         host, _, port = offer.addresses[0].rpartition(":")
         known = peer._dialer.dial(offer.addresses[0])
         strangers.callback(known.close)
+        known.catalog()  # its proof has arrived; before that it is a stranger, too
         for _ in range(30):
             strangers.enter_context(socket.create_connection((host, int(port))))
         assert pull(peer, offer) == weights(1)
