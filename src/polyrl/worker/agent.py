@@ -290,9 +290,7 @@ class WorkerAgent:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
-            with contextlib.suppress(
-                aiohttp.ClientError, OSError, RuntimeError
-            ):  # the last of a transport that is closed
+            with contextlib.suppress(aiohttp.ClientError, OSError, RuntimeError):  # the last: it is closed already
                 async with asyncio.timeout(2.0):
                     await self._socket.close()
             self._socket = None
