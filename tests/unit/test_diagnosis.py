@@ -97,6 +97,8 @@ def test_what_all_of_it_waits_for(now: dict[str, Any], what: str):
 def test_samples_that_no_worker_can_take():
     waiting = replace(STATUS, rounds=(replace(ROUND, samples_waiting=5),))
     pulling = replace(waiting, workers=(replace(WORKER, state="pulling", pulling=3),))
+    gone = replace(waiting, workers=(), ledger={"workers_joined": 3, "workers_lost": 1})
+    assert told(gone)[0][0].endswith("there is no worker (3 times one joined, 1 time one was lost)")
     leaving = replace(waiting, workers=(replace(WORKER, state="draining"),))
     for now, needs_help in ((pulling, False), (leaving, True)):
         found = diagnose(now, now)

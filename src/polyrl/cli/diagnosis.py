@@ -135,7 +135,7 @@ def _nobody_writes(now: Status, round_: RoundStatus, missing: str) -> Finding:
     what = f"{missing}: {_count(round_.samples_waiting, 'sample')} wait, and no worker can write"
     if not now.workers:
         return Finding(
-            f"{missing}: {_count(round_.samples_waiting, 'sample')} wait, and there is no worker",
+            f"{missing}: {_count(round_.samples_waiting, 'sample')} wait, and there is no worker{_lost(now)}",
             "they wait as long as it takes; a worker that was just started joins when its engine is up",
             "have a worker join: the command is in the first lines of the trainer's output",
             needs_help=True,
@@ -147,6 +147,11 @@ def _nobody_writes(now: Status, round_: RoundStatus, missing: str) -> Finding:
         "" if comes_back else "have a worker join",
         needs_help=not comes_back,
     )
+
+
+def _lost(now: Status) -> str:
+    joined, lost = now.ledger.get("workers_joined", 0), now.ledger.get("workers_lost", 0)
+    return f" ({_count(joined, 'time')} one joined, {_count(lost, 'time')} one was lost)" if joined else ""
 
 
 def _too_few_places(now: Status, round_: RoundStatus, missing: str, writers: list[WorkerStatus]) -> Finding:

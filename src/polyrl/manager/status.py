@@ -199,6 +199,8 @@ def _ledger(desk: Desk, now: float) -> dict[str, object]:
         "tokens_reprefilled": ledger.tokens_reprefilled,
         "moves": dict(ledger.moves),
         "late_news": ledger.late_news,
+        "workers_joined": sum(one.num_joins for one in ledger.workers.values()),
+        "workers_lost": sum(one.num_losses for one in ledger.workers.values()),
         "usd": ledger.usd(now),
     }
 
