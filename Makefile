@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: setup ## watch a small model learn here, while a worker joins and another is killed (three to five minutes)
+demo: setup ## watch a small model learn here, while a worker joins and another is killed (two to five minutes)
 	$(BIN)/polyrl demo $(ARGS)
 
 test: setup ## run the tests (ARGS="-k words" narrows them)

@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any
 
+PARTS = ("scheduler", "relay", "engine", "train", "weights", "served")
+
 EXAMPLE = """\
 examples:
   polyrl bench scheduler            about two minutes
@@ -23,9 +25,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "part", choices=["scheduler", "relay", "engine", "train", "weights", "served"], help="what to measure"
-    )
+    parser.add_argument("part", choices=PARTS, help="what to measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, for trying the command out")
     engine = parser.add_argument_group("engine and served")

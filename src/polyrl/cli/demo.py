@@ -17,7 +17,7 @@ example:
 It makes a small model that can do sums and is too impatient to, and trains it with GRPO through a real manager and real
 worker processes. A second worker joins in mid-run; the first one is killed with SIGKILL in mid-answer. At the end it
 shows the ledger, in which nothing is lost, and draws the reward and what every worker did. No GPU is needed; two cores
-take three to five minutes."""
+take two to five minutes."""
 
 _JOIN_AT_STEP = 4
 _KILL_AT_STEP = 10
