@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from tests.builtin.tiny_models import save_tiny
 from tests.trainer.test_validator import ToldFleet
 
@@ -376,6 +377,15 @@ def test_a_dry_run_refuses_a_model_whose_weights_are_not_those_of_its_config(
     assert main(["train", "recipe.toml", "--dry-run", "model.path=other"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("polyrl: error: model.path: other: " + message) and error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry-run"])
+def test_a_gpu_that_is_not_there_is_one_line(desk: Path, capsys: pytest.CaptureFixture[str], dry: tuple[str, ...]):
+    assert main(["train", "recipe.toml", *dry, "model.device=cuda"]) == 2
+    line = "polyrl: error: model.device: cuda: no GPU is visible here; expected cpu, or auto\n"
+    assert capsys.readouterr().err == line
+    assert not (desk / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def start(
 
     if past is None:
         _check_that_none_is_there(run_dir)
+    models.check_device(recipe)
     tls = encryption(recipe.manager)
     _make_folder(run_dir / "logs")
     level = logging.WARNING if quiet else logging.INFO

@@ -10,6 +10,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.data.tokens import check_same_tokens
 from polyrl.engines.builtin import models
 from polyrl.engines.builtin.config import choose_device
+from polyrl.errors import ConfigError
 from polyrl.trainer import sharding
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Crew
@@ -75,6 +76,12 @@ def others(recipe: Recipe) -> dict[str, str]:
     algorithm = recipe.algorithm
     named = {"algorithm.reference": algorithm.reference, "algorithm.critic.path": algorithm.critic.path}
     return {key: path for key, path in named.items() if path}
+
+
+def check_device(recipe: Recipe) -> None:
+    """Raises ConfigError for a GPU that is not there."""
+    if recipe.model.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device: cuda: no GPU is visible here; expected cpu, or auto")
 
 
 def check_tokenizers(recipe: Recipe) -> None:
