@@ -410,7 +410,7 @@ def test_what_cannot_run_is_one_line_before_anything_is_started(
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("polyrl: error: ") and error.count("\n") == 1
-    assert processes_in(desk) == []
+    assert processes_in(desk) == [] and not (desk / "runs").exists()
 
 
 REFERENCE, CRITIC = ("algorithm.kl=loss", "algorithm.reference"), ("algorithm.advantage=gae", "algorithm.critic.path")

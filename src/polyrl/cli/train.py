@@ -131,17 +131,13 @@ def start(
         _check_that_none_is_there(run_dir)
     models.check_device(recipe)
     tls = encryption(recipe.manager)
-    _make_folder(run_dir / "logs")
-    level = logging.WARNING if quiet else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", filename=run_dir / "logs" / "train.log")
-    console = logging.StreamHandler(sys.stderr)
-    console.setLevel(logging.WARNING)
-    console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    logging.getLogger().addHandler(console)
+    _warn_on_stderr()
     tasks = load_tasks(recipe)
     models.check_tokenizers(recipe)
     if past is not None:
         checkpoints.check_prompts(past, recipe, tasks.digests)
+    _make_folder(run_dir / "logs")  # now: a recipe that is refused leaves nothing behind
+    _log_to_file(run_dir / "logs" / "train.log", logging.WARNING if quiet else logging.INFO)
     folder = None if past is None else past.folder
 
     async def train_and_close(crew: "Crew", team: "Team | None") -> str:
@@ -164,6 +160,20 @@ def start(
             return run_loop(train_and_close(crew, team))
     except Interrupted:
         return None
+
+
+def _warn_on_stderr() -> None:
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logging.getLogger().addHandler(console)
+
+
+def _log_to_file(path: Path, level: int) -> None:
+    file = logging.FileHandler(path)
+    file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    logging.getLogger().addHandler(file)
+    logging.getLogger().setLevel(level)
 
 
 def _check_that_none_is_there(run_dir: Path) -> None:
