@@ -105,13 +105,17 @@ def join(run_dir: Path) -> "subprocess.Popen[str]":
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Command lines of whoever works in this folder."""
-    found = []
+    return list(commands_in(folder).values())
+
+
+def commands_in(folder: Path) -> dict[int, str]:
+    """Command lines of whoever works in this folder, by process."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 if Path(os.readlink(entry / "cwd")) == folder:
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
     return found
@@ -194,6 +198,30 @@ def test_ctrl_c_ends_the_run_in_good_order_and_leaves_no_process(desk: Path):
     assert "stopped; go on with `polyrl train --resume runs/tiny`" in said and "Traceback" not in errors
     assert time.monotonic() - began < 30, "who does not end by then is killed"
     assert processes_in(desk) == []
+
+
+def test_a_worker_that_ends_before_the_run_is_one_line_and_those_that_end_with_it_are_none(desk: Path):
+    process = start("train.steps=100000", "fleet.workers=2", "fleet.wait=true")
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if line.startswith("step:0"):
+            os.kill(pid_in(desk, "worker-1"), signal.SIGKILL)
+        if "worker-1" in line or line.startswith("step:200 "):
+            break
+    os.kill(process.pid, signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    why = "(SIGKILL), see runs/tiny/logs/worker-1.log; the run goes on, and does not start it again: another joins"
+    assert f"worker-1 has ended {why} with the command above\n" in said
+    assert (said + rest).count("has ended") == 1
+
+
+def pid_in(folder: Path, word: str) -> int:
+    """Of the only process there whose command line has this word."""
+    [pid] = [pid for pid, line in commands_in(folder).items() if word in line.split()]
+    return pid
 
 
 def manager_of(folder: Path) -> int:

@@ -4,7 +4,7 @@ Rules kept here: each has its log in the run's directory. They are not reached b
 trainer, and they end when it dies, however it dies. A manager that dies is started again, at the same port: its journal
 is there, and everyone dials in by themselves. One that ended with a line for a person, of a full disk say, is not: that
 is mended first. Where it says so as it starts again, it is tried once more: its port may be taken for a moment.
-A worker that dies is not started again; who started it may say so.
+A worker that dies is not started again; workers.py says so.
 """
 
 import asyncio
@@ -163,6 +163,12 @@ class ManagerProcess:
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._process is not None:
             await stop(self._process)
+
+
+def show_end(code: int, log_file: Path) -> str:
+    """How a process ended: what it said last, if it ended by itself, or where that is."""
+    said = f": {last_line(log_file)}" if code > 0 else f", see {log_file}"
+    return f"has ended ({show_code(code)}){said}"
 
 
 def show_code(code: int) -> str:

@@ -209,9 +209,7 @@ def _ended(run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | Non
     for number, process in enumerate(started, 1):
         code = process.poll()
         if code is not None:
-            place = log_file(run_dir, number)
-            said = f": {processes.last_line(place)}" if code > 0 else f", see {place}"
-            return f"rank {number} has ended ({processes.show_code(code)}){said}; {_go_on(run_dir)}"
+            return f"rank {number} {processes.show_end(code, log_file(run_dir, number))}; {_go_on(run_dir)}"
     return None
 
 

@@ -165,13 +165,14 @@ async def train(
         if past is not None:  # what it was called with now fits; the next --resume begins with that
             checkpoints.write_recipe(run_dir, recipe)
         if beside is not None:
-            playing = asyncio.create_task(beside(Stage(recipe, run_dir, address, started, fleet, display.say)))
-            stack.push_async_callback(_end, playing)
+            playing = beside(Stage(recipe, run_dir, address, started, fleet, display.say))
+            await stack.enter_async_context(_meanwhile(playing))
         try:
-            await workers.until_joined(recipe, fleet, started)
-            failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
-            running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
-            why = await _first_of(_with_reason(running, tasks), failures, worker)
+            async with _meanwhile(workers.tell_who_ends(run_dir, started, display.say)):
+                await workers.until_joined(recipe, fleet, started)
+                failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
+                running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
+                why = await _first_of(_with_reason(running, tasks), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
             raise
@@ -338,8 +339,13 @@ def weight_settings(recipe: Recipe, manager: Address) -> WeightSettings:
     )
 
 
-async def _end(task: "asyncio.Task[None]") -> None:
-    """Cancel it, and hear what it failed of."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+@asynccontextmanager
+async def _meanwhile(playing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """At the end it is cancelled, and what it failed of is heard."""
+    task = asyncio.create_task(playing)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -5,11 +5,13 @@ import logging
 import shlex
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from rich.text import Text
 
 from polyrl.cli.training import processes
 from polyrl.cli.training.processes import Address
@@ -21,6 +23,7 @@ from polyrl.weights.interfaces import listening_addresses
 log = logging.getLogger("polyrl.train")
 
 _JOIN_TIMEOUT_S = 120.0
+_LOOK_EVERY_S = 0.5
 
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
@@ -87,7 +90,11 @@ async def started(recipe: Recipe, run_dir: Path, address: Address) -> AsyncItera
 
 async def start(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
     arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
-    return await processes.start(arguments, run_dir / "logs" / f"{name}.log")
+    return await processes.start(arguments, _log_file(run_dir, name))
+
+
+def _log_file(run_dir: Path, name: str) -> Path:
+    return run_dir / "logs" / f"{name}.log"
 
 
 async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
@@ -100,3 +107,17 @@ async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]
             )
             return
         await asyncio.sleep(0.1)
+
+
+async def tell_who_ends(run_dir: Path, workers: dict[str, Process], say: Callable[[str | Text], None]) -> None:
+    """A line for each that ends, until somebody cancels this: when the run is over, all of them end."""
+    told: set[str] = set()
+    while True:
+        for name, process in workers.items():
+            if process.returncode is None or name in told:
+                continue
+            told.add(name)
+            how = processes.show_end(process.returncode, _log_file(run_dir, name))
+            line = f"{name} {how}; the run goes on, and does not start it again: another joins with the command above"
+            say(Text(line, style="yellow"))
+        await asyncio.sleep(_LOOK_EVERY_S)
