@@ -164,7 +164,8 @@ def test_a_worker_with_settings_of_no_engine_is_refused_before_it_starts(capsys,
 def test_a_worker_whose_model_cannot_be_loaded_says_so_and_leaves(tmp_path):
     (tmp_path / "token").write_text("a" * 64)
     ended = in_a_process(
-        *JOIN, "--token-file", str(tmp_path / "token"), "--engine", "builtin", "--model", str(tmp_path), "--name", "w"
+        *(*JOIN, "--quiet", "--token-file", str(tmp_path / "token"), "--name", "w"),
+        *("--engine", "builtin", "--model", str(tmp_path)),
     )
     assert ended.returncode == 1
     assert ended.stderr == (

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from msgspec import structs
 from tests.integration.live import (
     CONFIG,
@@ -92,6 +93,64 @@ def test_all_that_is_over_for_the_manager_is_aborted_at_once():
         await welcomed
         assert worker._welcomed
         assert worker._book.running() == [2]
+
+    run(scenario())
+
+
+class Watched(EmulatedEngine):
+    has_started = False
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        self.has_started = True
+        return await super().start(sink)
+
+
+@pytest.mark.parametrize(
+    ("scope", "said"),
+    [(None, "a valid token is needed"), ("generate", "the generate token may not do this; the worker token may")],
+)
+def test_who_is_not_let_in_hears_it_before_its_engine_starts(tmp_path: Path, scope: str | None, said: str):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            engine, token = Watched(ENGINE), "y" * 43 if scope is None else live.token(scope)
+            left = await WorkerAgent(engine, Dialer(live.url, token), WorkerOptions(name=NAME)).run()
+            assert not left.ok and str(left).startswith(f"{live.url}: {said}")
+            assert not engine.has_started
+
+    run(scenario())
+
+
+def test_an_engine_starts_although_its_manager_is_not_up_yet():
+    async def scenario() -> None:
+        engine = Watched(ENGINE)
+        options = WorkerOptions(name=NAME, give_up_after_s=0.0)
+        left = await WorkerAgent(engine, Dialer("http://127.0.0.1:1", "token"), options).run()
+        assert not left.ok and "given up after" in str(left)
+        assert engine.has_started
+
+    run(scenario())
+
+
+def test_a_signal_is_heard_while_the_manager_does_not_answer():
+    async def scenario() -> None:
+        is_asked = asyncio.Event()
+
+        async def keep_waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            is_asked.set()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(keep_waiting, "127.0.0.1", 0)
+        url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        engine = Watched(ENGINE)
+        worker = WorkerAgent(engine, Dialer(url, "token"), WorkerOptions(name=NAME))
+        life = asyncio.create_task(worker.run())
+        await is_asked.wait()
+        worker.drain("SIGTERM")
+        async with asyncio.timeout(10.0):  # half of what an answer may take
+            assert (await life).ok
+        assert not engine.has_started
+        server.close()
 
     run(scenario())
 

@@ -1,6 +1,6 @@
 """What is said over HTTP, as JSON: joining, opening a run, status. manager/openapi.py describes the routes."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -167,3 +167,13 @@ class Status(Struct, frozen=True, kw_only=True):
 
 class ErrorReply(Struct, frozen=True, kw_only=True):
     error: str
+
+
+class DescriptionInfo(Struct, frozen=True, kw_only=True):
+    title: Literal["PolyRL manager"]
+
+
+class Description(Struct, frozen=True, kw_only=True):
+    """What tells a manager by its openapi.json."""
+
+    info: DescriptionInfo

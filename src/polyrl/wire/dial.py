@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from polyrl.errors import UserError
-from polyrl.wire.control import SESSION_HEADER, ErrorReply
+from polyrl.wire.control import SESSION_HEADER, Description, ErrorReply
 from polyrl.wire.credentials import bearer
 
 _REQUEST_TIMEOUT_S = 20.0
@@ -67,6 +67,10 @@ class Dialer:
     async def __aexit__(self, *_: object) -> None:
         if self._http is not None:
             await self._http.close()
+
+    async def knock(self) -> None:
+        """Ask whether it is a manager that knows the token; nothing changes by it. Raises UserError when it is not."""
+        await self.get("/v1/openapi.json", Description)
 
     async def post(self, path: str, body: msgspec.Struct | None, kind: type[StructT]) -> StructT:
         return await self._request("POST", path, body, kind)

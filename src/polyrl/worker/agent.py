@@ -1,9 +1,9 @@
-"""A worker's life: start the engine, join, stream, come back after a break, drain, leave.
+"""A worker's life: knock, start the engine, join, stream, come back after a break, drain, leave.
 
-    start engine -> join -> connect -> Hello/Welcome -> orders in, tokens out ... -> drained -> goodbye
-                     ^        ^                              |
-                     |        +------ the connection broke --+        leases go on meanwhile
-                     +--------------- we were given up ------+        leases are over
+    knock -> start engine -> join -> connect -> Hello/Welcome -> orders in, tokens out ... -> drained -> goodbye
+                              ^        ^                              |
+                              |        +------ the connection broke --+        leases go on meanwhile
+                              +--------------- we were given up ------+        leases are over
 
 A local worker shares the trainer's devices: told to turn, it gives them over, or takes them back. It fetches no
 weights; whoever changes those that it shares says so to its engine.
@@ -160,10 +160,10 @@ class WorkerAgent:
     async def run(self) -> Left:
         """Returns how it ended; the engine is closed."""
         self._left = asyncio.get_running_loop().create_future()
-        starting = asyncio.create_task(self._engine.start(self))
-        life: asyncio.Task[Left] | None = None
-        try:
-            async with self._dialer:
+        async with self._dialer:
+            starting = asyncio.create_task(self._start())
+            life: asyncio.Task[Left] | None = None
+            try:
                 await asyncio.wait((starting, self._left), return_when=asyncio.FIRST_COMPLETED)
                 if not starting.done():
                     return self._left.result()
@@ -178,15 +178,27 @@ class WorkerAgent:
                     await asyncio.wait((life,), timeout=2.0)
                     return self._left.result()
                 return life.result()
-        except EngineError as error:
-            return Left(str(error), ok=False)
-        finally:
-            for task in (starting, life, self._turning, self._saying, *self._failing.values()):
-                if task is not None:
-                    task.cancel()
-            self._installer.cancel()
-            await self._engine.close()
-            await self._installer.close()
+            except EngineError as error:
+                return Left(str(error), ok=False)
+            except Left as left:
+                return left
+            finally:
+                for task in (starting, life, self._turning, self._saying, *self._failing.values()):
+                    if task is not None:
+                        task.cancel()
+                self._installer.cancel()
+                await self._engine.close()
+                await self._installer.close()
+
+    async def _start(self) -> EngineInfo:
+        """Who is not let in hears it before a model is loaded; a manager that is not up yet may come up meanwhile."""
+        try:
+            await self._dialer.knock()
+        except Unreachable as error:
+            log.info("%s; starting the engine meanwhile", error)
+        except UserError as error:
+            raise Left(str(error), ok=False) from error
+        return await self._engine.start(self)
 
     def drain(self, reason: str) -> None:
         """Hand everything over and leave; a second time: leave now."""
