@@ -1,7 +1,8 @@
 """How a worker, a trainer or the command line reaches the manager: requests, streams, and trying again.
 
-Rules kept here: every wait has a deadline. What cannot get better by waiting (a wrong token, another protocol) is a
-UserError at once; what can (nobody listens, a broken connection) is `Unreachable`, and the caller tries again.
+Rules kept here: every wait has a deadline. What cannot get better by waiting (a wrong token, another protocol,
+something that is no manager) is a UserError at once; what can (nobody listens, a broken connection, a proxy whose
+manager is away) is `Unreachable`, and the caller tries again.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ _PING_EVERY_S = 4.0
 """A stream on which nothing is answered for this long and half as long again is broken."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 StructT = TypeVar("StructT")
 
@@ -84,11 +86,12 @@ class Dialer:
         try:
             async with self._http.request(method, self.url + path, data=data, ssl=self._tls) as answer:
                 content = await answer.read()
-                self._check(answer.status, content)
+                if answer.status >= 300:
+                    raise self._refusal(answer.status, _error_in(content))
                 return msgspec.json.decode(content, type=kind)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
-        except msgspec.DecodeError as error:
+        except _NO_JSON as error:
             raise UserError(f"{self.url}{path}: not an answer of a PolyRL manager: {error}") from error
 
     async def stream(self, path: str, session: str, max_frame_bytes: int) -> aiohttp.ClientWebSocketResponse:
@@ -106,23 +109,21 @@ class Dialer:
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 410:
                 raise SessionOver("the manager has given this session up") from error
-            self._check(error.status, b"")
+            if error.status >= 300:
+                raise self._refusal(error.status, f"HTTP {error.status}") from error  # what it says is not kept
             raise self._unreachable(error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
 
-    def _check(self, status: int, content: bytes) -> None:
-        if status < 300:
-            return
-        try:
-            said = msgspec.json.decode(content, type=ErrorReply).error
-        except msgspec.DecodeError:
-            said = f"HTTP {status}"
-        if status == 423:
-            raise NameTaken(f"{self.url}: {said}")
-        if status in (408, 429) or status >= 500:
-            raise Unreachable(f"{self.url}: {said}")
-        raise UserError(f"{self.url}: {said}")
+    def _refusal(self, status: int, said: str | None) -> UserError | Unreachable:
+        """`said`: by a manager, or None. A server's failure may be that of a proxy whose manager is away."""
+        if status == 423 and said is not None:
+            return NameTaken(f"{self.url}: {said}")
+        if status in (408, 429) or (status >= 500 and status != 501):
+            return Unreachable(f"{self.url}: {f'HTTP {status}' if said is None else said}")
+        if said is None:
+            return UserError(f"{self.url}: is no PolyRL manager: HTTP {status}")
+        return UserError(f"{self.url}: {said}")
 
     def _unreachable(self, error: BaseException) -> Unreachable:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -130,10 +131,20 @@ class Dialer:
             raise UserError(f"{self.url}: its certificate is not trusted: {why} (--ca names whom to trust)") from error
         if isinstance(error, ssl.SSLError) and "WRONG_VERSION_NUMBER" in str(error):
             raise UserError(f"{self.url}: it does not speak TLS; is it http://?") from error
+        if type(error) is aiohttp.ClientResponseError:  # of an answer that cannot be read
+            raise UserError(f"{self.url}: is no PolyRL manager: it does not speak HTTP") from error
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, aiohttp.ServerDisconnectedError) and self.is_plain:  # so does one that is stopped
             said += " (if it goes on: is it https://?)"
         return Unreachable(f"{self.url}: {said}")
+
+
+def _error_in(content: bytes) -> str | None:
+    """What a manager says when it refuses; None: no manager said it."""
+    try:
+        return msgspec.json.decode(content, type=ErrorReply).error
+    except _NO_JSON:
+        return None
 
 
 def is_loopback(url: str) -> bool:

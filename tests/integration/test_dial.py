@@ -1,0 +1,82 @@
+"""Reaching a manager: what is at the address may be something else."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.integration.live import ENGINE, run
+
+from polyrl.engines.emulated import EmulatedEngine
+from polyrl.errors import UserError
+from polyrl.wire.control import JoinReply
+from polyrl.wire.dial import Dialer, Unreachable
+from polyrl.worker.agent import WorkerAgent, WorkerOptions
+
+PAGE = b"<html>It works!</html>"
+
+
+def http(status: str, body: bytes = PAGE) -> bytes:
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (status.encode(), len(body), body)
+
+
+@asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[str]:
+    """Something on loopback that gives everybody the same answer; its URL."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield "http://{}:{}".format(*server.sockets[0].getsockname())
+    finally:
+        server.close()
+
+
+STRANGERS = {
+    "a page": (http("200 OK"), "/v1/openapi.json: not an answer of a PolyRL manager: JSON is malformed"),
+    "another description": (
+        http("200 OK", b'{"info": {"title": "a shop"}}'),
+        "/v1/openapi.json: not an answer of a PolyRL manager: Invalid enum value 'a shop'",
+    ),
+    "nothing there": (http("404 Not Found"), ": is no PolyRL manager: HTTP 404"),
+    "no text": (http("404 Not Found", b'{"error": "\xff"}'), ": is no PolyRL manager: HTTP 404"),
+    "no such method": (http("501 Unsupported method"), ": is no PolyRL manager: HTTP 501"),
+    "a login": (http("401 Unauthorized"), ": is no PolyRL manager: HTTP 401"),
+    "no HTTP": (b"SSH-2.0-OpenSSH_9.6\r\n", ": is no PolyRL manager: it does not speak HTTP"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_worker_ends_in_a_line_at_what_is_no_manager(name: str):
+    answer, said = STRANGERS[name]
+
+    async def scenario() -> None:
+        async with answering(answer) as url:
+            left = await WorkerAgent(EmulatedEngine(ENGINE), Dialer(url, "token"), WorkerOptions(name="w")).run()
+            assert not left.ok
+            assert str(left).startswith(f"{url}{said}") and "\n" not in str(left)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("status", ["502 Bad Gateway", "503 Service Unavailable", "504 Gateway Timeout"])
+def test_a_proxy_whose_manager_is_away_is_tried_again(status: str):
+    async def scenario() -> None:
+        async with answering(http(status)) as url, Dialer(url, "token") as dialer:
+            with pytest.raises(Unreachable, match=f"HTTP {status[:3]}"):
+                await dialer.knock()
+
+    run(scenario())
+
+
+def test_what_takes_the_place_of_a_manager_while_an_engine_loads_is_no_manager_either():
+    async def scenario() -> None:
+        async with answering(http("501 Unsupported method")) as url, Dialer(url, "token") as dialer:
+            with pytest.raises(UserError, match="is no PolyRL manager: HTTP 501"):
+                await dialer.post("/v1/join", None, JoinReply)
+
+    run(scenario())
