@@ -151,26 +151,28 @@ def test_a_missing_library_is_one_line_that_says_what_to_install(command, librar
         (("--engine", "builtin"), "--model: missing"),
         (("--engine", "emulated", "--model", "x"), "did you mean --engine builtin?"),
         (("--engine", "builtin", "--model", "x", "tokens_per_s=3"), "tokens_per_s: unknown key"),
-        (("--engine", "builtin", "--model", "x", "kv_tokens=16", "block_tokens=32"), "kv_tokens: got 16"),
+        (("--engine", "builtin", "--model", "{folder}", "kv_tokens=16", "block_tokens=32"), "kv_tokens: got 16"),
+        (("--engine", "builtin", "--model", "nowhere"), "--model: nowhere: no config.json there"),
+        (("--engine", "builtin", "model=nowhere", "--check"), "--model: nowhere: no config.json there"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_worker_with_settings_of_no_engine_is_refused_before_it_starts(capsys, arguments, complaint):
-    assert main([*JOIN, *arguments]) == 2
+def test_a_worker_with_settings_of_no_engine_is_refused_before_it_starts(capsys, folder, arguments, complaint):
+    assert main([*JOIN, *(one.format(folder=folder) for one in arguments)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert complaint in line
 
 
 def test_a_worker_whose_model_cannot_be_loaded_says_so_and_leaves(tmp_path):
     (tmp_path / "token").write_text("a" * 64)
+    (tmp_path / "config.json").write_text('{"architectures": ["Oracle"]}')
     ended = in_a_process(
         *(*JOIN, "--quiet", "--token-file", str(tmp_path / "token"), "--name", "w"),
         *("--engine", "builtin", "--model", str(tmp_path)),
     )
     assert ended.returncode == 1
-    assert ended.stderr == (
-        f"polyrl: error: worker w: {tmp_path}: no config.json there; expected a Hugging Face model directory\n"
-    )
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"polyrl: error: worker w: {tmp_path}: Oracle is not supported; supported are ")
 
 
 def test_letters_that_take_several_tokens_are_shown_whole_and_nothing_is_lost():

@@ -28,7 +28,7 @@ from polyrl.weights.settings import WeightSettings
         (["--price", "nan"], "--price: nan is not a price"),
         (["--drain-deadline", "nan"], "--drain-deadline: nan; expected seconds"),
         (["--engine", "vllm"], "--model: missing; a vLLM server needs a Hugging Face model directory"),
-        (["--engine", "sglang", "--model", "/nowhere"], "--model: /nowhere holds no config.json"),
+        (["--engine", "sglang", "--model", "/nowhere"], "--model: /nowhere: no config.json there"),
         (["--engine-url", "http://127.0.0.1:1"], "--engine-url: the emulated engine has no server"),
         (["--", "--max-num-seqs", "4"], "--: the emulated engine has no server"),
     ],

@@ -3,6 +3,7 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from polyrl.cli import model_dir
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def check_libraries() -> None:
 
 
 def settings(tree: dict[str, Any], model: str | None, source: str = "") -> "BuiltinConfig":
-    """`tree` holds the keys that were given; `--model` comes before its own."""
+    """`tree` holds the keys that were given; `--model` comes before its own. Raises UserError."""
     from polyrl.config import build
     from polyrl.engines.builtin.config import BuiltinConfig
 
@@ -27,4 +28,6 @@ def settings(tree: dict[str, Any], model: str | None, source: str = "") -> "Buil
         tree = {**tree, "model": model}
     if "model" not in tree:
         raise UserError("--model: missing; the builtin engine needs a Hugging Face model directory")
-    return build(tree, BuiltinConfig, source=source)
+    config = build(tree, BuiltinConfig, source=source)
+    model_dir.check(config.model)
+    return config

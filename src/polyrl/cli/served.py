@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from polyrl.cli import model_dir
 from polyrl.config import build
 from polyrl.engines.served.engine import NAMES, Kind, ServedEngine
 from polyrl.engines.served.server import ServedConfig
@@ -24,8 +25,7 @@ def engine(args: argparse.Namespace, tree: dict[str, Any], source: str) -> Serve
     if "model" not in tree:
         raise UserError(f"--model: missing; a {NAMES[args.engine]} server needs a Hugging Face model directory")
     config = build(tree, ServedConfig, source=source)
-    if not (Path(config.model) / "config.json").is_file():
-        raise UserError(f"--model: {config.model} holds no config.json; expected a Hugging Face model directory")
+    model_dir.check(config.model)
     if config.url:
         _check_attached(config)
         return ServedEngine(args.engine, config)
