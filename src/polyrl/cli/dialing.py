@@ -33,8 +33,11 @@ def dialer(args: argparse.Namespace) -> "Dialer":
     if args.run_dir is not None:
         url = url if url is not None else _url_of(Path(args.run_dir))
         token_file = token_file if token_file is not None else str(Path(args.run_dir) / TOKEN_FILES["admin"])
-    url = f"http://127.0.0.1:{DEFAULT_PORT}" if url is None else url
-    return Dialer(url, find_token(token_file), client_tls(url, args.ca))
+    if url is None:  # of this machine, as the directory of the run is
+        url, options = f"http://127.0.0.1:{DEFAULT_PORT}", "--run-dir, the directory of the run, or --token-file"
+    else:
+        options = "--token-file"
+    return Dialer(url, find_token(token_file, options), client_tls(url, args.ca))
 
 
 def _url_of(run_dir: Path) -> str:

@@ -69,14 +69,14 @@ def read_token_file(path: Path) -> str:
     return token
 
 
-def find_token(token_file: str | None) -> str:
-    """The token that a client is to use. Raises UserError that says where it may come from."""
+def find_token(token_file: str | None, options: str = "--token-file") -> str:
+    """The token that a client is to use. Raises UserError that says where it may come from: `options`, for example."""
     if token_file is not None:
         return read_token_file(Path(token_file))
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not token:
         raise UserError(
-            f"no token: set {TOKEN_VARIABLE}, or give --token-file; the manager keeps "
+            f"no token: give {options}, or set {TOKEN_VARIABLE}; the manager keeps "
             f"{', '.join(TOKEN_FILES.values())} in its run directory"
         )
     return token
