@@ -11,6 +11,7 @@ from polyrl.engines.emulated import EmulatedEngine
 from polyrl.errors import UserError
 from polyrl.wire.control import JoinReply
 from polyrl.wire.dial import Dialer, Unreachable
+from polyrl.wire.frames import PROTOCOL
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
 PAGE = b"<html>It works!</html>"
@@ -41,6 +42,10 @@ STRANGERS = {
     "another description": (
         http("200 OK", b'{"info": {"title": "a shop"}}'),
         "/v1/openapi.json: not an answer of a PolyRL manager: Invalid enum value 'a shop'",
+    ),
+    "another protocol": (
+        http("200 OK", b'{"info": {"title": "PolyRL manager", "x-protocol": 0}}'),
+        f": this manager speaks protocol 0, not {PROTOCOL}: install the same PolyRL",
     ),
     "nothing there": (http("404 Not Found"), ": is no PolyRL manager: HTTP 404"),
     "no text": (http("404 Not Found", b'{"error": "\xff"}'), ": is no PolyRL manager: HTTP 404"),

@@ -38,7 +38,7 @@ from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
 from polyrl.scheduling import events as e
 from polyrl.wire import frames
-from polyrl.wire.control import SESSION_HEADER, DrainRequest, ErrorReply, JoinRequest, RunRequest
+from polyrl.wire.control import SESSION_HEADER, DrainRequest, ErrorReply, JoinRequest, RunRequest, other_protocol
 from polyrl.wire.credentials import Scope, token_of
 
 log = logging.getLogger("polyrl.manager")
@@ -425,9 +425,7 @@ def _abort(request: web.Request) -> None:
 
 def _check_protocol(protocol: int) -> None:
     if protocol != frames.PROTOCOL:
-        raise _BadRequest(
-            409, "protocol", f"this manager speaks protocol {frames.PROTOCOL}, not {protocol}: install the same PolyRL"
-        )
+        raise _BadRequest(409, "protocol", other_protocol(frames.PROTOCOL, protocol))
 
 
 def openapi_text() -> str:

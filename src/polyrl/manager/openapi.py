@@ -14,6 +14,7 @@ import msgspec
 from polyrl import __version__
 from polyrl.manager.serving import failures, replies, requests
 from polyrl.wire import control
+from polyrl.wire.frames import PROTOCOL
 
 Schema = dict[str, Any]
 
@@ -49,6 +50,7 @@ def document() -> Schema:
         "info": {
             "title": "PolyRL manager",
             "version": __version__,
+            "x-protocol": PROTOCOL,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             "description": (
                 "Control of a run: joining, opening, status; and answers for whoever asks, as OpenAI's clients do. "

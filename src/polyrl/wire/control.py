@@ -169,8 +169,15 @@ class ErrorReply(Struct, frozen=True, kw_only=True):
     error: str
 
 
+def other_protocol(of_manager: int, of_peer: int) -> str:
+    """What who speaks another protocol is told."""
+    return f"this manager speaks protocol {of_manager}, not {of_peer}: install the same PolyRL"
+
+
 class DescriptionInfo(Struct, frozen=True, kw_only=True):
     title: Literal["PolyRL manager"]
+    protocol: int | None = msgspec.field(default=None, name="x-protocol")
+    """None: it tells who joins."""
 
 
 class Description(Struct, frozen=True, kw_only=True):

@@ -17,8 +17,9 @@ import aiohttp
 import msgspec
 
 from polyrl.errors import UserError
-from polyrl.wire.control import SESSION_HEADER, Description, ErrorReply
+from polyrl.wire.control import SESSION_HEADER, Description, ErrorReply, other_protocol
 from polyrl.wire.credentials import bearer
+from polyrl.wire.frames import PROTOCOL
 
 _REQUEST_TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -71,8 +72,13 @@ class Dialer:
             await self._http.close()
 
     async def knock(self) -> None:
-        """Ask whether it is a manager that knows the token; nothing changes by it. Raises UserError when it is not."""
-        await self.get("/v1/openapi.json", Description)
+        """Ask whether it is a manager that knows the token, and speaks as we do; nothing changes by it.
+
+        Raises UserError when it is not.
+        """
+        found = await self.get("/v1/openapi.json", Description)
+        if found.info.protocol not in (None, PROTOCOL):
+            raise UserError(f"{self.url}: {other_protocol(found.info.protocol, PROTOCOL)}")
 
     async def post(self, path: str, body: msgspec.Struct | None, kind: type[StructT]) -> StructT:
         return await self._request("POST", path, body, kind)
