@@ -25,7 +25,7 @@ from polyrl.cli.training.processes import Address
 from polyrl.cli.training.run import weight_settings
 from polyrl.cli.training.tasks import load_tasks
 from polyrl.cli.training.validation import validator
-from polyrl.cli.training.workers import join_command, worker_arguments
+from polyrl.cli.training.workers import doctor_command, join_command, worker_arguments
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.config import BuiltinConfig
@@ -216,6 +216,37 @@ def test_a_worker_that_ends_before_the_run_is_one_line_and_those_that_end_with_i
     why = "(SIGKILL), see runs/tiny/logs/worker-1.log; the run goes on, and does not start it again: another joins"
     assert f"worker-1 has ended {why} with the command above\n" in said
     assert (said + rest).count("has ended") == 1
+
+
+@pytest.mark.long
+def test_a_run_that_nobody_has_joined_says_so_once_and_when_it_goes_on(desk: Path):
+    process = start("train.local_generation=false", "train.steps=100000")
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    worker = join(desk / "runs/tiny")
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "goes on, after" in line or line.startswith("step:200 "):
+                break
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        worker.kill()
+        worker.communicate()
+    assert process.returncode == 130, errors
+    said = [line for line in lines[2:] if not line.startswith("step:")]
+    assert len(said) == 2, said
+    assert said[0].startswith("waits: step 0 lacks 3 groups of 3, and the trainer has had nothing to do for 1")
+    assert said[0].endswith("12 samples wait, and there is no worker; `polyrl doctor runs/tiny` says what to do\n")
+    assert re.fullmatch(r"goes on, after [\d.]+ s\n", said[1])
+
+
+def test_the_command_that_says_why_a_run_waits_knows_how_its_manager_is_reached(desk: Path):
+    run_dir, url = Path("runs/ti ny"), "https://host:5000"
+    assert doctor_command(load_recipe("recipe.toml", []), run_dir, url) == "polyrl doctor 'runs/ti ny'"
+    tls = load_recipe("recipe.toml", ["manager.tls_cert=its.pem", "manager.tls_key=key.pem", "manager.ca=ours.pem"])
+    assert doctor_command(tls, run_dir, url) == f"polyrl doctor 'runs/ti ny' --manager {url} --ca ours.pem"
 
 
 def pid_in(folder: Path, word: str) -> int:

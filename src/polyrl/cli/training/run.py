@@ -34,6 +34,7 @@ from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.cli.training.validation import validator
+from polyrl.cli.training.waiting import tell_of_waits
 from polyrl.client import Fleet, Prompt, Sample, connect
 from polyrl.config.recipe import Recipe
 from polyrl.errors import PolyrlError, UserError
@@ -167,8 +168,11 @@ async def train(
         if beside is not None:
             playing = beside(Stage(recipe, run_dir, address, started, fleet, display.say))
             await stack.enter_async_context(_meanwhile(playing))
+        news = [workers.tell_who_ends(run_dir, started, display.say)]
+        if not display.progress.is_live:
+            news.append(tell_of_waits(fleet, workers.doctor_command(recipe, run_dir, address.url), display.say))
         try:
-            async with _meanwhile(workers.tell_who_ends(run_dir, started, display.say)):
+            async with _meanwhile(*news):
                 await workers.until_joined(recipe, fleet, started)
                 failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
                 running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
@@ -340,12 +344,13 @@ def weight_settings(recipe: Recipe, manager: Address) -> WeightSettings:
 
 
 @asynccontextmanager
-async def _meanwhile(playing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """At the end it is cancelled, and what it failed of is heard."""
-    task = asyncio.create_task(playing)
+async def _meanwhile(*playing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """At the end they are cancelled, and what they failed of is heard."""
+    tasks = [asyncio.create_task(one) for one in playing]
     try:
         yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        for task in tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

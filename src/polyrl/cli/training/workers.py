@@ -53,9 +53,16 @@ def _joining(recipe: Recipe, run_dir: Path, url: str, engine: str) -> list[str]:
 
 
 def status_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    return shlex.join(["polyrl", "status", "--run-dir", str(run_dir), *_reaching(recipe, url)])
+
+
+def doctor_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    return shlex.join(["polyrl", "doctor", str(run_dir), *_reaching(recipe, url)])
+
+
+def _reaching(recipe: Recipe, url: str) -> list[str]:
     """The directory knows where the manager listens, and not the name that its certificate is of."""
-    at = ["--manager", url] if recipe.manager.tls_cert else []
-    return shlex.join(["polyrl", "status", "--run-dir", str(run_dir), *at, *_trust(recipe)])
+    return [*(["--manager", url] if recipe.manager.tls_cert else []), *_trust(recipe)]
 
 
 def _trust(recipe: Recipe) -> list[str]:
