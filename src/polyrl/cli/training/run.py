@@ -352,5 +352,6 @@ async def _meanwhile(*playing: Coroutine[Any, Any, None]) -> AsyncIterator[None]
     finally:
         for task in tasks:
             task.cancel()
+        for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
