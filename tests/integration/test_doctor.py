@@ -31,6 +31,7 @@ from polyrl.manager import status
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import FleetRules
 from polyrl.telemetry import last_steps
+from polyrl.trainer import checkpoint
 from polyrl.wire.control import Status
 
 SLOW = structs.replace(ENGINE, slots=2, tokens_per_s=5.0, median_tokens=1000.0)
@@ -216,6 +217,24 @@ def test_a_run_that_nobody_runs(tmp_path: Path, capsys, trained: int, told: str,
     assert out.startswith(told) and "next:" not in out
     assert ("polyrl train --resume" in out) == bool(code)
     assert ("medians: 10.0 s" in out) == (trained > 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("[train]\nsteps = 9\nstop_at_reward = 0.5\n", "the mean reward has reached 0.5, after 2 steps"),
+        ("[train]\nsteps = 9\n[data]\nnum_epochs = 1\n", "the data has ended, after 2 steps"),
+    ],
+)
+def test_a_run_that_ended_before_its_last_step_is_done_too(tmp_path: Path, capsys, recipe: str, why: str):
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    checkpoint.note_data_ended(tmp_path, 2)
+    (tmp_path / "recipe.toml").write_text(recipe)
+    lines = [json.dumps({**step(reward__mean=reward), "step": number}) for number, reward in enumerate((0.1, 0.6))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"the run is done: {why}")
 
 
 def test_where_there_is_no_run_is_one_line(tmp_path: Path, capsys):

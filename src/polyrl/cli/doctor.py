@@ -5,12 +5,14 @@ import asyncio
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from polyrl.cli import dialing
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from polyrl.cli.diagnosis import Diagnosis
     from polyrl.telemetry.metrics import MetricValue
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
         runs, found = True, _examine(args)
     else:
-        runs, found = False, _examine_remains(run_dir, len(steps))
+        runs, found = False, _examine_remains(run_dir, steps)
     past = last_steps.tell(steps)
     if args.json:
         findings = [one._asdict() for one in found.findings]
@@ -70,20 +72,38 @@ def _read_steps(run_dir: Path) -> "list[dict[str, MetricValue]]":
     return read_steps(metrics) if metrics.exists() else []
 
 
-def _examine_remains(run_dir: Path, num_steps: int) -> "Diagnosis":
+def _examine_remains(run_dir: Path, steps: "Sequence[Mapping[str, MetricValue]]") -> "Diagnosis":
     """Of a run that nobody runs. What it wanted is in the recipe that it was started with."""
     from polyrl.cli.diagnosis import Diagnosis, Finding
     from polyrl.config import load_toml
 
-    recipe = run_dir / "recipe.toml"
-    if not recipe.exists():
+    file = run_dir / "recipe.toml"
+    if not file.exists():
         return Diagnosis(False, (Finding("no manager runs there", "nothing"),))
-    wanted = load_toml(recipe).get("train", {}).get("steps")
-    if num_steps == wanted:
-        return Diagnosis(False, (Finding(f"the run is done: all {num_steps} steps are trained", "nothing"),))
-    resume = f"polyrl train --resume {shlex.quote(str(run_dir))}"
-    what = f"nobody runs it: {num_steps} of {wanted} steps are trained"
-    return Diagnosis(False, (Finding(what, "nothing", f"go on with it: {resume}", needs_help=True),))
+    recipe = load_toml(file)
+    if why := _why_done(run_dir, recipe, steps):
+        return Diagnosis(False, (Finding(f"the run is done: {why}", "nothing"),))
+    what = f"nobody runs it: {len(steps)} of {recipe.get('train', {}).get('steps')} steps are trained"
+    return Diagnosis(False, (Finding(what, "nothing", f"go on with it: {_resume(str(run_dir))}", needs_help=True),))
+
+
+def _why_done(run_dir: Path, recipe: dict[str, Any], steps: "Sequence[Mapping[str, MetricValue]]") -> str | None:
+    """None: something is left to train. A run that is done is not gone on with: `--resume` refuses it."""
+    train, num_steps = recipe.get("train", {}), len(steps)
+    if num_steps == train.get("steps"):
+        return f"all {num_steps} steps are trained"
+    enough, reward = train.get("stop_at_reward"), steps[-1].get("reward/mean") if steps else None
+    if enough is not None and isinstance(reward, int | float) and reward >= enough:
+        return f"the mean reward has reached {enough:g}, after {num_steps} steps"
+    if recipe.get("data", {}).get("num_epochs") is None:
+        return None
+    from polyrl.trainer import checkpoint
+
+    return f"the data has ended, after {num_steps} steps" if checkpoint.has_data_ended(run_dir, num_steps) else None
+
+
+def _resume(run_dir: str) -> str:
+    return f"polyrl train --resume {shlex.quote(run_dir)}"
 
 
 def _examine(args: argparse.Namespace) -> "Diagnosis":
@@ -101,8 +121,8 @@ def _examine(args: argparse.Namespace) -> "Diagnosis":
     try:
         earlier, now = run_loop(ask_twice())
     except Unreachable as error:
-        raise UserError(f"{error}; if the run was killed: polyrl train --resume {args.run or 'RUN_DIR'}") from error
-    return diagnose(earlier, now, args.run or "RUN_DIR")
+        raise UserError(f"{error}; if the run was killed: {_resume(args.run or 'RUN_DIR')}") from error
+    return diagnose(earlier, now, shlex.quote(args.run or "RUN_DIR"))
 
 
 def _print(found: "Diagnosis", past: list[str], *, runs: bool) -> None:
