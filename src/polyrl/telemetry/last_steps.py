@@ -44,10 +44,13 @@ def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float
         more = f"more workers (the scheduler advises {useful:.0f}), " if useful > there else ""
         lines.append(
             f"writing is what takes long: {more}rounds.tail_batching for a long tail, or "
-            'train.mode = "async" so that steps do not wait for it'
+            'train.mode = "async" so that steps do not wait for it, where these are off'
         )
     if fleet > _MUCH and fleet > trainer:
-        lines.append('training is what takes long: fewer workers cost less, or train.mode = "async" has them go on')
+        lines.append(
+            'training is what takes long: fewer workers cost less, or train.mode = "async" has them go on, '
+            "where it is off"
+        )
     if publishing > _SOME:
         lines.append(f"publishing takes {publishing:.0%} of a step: look at docs/concepts/weight-transfer.md")
     return lines
