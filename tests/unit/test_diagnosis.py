@@ -78,7 +78,7 @@ def test_a_worker_that_writes_is_not_spoken_of_and_the_longest_answer_is():
         ({"trainer_does": "trains", "trainer_since_s": 4.0}, "the trainer trains on groups of step 3, for 4.0 s"),
         ({"trainer_does": "validates", "trainer_since_s": 4.0}, "the trainer validates, for 4.0 s"),
         ({"published": -1}, "the trainer has not published a first version"),
-        ({"trainer": "none"}, "the trainer is away"),
+        ({"trainer": "away"}, "the trainer is away"),
         ({"queues": {"groups_without_prompt": 2}}, "step 3 lacks 2 groups of 4: the trainer has not sent 2 prompts"),
         (
             {"rounds": (replace(ROUND, groups_delivered=4),)},
@@ -92,6 +92,34 @@ def test_a_worker_that_writes_is_not_spoken_of_and_the_longest_answer_is():
 )
 def test_what_all_of_it_waits_for(now: dict[str, Any], what: str):
     assert told(replace(STATUS, **now))[0][0] == what
+
+
+def test_what_is_not_written_while_the_trainer_is_away_is_held_against_nobody():
+    for trainer, then in (("attached", "the manager looks in 5.0 s: what has no new token"), ("away", "that is held")):
+        now = replace(STATUS, trainer=trainer, waits=(wait("stall"),))
+        assert diagnose(now, now).findings[1].then.startswith(then)
+
+
+def test_of_several_rounds_the_trainer_trains_the_oldest_first():
+    later = replace(ROUND, step=4)
+    now = replace(STATUS, rounds=(replace(ROUND, groups_delivered=4), later))
+    assert told(now)[0][0].startswith("all 4 groups of step 3 are with the trainer")
+    assert told(replace(STATUS, rounds=(ROUND, replace(later, groups_delivered=4))))[0][0].startswith("step 3 lacks 2")
+
+
+def test_before_the_first_version_nobody_is_said_to_wait_for_room_to_pull_it():
+    now = replace(STATUS, published=-1, rounds=(), workers=(replace(WORKER, state="waiting", running=0),))
+    assert [what for what, _ in told(now)] == ["the trainer has not published a first version"]
+
+
+def test_a_run_without_a_trainer_is_there_for_those_who_ask_and_wants_none():
+    serving = replace(STATUS, trainer="none", rounds=(), queues={"samples_asked": 2}, published=0)
+    found = diagnose(serving, serving)
+    assert found.findings[0].what == "the run has no trainer, and is there for those who ask: 2 answers not ended"
+    assert not found.needs_help
+    alone = diagnose(serving, replace(serving, workers=()))
+    assert alone.findings[0].what.endswith(", and no worker can write")
+    assert alone.needs_help and "have a worker join" in alone.findings[0].do
 
 
 def test_samples_that_no_worker_can_take():

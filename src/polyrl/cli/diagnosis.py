@@ -64,12 +64,14 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
             "start a trainer: polyrl train RECIPE starts its own manager; client.connect opens a run on this one",
             needs_help=True,
         )
+    if now.trainer == "none":
+        return _without_trainer(now)
     if now.trainer != "attached":
         wait = _wait(now, "trainer")
         since = "" if wait is None or wait.age_s is None else f", for {show_seconds(wait.age_s)}"
         return Finding(
             f"the trainer is away{since}",
-            f"{_count(_num_running(now), 'sample')} that run go on, and what they write is kept; a trainer whose "
+            f"what runs ({_count(_num_running(now), 'sample')}) goes on, and what it writes is kept; a trainer whose "
             "process lives dials in again by itself",
             f"if its process is gone: polyrl train --resume {run_dir}",
             needs_help=True,
@@ -77,7 +79,7 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
     if now.paused:
         return Finding(
             "somebody paused the run",
-            f"{_count(_num_running(now), 'sample')} that run go on; no other is given to a worker",
+            f"what runs ({_count(_num_running(now), 'sample')}) goes on; nothing else is given to a worker",
             "POST /v1/resume with the admin token lets it go on",
             needs_help=True,
         )
@@ -97,6 +99,20 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
     return None
 
 
+def _without_trainer(now: Status) -> Finding:
+    """Of a manager that was started with --serve."""
+    asked = _count(now.queues.get("samples_asked", 0), "answer")
+    what = f"the run has no trainer, and is there for those who ask: {asked} not ended"
+    if any(_may_write(one) for one in now.workers):
+        return Finding(what, "workers write what is asked for")
+    return Finding(
+        f"{what}, and no worker can write{'' if now.workers else _lost(now)}",
+        "what is asked for waits as long as those who ask do",
+        "have a worker join: the command is in the first lines of the manager's output",
+        needs_help=not _may_come_back(now),
+    )
+
+
 def _meanwhile(now: Status) -> str:
     num = _num_running(now)
     if not num:
@@ -108,12 +124,12 @@ def _meanwhile(now: Status) -> str:
 
 
 def _of_round(now: Status) -> Finding:
-    round_ = next((one for one in now.rounds if one.groups_delivered < one.groups), None)
-    if round_ is None:
-        last = now.rounds[-1]
+    """Of the oldest: the trainer takes no other before it is done with that one."""
+    round_ = now.rounds[0]
+    if round_.groups_delivered >= round_.groups:
         return Finding(
-            f"all {last.groups} groups of step {last.step} are with the trainer, which has not said that it trains",
-            "it takes them by itself",
+            f"all {round_.groups} groups of step {round_.step} are with the trainer, which has not said that it trains",
+            "it takes what it has not taken, updates the weights and publishes them by itself",
         )
     missing = f"step {round_.step} lacks {_count(round_.groups - round_.groups_delivered, 'group')} of {round_.groups}"
     if now.trainer_does == "waits" and now.trainer_since_s is not None:
@@ -140,13 +156,17 @@ def _nobody_writes(now: Status, round_: RoundStatus, missing: str) -> Finding:
             "have a worker join: the command is in the first lines of the trainer's output",
             needs_help=True,
         )
-    comes_back = any(one.connected and one.state in ("pulling", "waiting", "down", "active") for one in now.workers)
+    comes_back = _may_come_back(now)
     return Finding(
         what,
         "the first worker that can takes them; below is what each of them does" if comes_back else "they wait",
         "" if comes_back else "have a worker join",
         needs_help=not comes_back,
     )
+
+
+def _may_come_back(now: Status) -> bool:
+    return any(one.connected and one.state in ("pulling", "waiting", "down", "active") for one in now.workers)
 
 
 def _lost(now: Status) -> str:
@@ -173,7 +193,11 @@ def _last_samples(now: Status, round_: RoundStatus, missing: str) -> Finding:
     left = now.max_new_tokens - round_.longest_tokens
     pace = on.tokens_per_s / on.running if on.running else 0.0
     at_most = f", in about {show_seconds(left / pace)} at most" if pace > 0 and left > 0 else ""
-    do = "" if round_.kind == "long" else "rounds.tail_batching packs the longest answers into rare long rounds"
+    do = (
+        ""
+        if round_.kind == "long"
+        else "where it is off, rounds.tail_batching packs the longest answers into rare long rounds"
+    )
     return Finding(what, f"it ends by itself{at_most} ({now.max_new_tokens:,} tokens are allowed)", do)
 
 
@@ -225,12 +249,17 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
         wait = _wait(now, "retry_pull", name)
         if wait is not None:
             return Finding(f"{name} could not pull version {now.published}", f"it tries again in {_left(wait)}")
+        if now.published < 0:  # so do all
+            return None
         return Finding(f"{name} waits for weights", "it pulls as soon as somebody has room to send")
     wait = _wait(now, "switch", name)
     if wait is not None:
         return Finding(f"{name}'s devices change hands ({worker.duty})", f"in {_left(wait)} at the latest")
     if before is None or not worker.running or _written(worker) != _written(before):
         return None
+    if now.trainer == "away":
+        then = "that is held against nobody while the trainer is away: its prompts may be what is missing"
+        return Finding(f"{name} has {holds} and wrote nothing while it was looked at", then)
     wait = _wait(now, "stall", name)
     look = "" if wait is None else f"the manager looks in {_left(wait)}: "
     return Finding(
