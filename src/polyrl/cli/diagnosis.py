@@ -60,7 +60,8 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
     if now.run == "none":
         return Finding(
             f"no trainer has opened a run since the manager started, {show_seconds(now.uptime_s)} ago",
-            f"the manager waits as long as it takes, and {_count(len(now.workers), 'worker')} with it",
+            f"the manager waits as long as it takes, and {_count(len(now.workers), 'worker')} with it; a trainer that "
+            "was just started opens one when its model is loaded",
             "start a trainer: polyrl train RECIPE starts its own manager; client.connect opens a run on this one",
             needs_help=True,
         )

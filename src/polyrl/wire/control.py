@@ -145,7 +145,7 @@ class Status(Struct, frozen=True, kw_only=True):
     now_s: float
     published: int
     trainer: str
-    """attached, away, or none."""
+    """attached, away, or none: so is that of a run which is there for those who ask."""
     trainer_does: str = ""
     """waits (its devices have nothing to train), trains, validates; empty: something else."""
     trainer_since_s: float | None = None
