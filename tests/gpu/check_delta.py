@@ -113,6 +113,7 @@ def main():
     _, figures["snapshot_first_ms"] = timed(snapshot, state, layout, before)
     _, figures["snapshot_ms"] = timed(snapshot, state, layout, before)
     figures["pinned"] = pin(before) and pin(after)
+    assert not pin(before), "what is pinned is not pinned again; and what comes next does not hear of it"
     _, figures["snapshot_pinned_ms"] = timed(snapshot, state, layout, before)
 
     print("deltas", file=sys.stderr)

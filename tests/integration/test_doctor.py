@@ -237,6 +237,14 @@ def test_a_run_that_ended_before_its_last_step_is_done_too(tmp_path: Path, capsy
     assert capsys.readouterr().out.startswith(f"the run is done: {why}")
 
 
+def test_a_run_that_kept_no_checkpoint_is_not_gone_on_with(tmp_path: Path, capsys):
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "recipe.toml").write_text("[train]\nsteps = 3\n[checkpoint]\nenabled = false\n")
+    assert main(["doctor", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "begin anew" in out and "--resume" not in out
+
+
 def test_where_there_is_no_run_is_one_line(tmp_path: Path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
     assert "no run there; expected a directory with a journal" in capsys.readouterr().err

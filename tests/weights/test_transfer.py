@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tests.weights.stage import KEY, SETTINGS, Faults, blob_of, layout_of, publish, pull, stage, weights
 
+from polyrl.errors import UserError
 from polyrl.weights import channel, fetch, protocol, sender
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.channel import Watch
@@ -563,3 +564,18 @@ def test_keys_are_bytes_of_a_token():
         key = weights_key_of("a token of this run")
         assert key != KEY
         assert pull(on.peer(key=key), publish(on.server(key=key), 1)) == weights(1)
+
+
+def test_without_memory_for_a_delta_nobody_waits_for_it(monkeypatch, caplog):
+    def refuse(num_bytes: int) -> Buffer:
+        raise UserError(f"no memory for {num_bytes} bytes of weights")
+
+    with stage() as on, caplog.at_level("WARNING", "polyrl.weights"):
+        server, peer = on.server(), on.peer()
+        pull(peer, [publish(server, version) for version in (1, 2)][-1])
+        monkeypatch.setattr("polyrl.weights.server.Buffer", refuse)
+        offer = publish(server, 3)
+        before = server.num_bytes_sent
+        assert pull(peer, offer) == weights(3)
+        assert server.num_bytes_sent - before == offer.num_bytes
+    assert "version 3 is offered without a delta: no memory for" in caplog.text

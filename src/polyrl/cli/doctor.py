@@ -84,7 +84,9 @@ def _examine_remains(run_dir: Path, steps: "Sequence[Mapping[str, MetricValue]]"
     if why := _why_done(run_dir, recipe, steps):
         return Diagnosis(False, (Finding(f"the run is done: {why}", "nothing"),))
     what = f"nobody runs it: {len(steps)} of {recipe.get('train', {}).get('steps')} steps are trained"
-    return Diagnosis(False, (Finding(what, "nothing", f"go on with it: {_resume(str(run_dir))}", needs_help=True),))
+    kept = recipe.get("checkpoint", {}).get("enabled", True)
+    do = f"go on with it: {_resume(str(run_dir))}" if kept else "begin anew: checkpoint.enabled = false kept nothing"
+    return Diagnosis(False, (Finding(what, "nothing", do, needs_help=True),))
 
 
 def _why_done(run_dir: Path, recipe: dict[str, Any], steps: "Sequence[Mapping[str, MetricValue]]") -> str | None:

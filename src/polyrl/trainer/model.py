@@ -219,6 +219,12 @@ class Policy:
                 layer.gradient_checkpointing = layer.training = False
 
 
+def is_about_memory(error: RuntimeError) -> bool:
+    """Whether torch says that there is none left, of a device, of the host, or of the host's that is pinned."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in said or "out of memory" in said
+
+
 def load_model(folder: str, dtype: str, device: str) -> Loaded:
     """Raises UserError, in a line that names the directory."""
     try:

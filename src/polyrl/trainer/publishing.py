@@ -14,7 +14,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from polyrl.engines.engine import Weights
@@ -22,7 +21,7 @@ from polyrl.engines.finishing import finish_first
 from polyrl.ids import Version
 from polyrl.trainer.local_engine import LocalEngine
 from polyrl.trainer.loop import Offer
-from polyrl.trainer.model import Policy
+from polyrl.trainer.model import Policy, is_about_memory
 from polyrl.weights import tensors
 from polyrl.weights.delta import Encoded
 from polyrl.weights.server import WeightServer
@@ -94,7 +93,9 @@ class Publishing:
             if self._encoder is not None:
                 return self._encoder.encode(weights)
             self._encoder = GpuDeltaEncoder(self._layout, weights)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_about_memory(error):
+                raise
             self._encoder, self._encodes = None, False
             size = self._layout.num_bytes / 2**30
             log.warning("deltas are made on the host from now on: the device has no room for %.1f GiB of weights", size)

@@ -39,7 +39,7 @@ from polyrl.scheduling.order import mix64
 from polyrl.trainer import aggregation, corrections, kl, mismatch
 from polyrl.trainer.batch import Group, TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
-from polyrl.trainer.model import Policy, Scorer, Scores
+from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, Part, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
@@ -368,7 +368,7 @@ class StepAccumulator:
         try:
             yield
         except RuntimeError as error:
-            if not _is_about_memory(error):
+            if not is_about_memory(error):
                 raise
             self.abort()
             raise UserError(f"out of memory on {self._policy.device} while {what}") from error
@@ -378,10 +378,6 @@ class StepAccumulator:
         if not self._policy.gradient_checkpointing:
             advice += ", or set model.gradient_checkpointing=true"
         return f"training on {num_tokens} tokens at once: {advice}"
-
-
-def _is_about_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _weighed(numbers: Tensor, weights: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ made in a thread of its own and offered when it is ready; a publish that comes e
 Who fills the buffer may know what changed, and then that is the delta.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from polyrl.errors import UserError
 from polyrl.weights import delta as codec
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import table_of
@@ -21,6 +23,8 @@ from polyrl.weights.manifest import AdapterFacts, Encoding, Layout, Manifest, en
 from polyrl.weights.sender import Sender
 from polyrl.weights.settings import Tls, WeightSettings
 from polyrl.weights.store import Blob, Store
+
+log = logging.getLogger("polyrl.weights")
 
 _MAX_THREADS = 8
 
@@ -154,22 +158,28 @@ class WeightServer:
 
     def _encode(self, bases: list[_Kept], target: _Kept, changes: codec.Encoded | None) -> None:
         """In a thread of its own. The nearest version first: most workers hold that one, and its changes may be known
-        already.
+        already. However it ends, nobody waits for a delta that does not come.
         """
-        for base in bases:
-            encoded = self._changes(base, target) if changes is None else changes
-            changes = None
-            if encoded is None:
-                break
-            blob = self._sealed(encoded, base, target)
-            self._store.add(blob)
-            self._sender.coming = self._sender.coming[1:]
-            self._deltas.append(blob.name)
-            while len(self._deltas) > self._settings.num_deltas:
-                old = self._store.give_up(self._deltas.pop(0), 0.0)
-                if old is not None:
-                    old.buffer.close()
-        self._sender.coming = ()
+        try:
+            for base in bases:
+                encoded = self._changes(base, target) if changes is None else changes
+                changes = None
+                if encoded is None:
+                    break
+                self._offer_delta(self._sealed(encoded, base, target))
+        except UserError as error:
+            log.warning("version %d is offered without a delta: %s", target.manifest.version, error)
+        finally:
+            self._sender.coming = ()
+
+    def _offer_delta(self, blob: Blob) -> None:
+        self._store.add(blob)
+        self._sender.coming = self._sender.coming[1:]
+        self._deltas.append(blob.name)
+        while len(self._deltas) > self._settings.num_deltas:
+            old = self._store.give_up(self._deltas.pop(0), 0.0)
+            if old is not None:
+                old.buffer.close()
 
     def _changes(self, base: _Kept, target: _Kept) -> codec.Encoded | None:
         """None when a publish came in between."""

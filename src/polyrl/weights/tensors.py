@@ -10,6 +10,7 @@ exception carries its name: lossy serving weights ("fp8-rows", "int8-rows") hold
 an element with a scale a row, beside them as `NAME.scale`; embeddings, heads and vectors stay in the serving dtype.
 """
 
+import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -233,13 +234,17 @@ def entry_bytes(entry: TensorEntry, view: View) -> Tensor:
 def pin(view: View) -> bool:
     """Have CUDA copy straight to and from a buffer, which must live until it is unpinned, or as long as the process.
 
-    False where there is no CUDA.
+    False where there is no CUDA, or it will not.
     """
     if not torch.cuda.is_available():
         return False
     flat = torch.frombuffer(view, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
-    return int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)) == 0
+    if int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # CUDA tells whoever launches a kernel next: let that be us
+        torch.ones(1, device="cuda").add_(1)
+    return False
 
 
 def pin_buffer(buffer: Buffer) -> bool:
