@@ -260,7 +260,7 @@ def test_where_there_is_no_run_is_one_line(tmp_path: Path, capsys):
         ({"idle__trainer_share": 0.1, "idle__fleet_share": 0.5}, "training is what takes long"),
         ({"time__step_publish": 2.0}, "publishing takes 20% of a step"),
         (
-            {"seeding__t_seed_s": 8.0, "fleet__useful": 2},
+            {"seeding__t_seed_s": 8.0, "fleet__useful": 2, "idle__fleet_share": 0.4},
             "devices write for 80% of a step before they train: remote wo",
         ),
     ],

@@ -40,13 +40,13 @@ def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float
             f"the trainer's own devices write for {seeding:.0%} of a step before they train: remote workers{many} "
             "would do that beside it"
         )
-    if trainer > _MUCH and trainer >= fleet:
+    elif trainer > _MUCH and trainer >= fleet:
         more = f"more workers (the scheduler advises {useful:.0f}), " if useful > there else ""
         lines.append(
             f"writing is what takes long: {more}rounds.tail_batching for a long tail, or "
             'train.mode = "async" so that steps do not wait for it, where these are off'
         )
-    if fleet > _MUCH and fleet > trainer:
+    elif fleet > _MUCH:
         lines.append(
             'training is what takes long: fewer workers cost less, or train.mode = "async" has them go on, '
             "where it is off"
