@@ -149,17 +149,17 @@ def _of_round(now: Status) -> Finding:
 
 
 def _nobody_writes(now: Status, round_: RoundStatus, missing: str) -> Finding:
-    what = f"{missing}: {_count(round_.samples_waiting, 'sample')} wait, and no worker can write"
+    waiting = f"{missing}: {_count(round_.samples_waiting, 'sample')} wait"
     if not now.workers:
         return Finding(
-            f"{missing}: {_count(round_.samples_waiting, 'sample')} wait, and there is no worker{_lost(now)}",
+            f"{waiting}, and there is no worker{_lost(now)}",
             "they wait as long as it takes; a worker that was just started joins when its engine is up",
             "have a worker join: the command is in the first lines of the trainer's output",
             needs_help=True,
         )
     comes_back = _may_come_back(now)
     return Finding(
-        what,
+        f"{waiting}, and no worker can write",
         "the first worker that can takes them; below is what each of them does" if comes_back else "they wait",
         "" if comes_back else "have a worker join",
         needs_help=not comes_back,

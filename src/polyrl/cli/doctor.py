@@ -35,7 +35,7 @@ _APART_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run", metavar="RUN", nargs="?", help="the directory of a run on this machine")
+    parser.add_argument("run_dir", metavar="RUN", nargs="?", help="the directory of a run on this machine")
     parser.add_argument("--manager", metavar="URL", help="default: that of RUN")
     dialing.add_credentials(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -44,10 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from polyrl.telemetry import last_steps
 
-    if args.run is None and args.manager is None:
+    if args.run_dir is None and args.manager is None:
         raise UserError("expected RUN, the directory of a run, or --manager URL")
-    args.run_dir = args.run
-    run_dir = None if args.run is None else Path(args.run)
+    run_dir = None if args.run_dir is None else Path(args.run_dir)
     steps = [] if run_dir is None else _read_steps(run_dir)
     if run_dir is None or args.manager is not None or (run_dir / "manager.json").exists():
         runs, found = True, _examine(args)
@@ -123,8 +122,8 @@ def _examine(args: argparse.Namespace) -> "Diagnosis":
     try:
         earlier, now = run_loop(ask_twice())
     except Unreachable as error:
-        raise UserError(f"{error}; if the run was killed: {_resume(args.run or 'RUN_DIR')}") from error
-    return diagnose(earlier, now, shlex.quote(args.run or "RUN_DIR"))
+        raise UserError(f"{error}; if the run was killed: {_resume(args.run_dir or 'RUN_DIR')}") from error
+    return diagnose(earlier, now, shlex.quote(args.run_dir or "RUN_DIR"))
 
 
 def _print(found: "Diagnosis", past: list[str], *, runs: bool) -> None:
