@@ -3,8 +3,12 @@
 import itertools
 import random
 
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
-from polyrl.engines.builtin.cuda_layout import lay_out
+from polyrl.engines.builtin.cuda_layout import Layout, lay_out, shape_of
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.ids import LeaseId
 
@@ -35,7 +39,8 @@ def computed(numbers: list[int], num_new: int = 6) -> dict[tuple[int, int], tupl
 def ways_of(chunk: Chunk) -> dict[int, tuple[str, int]]:
     if chunk.decodes:
         return {chunk.start: ("decoded", 0)}
-    its = lay_out([chunk], BLOCK, NOWHERE, ROWS)
+    shape = shape_of([chunk], 64, ROWS)
+    its = lay_out([chunk], BLOCK, NOWHERE, shape, in_place=True)
     assert len(its.tokens) == len(its.positions) == len(its.cells) == its.first_rows[-1] == ROWS
     row = next(at for at, cell in enumerate(its.cells) if cell // BLOCK != NOWHERE)
     assert its.tokens[row : row + chunk.count].tolist() == chunk.member.tokens[chunk.start :][: chunk.count]
@@ -65,7 +70,7 @@ def test_what_was_decoded_is_not_shared_where_it_would_be_computed_otherwise():
     assert (chunk.member.lease, chunk.start) == (2, BLOCK)
 
 
-def test_chunks_of_several_samples_lie_one_after_the_other_with_their_contexts():
+def some_chunks() -> list[Chunk]:
     draw = random.Random(0)
     chunks, free = [], list(range(100))
     draw.shuffle(free)
@@ -73,11 +78,14 @@ def test_chunks_of_several_samples_lie_one_after_the_other_with_their_contexts()
         member = Member(LeaseId(lease), [draw.randrange(100) for _ in range(20)], 100)
         member.blocks = [free.pop() for _ in range(5)]
         chunks.append(Chunk(member, start, count, samples))
-    its = lay_out(chunks, BLOCK, NOWHERE)
-    assert its.positions.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 6]
+    return chunks
+
+
+def check_chunks(its: Layout, chunks: list[Chunk]) -> None:
+    assert its.positions.tolist()[:9] == [0, 1, 2, 3, 4, 8, 9, 10, 6]
     assert its.rows.tolist() == [4, 8]
-    assert its.first_rows.tolist() == [0, 5, 8, 9] and its.longest_rows == 5
-    assert its.first_contexts.tolist() == [0, 5, 16, 23] and its.longest_context == 11
+    assert its.first_rows.tolist()[:4] == [0, 5, 8, 9]
+    assert its.first_contexts.tolist()[:4] == [0, 5, 16, 23]
     places = its.blocks * BLOCK + its.within
     for number, (member, start, count, _) in enumerate(chunks):
         row, at = its.first_rows[number], its.first_contexts[number]
@@ -85,3 +93,45 @@ def test_chunks_of_several_samples_lie_one_after_the_other_with_their_contexts()
         context = [member.blocks[token // BLOCK] * BLOCK + token % BLOCK for token in range(start + count)]
         assert places[at : at + start + count].tolist() == context
         assert its.cells[row : row + count].tolist() == context[start:]
+
+
+def test_chunks_of_several_samples_lie_one_after_the_other_with_their_contexts():
+    chunks = some_chunks()
+    its = lay_out(chunks, BLOCK, NOWHERE)
+    check_chunks(its, chunks)
+    assert len(its.tokens) == 9 and len(its.first_rows) == len(its.first_contexts) == 4
+    assert its.longest_rows == 5 and its.longest_context == 11
+    assert (its.blocks[23:] == NOWHERE).all()
+
+
+def test_a_step_is_made_up_to_a_shape_with_what_nobody_reads():
+    chunks = some_chunks()
+    shape = shape_of(chunks, 64)
+    assert shape is not None and shape.rows == 128
+    its = lay_out(chunks, BLOCK, NOWHERE, shape)
+    check_chunks(its, chunks)
+    assert len(its.tokens) == len(its.positions) == len(its.cells) == its.first_rows[-1] == shape.rows
+    assert len(its.blocks) == len(its.within) == shape.contexts == its.longest_context
+    assert its.longest_rows == shape.rows
+    assert (its.cells[9:] // BLOCK == NOWHERE).all(), "rows that are too many are written where nobody reads"
+    assert (its.blocks[23:] == NOWHERE).all()
+    rows, contexts = np.diff(its.first_rows), np.diff(its.first_contexts)
+    assert rows[3] == contexts[3] == shape.rows - 9 and not rows[4:].any() and not contexts[4:].any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 900)), min_size=1, max_size=70), st.integers(64, 4096))
+def test_there_are_few_shapes_and_none_has_two_equal_sizes(sizes, width):
+    """Sizes that are equal are compiled as one."""
+    chunks = [Chunk(Member(LeaseId(1), [], 1), start, count, False) for start, count in sizes]
+    num_rows = sum(count for _, count in sizes)
+    shape = shape_of(chunks, width)
+    if shape is None:
+        assert num_rows > 2048 or len(sizes) > 62
+        return
+    made_up = shape.rows - num_rows
+    assert made_up >= 0 and shape.rows in (128, 256, 512, 1024, 2048, width + 128)
+    assert len({shape.rows, shape.contexts, width}) == 3 or width % 16
+    num_contexts = sum(start + count for start, count in sizes) + made_up
+    assert num_contexts < shape.contexts <= 2 * num_contexts + 8
+    shapes = {shape_of([Chunk(chunks[0].member, 0, count, False)], width) for count in range(1, 2049)}
+    assert len(shapes - {None}) <= 5

@@ -39,6 +39,19 @@ def test_a_row_alone_is_drawn_as_in_a_crowd(vocab: int):
         assert (int(token), float(logprob)) == (int(tokens[row]), float(logprobs[row]))
 
 
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_row_is_truncated_alone_as_in_a_crowd(vocab: int):
+    ways = [Sampling(top_p=0.8), Sampling(top_k=3), Sampling(min_p=0.1), Sampling(), Sampling(top_p=0.8, top_k=9)]
+    num = 2 * sampling._SORTED_ROWS * len(ways)
+    logits = 2 * torch.randn(num, vocab, generator=torch.Generator().manual_seed(vocab))
+    hows = [ways[row % len(ways)] for row in range(num)]
+    tokens, logprobs = sampling.draw(logits, sampling.plan_draws(hows, range(num), [5] * num, torch.device("cpu")))
+    for row in range(num):
+        one = sampling.plan_draws([hows[row]], [row], [5], torch.device("cpu"))
+        token, logprob = sampling.draw(logits[row : row + 1], one)
+        assert (int(token), float(logprob)) == (int(tokens[row]), float(logprobs[row]))
+
+
 @pytest.mark.parametrize("number", [0.0, 0.5, _ALMOST_ONE])
 @pytest.mark.parametrize("how", [Sampling(), Sampling(top_k=1), Sampling(temperature=0.0)])
 def test_a_token_without_weight_is_never_drawn(number: float, how: Sampling):

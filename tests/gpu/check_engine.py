@@ -2,11 +2,13 @@
 
 python tests/gpu/check_engine.py right            against transformers; exit code 1 where it is not
 python tests/gpu/check_engine.py speed [eager]    qwen3-1.7b at batches 256 and 64
+python tests/gpu/check_engine.py stream           more answers than places
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 import asyncio
 import json
+import random
 import sys
 import tempfile
 import time
@@ -133,6 +135,49 @@ def table() -> None:
         print(json.dumps({key: result[key] for key in (*keys, *more)} | {"group": work.group}), flush=True)
 
 
+def stream() -> None:
+    """Answers of many lengths, more than there are places: while some decode, others come, and prompts are computed."""
+    from polyrl.cli.bench_engine import make_model, prompts_of
+    from polyrl.engines.builtin.models import describe
+
+    kinds = [
+        ("plain", 256, 1024, Sampling(ignore_eos=True), {}),
+        ("batch-invariant", 256, 1024, Sampling(ignore_eos=True), {"batch_invariant": True}),
+        ("top_p", 64, 128, Sampling(ignore_eos=True, top_p=0.95), {}),
+    ]
+    for name, slots, num, sampling, config in kinds:
+        work = Work("qwen3-1.7b", None, num, 256, 960)
+        model = make_model(work, "cuda")
+        prompts, draw = prompts_of(work, model.config.vocab_size), random.Random(0)
+        sizes = [draw.randrange(64, 961) for _ in prompts]
+        jobs = [Job(i, i, prompt, [], sizes[i], 7 + i, sampling) for i, prompt in enumerate(prompts)]
+        asyncio.run(run_stream(name, describe(model, "x"), jobs, slots, config))
+
+
+async def run_stream(name: str, loaded, jobs: list[Job], slots: int, config: dict) -> None:
+    own = BuiltinConfig(model="x", device="cuda", slots=slots, kv_tokens=slots * 1280, max_context=1280, **config)
+    engine, sink = BuiltinEngine(own, loaded), Sink()
+    await engine.start(sink)
+
+    async def finish(some: list[Job]) -> float:
+        sink.ends.clear()
+        began = time.perf_counter()
+        for job in some:
+            engine.generate(job)
+        while len(sink.ends) < len(some):
+            assert engine.health() is None, engine.health()
+            await asyncio.sleep(0.002)
+        return time.perf_counter() - began
+
+    warm_s = await finish([job._replace(max_tokens=64 + i % 64) for i, job in enumerate(jobs[:slots])])
+    await engine.forget_cache()
+    took = await finish(jobs)
+    num = sum(job.max_tokens for job in jobs)
+    print(json.dumps({"stream": name, "slots": slots, "answers": len(jobs), "tok_s": round(num / took),
+                      "seconds": round(took, 2), "warm_s": round(warm_s, 1)}), flush=True)  # fmt: skip
+    await engine.close()
+
+
 def profile(*, compiled: bool, batch: int = 256) -> None:
     """Where a decoding step's time goes."""
     from polyrl.cli.bench_engine import make_model
@@ -236,11 +281,13 @@ if __name__ == "__main__":
         sys.exit(0 if check_right() else 1)
     elif sys.argv[1] == "table":
         table()
+    elif sys.argv[1] == "stream":
+        stream()
     elif sys.argv[1] == "peer":
         from polyrl.cli.bench_engine import make_model, run_transformers
 
         work = Work("qwen3-1.7b", None, 256, 256, 128)
-        print(json.dumps({"transformers_tok_s": run_transformers(work, make_model(work, "cuda"), "cuda")}), flush=True)
+        print(json.dumps(run_transformers(work, make_model(work, "cuda"), "cuda")._asdict()), flush=True)
     elif sys.argv[1] == "tune":
         tune()
     elif sys.argv[1:] == ["profile", "chunk"]:

@@ -101,6 +101,8 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         from polyrl.cli import bench_vllm
 
         bench_vllm.check_installed()
+    if peer == "transformers" and work.new < 2:
+        raise UserError(f"--new: {work.new}, expected at least 2 with --peer transformers: its decoding is looked at")
     import torch
 
     torch.manual_seed(0)
@@ -138,7 +140,9 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         del model  # its layers are compiled and its products merged
         _free_memory()
         model = make_model(work, device)
-        result["peer_tok_s"] = round(run_transformers(work, model, device))
+        theirs = run_transformers(work, model, device)
+        result |= {"peer_tok_s": round(theirs.job), "peer_decoding_tok_s": round(theirs.decoding)}
+        result["decoding_ratio_to_peer"] = round(tok_s / theirs.decoding, 2)
     if peer is not None:
         result["ratio_to_peer"] = round(result["job_tok_s"] / max(1, result["peer_tok_s"]), 2)
     if turns is not None:
@@ -354,21 +358,34 @@ def copy_bandwidth(device: str) -> float:
     return 2 * source.numel() / best
 
 
-def run_transformers(work: Work, model: Any, device: str) -> float:
-    """Tokens a second of transformers' own continuous batching on the same work, after a short job that warms it up."""
+class Theirs(NamedTuple):
+    """Tokens a second: of the whole job, and without its first tokens, of which a short job of the same prompts is."""
+
+    job: float
+    decoding: float
+
+
+def run_transformers(work: Work, model: Any, device: str) -> Theirs:
+    """transformers' own continuous batching on the same work, after a short job that warms it up."""
     import torch
     from transformers import GenerationConfig
 
     model.set_attn_implementation("sdpa")
     prompts = prompts_of(work, model.config.vocab_size)
 
-    def answer(new: int) -> int:
+    def seconds(new: int) -> float:
         config = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
+        began = time.perf_counter()
         outputs = model.generate_batch(inputs=prompts, generation_config=config)
         if device == "cuda":
             torch.cuda.synchronize()
-        return sum(len(one.generated_tokens) for one in outputs.values())
+        took = time.perf_counter() - began
+        num = sum(len(one.generated_tokens) for one in outputs.values())
+        if num != work.batch * new:
+            raise UserError(f"--peer transformers: {num} tokens came, {work.batch * new} were wanted")
+        return took
 
-    answer(min(_WARM_TOKENS, work.new))
-    began = time.perf_counter()
-    return answer(work.new) / (time.perf_counter() - began)
+    few = min(_WARM_TOKENS, work.new // 2)
+    seconds(few)
+    short, whole = seconds(few), seconds(work.new)
+    return Theirs(work.batch * work.new / whole, work.batch * (work.new - few) / max(1e-9, whole - short))

@@ -1,8 +1,11 @@
 """Where the tokens of a prefilling step lie on a GPU: chunks of several samples, row after row, and their contexts.
 
-With `fixed_rows` a step is one chunk, and has so many rows. A token lies in the row of its position, counted from the
-last multiple of `fixed_rows`, even when the tokens before it are cached: the rows before it and after it are filled
-with tokens that nobody reads. So whatever is computed of a token is computed at the same place of the same shape.
+With a `shape` a step is made up to it, with rows and contexts that nobody reads: there are few shapes, and a CUDA graph
+for each (cuda_prefill.py).
+
+`in_place`, a step is one chunk. A token lies in the row of its position, counted from the last multiple of the shape's
+rows, even when the tokens before it are cached. So whatever is computed of a token is computed at the same place of
+the same shape.
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,21 @@ from polyrl.engines.builtin.batching import Chunk
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 Borders = np.ndarray[Any, np.dtype[np.int32]]
+
+
+_ROWS = (128, 256, 512, 1024, 2048)
+"""Of shapes. With more rows the GPU has more to do than the host, which then may as well launch every kernel."""
+_PIECES = 64
+"""Of a shape: chunks, and what it is made up with."""
+_MORE_CONTEXTS = 8
+"""That nobody reads. Layers are compiled for any sizes; two that happen to be equal are taken for the same one, and
+are compiled again when they differ: so contexts are never as many as rows, and neither as many as a model is wide.
+"""
+
+
+class Shape(NamedTuple):
+    rows: int
+    contexts: int
 
 
 class Layout(NamedTuple):
@@ -40,19 +58,34 @@ class _Piece(NamedTuple):
     samples: bool
 
 
-def lay_out(chunks: Sequence[Chunk], block_tokens: int, nowhere: int, fixed_rows: int = 0) -> Layout:
+def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> Shape | None:
+    """The least that holds them; none, when they are too many. `width` is the model's; `in_place` the number of rows,
+    where it is given.
+    """
+    num_rows = sum(chunk.count for chunk in chunks)
+    rows = in_place or next((one for one in _ROWS if one >= num_rows), 0)
+    if not in_place and rows == width:
+        rows += _ROWS[0]
+    if not rows or len(chunks) + 2 > _PIECES:
+        return None
+    num_contexts = sum(chunk.start + chunk.count for chunk in chunks) + rows - num_rows
+    return Shape(rows, (1 << (num_contexts - 1).bit_length()) + _MORE_CONTEXTS)
+
+
+def lay_out(
+    chunks: Sequence[Chunk], block_tokens: int, nowhere: int, shape: Shape | None = None, *, in_place: bool = False
+) -> Layout:
     """`nowhere` is the block of what nobody reads."""
     pieces = [_piece(chunk, block_tokens) for chunk in chunks]
-    if fixed_rows:
-        (piece,) = pieces
-        num_before = piece.start % fixed_rows
-        num_after = fixed_rows - num_before - len(piece.tokens)
-        pieces = [_filling(num_before, nowhere), piece, _filling(num_after, nowhere)]
+    if shape is not None:
+        num_left = shape.rows - sum(len(one.tokens) for one in pieces)
+        num_before = pieces[0].start % shape.rows if in_place else 0
+        pieces = [_filling(num_before, nowhere), *pieces, _filling(num_left - num_before, nowhere)]
         pieces = [one for one in pieces if one.tokens]
     counts, lengths = [len(one.tokens) for one in pieces], [len(one.blocks) for one in pieces]
     first_rows, first_contexts = (np.cumsum([0, *sizes]).astype(np.int32) for sizes in (counts, lengths))
     positions = np.concatenate([np.arange(one.start, len(one.blocks)) for one in pieces])
-    return Layout(
+    its = Layout(
         tokens=np.concatenate([np.array(one.tokens, np.int64) for one in pieces]),
         positions=positions,
         cells=np.concatenate([one.blocks[one.start :] for one in pieces]) * block_tokens + positions % block_tokens,
@@ -63,6 +96,24 @@ def lay_out(chunks: Sequence[Chunk], block_tokens: int, nowhere: int, fixed_rows
         first_contexts=first_contexts,
         longest_rows=max(counts),
         longest_context=max(lengths),
+    )
+    return _made_up(its, nowhere, shape)
+
+
+def _made_up(its: Layout, nowhere: int, shape: Shape | None) -> Layout:
+    """With more contexts, which belong to no piece, and in a shape with empty pieces too."""
+    num_more = _MORE_CONTEXTS if shape is None else shape.contexts - len(its.blocks)
+    its = its._replace(
+        blocks=np.pad(its.blocks, (0, num_more), constant_values=nowhere), within=np.pad(its.within, (0, num_more))
+    )
+    if shape is None:
+        return its
+    num_empty = _PIECES + 1 - len(its.first_rows)
+    return its._replace(
+        first_rows=np.pad(its.first_rows, (0, num_empty), mode="edge"),
+        first_contexts=np.pad(its.first_contexts, (0, num_empty), mode="edge"),
+        longest_rows=shape.rows,
+        longest_context=shape.contexts,
     )
 
 

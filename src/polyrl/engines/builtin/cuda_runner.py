@@ -1,9 +1,9 @@
-"""Runs steps on one NVIDIA GPU: prefill as it comes, decoding from CUDA graphs, several steps at a time.
+"""Runs steps on one NVIDIA GPU: prefill (cuda_prefill.py), and decoding from CUDA graphs, several steps at a time.
 
 A graph holds a whole decoding step: the model, the draw, and the step to the next position; so replaying it again needs
 nothing from the host. A *burst* replays it several times; meanwhile the host takes a *look* at what the first steps
 brought, and the GPU does not wait for it. Graphs are made by batch size, rounded up; the rows that are too many write
-into a block that nobody reads.
+into a block that nobody reads. For samples that are truncated there are graphs up to the logits; their draw follows.
 
 A burst can be interrupted: few replays are ahead of the GPU, so that it ends a step or two later.
 
@@ -27,8 +27,9 @@ import torch
 from polyrl.engines.builtin import cuda, packed, sampling
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.cuda import DecodeStep, PrefillStep
-from polyrl.engines.builtin.cuda_layout import lay_out
+from polyrl.engines.builtin.cuda_layout import lay_out, shape_of
 from polyrl.engines.builtin.cuda_memory import BlockedKeysAndValues
+from polyrl.engines.builtin.cuda_prefill import Prefill
 from polyrl.engines.builtin.merging import merge_projections
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.builtin.offloading import Offloading
@@ -51,6 +52,8 @@ Tensor = torch.Tensor
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     size: int
+    result: Any
+    """Of what was captured: written anew by each replay."""
 
 
 class CudaRunner:
@@ -82,9 +85,11 @@ class CudaRunner:
             loaded.num_layers, num_blocks, heads, block_tokens, dim, self._parameter.dtype
         )
         self._is_awake = False
-        self._graphs: dict[int, _Graph] = {}
+        self._steps: dict[int, _Graph] = {}
+        self._steps_to_logits: dict[int, _Graph] = {}
         self._graph_memory = torch.cuda.graph_pool_handle()
         """Of all graphs: only one of them runs at a time."""
+        self._prefilling = Prefill(self._hidden, self._device, self._graph_memory)
         self._invariant_tokens = invariant_tokens
         self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
         self._interrupted = threading.Event()
@@ -123,18 +128,23 @@ class CudaRunner:
             self._paged.detach(self._loaded.model)
             self._is_awake = False
         if self._offloading is not None:
-            self._graphs.clear()
+            self._forget_graphs()
             self._offloading.take_away()
         torch.cuda.empty_cache()
 
     def close(self) -> None:
         """The model is whole afterwards: it may be another's."""
-        self._graphs.clear()
+        self._forget_graphs()
         if self._offloading is not None:
             self._offloading.bring_back()
             self._offloading = None
         self.sleep()
         self._paged.close()
+
+    def _forget_graphs(self) -> None:
+        self._steps.clear()
+        self._steps_to_logits.clear()
+        self._prefilling.forget_graphs()
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
         """Nothing is derived from them: graphs read them where they are."""
@@ -150,37 +160,49 @@ class CudaRunner:
             self._offloading.take_away()
             torch.cuda.empty_cache()
 
-    # Prefill
-
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
         """Any step. `wanted` has an entry for each chunk that samples, in order.
 
-        Those that decode are a step from a graph, unless they are truncated: it reads their contexts where they are,
-        and the other way copies them. Batch-invariant, every other chunk is a step by itself.
+        Those that decode are a step from a graph: it reads their contexts where they are, and prefill copies them.
+        Batch-invariant, every other chunk is a step by itself, and what is truncated is drawn by itself.
         """
         asked = dict(zip((number for number, chunk in enumerate(chunks) if chunk.samples), wanted, strict=True))
-        graphed = [number for number, one in asked.items() if chunks[number].decodes and not one.sampling.truncates]
-        others = sorted(set(range(len(chunks))) - set(graphed))
+        decoding = [number for number in asked if chunks[number].decodes]
+        truncated = [number for number in decoding if asked[number].sampling.truncates]
+        plain = [number for number in decoding if not asked[number].sampling.truncates]
+        others = sorted(set(range(len(chunks))) - set(decoding))
         drawn: dict[int, tuple[int, float]] = {}
-        if graphed:
-            one = self.run_burst([chunks[at] for at in graphed], [asked[at] for at in graphed], 1)[0]
-            drawn.update(zip(graphed, zip(*one, strict=True), strict=True))
+        if plain:
+            one = self.run_burst([chunks[at] for at in plain], [asked[at] for at in plain], 1)[0]
+            drawn.update(zip(plain, zip(*one, strict=True), strict=True))
+        on_gpu: list[tuple[list[int], tuple[Tensor, Tensor]]] = []
+        """Drawn, and read when all is on its way."""
         at_once = 1 if self._invariant_tokens else len(chunks)
+        if truncated:
+            logits = self._decoded_logits([chunks[at] for at in truncated], [asked[at] for at in truncated])
+            for first in range(0, len(truncated), at_once):
+                some = truncated[first : first + at_once]
+                its = logits[first : first + len(some)]
+                on_gpu.append((some, self._draw(its, [asked[at] for at in some])))
         for first in range(0, len(others), at_once):
             some = others[first : first + at_once]
+            hidden = self._prefill([chunks[at] for at in some])
             sampled = [at for at in some if at in asked]
-            one = self._run_packed([chunks[at] for at in some], [asked[at] for at in sampled])
-            drawn.update(zip(sampled, zip(*one, strict=True), strict=True))
+            if sampled:
+                on_gpu.append((sampled, self._draw(self._loaded.logits(hidden), [asked[at] for at in sampled])))
+        for numbers, (tokens, logprobs) in on_gpu:
+            drawn.update(zip(numbers, zip(tokens.tolist(), logprobs.tolist(), strict=True), strict=True))
         return Drawn([drawn[at][0] for at in asked], [drawn[at][1] for at in asked])
 
-    def _run_packed(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
-        """Row by row, of whatever lengths."""
-        step, tokens, positions, rows = self._lay_out(chunks)
-        hidden = self._hidden(tokens, positions, step)
-        logits = self._loaded.logits(hidden[0].index_select(0, rows))
-        if not wanted:
-            return Drawn([], [])
+    def _prefill(self, chunks: Sequence[Chunk]) -> Tensor:
+        """The rows that are wanted, as the last layer leaves them."""
+        in_place = self._invariant_tokens
+        shape = shape_of(chunks, self._loaded.model.config.hidden_size, in_place)
+        its = lay_out(chunks, self._block_tokens, self._num_blocks, shape, in_place=in_place > 0)
+        return self._prefilling.run(its, shape)[0].index_select(0, self._send(its.rows))
+
+    def _draw(self, logits: Tensor, wanted: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
         draws = sampling.plan_draws(
             [one.sampling for one in wanted],
             [one.seed for one in wanted],
@@ -188,10 +210,8 @@ class CudaRunner:
             self._device,
         )
         if draws.truncated:
-            drawn, logprobs = sampling.draw(logits, draws)
-        else:
-            drawn, logprobs = cuda.draw(logits, draws.temperatures, draws.uniforms)
-        return Drawn(drawn.tolist(), logprobs.tolist())
+            return sampling.draw(logits, draws)
+        return cuda.draw(logits, draws.temperatures, draws.uniforms)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, step: DecodeStep | PrefillStep) -> Tensor:
         return self._loaded.model.model(
@@ -201,19 +221,6 @@ class CudaRunner:
             use_cache=False,
             step=step,
         ).last_hidden_state
-
-    def _lay_out(self, chunks: Sequence[Chunk]) -> tuple[PrefillStep, Tensor, Tensor, Tensor]:
-        its = lay_out(chunks, self._block_tokens, self._num_blocks, self._invariant_tokens)
-        step = PrefillStep(
-            self._send(its.cells),
-            self._send(its.blocks),
-            self._send(its.within),
-            self._send(its.first_rows),
-            self._send(its.first_contexts),
-            its.longest_rows,
-            its.longest_context,
-        )
-        return step, self._send(its.tokens), self._send(its.positions), self._send(its.rows)
 
     def _send(self, numbers: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(numbers).to(self._device, non_blocking=True)
@@ -235,7 +242,7 @@ class CudaRunner:
 
         With a `look` it gets the steps as they come, and the last ones are returned.
         """
-        graph = self._graph(len(chunks))
+        graph = self._graph(self._steps, len(chunks), self._decode)
         self._set_rows(chunks, wanted, graph.size)
         num_seen = 0
         for step in range(num_steps):
@@ -279,14 +286,20 @@ class CudaRunner:
         self._temperatures[:size].copy_(torch.from_numpy(temperatures), non_blocking=True)
         self._cursor.zero_()
 
-    def _graph(self, num: int) -> _Graph:
-        size = next(one for one in self._sizes if one >= num)
-        graph = self._graphs.get(size)
-        if graph is None:
-            graph = self._graphs[size] = self._capture(size)
-        return graph
+    def _decoded_logits(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Tensor:
+        """Of one step, until the next."""
+        graph = self._graph(self._steps_to_logits, len(chunks), self._logits)
+        self._set_rows(chunks, wanted, graph.size)
+        graph.graph.replay()
+        return graph.result
 
-    def _capture(self, size: int) -> _Graph:
+    def _graph(self, graphs: dict[int, _Graph], num: int, step: Callable[[int], Tensor | None]) -> _Graph:
+        size = next(one for one in self._sizes if one >= num)
+        if size not in graphs:
+            graphs[size] = self._capture(size, step)
+        return graphs[size]
+
+    def _capture(self, size: int, step: Callable[[int], Tensor | None]) -> _Graph:
         began = time.monotonic()
         saved = [one.clone() for one in (self._tokens, self._positions, self._answers)]
         self._tables[:size].fill_(self._num_blocks)
@@ -297,24 +310,28 @@ class CudaRunner:
             for _ in range(2):
                 self._cursor.zero_()
                 self._positions.zero_()
-                self._decode(size)
+                step(size)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._cursor.zero_()
         self._positions.zero_()
         with torch.cuda.graph(graph, pool=self._graph_memory):
-            self._decode(size)
+            result = step(size)
         for buffer, one in zip((self._tokens, self._positions, self._answers), saved, strict=True):
             buffer.copy_(one)
         log.info("a graph for %d samples in %.1f s", size, time.monotonic() - began)
-        return _Graph(graph, size)
+        return _Graph(graph, size, result)
 
     def _decode(self, size: int) -> None:
         """One step of the first rows, from and to the fixed places."""
+        logits = self._logits(size)
         tokens, positions, answers = self._tokens[:size], self._positions[:size], self._answers[:size]
-        splits = cuda.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
-        step = DecodeStep(self._tables[:size], positions, splits)
-        logits = self._loaded.logits(self._hidden(tokens, positions, step)[0])
         numbers = self._uniforms(self._seeds[:size], answers)
         drawn, logprobs = cuda.draw(logits, self._temperatures[:size], numbers)
         cuda.note(drawn, logprobs, self._cursor, self._drawn, self._logprobs, tokens, positions, answers)
+
+    def _logits(self, size: int) -> Tensor:
+        positions = self._positions[:size]
+        splits = cuda.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
+        step = DecodeStep(self._tables[:size], positions, splits)
+        return self._loaded.logits(self._hidden(self._tokens[:size], positions, step)[0])

@@ -75,7 +75,7 @@ class BuiltinEngine:
         self._loaded = loaded
         self._runner: StepRunner | None = None
         self._cache = KvCache(config.kv_tokens // block_tokens, block_tokens)
-        self._batch = Batching(self._cache, config.slots, self._chunk_tokens, self._invariant_tokens)
+        self._batch = Batching(self._cache, config.slots, self._fit.chunk_tokens, self._invariant_tokens)
         self._version = None if config.version is None else Version(config.version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
         self._sink: Sink | None = None
@@ -92,10 +92,6 @@ class BuiltinEngine:
         self.last_install_s = 0.0
         """How long samples stood still for the last install, and for the step before it to end."""
         self._is_closed = False
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return self._invariant_tokens or self._fit.chunk_tokens
 
     @property
     def _invariant_tokens(self) -> int:

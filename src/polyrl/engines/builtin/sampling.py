@@ -25,6 +25,8 @@ GAMMA = 0x9E3779B97F4A7C15
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """Splitmix64's numbers."""
 _STRETCH = 128
+_SORTED_ROWS = 32
+"""At once, of a vocabulary: 100 MB."""
 
 
 class Draws(NamedTuple):
@@ -89,8 +91,8 @@ def _cut(weights: Tensor, draws: Draws) -> Tensor:
     """
     if draws.truncated:
         weights = weights.clone()
-        for row, sampling in draws.truncated:
-            weights[row] = _truncate(weights[row].log_(), sampling).exp_()
+        for rows, way in _alike(draws.truncated):
+            weights[rows] = _truncate(weights[rows].log_(), way).exp_()
     missing = -weights.shape[1] % _STRETCH
     stretches = (pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _STRETCH))
     ends = stretches.sum(-1).cumsum(-1, dtype=torch.float64)
@@ -110,18 +112,36 @@ def _search(ends: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
     return torch.searchsorted(ends, cut, right=True).clamp_(max=ends.shape[1] - 1), cut
 
 
-def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities with those left out at minus infinity. The likeliest token always stays."""
+class _Truncation(NamedTuple):
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+def _alike(truncated: list[tuple[int, Sampling]]) -> list[tuple[list[int], _Truncation]]:
+    """Rows that are truncated in the same way, a few at a time: sorting takes memory."""
+    alike: dict[_Truncation, list[int]] = {}
+    for row, one in truncated:
+        alike.setdefault(_Truncation(one.top_k, one.top_p, one.min_p), []).append(row)
+    return [
+        (rows[first : first + _SORTED_ROWS], way)
+        for way, rows in alike.items()
+        for first in range(0, len(rows), _SORTED_ROWS)
+    ]
+
+
+def _truncate(logprobs: Tensor, way: _Truncation) -> Tensor:
+    """Log-probabilities of some rows, with those left out at minus infinity. The likeliest token always stays."""
     out = logprobs
-    if sampling.top_k and sampling.top_k < out.shape[-1]:
-        least = torch.topk(out, sampling.top_k).values[-1]
+    if way.top_k and way.top_k < out.shape[-1]:
+        least = torch.topk(out, way.top_k).values[:, -1:]
         out = out.masked_fill(out < least, float("-inf"))
-    if sampling.min_p > 0.0:
-        out = out.masked_fill(out < out.max() + np.log(sampling.min_p), float("-inf"))
-    if sampling.top_p < 1.0:
+    if way.min_p > 0.0:
+        out = out.masked_fill(out < out.amax(-1, keepdim=True) + np.log(way.min_p), float("-inf"))
+    if way.top_p < 1.0:
         ordered, index = torch.sort(out, descending=True)
         mass = torch.softmax(ordered, -1)
-        beyond = mass.cumsum(-1) - mass >= sampling.top_p
-        beyond[0] = False  # a top_p that float32 does not know is zero
-        out = out.masked_fill(torch.zeros_like(beyond).scatter(0, index, beyond), float("-inf"))
+        beyond = mass.cumsum(-1) - mass >= way.top_p
+        beyond[:, 0] = False  # a top_p that float32 does not know is zero
+        out = out.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), float("-inf"))
     return out
