@@ -132,6 +132,6 @@ def test_there_are_few_shapes_and_none_has_two_equal_sizes(sizes, width):
     assert made_up >= 0 and shape.rows in (128, 256, 512, 1024, 2048, width + 128)
     assert len({shape.rows, shape.contexts, width}) == 3 or width % 16
     num_contexts = sum(start + count for start, count in sizes) + made_up
-    assert num_contexts < shape.contexts <= 2 * num_contexts + 8
+    assert num_contexts < shape.contexts <= max(2 * shape.rows, 4 * num_contexts) + 8
     shapes = {shape_of([Chunk(chunks[0].member, 0, count, False)], width) for count in range(1, 2049)}
     assert len(shapes - {None}) <= 5

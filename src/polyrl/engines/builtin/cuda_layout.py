@@ -69,7 +69,10 @@ def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> Shape | 
     if not rows or len(chunks) + 2 > _PIECES:
         return None
     num_contexts = sum(chunk.start + chunk.count for chunk in chunks) + rows - num_rows
-    return Shape(rows, (1 << (num_contexts - 1).bit_length()) + _MORE_CONTEXTS)
+    contexts = 2 * rows
+    while contexts < num_contexts:
+        contexts *= 4
+    return Shape(rows, contexts + _MORE_CONTEXTS)
 
 
 def lay_out(

@@ -2,7 +2,7 @@
 
 To launch the kernels of a step takes the host about a millisecond a layer, whatever its size; with few rows the GPU
 waits for it most of the time. A graph is launched as one. There is one for each shape (cuda_layout.py) that came up
-a second time.
+a second time. In float32 there are none: its attention asks the GPU for borders.
 """
 
 import logging
@@ -39,8 +39,9 @@ class _Graph(NamedTuple):
 class Prefill:
     """`memory` is that of all graphs: only one of them runs at a time."""
 
-    def __init__(self, model: Model, device: torch.device, memory: Any) -> None:
-        self._model, self._device, self._memory = model, device, memory
+    def __init__(self, model: Model, like: Tensor, memory: Any) -> None:
+        self._model, self._device, self._memory = model, like.device, memory
+        self._has_graphs = like.dtype != torch.float32
         self._graphs: dict[Shape, _Graph | None] = {}
         """None: it came up once."""
 
@@ -49,9 +50,10 @@ class Prefill:
 
     def run(self, its: Layout, shape: Shape | None) -> Tensor:
         """What the last layer makes of every row, until the next step. `its` has that shape, if there is one."""
-        if shape is None or shape not in self._graphs:
-            if shape is not None:
-                self._graphs[shape] = None
+        if shape is None or not self._has_graphs:
+            return self._model(*self._send(its))
+        if shape not in self._graphs:
+            self._graphs[shape] = None
             return self._model(*self._send(its))
         found = self._graphs[shape]
         if found is None:

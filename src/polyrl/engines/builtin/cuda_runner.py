@@ -37,8 +37,8 @@ from polyrl.engines.builtin.steps import MAX_BURST, Drawn, Look, Wanted
 
 log = logging.getLogger("polyrl.engines.builtin")
 
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-
+_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+"""None of one: layers that are compiled for any number of rows are compiled again for a single one."""
 _AHEAD = 2
 """Replays that the GPU has waiting: enough that it never waits for the host."""
 _LOOK_STEPS = 8
@@ -89,8 +89,9 @@ class CudaRunner:
         self._steps_to_logits: dict[int, _Graph] = {}
         self._graph_memory = torch.cuda.graph_pool_handle()
         """Of all graphs: only one of them runs at a time."""
-        self._prefilling = Prefill(self._hidden, self._device, self._graph_memory)
+        self._prefilling = Prefill(self._hidden, self._parameter, self._graph_memory)
         self._invariant_tokens = invariant_tokens
+        slots = max(slots, _SIZES[0])
         self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
         self._interrupted = threading.Event()
         width = -(-(max_context + MAX_BURST) // block_tokens)  # a burst goes on when an answer is over
