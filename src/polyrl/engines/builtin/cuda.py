@@ -230,6 +230,8 @@ def attend_one_by_one(
     parts: list[Tensor] = []
     for row, next_row, at, next_at in zip(rows, rows[1:], contexts, contexts[1:], strict=False):
         num, total = next_row - row, next_at - at
+        if not num:
+            continue
         behind = torch.arange(total - num, total, device=query.device).unsqueeze(1)
         behind = behind - torch.arange(total, device=query.device)
         mask = (behind >= 0) & (behind < window)

@@ -41,7 +41,7 @@ class Prefill:
 
     def __init__(self, model: Model, like: Tensor, memory: Any) -> None:
         self._model, self._device, self._memory = model, like.device, memory
-        self._has_graphs = like.dtype != torch.float32
+        self.has_graphs = like.dtype != torch.float32
         self._graphs: dict[Shape, _Graph | None] = {}
         """None: it came up once."""
 
@@ -50,7 +50,7 @@ class Prefill:
 
     def run(self, its: Layout, shape: Shape | None) -> Tensor:
         """What the last layer makes of every row, until the next step. `its` has that shape, if there is one."""
-        if shape is None or not self._has_graphs:
+        if shape is None or not self.has_graphs:
             return self._model(*self._send(its))
         if shape not in self._graphs:
             self._graphs[shape] = None

@@ -199,7 +199,9 @@ class CudaRunner:
     def _prefill(self, chunks: Sequence[Chunk]) -> Tensor:
         """The rows that are wanted, as the last layer leaves them."""
         in_place = self._invariant_tokens
-        shape = shape_of(chunks, self._loaded.model.config.hidden_size, in_place)
+        shape = None
+        if in_place or self._prefilling.has_graphs:
+            shape = shape_of(chunks, self._loaded.model.config.hidden_size, in_place)
         its = lay_out(chunks, self._block_tokens, self._num_blocks, shape, in_place=in_place > 0)
         return self._prefilling.run(its, shape)[0].index_select(0, self._send(its.rows))
 
