@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
 
@@ -62,12 +63,14 @@ async def finish(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> list[lis
     return [sink.text[job.lease] for job in jobs]
 
 
-def agreement(one: list[list[int]], other: list[list[int]]) -> dict[str, float]:
-    """The share of answers that are equal, and of tokens before the first difference."""
+def agreement(one: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
+    """The share of answers that are equal, and of tokens before the first difference; which differ, if they are few."""
     pairs = list(zip(one, other, strict=True))
     same = sum(a == b for a, b in pairs)
     before = sum(next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)) for a, b in pairs)
-    return {"answers_equal": same / len(pairs), "tokens_before_a_difference": before / sum(len(a) for a, _ in pairs)}
+    shares = {"answers_equal": same / len(pairs), "tokens_before_a_difference": before / sum(len(a) for a, _ in pairs)}
+    others = [number for number, (a, b) in enumerate(pairs) if a != b]
+    return shares | ({"differ": others} if 0 < len(others) < 8 else {})
 
 
 def questions(folder: str) -> list[list[int]]:

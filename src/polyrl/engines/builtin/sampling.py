@@ -93,14 +93,28 @@ def _cut(weights: Tensor, draws: Draws) -> Tensor:
         weights = weights.clone()
         for rows, way in _alike(draws.truncated):
             weights[rows] = _truncate(weights[rows].log_(), way).exp_()
-    missing = -weights.shape[1] % _STRETCH
-    stretches = (pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _STRETCH))
+    stretches = _stretches(weights)
     ends = stretches.sum(-1).cumsum(-1, dtype=torch.float64)
     stretch, cut = _search(ends, draws.uniforms * ends[:, -1])
     before = pad(ends, (1, 0)).gather(1, stretch)
     within = stretches.gather(1, stretch.unsqueeze(2).expand(-1, -1, _STRETCH)).squeeze(1)
     place, _ = _search(within.cumsum(-1, dtype=torch.float64), (cut - before).squeeze(1))
     return (stretch * _STRETCH + place).squeeze(1)
+
+
+def _stretches(rows: Tensor) -> Tensor:
+    """(rows, stretches, _STRETCH)."""
+    missing = -rows.shape[1] % _STRETCH
+    return (pad(rows, (0, missing)) if missing else rows).unflatten(1, (-1, _STRETCH))
+
+
+def _running_sums(rows: Tensor) -> Tensor:
+    """In float64, stretch by stretch: the running sum of one long row is added up in another order each time on a GPU
+    (pytorch/pytorch#75240), which can turn a token.
+    """
+    within = _stretches(rows).cumsum(-1, dtype=torch.float64)
+    before = pad(within[:, :-1, -1].cumsum(-1), (1, 0))
+    return (within + before.unsqueeze(2)).flatten(1)[:, : rows.shape[1]]
 
 
 def _search(ends: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +155,7 @@ def _truncate(logprobs: Tensor, way: _Truncation) -> Tensor:
     if way.top_p < 1.0:
         ordered, index = torch.sort(out, descending=True)
         mass = torch.softmax(ordered, -1)
-        beyond = mass.cumsum(-1) - mass >= way.top_p
+        beyond = _running_sums(mass) - mass >= way.top_p
         beyond[:, 0] = False  # a top_p that float32 does not know is zero
         out = out.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), float("-inf"))
     return out
