@@ -451,8 +451,8 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mooncake: Literal["", "tcp", "rdma"] = ""
     """Offer full versions through mooncake's transfer engine too, to workers that are started with --mooncake."""
     encode_on: Literal["host", "device"] = "host"
-    """Where deltas are made. The trainer's GPU is ten times as fast, and needs memory for one more copy of the
-    weights."""
+    """Where deltas are made. The trainer's GPU is ten times as fast, needs memory for one more copy of the weights, and
+    has the trainer wait; the host makes them beside training."""
 
 
 class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,7 +5,8 @@ in their place, a slab at a time; what leaves the device are gaps and difference
 weights. Host threads compress those of one slab while the device works on the next.
 
 Rules kept here: the delta is that of `delta.encode`, byte for byte, so nobody can tell where it was made. A piece with
-many or wide changes is fetched and encoded by the host. All of it is plain torch and runs on any device.
+many or wide changes is fetched and encoded by the host. All of it is plain torch and runs on any device. On a GPU it
+has a stream of its own: the host asks for counts all the time, and would wait behind whatever else runs there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -78,6 +79,7 @@ class GpuDeltaEncoder:
         self._layout, self._threads = layout, threads
         self._slabs = list(_slabs_of(layout, part_elements, slab_elements))
         device = next(iter(state.values())).device
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._held = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         largest = max((slab.num_bytes for slab in self._slabs), default=0)
         self._fresh = torch.zeros(largest, dtype=torch.uint8, device=device)
@@ -86,6 +88,15 @@ class GpuDeltaEncoder:
 
     def encode(self, state: Mapping[str, Tensor]) -> Encoded:
         """What turns the version that is held into this state, which is held from now on."""
+        if self._stream is None:
+            return self._encode(state)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            encoded = self._encode(state)
+        self._stream.synchronize()
+        return encoded
+
+    def _encode(self, state: Mapping[str, Tensor]) -> Encoded:
         waiting: list[Future[Written] | Written] = []
         with ThreadPoolExecutor(self._threads, thread_name_prefix="delta") as pool:
             for slab in self._slabs:
