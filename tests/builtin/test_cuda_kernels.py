@@ -83,7 +83,7 @@ from polyrl.engines.builtin import cuda
 torch.manual_seed(0)
 counter = CompileCounter()
 compiled = torch.compile(cuda.attend_one_by_one, backend=counter, dynamic=True)
-for rows, contexts in (([3, 5], [3, 9]), ([1, 4, 2], [8, 4, 2]), ([6, 2, 2, 2], [6, 7, 2, 30])):
+for rows, contexts in (([3, 5], [3, 9]), ([1, 4, 2], [8, 4, 2]), ([6, 2, 2, 2, 0, 0], [6, 7, 2, 30, 0, 0])):
     first_rows, first_contexts = (torch.tensor([0, *one]).cumsum(0) for one in (rows, contexts))
     query = torch.randn(sum(rows), 4, 16)
     keys, values = torch.randn(2, sum(contexts), 4, 16)
@@ -99,8 +99,30 @@ for rows, contexts in (([3, 5], [3, 9]), ([1, 4, 2], [8, 4, 2]), ([6, 2, 2, 2], 
 assert counter.frame_count <= 2, "compiled once for each window"
 """
 
+PREFILLING = """
+import torch
+from polyrl.engines.builtin import cuda
+torch.manual_seed(0)
+num, dim, block, num_blocks = 11, 32, 8, 20
+for num_kv in (1, 3, 4):
+    keys, values = torch.randn(2, num_blocks, num_kv, block, dim)
+    before = keys.clone(), values.clone()
+    merged = torch.randn(num, 3 * num_kv, dim)
+    key, value = merged[:, :num_kv], merged[:, 2 * num_kv :]
+    value[4, 0, 5] = float("nan")
+    cells = torch.randperm(num_blocks * block)[:num]
+    blocks, within = torch.cat([cells // block, torch.arange(7)]), torch.cat([cells % block, torch.arange(7)])
+    its_keys, its_values = cuda.write_and_gather(key, value, keys, values, cells, blocks, within)
+    for cache, old, new in zip((keys, values), before, (key, value.nan_to_num(0.0))):
+        old[cells // block, :, cells % block] = new
+        assert torch.equal(cache, old), "what belongs to others stays as it was"
+    assert torch.equal(its_keys, keys[blocks, :, within]) and torch.equal(its_values, values[blocks, :, within])
+"""
 
-@pytest.mark.parametrize("script", [DECODING, DRAWING, EDGES, CHUNKS], ids=["decoding", "drawing", "edges", "chunks"])
+SCRIPTS = {"decoding": DECODING, "drawing": DRAWING, "edges": EDGES, "chunks": CHUNKS, "prefilling": PREFILLING}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_kernel_gives_what_torch_gives(script):
     source = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}

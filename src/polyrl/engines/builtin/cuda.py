@@ -41,17 +41,40 @@ def _numbers(x):
 
 
 @triton.jit
+def _at(block, within, heads, dims, NUM_KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the heads of one token lie in a layer's cache: (heads, dim)."""
+    return ((block * NUM_KV + heads[:, None]) * BLOCK + within) * DIM + dims[None, :]
+
+
+@triton.jit
 def _write_kernel(
     key, value, keys, values, cells, key_stride, value_stride,
-    NUM_KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_KV: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put a row's key and value at its cell."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
     cell = tl.load(cells + row)
-    at = ((cell // BLOCK) * NUM_KV + head) * BLOCK * DIM + (cell % BLOCK) * DIM
-    dims = tl.arange(0, DIM)
-    tl.store(keys + at + dims, tl.load(key + row * key_stride + head * DIM + dims))
-    tl.store(values + at + dims, _numbers(tl.load(value + row * value_stride + head * DIM + dims)))
+    heads, dims = tl.arange(0, HEADS), tl.arange(0, DIM)
+    there = _at(cell // BLOCK, cell % BLOCK, heads, dims, NUM_KV, DIM, BLOCK)
+    here = heads[:, None] * DIM + dims[None, :]
+    is_head = (heads < NUM_KV)[:, None]
+    tl.store(keys + there, tl.load(key + row * key_stride + here, mask=is_head), mask=is_head)
+    tl.store(values + there, _numbers(tl.load(value + row * value_stride + here, mask=is_head)), mask=is_head)
+
+
+@triton.jit
+def _gather_kernel(
+    keys, values, blocks, within, its_keys, its_values,
+    NUM_KV: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Take a token's key and value out of the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, dims = tl.arange(0, HEADS), tl.arange(0, DIM)
+    there = _at(tl.load(blocks + token), tl.load(within + token), heads, dims, NUM_KV, DIM, BLOCK)
+    here = (token * NUM_KV + heads[:, None]) * DIM + dims[None, :]
+    is_head = (heads < NUM_KV)[:, None]
+    tl.store(its_keys + here, tl.load(keys + there, mask=is_head), mask=is_head)
+    tl.store(its_values + here, tl.load(values + there, mask=is_head), mask=is_head)
 
 
 @triton.jit
@@ -206,11 +229,11 @@ def write_and_gather(
     """key and value (rows, kv heads, dim): write them; then the keys and values of all context tokens, in a row."""
     num, num_kv, dim = key.shape
     key, value = _rows(key), _rows(value)
-    _write_kernel[(num, num_kv)](
-        key, value, keys, values, cells, key.stride(0), value.stride(0),
-        NUM_KV=num_kv, DIM=dim, BLOCK=keys.shape[2], num_warps=1,
-    )  # fmt: skip
-    return keys[blocks, :, within], values[blocks, :, within]
+    sizes = {"NUM_KV": num_kv, "HEADS": triton.next_power_of_2(num_kv), "DIM": dim, "BLOCK": keys.shape[2]}
+    _write_kernel[(num,)](key, value, keys, values, cells, key.stride(0), value.stride(0), **sizes)
+    its_keys, its_values = (one.new_empty((len(blocks), num_kv, dim)) for one in (keys, values))
+    _gather_kernel[(len(blocks),)](keys, values, blocks, within, its_keys, its_values, **sizes)
+    return its_keys, its_values
 
 
 @write_and_gather.register_fake

@@ -37,10 +37,10 @@ class _Graph(NamedTuple):
 
 
 class Prefill:
-    """`memory` is that of all graphs: only one of them runs at a time."""
+    """`memory` is that of all graphs: only one of them runs at a time. `warming`: what is captured runs there first."""
 
-    def __init__(self, model: Model, like: Tensor, memory: Any) -> None:
-        self._model, self._device, self._memory = model, like.device, memory
+    def __init__(self, model: Model, like: Tensor, memory: Any, warming: torch.cuda.Stream) -> None:
+        self._model, self._device, self._memory, self._warming = model, like.device, memory, warming
         self.has_graphs = like.dtype != torch.float32
         self._graphs: dict[Shape, _Graph | None] = {}
         """None: it came up once."""
@@ -68,11 +68,10 @@ class Prefill:
         """From these inputs, which stay where they are."""
         began = time.monotonic()
         inputs = self._send(its)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._warming.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._warming):
             self._model(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._warming)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             hidden = self._model(*inputs)

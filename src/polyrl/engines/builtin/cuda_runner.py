@@ -89,7 +89,9 @@ class CudaRunner:
         self._steps_to_logits: dict[int, _Graph] = {}
         self._graph_memory = torch.cuda.graph_pool_handle()
         """Of all graphs: only one of them runs at a time."""
-        self._prefilling = Prefill(self._hidden, self._parameter, self._graph_memory)
+        self._warming = torch.cuda.Stream()
+        """What is captured runs here first. One for all: each stream that multiplies has a workspace of its own."""
+        self._prefilling = Prefill(self._hidden, self._parameter, self._graph_memory, self._warming)
         self._invariant_tokens = invariant_tokens
         slots = max(slots, _SIZES[0])
         self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
@@ -307,14 +309,13 @@ class CudaRunner:
         saved = [one.clone() for one in (self._tokens, self._positions, self._answers)]
         self._tables[:size].fill_(self._num_blocks)
         self._positions.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._warming.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._warming):
             for _ in range(2):
                 self._cursor.zero_()
                 self._positions.zero_()
                 step(size)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._warming)
         graph = torch.cuda.CUDAGraph()
         self._cursor.zero_()
         self._positions.zero_()
