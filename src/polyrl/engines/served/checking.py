@@ -123,12 +123,7 @@ def compare(answers: Iterable[Answer], layout: Layout, view: View) -> int:
     return num_compared
 
 
-def _head(shard: shards.Shard, version: memoryview) -> bytearray:
+def _head(shard: shards.Shard, version: memoryview) -> bytes:
     """The first bytes of a rank's slice."""
-    out = bytearray(min(HEAD_BYTES, shard.num_bytes))
-    for copy in shard.copies:
-        num_bytes = min(copy.run_bytes, len(out) - copy.target_start)
-        if copy.num_runs == 1 and num_bytes > 0:
-            source = version[copy.source_start : copy.source_start + num_bytes]
-            out[copy.target_start : copy.target_start + num_bytes] = source
-    return out
+    num_bytes = min(HEAD_BYTES, shard.num_bytes)
+    return bytes(version[shard.start : min(shard.end, shard.start + num_bytes)]).ljust(num_bytes, b"\0")
