@@ -3,7 +3,6 @@
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from polyrl.cli import model_dir
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ def check_libraries() -> None:
 def settings(tree: dict[str, Any], model: str | None, source: str = "") -> "BuiltinConfig":
     """`tree` holds the keys that were given; `--model` comes before its own. Raises UserError."""
     from polyrl.config import build
+    from polyrl.config.model_dir import check_model_dir
     from polyrl.engines.builtin.config import BuiltinConfig
 
     if model is not None:
@@ -29,5 +29,5 @@ def settings(tree: dict[str, Any], model: str | None, source: str = "") -> "Buil
     if "model" not in tree:
         raise UserError("--model: missing; the builtin engine needs a Hugging Face model directory")
     config = build(tree, BuiltinConfig, source=source)
-    model_dir.check(config.model)
+    check_model_dir(config.model, "--model")
     return config

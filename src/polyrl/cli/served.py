@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polyrl.cli import model_dir
 from polyrl.config import build
+from polyrl.config.model_dir import check_model_dir
 from polyrl.engines.served.engine import NAMES, Kind, ServedEngine
 from polyrl.engines.served.server import ServedConfig
 from polyrl.errors import UserError
@@ -25,7 +25,7 @@ def engine(args: argparse.Namespace, tree: dict[str, Any], source: str) -> Serve
     if "model" not in tree:
         raise UserError(f"--model: missing; a {NAMES[args.engine]} server needs a Hugging Face model directory")
     config = build(tree, ServedConfig, source=source)
-    model_dir.check(config.model)
+    check_model_dir(config.model, "--model")
     if config.url:
         _check_attached(config)
         return ServedEngine(args.engine, config)

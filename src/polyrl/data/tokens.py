@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from polyrl.config.model_dir import check_model_dir
 from polyrl.data.prompts import Messages
 from polyrl.data.rows import DataError
 from polyrl.errors import ConfigError
@@ -79,7 +80,7 @@ def check_same_tokens(path: str, other: str, key: str) -> None:
     """Raises ConfigError where `other`, which `key` names, does not know every token of the model in `path` by the same
     number. Of one without a tokenizer, only how many tokens it has is known.
     """
-    _check_is_model(other, key)
+    check_model_dir(other, key)
     ours: dict[str, int] = _load(path).get_vocab()
     if _has_tokenizer(other):
         theirs: dict[str, int] = _load(other, key).get_vocab()
@@ -98,11 +99,6 @@ def check_same_tokens(path: str, other: str, key: str) -> None:
         )
 
 
-def _check_is_model(folder: str, key: str) -> None:
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"{key}: {folder}: no config.json there; expected a Hugging Face model directory")
-
-
 def _has_tokenizer(folder: str) -> bool:
     return any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
@@ -113,7 +109,7 @@ def _load(folder: str, key: str = _KEY) -> Any:
 
     transformers_logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    _check_is_model(folder, key)
+    check_model_dir(folder, key)
     if not _has_tokenizer(folder):
         raise ConfigError(f"{key}: {folder}: no tokenizer there; expected tokenizer.json beside the weights")
     try:

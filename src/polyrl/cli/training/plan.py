@@ -14,6 +14,7 @@ from polyrl.cli.training.models import check_device, check_tokenizers, others, u
 from polyrl.cli.training.sampling import caveat_of
 from polyrl.cli.training.tasks import count_prompts_of_a_step, prompt_room, too_few
 from polyrl.config import dump_toml
+from polyrl.config.model_dir import check_model_dir
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.builtin.models import check_headers
@@ -84,9 +85,8 @@ def show_plan(recipe: Recipe, run_dir: Path) -> str:
 
 
 def read_shape(path: str, key: str = "model.path") -> ModelShape:
+    check_model_dir(path, key)
     place = Path(path) / "config.json"
-    if not place.is_file():
-        raise ConfigError(f"{key}: {path}: no config.json there; expected a Hugging Face model directory")
     try:
         config: dict[str, Any] = json.loads(place.read_bytes())
         config = config.get("text_config", config)
