@@ -1,12 +1,15 @@
 """What the manager can say about itself: a status for people and programs, and metrics for Prometheus."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from polyrl.ids import Step
 from polyrl.manager.executor import Executor
+from polyrl.manager.payload import Payload
 from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker
@@ -17,7 +20,8 @@ from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
 def status(executor: Executor, uptime_s: float) -> Status:
     scheduler = executor.scheduler
     now = executor.now()
-    workers = tuple(_worker(executor, one, now) for one in executor.workers.values())
+    running = _Running({}, {}) if scheduler is None else _running(scheduler.desk, executor.payload)
+    workers = tuple(_worker(executor, one, running, now) for one in executor.workers.values())
     trainer = executor.trainer
     attached = "none" if trainer is None else "away" if trainer.link is None else "attached"
     if scheduler is None:
@@ -48,7 +52,7 @@ def status(executor: Executor, uptime_s: float) -> Status:
         trainer_does=does,
         trainer_since_s=None if since is None else now - since,
         workers=workers,
-        rounds=tuple(_round(executor, desk, one, now) for one in desk.rounds.values()),
+        rounds=tuple(_round(desk, one, running, now) for one in desk.rounds.values()),
         queues=queues(executor, desk),
         waits=tuple(_waits(executor, desk, now)),
         ledger=_ledger(desk, now),
@@ -59,9 +63,29 @@ def status(executor: Executor, uptime_s: float) -> Status:
     )
 
 
-def _worker(executor: Executor, session: WorkerSession, now: float) -> WorkerStatus:
+class _Running(NamedTuple):
+    """What running samples have so far; one look at each of them, of which there may be tens of thousands."""
+
+    tokens: dict[int, int]
+    """By seat."""
+    longest: dict[Step, tuple[int, int]]
+    """Of each round: its tokens, and the seat where it runs."""
+
+
+def _running(desk: Desk, payload: Payload) -> _Running:
+    tokens = dict.fromkeys(desk.seats, 0)
+    longest: dict[Step, tuple[int, int]] = {}
+    for sample in desk.leases.values():
+        num, seat, step = payload.text(sample.id).num_tokens, sample.worker, desk.groups[sample.group].step
+        tokens[seat] += num
+        if step not in longest or num >= longest[step][0]:
+            longest[step] = max((num, seat), longest.get(step, (0, -1)))
+    return _Running(tokens, longest)
+
+
+def _worker(executor: Executor, session: WorkerSession, running: _Running, now: float) -> WorkerStatus:
     seat: Worker | None = executor.seat_of(session)
-    report, facts, text_of = session.report, session.facts, executor.payload.text
+    report, facts = session.report, session.facts
     line = None if executor.scheduler is None else executor.scheduler.ledger.workers.get(session.name)
     return WorkerStatus(
         name=session.name,
@@ -82,7 +106,7 @@ def _worker(executor: Executor, session: WorkerSession, now: float) -> WorkerSta
         duty="generating" if seat is None else seat.duty,
         pulling=-1 if seat is None else seat.pulling,
         source=_source(executor, seat),
-        tokens_running=0 if seat is None else sum(text_of(sample).num_tokens for sample in seat.leases.values()),
+        tokens_running=0 if seat is None else running.tokens[seat.seat],
     )
 
 
@@ -103,10 +127,8 @@ def _trainer(desk: Desk) -> tuple[str, float | None]:
     return ("", None) if clock.idle_since is None else ("waits", clock.idle_since)
 
 
-def _round(executor: Executor, desk: Desk, round_: Round, now: float) -> RoundStatus:
-    text_of = executor.payload.text
-    running = ((text_of(one.id).num_tokens, one.worker) for one in desk.leases.values() if one.group in round_.groups)
-    longest, seat = max(running, default=(0, -1))
+def _round(desk: Desk, round_: Round, running: _Running, now: float) -> RoundStatus:
+    longest, seat = running.longest.get(round_.step, (0, -1))
     return RoundStatus(
         step=round_.step,
         kind=round_.kind,
