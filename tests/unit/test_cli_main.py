@@ -125,11 +125,44 @@ def test_a_command_like_no_other_is_answered_with_all_of_them(capsys):
     assert f"expected one of {', '.join(COMMANDS)}" in capsys.readouterr().err
 
 
-def test_an_unknown_option_is_wrong_usage(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--frobnicate"])
-    assert ended.value.code == 2
-    assert "--frobnicate" in capsys.readouterr().err
+MISTAKES = {
+    ("--versoin",): "--versoin: unknown option; did you mean --version?",
+    ("--frobnicate",): "--frobnicate: unknown option; expected one of --help, --version",
+    ("train", "--drty-run"): "--drty-run: unknown option; did you mean --dry-run?",
+    ("simulate", "ramp", "--sed=3"): "--sed: unknown option; did you mean --seed?",
+    (
+        "data",
+        "prepare",
+        "math",
+        "--ot",
+        "rows",
+    ): "--ot: unknown option; did you mean --out?",  # and not: --out is missing
+    ("worker", "--chek", "--", "--host"): "--chek: unknown option; did you mean --check?",
+    ("worker", "--engine", "vlm"): (
+        "--engine: got 'vlm', expected one of emulated, builtin, vllm, sglang; did you mean vllm?"
+    ),
+    ("weights", "inpect", "x"): (
+        "ACTION: got 'inpect', expected one of inspect, verify, diff, serve, pull; did you mean inspect?"
+    ),
+    ("train", "-z"): "unrecognized arguments: -z; `polyrl train --help` explains it",
+}
+
+
+@pytest.mark.parametrize("argv", MISTAKES)
+def test_wrong_usage_is_one_line_with_the_nearest_name_and_2(argv, capsys):
+    assert main(argv) == 2
+    assert capsys.readouterr().err == f"polyrl: error: {MISTAKES[argv]}\n"
+
+
+def test_help_is_given_beside_an_option_that_is_wrong(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--drty-run", "--help"])
+    assert "--dry-run" in capsys.readouterr().out
+
+
+def test_an_option_may_be_cut_short(commands, capsys):
+    assert main(["end", "well", "--se", "3"], commands) == 0
+    assert capsys.readouterr().out == "[] 3\n"
 
 
 def test_a_command_gets_its_arguments_in_any_order(commands, capsys):
@@ -150,10 +183,10 @@ def test_a_command_explains_itself(commands, capsys):
     assert "End in a given way." in text
 
 
-def test_wrong_usage_of_a_command_ends_with_2(commands):
-    with pytest.raises(SystemExit) as ended:
-        main(["end", "well", "--seed", "many"], commands)
-    assert ended.value.code == 2
+def test_a_value_that_argparse_refuses_is_one_line_and_2(commands, capsys):
+    assert main(["end", "well", "--seed", "many"], commands) == 2
+    expected = "argument --seed: invalid int value: 'many'; `polyrl end --help` explains it"
+    assert capsys.readouterr().err == f"polyrl: error: {expected}\n"
 
 
 def test_a_users_mistake_is_one_line_and_2(commands, capsys):

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, cast
 
 from polyrl import __version__
 from polyrl.cli import interrupts
+from polyrl.cli.parser import Parser
 from polyrl.errors import UserError
 
 EXIT_OK = 0
@@ -68,7 +69,7 @@ class CommandModule(Protocol):
 
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
-    """Run one command and return its exit code. argparse exits by itself on --help (0) and on wrong usage (2)."""
+    """Run one command and return its exit code. argparse exits by itself on --help."""
     try:
         _prepare_process()
         with interrupts.that_end_imports():
@@ -118,11 +119,11 @@ def _run_and_flush(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
 
 def _dispatch(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
     if not argv:
-        _front_parser(commands).print_help(sys.stderr)
+        _front_parser(argv, commands).print_help(sys.stderr)
         return EXIT_BAD_INPUT
     name, *rest = argv
     if name.startswith("-"):
-        _front_parser(commands).parse_args(argv)
+        _front_parser(argv, commands).parse_args(argv)
         return EXIT_OK
     if name not in commands:
         raise UserError(_unknown_command(name, commands))
@@ -131,7 +132,7 @@ def _dispatch(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
 
 def _run_command(name: str, command: Command, argv: Sequence[str]) -> int:
     module = cast("CommandModule", importlib.import_module(command.module))
-    parser = argparse.ArgumentParser(prog=f"polyrl {name}", description=_sentence(command.help))
+    parser = Parser(argv, prog=f"polyrl {name}", description=_sentence(command.help))
     module.add_arguments(parser)
     if parser.get_default("rest") is None or "--" not in argv:
         return module.run(parser.parse_intermixed_args(argv))
@@ -141,11 +142,12 @@ def _run_command(name: str, command: Command, argv: Sequence[str]) -> int:
     return module.run(args)
 
 
-def _front_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+def _front_parser(argv: Sequence[str], commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     """Only for --help, --version and the error about any other option: it never sees a command's arguments."""
     width = max(len(name) for name in commands)
     listing = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in commands.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        argv,
         prog="polyrl",
         usage="polyrl [--help] [--version] COMMAND ...",
         description="RL post-training for language models that you can pull the plug on.",
@@ -157,10 +159,9 @@ def _front_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
 
 
 def _unknown_command(name: str, commands: Mapping[str, Command]) -> str:
-    import difflib
+    from polyrl.config.nearest import did_you_mean
 
-    near = difflib.get_close_matches(name, commands, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(commands)}"
+    hint = did_you_mean(name, commands) or f"expected one of {', '.join(commands)}"
     return f"unknown command {name!r}; {hint}"
 
 

@@ -6,7 +6,6 @@ which kind; what was found comes from the tree, what was expected from the types
 Left out: custom types. A type that has no words here is explained in msgspec's.
 """
 
-import difflib
 import enum
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from polyrl.config.dump import show_path, show_value
+from polyrl.config.nearest import did_you_mean
 
 Part = str | int
 Path = tuple[Part, ...]
@@ -53,8 +53,7 @@ def _own_reason(path: Path, reason: str) -> str:
 
 
 def _unknown_key(path: Path, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {show_path((*path, near[0]))}?" if near else f"expected one of {', '.join(known)}"
+    hint = did_you_mean(name, known, lambda near: show_path((*path, near))) or f"expected one of {', '.join(known)}"
     return f"{show_path((*path, name))}: unknown key; {hint}"
 
 
@@ -64,9 +63,8 @@ def _wrong_value(path: Path, value: Any, kind: inspect.Type | None, message: str
     if expected is None:
         return f"{where}got {show_value(value)}; {message.replace('`', '')}"
     choices = [choice for choice in _choices(kind) if isinstance(choice, str)]
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    hint = f"; did you mean {show_value(near[0])}?" if near else ""
-    return f"{where}got {show_value(value)}, expected {expected}{hint}"
+    hint = did_you_mean(value, choices, show_value) if isinstance(value, str) else ""
+    return f"{where}got {show_value(value)}, expected {expected}{hint and f'; {hint}'}"
 
 
 # Where: msgspec's path, with the keys of dicts found again

@@ -4,13 +4,13 @@ Modules are looked up where Python looks, and then in the current folder. Whatev
 with the setting: a module of the person's own may raise anything while it is imported.
 """
 
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from polyrl.config.nearest import did_you_mean
 from polyrl.errors import ConfigError, one_line
 
 
@@ -27,9 +27,8 @@ def find_function(
     module_name, colon, function_name = ours.partition(":")
     if not colon:
         names = [*known, *also]
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f'{key}: unknown name "{name}"; expected {", ".join(names)}, or module:function{hint}')
+        hint, expected = did_you_mean(name, names), f"{', '.join(names)}, or module:function"
+        raise ConfigError(f'{key}: unknown name "{name}"; expected {expected}{hint and f"; {hint}"}')
     _look_in(os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name, None)

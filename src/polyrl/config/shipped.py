@@ -1,9 +1,9 @@
 """TOML files that ship with the package, beside a person's own: by name, or by path."""
 
-import difflib
 from pathlib import Path
 
 from polyrl.config.load import load_toml
+from polyrl.config.nearest import did_you_mean
 from polyrl.errors import ConfigError
 
 
@@ -27,6 +27,5 @@ def find_shipped(name: str, shipped: Path, kind: str, own: Path | None = None) -
     if ours.is_file():
         return ours
     known = [one for one, _ in list_shipped(shipped)]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"{name}: no such {kind}; expected a file ending in .toml, or one of: {', '.join(known)}{hint}")
+    hint, expected = did_you_mean(name, known), f"a file ending in .toml, or one of: {', '.join(known)}"
+    raise ConfigError(f"{name}: no such {kind}; expected {expected}{hint and f'; {hint}'}")

@@ -1,0 +1,42 @@
+"""argparse, whose mistakes are a UserError: one line, with the nearest name that it knows.
+
+An option that nobody knows is told before anything else that is wrong: what it was meant to say may be what is missing.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from polyrl.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, argv: Sequence[str], **settings: Any) -> None:
+        """`argv`: what it will be given."""
+        super().__init__(**settings)
+        self._argv = argv
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(self._unknown_option() or f"{message}; `{self.prog} --help` explains it")
+
+    def _unknown_option(self) -> str:
+        from polyrl.config.nearest import did_you_mean
+
+        known = [one for one in self._option_string_actions if one.startswith("--")]
+        given = self._argv[: self._argv.index("--")] if "--" in self._argv else self._argv
+        for one in given:
+            name = one.partition("=")[0]
+            if name.startswith("--") and " " not in name and not any(option.startswith(name) for option in known):
+                hint = did_you_mean(name, known) or f"expected one of {', '.join(known)}"
+                return f"{name}: unknown option; {hint}"
+        return ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        from polyrl.config.nearest import did_you_mean
+
+        name = "/".join(action.option_strings) or action.metavar or action.dest
+        known = list(map(str, action.choices))
+        hint = did_you_mean(str(value), known)
+        raise UserError(f"{name}: got {value!r}, expected one of {', '.join(known)}{hint and f'; {hint}'}")
