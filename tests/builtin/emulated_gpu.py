@@ -72,7 +72,7 @@ def _launch_and_record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs:
 
 
 @contextlib.contextmanager
-def _capture(graph: _Graph, pool: Any = None) -> Iterator[None]:
+def _capture(graph: _Graph, pool: Any, capture_error_mode: str) -> Iterator[None]:
     with _Recorder(graph) as recorder:
         _recorders.append(recorder)
         try:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
-from polyrl.engines.builtin.cuda_layout import Layout, lay_out, shape_of
+from polyrl.engines.builtin.cuda_layout import MOST_CONTEXTS, Layout, lay_out, shape_of
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.ids import LeaseId
 
@@ -120,18 +120,45 @@ def test_a_step_is_made_up_to_a_shape_with_what_nobody_reads():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 900)), min_size=1, max_size=70), st.integers(64, 4096))
-def test_there_are_few_shapes_and_none_has_two_equal_sizes(sizes, width):
+def test_a_shape_holds_the_chunks_and_has_no_two_equal_sizes(sizes, width):
     """Sizes that are equal are compiled as one."""
     chunks = [Chunk(Member(LeaseId(1), [], 1), start, count, False) for start, count in sizes]
     num_rows = sum(count for _, count in sizes)
     shape = shape_of(chunks, width)
     if shape is None:
-        assert num_rows > 2048 or len(sizes) > 62
+        num_contexts = sum(start + count for start, count in sizes)
+        assert num_rows > 2048 or len(sizes) > 62 or num_contexts > MOST_CONTEXTS // 4 - 2176
         return
     made_up = shape.rows - num_rows
     assert made_up >= 0 and shape.rows in (128, 256, 512, 1024, 2048, width + 128)
     assert len({shape.rows, shape.contexts, width}) == 3 or width % 16
     num_contexts = sum(start + count for start, count in sizes) + made_up
     assert num_contexts < shape.contexts <= max(2 * shape.rows, 4 * num_contexts) + 8
-    shapes = {shape_of([Chunk(chunks[0].member, 0, count, False)], width) for count in range(1, 2049)}
-    assert len(shapes - {None}) <= 5
+    assert shape.contexts <= MOST_CONTEXTS
+
+
+def test_there_are_at_most_five_sizes_of_rows_and_of_contexts_for_each():
+    member = Member(LeaseId(1), [], 1)
+    shapes = {
+        shape_of([Chunk(member, start, count, False)], 2048)
+        for start in range(0, 200_000, 111)
+        for count in (1, 128, 129, 500, 1000, 2000, 2049)
+    }
+    of_rows: dict[int, set[int]] = {}
+    for shape in shapes:
+        if shape is not None:
+            of_rows.setdefault(shape.rows, set()).add(shape.contexts)
+    assert sorted(of_rows) == [128, 256, 512, 1024, 2176]
+    assert all(len(contexts) <= 5 for contexts in of_rows.values())
+
+
+def test_siblings_of_a_long_cached_prompt_are_computed_as_they_come():
+    """A graph would hold a context of each for good."""
+    chunks = [Chunk(Member(LeaseId(one), [], 1), 30_000, 20, True) for one in range(8)]
+    assert shape_of(chunks, 2048) is None
+
+
+def test_in_place_a_shape_does_not_depend_on_what_is_cached():
+    member = Member(LeaseId(1), [], 1)
+    shapes = {shape_of([Chunk(member, start, 900 - start, True)], 64, 512) for start in range(512, 900, 4)}
+    assert len(shapes) == 1

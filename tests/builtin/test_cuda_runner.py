@@ -62,8 +62,8 @@ async def run(alone=False):
     came = {"ends": sink.ends, "text": sink.text, "logprobs": sink.logprobs}
     if type(engine._runner).__name__ == "CudaRunner":
         runner = engine._runner
-        decoding = [*runner._steps.values(), *runner._steps_to_logits.values()]
-        prefilling = [one for one in runner._prefilling._graphs.values() if one is not None]
+        decoding = [*runner._graphs.values(), *runner._graphs_to_logits.values()]
+        prefilling = [one.captured for one in runner._prefilling._graphs.values() if one is not None]
         came["replays"] = [sum(one.graph.num_replays for one in some) for some in (decoding, prefilling)]
     await engine.close()
     return came

@@ -355,6 +355,8 @@ def test_what_a_gpu_cannot_run_is_refused_by_name(tmp_path):
         assert f"head_dim: got {head_dim}" in why_not(folder)
     for block_tokens in (8, 24):
         assert f"block_tokens: got {block_tokens}" in why_not(llama, block_tokens=block_tokens)
+    turning = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    assert "rope_type dynamic" in why_not(save_tiny("llama", tmp_path / "dynamic", rope_parameters=turning))
     assert "sliding windows" in why_not(windows, has_windows=False)
     assert not why_not(windows, has_windows=False, dtype="float32")
     assert not why_not(llama, has_windows=False, capability=(8, 0), batch_invariant=True)

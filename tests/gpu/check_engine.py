@@ -3,6 +3,10 @@
 python tests/gpu/check_engine.py right [FAMILY..] against transformers; exit code 1 where it is not
 python tests/gpu/check_engine.py speed [eager]    qwen3-1.7b at batches 256 and 64
 python tests/gpu/check_engine.py stream [KIND..]  more answers than places
+python tests/gpu/check_engine.py table            batches, contexts, a shared prompt
+python tests/gpu/check_engine.py peer             transformers' continuous batching alone
+python tests/gpu/check_engine.py profile [eager]  where a decoding step's time goes; `profile chunk`: a prompt's chunk
+python tests/gpu/check_engine.py tune             the decode kernel alone
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -99,7 +103,8 @@ def check_right(families: list[str]) -> bool:
 def compare(folder: Path, model, dtype: str, temperature: float, *, compiled: bool) -> bool:
     prompts = [[5 + i] * (3 + 40 * i) + [9, 10 + i] for i in range(5)]
     sampling = Sampling(temperature=temperature, ignore_eos=True)
-    jobs = [Job(i, i, prompt, [], 60, 7 + i, sampling) for i, prompt in enumerate(prompts)]
+    cut = Sampling(temperature=temperature, ignore_eos=True, top_p=0.9)  # log-probabilities are those before it
+    jobs = [Job(i, i, prompt, [], 60, 7 + i, cut if i in (1, 3) else sampling) for i, prompt in enumerate(prompts)]
     sink = asyncio.run(generate(folder, jobs, dtype=dtype, slots=4, kv_tokens=2048, chunk_tokens=64, compile=compiled))
     errors, short = [], []
     for i, prompt in enumerate(prompts):

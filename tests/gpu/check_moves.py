@@ -29,7 +29,7 @@ from polyrl.wire.frames import Sampling  # noqa: E402
 NEW = 256
 CHUNK, BLOCK = 512, 32
 TRUNCATED = 2
-"""The sample with top_p, for which there is no graph."""
+"""The sample with top_p: its graph ends at the logits."""
 
 
 class Sink:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from tests.builtin.tiny_models import save_tiny
 
+from polyrl.engines.builtin import models
 from polyrl.trainer.logprobs import HeadSettings, of_tokens
 
 ROWS, WIDTH, VOCAB = 37, 16, 50
@@ -72,3 +74,15 @@ def test_bfloat16_logits_are_rounded_once_and_reduced_in_float32():
     ours.sum().backward()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.bfloat16
+
+
+def test_capped_logits_are_the_engines_in_half_precision_too(tmp_path):
+    loaded = models.load(str(save_tiny("gemma2", tmp_path, final_logit_softcapping=3.0)), "bfloat16", "cpu")
+    torch.manual_seed(0)
+    hidden = 4 * torch.randn(20, loaded.model.config.hidden_size, dtype=torch.bfloat16)
+    with torch.no_grad():
+        engines = torch.log_softmax(loaded.logits(hidden).float(), -1)
+        tokens = engines.argmax(-1)
+        settings = HeadSettings(1.0, loaded.logit_softcap)
+        ours, _ = of_tokens(hidden, loaded.model.lm_head.weight, tokens, settings)
+    torch.testing.assert_close(ours, engines.gather(1, tokens.unsqueeze(1)).squeeze(1), atol=1e-5, rtol=0)

@@ -91,10 +91,11 @@ class GpuDeltaEncoder:
         if self._stream is None:
             return self._encode(state)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            encoded = self._encode(state)
-        self._stream.synchronize()
-        return encoded
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._encode(state)
+        finally:
+            self._stream.synchronize()  # what it writes to may be another's soon
 
     def _encode(self, state: Mapping[str, Tensor]) -> Encoded:
         waiting: list[Future[Written] | Written] = []

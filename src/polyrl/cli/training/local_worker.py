@@ -51,6 +51,7 @@ def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
         device=str(policy.device),
         version=None,
         max_context=recipe.model.max_context,
+        compile=policy.compiled,  # they share the layers
         slots=slots,
         kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
     )

@@ -8,14 +8,12 @@ Drawing reads the logits twice: once for the maximum and the sum of every stretc
 stretch that the random number falls into.
 """
 
-# What a kernel takes is Triton's to check: launch options are no parameters of it, and numbers become `constexpr`.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-
 from typing import Any, NamedTuple
 
 import torch
 
-# Triton comes with a torch for GPUs, and its kernels are not Python that a type checker knows.
+# Triton comes with a torch for GPUs, and its kernels are not Python that a type checker knows: launch options are no
+# parameters of them, and numbers become `constexpr`.
 # pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false
 import triton

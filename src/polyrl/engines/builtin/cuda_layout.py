@@ -23,6 +23,8 @@ _ROWS = (128, 256, 512, 1024, 2048)
 """Of shapes. With more rows the GPU has more to do than the host, which then may as well launch every kernel."""
 _PIECES = 64
 """Of a shape: chunks, and what it is made up with."""
+MOST_CONTEXTS = 65_536
+"""Of a step that a graph is worth: its memory stays. Samples whose prompts are cached have few rows and long ones."""
 _MORE_CONTEXTS = 8
 """That nobody reads. Layers are compiled for any sizes; two that happen to be equal are taken for the same one, and
 are compiled again when they differ: so contexts are never as many as rows, and neither as many as a model is wide.
@@ -68,11 +70,13 @@ def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> Shape | 
         rows += _ROWS[0]
     if not rows or len(chunks) + 2 > _PIECES:
         return None
-    num_contexts = sum(chunk.start + chunk.count for chunk in chunks) + rows - num_rows
+    made_up = rows if in_place else rows - num_rows  # the same shape, whatever is cached
+    num_contexts = sum(chunk.start + chunk.count for chunk in chunks) + made_up
     contexts = 2 * rows
     while contexts < num_contexts:
         contexts *= 4
-    return Shape(rows, contexts + _MORE_CONTEXTS)
+    shape = Shape(rows, contexts + _MORE_CONTEXTS)
+    return shape if in_place or shape.contexts <= MOST_CONTEXTS else None
 
 
 def lay_out(

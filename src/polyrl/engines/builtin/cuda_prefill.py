@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from polyrl.engines.builtin.cuda import PrefillStep
-from polyrl.engines.builtin.cuda_layout import Layout, Shape
+from polyrl.engines.builtin.cuda_graphs import Captured, Graphs
+from polyrl.engines.builtin.cuda_layout import MOST_CONTEXTS, Layout, Shape
 
 log = logging.getLogger("polyrl.engines.builtin")
 
@@ -31,16 +32,13 @@ class _Inputs(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+    captured: Captured
     inputs: _Inputs
-    hidden: Tensor
 
 
 class Prefill:
-    """`memory` is that of all graphs: only one of them runs at a time. `warming`: what is captured runs there first."""
-
-    def __init__(self, model: Model, like: Tensor, memory: Any, warming: torch.cuda.Stream) -> None:
-        self._model, self._device, self._memory, self._warming = model, like.device, memory, warming
+    def __init__(self, model: Model, like: Tensor, graphs: Graphs) -> None:
+        self._model, self._device, self._capturing = model, like.device, graphs
         self.has_graphs = like.dtype != torch.float32
         self._graphs: dict[Shape, _Graph | None] = {}
         """None: it came up once."""
@@ -50,7 +48,7 @@ class Prefill:
 
     def run(self, its: Layout, shape: Shape | None) -> Tensor:
         """What the last layer makes of every row, until the next step. `its` has that shape, if there is one."""
-        if shape is None or not self.has_graphs:
+        if shape is None or not self.has_graphs or shape.contexts > MOST_CONTEXTS:
             return self._model(*self._send(its))
         if shape not in self._graphs:
             self._graphs[shape] = None
@@ -61,22 +59,16 @@ class Prefill:
         else:
             for buffer, numbers in zip(_flat(found.inputs), _numbers(its), strict=True):
                 buffer.copy_(torch.from_numpy(numbers), non_blocking=True)
-        found.graph.replay()
-        return found.hidden
+        found.captured.graph.replay()
+        return found.captured.result
 
     def _capture(self, its: Layout, shape: Shape) -> _Graph:
         """From these inputs, which stay where they are."""
         began = time.monotonic()
         inputs = self._send(its)
-        self._warming.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._warming):
-            self._model(*inputs)
-        torch.cuda.current_stream().wait_stream(self._warming)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            hidden = self._model(*inputs)
+        captured = self._capturing.capture(lambda: self._model(*inputs))
         log.info("a graph for %d rows of prompts in %.1f s", shape.rows, time.monotonic() - began)
-        return _Graph(graph, inputs, hidden)
+        return _Graph(captured, inputs)
 
     def _send(self, its: Layout) -> _Inputs:
         tokens, positions, cells, blocks, within, first_rows, first_contexts = (

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ import torch
 from polyrl.engines.builtin import cuda, packed, sampling
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.cuda import DecodeStep, PrefillStep
+from polyrl.engines.builtin.cuda_graphs import Captured, Graphs
 from polyrl.engines.builtin.cuda_layout import lay_out, shape_of
 from polyrl.engines.builtin.cuda_memory import BlockedKeysAndValues
 from polyrl.engines.builtin.cuda_prefill import Prefill
@@ -37,7 +38,10 @@ from polyrl.engines.builtin.steps import MAX_BURST, Drawn, Look, Wanted
 
 log = logging.getLogger("polyrl.engines.builtin")
 
-_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+_SIZES = (
+    *(2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896),
+    *range(1024, 4096, 512),
+)
 """None of one: layers that are compiled for any number of rows are compiled again for a single one."""
 _AHEAD = 2
 """Replays that the GPU has waiting: enough that it never waits for the host."""
@@ -47,13 +51,6 @@ _FUSED = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
 """What is done to queries and what is done to keys becomes one kernel: 1.5% of a step's time."""
 
 Tensor = torch.Tensor
-
-
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    size: int
-    result: Any
-    """Of what was captured: written anew by each replay."""
 
 
 class CudaRunner:
@@ -85,13 +82,10 @@ class CudaRunner:
             loaded.num_layers, num_blocks, heads, block_tokens, dim, self._parameter.dtype
         )
         self._is_awake = False
-        self._steps: dict[int, _Graph] = {}
-        self._steps_to_logits: dict[int, _Graph] = {}
-        self._graph_memory = torch.cuda.graph_pool_handle()
-        """Of all graphs: only one of them runs at a time."""
-        self._warming = torch.cuda.Stream()
-        """What is captured runs here first. One for all: each stream that multiplies has a workspace of its own."""
-        self._prefilling = Prefill(self._hidden, self._parameter, self._graph_memory, self._warming)
+        self._capturing = Graphs()
+        self._graphs: dict[int, Captured] = {}
+        self._graphs_to_logits: dict[int, Captured] = {}
+        self._prefilling = Prefill(self._hidden, self._parameter, self._capturing)
         self._invariant_tokens = invariant_tokens
         slots = max(slots, _SIZES[0])
         self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
@@ -145,8 +139,8 @@ class CudaRunner:
         self._paged.close()
 
     def _forget_graphs(self) -> None:
-        self._steps.clear()
-        self._steps_to_logits.clear()
+        self._graphs.clear()
+        self._graphs_to_logits.clear()
         self._prefilling.forget_graphs()
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
@@ -247,8 +241,9 @@ class CudaRunner:
 
         With a `look` it gets the steps as they come, and the last ones are returned.
         """
-        graph = self._graph(self._steps, len(chunks), self._decode)
-        self._set_rows(chunks, wanted, graph.size)
+        size = self._size(len(chunks))
+        graph = self._captured(self._graphs, size, self._decode).graph
+        self._set_rows(chunks, wanted, size)
         num_seen = 0
         for step in range(num_steps):
             if step >= _AHEAD:
@@ -261,7 +256,7 @@ class CudaRunner:
                 if self._interrupted.is_set():
                     num_steps = step
                     break
-            graph.graph.replay()
+            graph.replay()
             self._done[step % _AHEAD].record()
         return self._read(num_seen, num_steps, len(chunks))
 
@@ -293,38 +288,27 @@ class CudaRunner:
 
     def _decoded_logits(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Tensor:
         """Of one step, until the next."""
-        graph = self._graph(self._steps_to_logits, len(chunks), self._logits)
-        self._set_rows(chunks, wanted, graph.size)
-        graph.graph.replay()
-        return graph.result
+        size = self._size(len(chunks))
+        captured = self._captured(self._graphs_to_logits, size, self._logits)
+        self._set_rows(chunks, wanted, size)
+        captured.graph.replay()
+        return captured.result
 
-    def _graph(self, graphs: dict[int, _Graph], num: int, step: Callable[[int], Tensor | None]) -> _Graph:
-        size = next(one for one in self._sizes if one >= num)
+    def _size(self, num: int) -> int:
+        return next(one for one in self._sizes if one >= num)
+
+    def _captured(self, graphs: dict[int, Captured], size: int, step: Callable[[int], Tensor | None]) -> Captured:
+        """Before the rows are set: it runs with rows of its own."""
         if size not in graphs:
-            graphs[size] = self._capture(size, step)
+            began = time.monotonic()
+            self._tables[:size].fill_(self._num_blocks)
+            graphs[size] = self._capturing.capture(lambda: step(size), self._go_to_start)
+            log.info("a graph for %d samples in %.1f s", size, time.monotonic() - began)
         return graphs[size]
 
-    def _capture(self, size: int, step: Callable[[int], Tensor | None]) -> _Graph:
-        began = time.monotonic()
-        saved = [one.clone() for one in (self._tokens, self._positions, self._answers)]
-        self._tables[:size].fill_(self._num_blocks)
-        self._positions.zero_()
-        self._warming.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._warming):
-            for _ in range(2):
-                self._cursor.zero_()
-                self._positions.zero_()
-                step(size)
-        torch.cuda.current_stream().wait_stream(self._warming)
-        graph = torch.cuda.CUDAGraph()
+    def _go_to_start(self) -> None:
         self._cursor.zero_()
         self._positions.zero_()
-        with torch.cuda.graph(graph, pool=self._graph_memory):
-            result = step(size)
-        for buffer, one in zip((self._tokens, self._positions, self._answers), saved, strict=True):
-            buffer.copy_(one)
-        log.info("a graph for %d samples in %.1f s", size, time.monotonic() - began)
-        return _Graph(graph, size, result)
 
     def _decode(self, size: int) -> None:
         """One step of the first rows, from and to the fixed places."""

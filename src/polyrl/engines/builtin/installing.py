@@ -112,7 +112,7 @@ def _beside(ours: Tensor) -> Iterator[None]:
     if not ours.is_cuda:
         yield
         return
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(ours.device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()

@@ -75,10 +75,12 @@ class Loaded(NamedTuple):
     has_experts: bool
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the last layer's results, as the model's own forward pass has them."""
+        """Of the last layer's results, as the model's own forward pass has them; soft-capped ones in float32, as a
+        trainer has them (trainer/logprobs.py).
+        """
         logits = self.model.lm_head(hidden)
         cap = self.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
 
 def load(folder: str, dtype: str, device: str) -> Loaded:
@@ -150,6 +152,9 @@ def why_not_on_gpu(
     config, dtype = loaded.model.config.get_text_config(), next(loaded.model.parameters()).dtype
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "soft-capped attention (attn_logit_softcapping) is not supported on a GPU"
+    turning = _rope_kinds(config) - set(FIXED_ROTATIONS)
+    if turning:
+        return f"rope_type {turning.pop()} is not supported on a GPU: its angles depend on the longest in a step"
     if not _is_power_of_two(loaded.head_dim):
         return f"head_dim: got {loaded.head_dim}, expected a power of two from 16 on, on a GPU"
     if not _is_power_of_two(block_tokens):
@@ -220,14 +225,17 @@ def _check_generation_config(folder: str) -> None:
         )
 
 
-def _check_attention(folder: str, config: Any) -> None:
+def _rope_kinds(config: Any) -> set[str]:
     rope: dict[str, Any] = config.rope_parameters or {}
-    for one in (rope, *rope.values()):  # of some families, one for each type of layer
-        kind = one.get("rope_type", "default") if isinstance(one, dict) else "default"
-        if kind not in _ROPE_TYPES:
-            raise EngineError(
-                f"{folder}: config.json: rope_type {kind} is not supported; supported are {', '.join(_ROPE_TYPES)}"
-            )
+    its = (rope, *rope.values())  # of some families, one for each type of layer
+    return {one.get("rope_type", "default") for one in its if isinstance(one, dict)}
+
+
+def _check_attention(folder: str, config: Any) -> None:
+    for kind in sorted(_rope_kinds(config) - set(_ROPE_TYPES)):
+        raise EngineError(
+            f"{folder}: config.json: rope_type {kind} is not supported; supported are {', '.join(_ROPE_TYPES)}"
+        )
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         raise EngineError(
             f"{folder}: its attention to later tokens is not supported (use_bidirectional_attention, is_causal)"

@@ -156,6 +156,5 @@ def _truncate(logprobs: Tensor, way: _Truncation) -> Tensor:
         ordered, index = torch.sort(out, descending=True)
         mass = torch.softmax(ordered, -1)
         beyond = _running_sums(mass) - mass >= way.top_p
-        beyond[:, 0] = False  # a top_p that float32 does not know is zero
         out = out.masked_fill(torch.zeros_like(beyond).scatter(-1, index, beyond), float("-inf"))
     return out
