@@ -55,12 +55,21 @@ def move_a_little(state: dict[str, torch.Tensor]) -> None:
         bits += (torch.rand(bits.shape, device=bits.device) < 0.01).to(torch.int16)
 
 
+async def make_graphs(engine: BuiltinEngine) -> None:
+    """Prompts of all sizes: a shape has a graph the second time. Whoever stages weights meanwhile takes memory of the
+    GPU, and neither may disturb the other.
+    """
+    for lease, rows in enumerate((100, 200, 400, 900, 1900) * 2, start=1000):
+        engine.generate(Job(lease, lease, [lease] * rows, [], 2, lease, Sampling(ignore_eos=True)))
+        await asyncio.sleep(0.04)
+
+
 async def main() -> None:
     torch.manual_seed(0)
     trained = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
     served = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
     config = BuiltinConfig(
-        model="bench", dtype="bfloat16", device="cuda", slots=64, kv_tokens=64 * 8192, block_tokens=32,
+        model="bench", dtype="bfloat16", device="cuda", slots=80, kv_tokens=80 * 8192, block_tokens=32,
         chunk_tokens=8192, max_context=8192, version=0, after_install="keep",
     )  # fmt: skip
     engine, clock = BuiltinEngine(config, describe(served, "bench")), Clock()
@@ -89,8 +98,12 @@ async def main() -> None:
         sent = server.num_bytes_sent
         copy = await asyncio.to_thread(peer.pull, version, offer.digest, offer.addresses, 120.0)
         pulled = time.perf_counter()
+        graphs = asyncio.create_task(make_graphs(engine)) if version == 1 else None
         await engine.install(Weights(version, copy=copy))
         installed = time.perf_counter()
+        if graphs is not None:
+            await graphs
+        assert engine.health() is None, engine.health()
         from_delta = bool(copy.base)
         copy.close()
         num = len(clock.at)
