@@ -520,8 +520,37 @@ def test_a_run_that_found_its_port_taken_is_not_in_the_way_of_the_next(desk: Pat
         process = start(f"manager.port={taken.getsockname()[1]}")
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and "address already in use" in errors and errors.count("\n") == 1
+    assert [one.name for one in (desk / "runs/tiny/logs").iterdir()] == ["manager.log"]  # it says why
     assert main(["train", "recipe.toml", "model.path=gone"]) == 2
     assert "no config.json there" in capsys.readouterr().err  # and not: there is a run already
+
+
+REFUSED_LATE = (
+    (["lora.rank=4", 'lora.targets=["q_prj"]'], "lora.targets: no layer of the model is called q_prj"),
+    (["model.path=broken"], "broken: its weights cannot be loaded"),
+    (["--run-dir", "far/away/run", "model.path=broken"], "broken: its weights cannot be loaded"),
+)
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED_LATE)
+def test_a_start_that_is_refused_late_leaves_nothing_empty_behind(
+    desk: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
+):
+    shutil.copytree(desk / "model", desk / "broken")
+    os.truncate(desk / "broken/model.safetensors", 100)
+    before = set(desk.rglob("*"))
+    assert main(["train", "recipe.toml", *settings]) == 2
+    assert message in capsys.readouterr().err
+    assert set(desk.rglob("*")) - before <= set(desk.glob("__pycache__/**/*")) | {desk / "__pycache__"}
+
+
+def test_a_start_that_is_refused_late_leaves_what_was_there(desk: Path):
+    for name in ("notes.txt", "logs/train.log", "logs/rank-1.log"):
+        (desk / "runs/tiny" / name).parent.mkdir(parents=True, exist_ok=True)
+        (desk / "runs/tiny" / name).touch()
+    before = set((desk / "runs").rglob("*"))
+    assert main(["train", "recipe.toml", "lora.rank=4", 'lora.targets=["q_prj"]']) == 2
+    assert set((desk / "runs").rglob("*")) == before
 
 
 def test_a_file_where_the_run_should_go_is_one_line(desk: Path, capsys: pytest.CaptureFixture[str]):

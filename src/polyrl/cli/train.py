@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,8 +137,6 @@ def start(
     models.check_tokenizers(recipe)
     if past is not None:
         checkpoints.check_prompts(past, recipe, tasks.digests)
-    _make_folder(run_dir / "logs")  # now: a recipe that is refused leaves nothing behind
-    _log_to_file(run_dir / "logs" / "train.log", logging.WARNING if quiet else logging.INFO)
     folder = None if past is None else past.folder
 
     async def train_and_close(crew: "Crew", team: "Team | None") -> str:
@@ -148,7 +147,10 @@ def start(
             await tasks.close()
 
     try:
-        with ranks.assembled(recipe, run_dir, ranks.seat_of(os.environ), folder) as team:
+        with (
+            _logging_to(run_dir, logging.WARNING if quiet else logging.INFO),
+            ranks.assembled(recipe, run_dir, ranks.seat_of(os.environ), folder) as team,
+        ):
             crew = models.load_crew(recipe, None if team is None else team.ranks)
             if team is not None:
                 team.check()
@@ -169,11 +171,39 @@ def _warn_on_stderr() -> None:
     logging.getLogger().addHandler(console)
 
 
-def _log_to_file(path: Path, level: int) -> None:
-    file = logging.FileHandler(path)
+@contextlib.contextmanager
+def _logging_to(run_dir: Path, level: int) -> Iterator[None]:
+    """Logs go into the run's directory, which is made. A start that is refused leaves nothing of it that is empty."""
+    from polyrl.cli.training import checkpoints
+
+    folder = run_dir / "logs"
+    missing = [one for one in (folder, *folder.parents) if not os.path.exists(one)]
+    _make_folder(folder)
+    before = set(folder.iterdir())
+    file = logging.FileHandler(folder / "train.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     logging.getLogger().addHandler(file)
     logging.getLogger().setLevel(level)
+    try:
+        yield
+    except BaseException:
+        logging.getLogger().removeHandler(file)
+        file.close()
+        with contextlib.suppress(OSError):  # why it was refused is what counts
+            if not checkpoints.has_begun(run_dir):
+                _remove_what_is_empty(set(folder.iterdir()) - before, missing)
+        raise
+
+
+def _remove_what_is_empty(files: Iterable[Path], folders: Iterable[Path]) -> None:
+    """`folders`: the innermost first."""
+    for file in files:
+        if file.is_file() and not file.stat().st_size:
+            file.unlink()
+    for folder in folders:
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()
 
 
 def _check_that_none_is_there(run_dir: Path) -> None:
