@@ -21,7 +21,6 @@ from tests.builtin.tiny_models import save_tiny
 from tests.trainer.test_validator import ToldFleet
 
 from polyrl.cli.main import main
-from polyrl.cli.training.processes import Address
 from polyrl.cli.training.run import weight_settings
 from polyrl.cli.training.tasks import load_tasks
 from polyrl.cli.training.validation import validator
@@ -312,7 +311,7 @@ def test_the_command_to_join_names_an_address_that_another_machine_can_dial(desk
 
 def test_what_a_recipe_says_of_weights_is_what_they_are_served_with(desk: Path):
     given = ["weights.hash=blake3", "weights.port=5100", "weights.egress_mb_s=3", "weights.mooncake=tcp"]
-    settings = weight_settings(load_recipe("recipe.toml", given), Address("http://127.0.0.1:5000", 5000))
+    settings = weight_settings(load_recipe("recipe.toml", given))
     assert (settings.hash, settings.port, settings.egress_mb_s, settings.mooncake) == ("blake3", 5100, 3.0, "tcp")
     assert settings.interfaces == ("127.0.0.0/8",)
     with pytest.raises(ConfigError, match=r"weights\.mooncake: is not encrypted"):
@@ -523,6 +522,36 @@ def test_a_run_that_found_its_port_taken_is_not_in_the_way_of_the_next(desk: Pat
     assert [one.name for one in (desk / "runs/tiny/logs").iterdir()] == ["manager.log"]  # it says why
     assert main(["train", "recipe.toml", "model.path=gone"]) == 2
     assert "no config.json there" in capsys.readouterr().err  # and not: there is a run already
+
+
+def test_weights_that_cannot_be_served_are_one_line_before_anything_is_started(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["train", "recipe.toml", f"weights.port={port}"]) == 2
+    line = f"polyrl: error: weights: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+    assert capsys.readouterr().err == line
+    assert main(["train", "recipe.toml", 'weights.interfaces=["203.0.113.0/24"]']) == 2
+    assert "weights.interfaces[0]: no address of this machine is in 203.0.113.0/24" in capsys.readouterr().err
+    assert not (desk / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("library", "setting"), [("tensorboardX", "track.tensorboard=true"), ("wandb", "track.wandb=offline")]
+)
+def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_started(
+    desk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    library: str,
+    setting: str,
+):
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["train", "recipe.toml", setting]) == 2
+    key = setting.partition("=")[0]
+    assert capsys.readouterr().err == f"polyrl: error: {key}: needs {library}: pip install 'polyrl[track]'\n"
+    assert not (desk / "runs").exists()
 
 
 REFUSED_LATE = (

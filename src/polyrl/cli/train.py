@@ -125,13 +125,17 @@ def start(
     from polyrl.cli.loop import run_loop
     from polyrl.cli.training import checkpoints, models, ranks
     from polyrl.cli.training.encryption import encryption
-    from polyrl.cli.training.run import Interrupted, train, until_interrupted
+    from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
     from polyrl.cli.training.tasks import load_tasks
+    from polyrl.telemetry.trackers import check_libraries
+    from polyrl.weights.sender import check_that_it_can_listen
 
     if past is None:
         _check_that_none_is_there(run_dir)
     models.check_device(recipe)
     tls = encryption(recipe.manager)
+    check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)
+    check_that_it_can_listen(weight_settings(recipe))
     _warn_on_stderr()
     tasks = load_tasks(recipe)
     models.check_tokenizers(recipe)

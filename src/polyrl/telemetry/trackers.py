@@ -12,6 +12,7 @@ TensorBoard's files are written here and now, not by a library's thread: a queue
 then stops the run.
 """
 
+import importlib.util
 import logging
 import math
 import os
@@ -76,6 +77,13 @@ class Trackers:
             log.warning("%s failed to %s, the run goes on: %s", tracker.name, what, one_line(error))
 
 
+def check_libraries(*, tensorboard: bool, wandb: WandbMode) -> None:
+    """Raises UserError for one that is asked for and not installed. Imports nothing."""
+    for option, library, wanted in (("tensorboard", "tensorboardX", tensorboard), ("wandb", "wandb", wandb != "off")):
+        if wanted and importlib.util.find_spec(library) is None:
+            raise UserError(f"track.{option}: needs {library}: pip install 'polyrl[track]'")
+
+
 def open_trackers(
     run_dir: Path,
     *,
@@ -89,6 +97,7 @@ def open_trackers(
 
     Raises UserError if the run's directory cannot be written to, or a library is missing.
     """
+    check_libraries(tensorboard=tensorboard, wandb=wandb)
     trackers: list[Tracker] = [MetricsFile(run_dir / FILE_NAME, first_step=first_step)]
     try:
         if tensorboard:
@@ -109,11 +118,9 @@ class TensorBoardTracker:
     name = "tensorboard"
 
     def __init__(self, folder: Path, *, first_step: int = 0) -> None:
-        try:
-            from tensorboardX import RecordWriter
-            from tensorboardX.proto import event_pb2
-        except ImportError as error:
-            raise UserError("track.tensorboard: needs tensorboardX: pip install 'polyrl[track]'") from error
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto import event_pb2
+
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Files are read in the order of their names; two of one second, by one process, would be one file.
@@ -153,10 +160,8 @@ class WandbTracker:
     def __init__(
         self, run_dir: Path, mode: Literal["offline", "online"], project: str, recipe: Mapping[str, Any] | None = None
     ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("track.wandb: needs wandb: pip install 'polyrl[track]'") from error
+        import wandb
+
         self._last_step = -1
         settings = wandb.Settings(
             console="off",

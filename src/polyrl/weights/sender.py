@@ -38,6 +38,26 @@ _RECEIVE_BYTES = 16 << 10
 _LOOK_S = 0.1
 
 
+def check_that_it_can_listen(settings: WeightSettings) -> None:
+    """Raises UserError or ConfigError if a sender could not be started now. Mooncake is not tried."""
+    for host in listening_addresses(settings.interfaces):
+        for group in range(settings.groups):
+            _listener(settings, host, group).close()
+
+
+def _listener(settings: WeightSettings, host: str, group: int) -> socket.socket:
+    port = settings.port + group if settings.port else 0
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"weights: cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
 class Sender:
     """A server of one store. `close` leaves no thread and no socket behind."""
 
@@ -105,16 +125,8 @@ class Sender:
             return list(self._threads)
 
     def _listen(self, host: str, group: int) -> str:
-        port = self._settings.port + group if self._settings.port else 0
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = _listener(self._settings, host, group)
         self._listeners.append(listener)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(128)
-        except OSError as error:
-            raise UserError(f"weights: cannot listen on {host} port {port}: {error.strerror}") from error
         port = listener.getsockname()[1]
         self._run(self._accept, listener, f"weights-accept-{port}")
         return show_address(host, port)

@@ -155,7 +155,10 @@ def _error_in(content: bytes) -> str | None:
 
 def is_loopback(url: str) -> bool:
     """Whether a manager's URL is of this machine alone."""
-    host = urlsplit(url).hostname or ""
+    return is_loopback_host(urlsplit(url).hostname or "")
+
+
+def is_loopback_host(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -48,7 +48,7 @@ from polyrl.weights.settings import WeightSettings
 from polyrl.weights.tensors import pin_buffer
 from polyrl.wire.control import DrainRequest, RunReply
 from polyrl.wire.credentials import read_token_file
-from polyrl.wire.dial import Dialer, Unreachable, is_loopback
+from polyrl.wire.dial import Dialer, Unreachable, is_loopback_host
 from polyrl.worker.agent import Left
 
 log = logging.getLogger("polyrl.train")
@@ -100,7 +100,7 @@ async def train(
         port = recipe.manager.port if past is None or recipe.manager.port else past.port
         manager = ManagerProcess(run_dir, recipe.manager.host, port, _manager_options(recipe))
         stack.push_async_callback(manager.stop)
-        listens = address = await manager.start()
+        address = await manager.start()
         checkpoints.write_port(run_dir, address.port)
         if tls is not None:
             address = Address(tls.url(address.port), address.port, tls)
@@ -126,7 +126,7 @@ async def train(
             check_that_it_fits(fleet.opened, first_step, recipe.max_staleness)
         key = bytes.fromhex(fleet.opened.weights_key)
         server = WeightServer(
-            weight_settings(recipe, listens),
+            weight_settings(recipe),
             key,
             None if tls is None else tls.of_weights,
             pin_buffer if policy.device.type == "cuda" else None,
@@ -329,10 +329,9 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
         yield fleet
 
 
-def weight_settings(recipe: Recipe, manager: Address) -> WeightSettings:
-    """`manager` is where it listens."""
+def weight_settings(recipe: Recipe) -> WeightSettings:
     wanted = recipe.weights
-    own = _LOOPBACK if is_loopback(manager.url) else ()
+    own = _LOOPBACK if is_loopback_host(recipe.manager.host) else ()
     return WeightSettings(
         interfaces=wanted.interfaces or own,
         port=wanted.port,
