@@ -18,6 +18,7 @@ from tests.chaos.fleet import expected_tokens
 from tests.integration.live import (
     CONFIG,
     ENGINE,
+    QUICK,
     Fate,
     Live,
     Peer,
@@ -35,12 +36,13 @@ from tests.integration.live import (
 
 from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
+from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.manager import sessions
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.wire import columns, frames
-from polyrl.wire.control import JoinReply, RunReply, RunRequest
+from polyrl.wire.control import JoinReply, NameReply, RunReply, RunRequest
 from polyrl.wire.dial import Dialer, NameTaken
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
@@ -550,6 +552,62 @@ def test_a_second_worker_of_a_name_waits_and_has_it_when_the_first_is_gone(tmp_p
                 assert live.service.executor.lives == {"honest": 1}
             await until(lambda: live.service.executor.lives == {"honest": 2}, "the second one has it")
             second.cancel()
+
+    run(scenario())
+
+
+class LargeEngine(EmulatedEngine):
+    """Notes that it was asked to load its model."""
+
+    has_loaded = False
+
+    async def start(self, sink: Sink) -> EngineInfo:
+        self.has_loaded = True
+        return await super().start(sink)
+
+
+def test_a_worker_whose_name_stays_taken_hears_it_before_its_model_is_loaded(tmp_path: Path):
+    async def scenario() -> None:
+        engine = LargeEngine(ENGINE)
+        async with manager(tmp_path) as live, honest_worker(live):
+            left = await WorkerAgent(engine, dialer(live), HONEST._replace(name_patience_s=0.2)).run()
+            assert not left.ok and "a worker 'honest' is connected already: stop it" in str(left)
+            assert not engine.has_loaded
+            assert live.service.executor.lives == {"honest": 1}
+
+    run(scenario())
+
+
+def test_a_worker_that_comes_back_is_let_in_when_its_former_self_is_missed_however_late_that_is(tmp_path: Path):
+    """It died without a word: the connection stands, and reports are rare."""
+    rare = msgspec.structs.replace(QUICK.stream, heartbeat_interval_s=0.7)
+    impatient = HONEST._replace(name_patience_s=0.1)
+
+    async def scenario() -> None:
+        async with manager(tmp_path, msgspec.structs.replace(QUICK, stream=rare)) as live, Peer(live, "honest") as dead:
+            await dead.enter()
+            life = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer(live), impatient).run())
+            await until(lambda: live.service.executor.lives == {"honest": 2}, "it has its name again")
+            assert (await dead.fate()).why == "another process joined under its name"
+            life.cancel()
+
+    run(scenario())
+
+
+def test_a_worker_that_leaves_is_not_in_the_way_of_the_next_of_its_name(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, "honest") as old:
+            await fleet.publish(0)
+            await old.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            await old.until_ordered()
+            await old.say(frames.Leaving("its machine goes"))
+            await old.hear(frames.Stop)
+            async with dialer(live) as asking:
+                assert (await asking.get("/v1/workers/honest", NameReply)).refusal == ""
+                with pytest.raises(NameTaken):  # it is still there
+                    await asking.post("/v1/join", old.facts, JoinReply)
+            playing.cancel()
 
     run(scenario())
 

@@ -11,6 +11,7 @@ import importlib.resources
 import json
 import logging
 import os
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -38,7 +39,15 @@ from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
 from polyrl.scheduling import events as e
 from polyrl.wire import frames
-from polyrl.wire.control import SESSION_HEADER, DrainRequest, ErrorReply, JoinRequest, RunRequest, other_protocol
+from polyrl.wire.control import (
+    SESSION_HEADER,
+    WORKER_NAME,
+    DrainRequest,
+    ErrorReply,
+    JoinRequest,
+    RunRequest,
+    other_protocol,
+)
 from polyrl.wire.credentials import Scope, token_of
 
 log = logging.getLogger("polyrl.manager")
@@ -105,6 +114,7 @@ class Front:
                 web.get("/v1/health", self._health),
                 web.get("/v1/openapi.json", self._scoped("worker", self._openapi)),
                 web.post("/v1/join", self._scoped("worker", self._join)),
+                web.get("/v1/workers/{name}", self._scoped("worker", self._look_up)),
                 web.get("/v1/worker", self._scoped("worker", self._worker)),
                 web.post("/v1/run", self._scoped("admin", self._open_run)),
                 web.get("/v1/trainer", self._scoped("admin", self._trainer)),
@@ -257,6 +267,15 @@ class Front:
             return reply(await self._service.ask(lambda executor: joining.join(executor, wanted)))
         except Refused as refused:
             raise _BadRequest(423, refused.kind, str(refused)) from refused
+
+    async def _look_up(self, request: web.Request) -> web.Response:
+        name = WorkerName(request.match_info["name"])
+        if not re.fullmatch(WORKER_NAME, name):
+            raise _BadRequest(404, "worker", f"no worker is called {name!r}")
+        found = await self._service.ask(lambda executor: joining.look_up(executor, name))
+        if found.refusal:
+            self._service.count_refusal("name")
+        return reply(found)
 
     async def _open_run(self, request: web.Request) -> web.Response:
         wanted = await self._read(request, RunRequest)

@@ -20,7 +20,7 @@ from polyrl.manager.settings import MISSED_BEATS
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.wire.control import JoinReply, JoinRequest, RunReply, RunRequest
+from polyrl.wire.control import JoinReply, JoinRequest, NameReply, RunReply, RunRequest
 
 log = logging.getLogger("polyrl.manager")
 
@@ -37,7 +37,7 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
     former = executor.workers.get(name)
     outranks = request.local and former is not None and not former.facts.local
     if former is not None and _is_here(executor, former) and not outranks:
-        raise Refused("name", f"a worker {name!r} is connected already: stop it, or take another name")
+        raise Refused("name", _taken(name))
     if executor.scheduler is None:
         _forget_who_is_gone(executor)
     executor.forget(name, "another process joined under its name", in_anger=True)
@@ -61,9 +61,28 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
     )
 
 
+def look_up(executor: Executor, name: WorkerName) -> NameReply:
+    """For who has not started its engine yet, which may take longer than whoever leaves needs to be gone."""
+    session = executor.workers.get(name)
+    if session is None or not _is_here(executor, session):
+        return NameReply()
+    seat = executor.seat_of(session)
+    if seat is not None and seat.state == "draining":
+        return NameReply()
+    return NameReply(refusal=_taken(name), missed_in_s=_missed_in_s(executor, session))
+
+
+def _taken(name: WorkerName) -> str:
+    return f"a worker {name!r} is connected already: stop it, or take another name"
+
+
 def _is_here(executor: Executor, session: WorkerSession) -> bool:
+    return session.link is not None and _missed_in_s(executor, session) > 0.0
+
+
+def _missed_in_s(executor: Executor, session: WorkerSession) -> float:
     silent_s = executor.now() - session.heard_at
-    return session.link is not None and silent_s < _SILENT_HEARTBEATS * executor.settings.stream.heartbeat_interval_s
+    return _SILENT_HEARTBEATS * executor.settings.stream.heartbeat_interval_s - silent_s
 
 
 def _forget_who_is_gone(executor: Executor) -> None:

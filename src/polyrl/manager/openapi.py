@@ -76,6 +76,7 @@ def _schemas() -> Schema:
     kinds = [
         control.JoinRequest,
         control.JoinReply,
+        control.NameReply,
         control.RunRequest,
         control.RunReply,
         control.DrainRequest,
@@ -123,6 +124,7 @@ def _paths() -> Schema:
             )
         },
         "/v1/metrics": {"get": _metrics()},
+        "/v1/workers/{name}": {"get": _look_up()},
         "/v1/workers/{name}/drain": {"post": _drain()},
         "/v1/pause": {"post": _pausing("pause", "Give no more leases; running ones go on.", paused=True)},
         "/v1/resume": {"post": _pausing("resume", "Give leases again.", paused=False)},
@@ -142,6 +144,12 @@ def _paths() -> Schema:
     }
 
 
+def _look_up() -> Schema:
+    summary = "Whether a worker that is about to start will be let in under this name."
+    operation = _operation("look_up", summary, _ref(control.NameReply), errors=(401, 403, 404))
+    return {**operation, "parameters": [_name()]}
+
+
 def _drain() -> Schema:
     operation = _operation(
         "drain",
@@ -151,8 +159,12 @@ def _drain() -> Schema:
         errors=(401, 403, 404),
     )
     operation["requestBody"]["required"] = False
-    name = {"type": "string", "pattern": control.WORKER_NAME}
-    return {**operation, "parameters": [{"name": "name", "in": "path", "required": True, "schema": name}]}
+    return {**operation, "parameters": [_name()]}
+
+
+def _name() -> Schema:
+    schema = {"type": "string", "pattern": control.WORKER_NAME}
+    return {"name": "name", "in": "path", "required": True, "schema": schema}
 
 
 def _metrics() -> Schema:

@@ -46,6 +46,15 @@ class JoinReply(Struct, frozen=True, kw_only=True):
     """Hexadecimal: with it, those of one run know each other where weights are fetched."""
 
 
+class NameReply(Struct, frozen=True, kw_only=True):
+    """Whether a worker that is about to start will be let in under a name."""
+
+    refusal: str = ""
+    """Why not: somebody is connected under it, and does not leave. Empty: nobody is in its way."""
+    missed_in_s: float = 0.0
+    """That one is missed by then, if it has died without a word."""
+
+
 class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trainer that opens a run, or comes back to it."""
 

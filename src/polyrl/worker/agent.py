@@ -29,7 +29,7 @@ from polyrl.errors import UserError, one_line
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames
-from polyrl.wire.control import JoinReply, JoinRequest
+from polyrl.wire.control import JoinReply, JoinRequest, NameReply
 from polyrl.wire.dial import Dialer, NameTaken, SessionOver, Unreachable, pauses
 from polyrl.wire.imposed import length_of
 from polyrl.worker.installing import Installer
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("polyrl.worker")
 
-_NAME_PATIENCE_S = 10.0
-"""So long may somebody else be connected under our name: one that died without a word is missed sooner."""
 _ENDS_TOGETHER_S = 0.005
 """Answers that end within this time are told of in one frame."""
 _WELCOME_S = 10.0
@@ -57,6 +55,8 @@ class WorkerOptions(NamedTuple):
     """After a signal, everything is handed over within this time, or we leave without."""
     give_up_after_s: float = 600.0
     """A manager that cannot be reached for this long is given up."""
+    name_patience_s: float = 10.0
+    """So long may somebody else be connected under our name: one that died without a word is missed sooner."""
     pull_deadline_s: float = 840.0
     """A version that has not come by then has failed."""
     relays: bool = True
@@ -194,11 +194,31 @@ class WorkerAgent:
         """Who is not let in hears it before a model is loaded; a manager that is not up yet may come up meanwhile."""
         try:
             await self._dialer.knock()
+            if not self._options.is_local:  # that one takes its name from anybody
+                await self._wait_for_name()
         except Unreachable as error:
             log.info("%s; starting the engine meanwhile", error)
         except UserError as error:
             raise Left(str(error), ok=False) from error
         return await self._engine.start(self)
+
+    async def _wait_for_name(self) -> None:
+        """Raises UserError where somebody else lives under our name: it was heard of while we waited.
+
+        Who comes back is not refused: one that died is missed by then, and one that leaves is not in the way.
+        """
+        waits, until = pauses(), math.inf
+        while True:
+            asked_at = time.monotonic()
+            found = await self._dialer.get(f"/v1/workers/{self._options.name}", NameReply)
+            if not found.refusal:
+                return
+            if asked_at > until:
+                raise UserError(f"{self._dialer.url}: {found.refusal}")
+            if until == math.inf:
+                log.info("%s: %s; trying again", self._dialer.url, found.refusal)
+                until = time.monotonic() + max(self._options.name_patience_s, found.missed_in_s)
+            await asyncio.sleep(next(waits))
 
     def drain(self, reason: str) -> None:
         """Hand everything over and leave; a second time: leave now."""
@@ -237,7 +257,7 @@ class WorkerAgent:
                 await self._start_over()
             except Unreachable as error:
                 away_s = time.monotonic() - self._lost_at
-                if isinstance(error, NameTaken) and away_s > _NAME_PATIENCE_S:
+                if isinstance(error, NameTaken) and away_s > self._options.name_patience_s:
                     return Left(str(error), ok=False)
                 if away_s > self._options.give_up_after_s:
                     return Left(f"{error}; given up after {away_s:.0f} s", ok=False)
