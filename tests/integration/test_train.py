@@ -514,14 +514,29 @@ def test_a_run_is_not_written_over(desk: Path, capsys: pytest.CaptureFixture[str
     assert "runs/tiny: there is a run already; name another with --run-dir\n" in capsys.readouterr().err
 
 
-def test_a_run_that_found_its_port_taken_is_not_in_the_way_of_the_next(desk: Path, capsys: pytest.CaptureFixture[str]):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = start(f"manager.port={taken.getsockname()[1]}")
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and "address already in use" in errors and errors.count("\n") == 1
-    assert [one.name for one in (desk / "runs/tiny/logs").iterdir()] == ["manager.log"]  # it says why
+def test_a_manager_that_could_not_listen_is_not_in_the_way_of_the_next_run(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    (desk / "runs/tiny/journal").mkdir(parents=True)
+    (desk / "runs/tiny/journal/payload-000001.bin").write_bytes(b"a journal of no run")
     assert main(["train", "recipe.toml", "model.path=gone"]) == 2
     assert "no config.json there" in capsys.readouterr().err  # and not: there is a run already
+
+
+def test_a_manager_that_cannot_listen_is_one_line_before_anything_is_started(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["train", "recipe.toml", f"manager.port={port}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"polyrl: error: the manager cannot listen on 127.0.0.1:{port}: address already in use; another"
+    )
+    assert main(["train", "recipe.toml", "manager.host=203.0.113.9"]) == 2
+    error += capsys.readouterr().err
+    assert error.count("\n") == 2 and "cannot listen on 203.0.113.9:0: " in error
+    assert not (desk / "runs").exists()
 
 
 def test_weights_that_cannot_be_served_are_one_line_before_anything_is_started(

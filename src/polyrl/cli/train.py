@@ -127,15 +127,17 @@ def start(
     from polyrl.cli.training.encryption import encryption
     from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
     from polyrl.cli.training.tasks import load_tasks
+    from polyrl.manager import http
     from polyrl.telemetry.trackers import check_libraries
-    from polyrl.weights.sender import check_that_it_can_listen
+    from polyrl.weights import sender
 
     if past is None:
         _check_that_none_is_there(run_dir)
     models.check_device(recipe)
     tls = encryption(recipe.manager)
     check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)
-    check_that_it_can_listen(weight_settings(recipe))
+    run_loop(http.check_that_it_can_listen(recipe.manager.host, recipe.manager.port))
+    sender.check_that_it_can_listen(weight_settings(recipe))
     _warn_on_stderr()
     tasks = load_tasks(recipe)
     models.check_tokenizers(recipe)

@@ -164,7 +164,7 @@ class Front:
             )
         except OSError as failure:
             await runner.cleanup()
-            raise UserError(f"cannot listen on {host}:{port}: {_why_not(failure)}") from failure
+            raise UserError(_cannot_listen(host, port, failure)) from failure
         self._runner = runner
         address = Address(host, self._listener.sockets[0].getsockname()[1], tls is not None)
         _write_address(self._service.run_dir, address)
@@ -451,10 +451,21 @@ def openapi_text() -> str:
     return importlib.resources.files("polyrl.manager").joinpath("openapi.json").read_text(encoding="utf-8")
 
 
-def _why_not(failure: OSError) -> str:
+async def check_that_it_can_listen(host: str, port: int) -> None:
+    """Raises UserError if a manager could not have the port now."""
+    try:
+        listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    except OSError as failure:
+        raise UserError(f"the manager {_cannot_listen(host, port, failure)}") from failure
+    listener.close()
+    await listener.wait_closed()
+
+
+def _cannot_listen(host: str, port: int, failure: OSError) -> str:
+    why = failure.strerror or str(failure)
     if failure.errno == errno.EADDRINUSE:  # asyncio's words have the address once more
-        return "address already in use; another port will do, 0 is any that is free"
-    return failure.strerror or str(failure)
+        why = "address already in use; another port will do, 0 is any that is free"
+    return f"cannot listen on {host}:{port}: {why}"
 
 
 def _write_address(run_dir: Path, address: Address) -> None:
