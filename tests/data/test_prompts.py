@@ -80,6 +80,22 @@ def test_a_column_that_a_template_names_and_a_row_lacks_is_named(tmp_path: Path)
         tasks_of(tmp_path, {"prompt": "p"}, template="{level}{prompt}")
 
 
+@pytest.mark.parametrize("needs_answer", [False, True])
+def test_a_column_for_answers_that_is_named_and_that_no_row_has_is_an_error(tmp_path: Path, *, needs_answer: bool):
+    rows = [{"prompt": "p", "total": 3}, {"prompt": "q", "total": 4}]
+    with pytest.raises(DataError) as wrong:
+        tasks_of(tmp_path, *rows, answer_key="totl", needs_answer=needs_answer)
+    words = "rows.jsonl:1: no column 'totl', which data.answer_key names; the row has prompt, total; did you mean"
+    assert f"{words} 'total'?" in str(wrong.value)
+
+
+def test_a_reward_of_ones_own_may_do_without_an_answer_in_some_rows_or_in_all(tmp_path: Path):
+    some = tasks_of(tmp_path, {"prompt": "p"}, {"prompt": "q", "total": 4}, answer_key="total")
+    assert [task.expected for task in some] == ["", "4"]
+    assert [task.expected for task in tasks_of(tmp_path, {"prompt": "p"})] == [""]
+    assert tasks_of(tmp_path, answer_key="total") == []
+
+
 def test_a_template_that_cannot_be_filled_is_the_templates_fault(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"data\.template: "):
         tasks_of(tmp_path, {"prompt": "p"}, template="{prompt:d}")

@@ -90,6 +90,7 @@ def test_the_copy_that_a_checkpoint_is_written_from_is_in_the_plan(folder: Path)
     ("data", "words"),
     [
         ({"prompt_key": "question"}, "no column 'question', which data.prompt_key names; the row has problem, total"),
+        ({"answer_key": "totl"}, "no column 'totl', which data.answer_key names; the row has problem, total; did you"),
         ({"reward": "math"}, "answer: got nothing, expected the answer"),
         ({"reward": "no_such_module:right"}, 'data.reward: "no_such_module:right": no_such_module cannot be imported'),
     ],

@@ -5,6 +5,7 @@
     a list of messages in the column              taken as it is: roles and contents
 
 Rules kept here: a row without a prompt, or with something else in its place, is an error that names file and line.
+So is a column for answers that a recipe names and no row has: its reward would compare with nothing, and say nothing.
 Left out: tokens (tokens.py).
 """
 
@@ -15,11 +16,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from polyrl.config.nearest import did_you_mean
 from polyrl.config.recipe import DomainFields
 from polyrl.data.rows import DataError, Fields, Row, kind_of, read_rows
 from polyrl.errors import ConfigError
 
 Messages = list[dict[str, str]]
+
+_USUAL_ANSWER_KEY = DomainFields().answer_key
 
 
 class Task(NamedTuple):
@@ -33,6 +37,8 @@ class Task(NamedTuple):
 
 def read_tasks(source: str, domain: DomainFields, *, needs_answer: bool, key: str = "data") -> Iterator[Task]:
     """The rows of a source as tasks. `needs_answer`: a row without one is an error. `key` names the settings."""
+    if domain.answer_key != _USUAL_ANSWER_KEY:
+        _check_answer_key(read_rows(source, domain.num_prompts), domain.answer_key, key)
     for row in read_rows(source, domain.num_prompts):
         yield to_task(row, domain, needs_answer=needs_answer, key=key)
 
@@ -52,8 +58,7 @@ def template_columns(template: str) -> list[str]:
 def _prompt(row: Row, domain: DomainFields, key: str) -> str | Messages:
     name = domain.prompt_key
     if name not in row.fields:
-        has = ", ".join(row.fields) or "nothing"
-        raise DataError(f"{row.place}: no column {name!r}, which {key}.prompt_key names; the row has {has}")
+        raise _no_column(row, name, f"{key}.prompt_key")
     value = row.fields[name]
     if isinstance(value, list) and value:
         return _messages(row.place, name, value)
@@ -62,12 +67,25 @@ def _prompt(row: Row, domain: DomainFields, key: str) -> str | Messages:
     columns = template_columns(domain.template)
     missing = [column for column in columns if column not in row.fields]
     if missing:
-        raise DataError(f"{row.place}: no column {missing[0]!r}, which {key}.template names")
+        raise _no_column(row, missing[0], f"{key}.template")
     text = _fill(domain.template, {**{column: row.fields[column] for column in columns}, "prompt": value}, key)
     if not domain.chat:
         return text
     system = [{"role": "system", "content": domain.system}] if domain.system else []
     return [*system, {"role": "user", "content": text}]
+
+
+def _check_answer_key(rows: Iterator[Row], name: str, key: str) -> None:
+    """Reads up to the first row that has the column; mostly that is the first."""
+    first = next(rows, None)
+    if first is not None and name not in first.fields and all(name not in row.fields for row in rows):
+        raise _no_column(first, name, f"{key}.answer_key")
+
+
+def _no_column(row: Row, name: str, key: str) -> DataError:
+    hint = did_you_mean(name, row.fields, repr)
+    has = ", ".join(row.fields) or "nothing"
+    return DataError(f"{row.place}: no column {name!r}, which {key} names; the row has {has}{hint and f'; {hint}'}")
 
 
 def _fill(template: str, columns: Fields, key: str) -> str:
