@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -27,6 +27,16 @@ def whole_folder(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def remove_files(folder: Path) -> None:
+    """What was written before the disk was full, from a folder that had been empty: half a file may look whole.
+
+    For where `whole_folder` cannot be: a mount point and the current directory take no other folder's name.
+    """
+    with suppress(OSError):
+        for path in folder.iterdir():
+            path.unlink()
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:

@@ -1,6 +1,7 @@
 """The model that the arithmetic recipe starts from: what it is taught, and what comes out."""
 
 import random
+import resource
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.data import characters
 from polyrl.data.arithmetic import Problem, draw_problem, is_correct
+from polyrl.errors import UserError
 from polyrl.trainer import warm_start
 
 TASK = ArithmeticTask()
@@ -45,6 +47,20 @@ def test_the_directory_loads_as_any_other_and_the_same_seed_gives_the_same_weigh
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one", local_files_only=True)
     assert tokenizer(PROBLEM.prompt)["input_ids"] == characters.encode(PROBLEM.prompt)
     assert sum(weight.numel() for weight in one.parameters()) < 1_000_000
+
+
+@pytest.mark.parametrize("num_bytes", [10_000, 1000], ids=["weights", "configuration"])
+def test_a_disk_that_is_full_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, num_bytes):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if num_bytes == 1000:
+        monkeypatch.setattr(warm_start, "save_file", lambda *given, **named: None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        with pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: .*too large"):
+            warm_start.make_model(tmp_path, seed=3, task=TASK, num_steps=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long

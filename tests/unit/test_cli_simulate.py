@@ -1,7 +1,10 @@
 """`polyrl simulate` and `polyrl plan`, from the command line to the files: what they print, write and refuse."""
 
 import json
+import resource
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from tests.unit.tiny import play_tiny, write_tiny
@@ -23,6 +26,17 @@ def refused(capsys, *arguments):
     assert output.out == ""
     assert output.err.count("\n") == 1
     return output.err.removeprefix("polyrl: error: ").rstrip("\n")
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As a disk that is nearly full takes them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_list_names_every_scenario_in_a_line(capsys):
@@ -154,6 +168,21 @@ def test_a_folder_that_holds_something_is_never_written_into(tiny, tmp_path, cap
     assert "is a file" in refused(capsys, "simulate", tiny, "--out", str(out / "mine.txt"))
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0], ids=["journal", "pictures"])
+def test_a_disk_that_is_full_is_one_line_and_leaves_no_file(tiny, tmp_path, capsys, share):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    arguments = ["simulate", tiny, "fleet.workers=1", "--steps", "1", "--json", "--out"]
+    assert main([*arguments, str(whole)]) == 0
+    num_bytes = (whole / "journal.bin").stat().st_size
+    assert max(path.stat().st_size for path in whole.iterdir()) > num_bytes, "a picture is larger than the journal"
+    capsys.readouterr()
+    with files_of_at_most(int(share * num_bytes)):
+        assert main([*arguments, str(out)]) == 2
+    assert capsys.readouterr().err == f"polyrl: error: --out: cannot write to {out}: File too large\n"
+    assert not list(out.iterdir())
+    assert main([*arguments, str(out)]) == 0, "when there is room again"
+
+
 def test_a_corrupt_journal_is_refused(tiny, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["simulate", tiny, "--json", "--out", str(out)]) == 0
@@ -181,6 +210,15 @@ def test_a_plan_is_a_table_with_two_recommendations(tiny, tmp_path, capsys, monk
     for words in ("cheapest at $2.66", "cheapest at $5.32", "fastest", "useful workers"):
         assert words in text
     assert len(json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]) == 8
+
+
+def test_a_plan_on_a_full_disk_is_one_line_and_leaves_no_file(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+    out = tmp_path / "out"
+    with files_of_at_most(100):
+        assert main(["plan", tiny, *PLAN, "--json", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"polyrl: error: --out: cannot write to {out}: File too large\n"
+    assert not list(out.iterdir())
 
 
 def test_a_plan_in_json_is_one_object(tiny, capsys, monkeypatch):

@@ -49,9 +49,11 @@ def _arithmetic(args: argparse.Namespace, folder: Path) -> str:
         if sys.stderr.isatty():
             print(f"\rstep {step} of {warm_start.NUM_STEPS}, loss {loss:.3f}", end="", file=sys.stderr, flush=True)
 
-    warm_start.make_model(folder, seed=seed, task=ArithmeticTask(), show=show)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+    try:
+        warm_start.make_model(folder, seed=seed, task=ArithmeticTask(), show=show)
+    finally:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
     return "a model for the arithmetic task"
 
 

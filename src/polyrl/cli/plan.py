@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrl.cli.simulate import add_run_options, load, make_folder, new_folder, progress
+from polyrl.cli.simulate import add_run_options, load, make_folder, new_folder, progress, show_written, writing_to
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,7 +105,11 @@ def _report(plan: "Plan", out: Path | None, *, as_json: bool) -> int:
     else:
         _print_plan(plan)
     if out is not None:
-        _write_files(plan, out, quiet=as_json)
+        make_folder(out)
+        with writing_to(out):
+            _write_files(plan, out)
+        if not as_json:
+            show_written(out)
     problems = sorted(
         {
             f"{row.workers} workers, factor {row.factor:g}, staleness {row.staleness}: {row.problem}"
@@ -196,16 +200,13 @@ def _marks(plan: "Plan") -> dict[tuple[int, float, int], str]:
     return {choice: "< " + ", ".join(words) for choice, words in marks.items()}
 
 
-def _write_files(plan: "Plan", out: Path, *, quiet: bool) -> None:
+def _write_files(plan: "Plan", out: Path) -> None:
     from polyrl.sim.pictures import plan_figure
     from polyrl.sim.result import to_json
     from polyrl.telemetry.canvas import NoPlottingError, save
 
-    make_folder(out)
     (out / "plan.json").write_text(to_json(plan) + "\n", encoding="utf-8")
     try:
         save(plan_figure(plan), out / "plan.png")
     except NoPlottingError as error:
         print(f"polyrl: {error}", file=sys.stderr)
-    if not quiet:
-        print(f"\nwritten to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")

@@ -1,7 +1,8 @@
 """`polyrl simulate`: play a scenario on a virtual clock; table and pictures for a person, JSON for a machine.
 
 Rules: a scenario that cannot be played is refused before anything is written; a folder that holds something is never
-written into. Exit code 1 means that we are wrong: a law does not hold, or the run got stuck.
+written into; where a file cannot be written, none is left. Exit code 1 means that we are wrong: a law does not hold, or
+the run got stuck.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyrl.disk import remove_files
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,15 +69,20 @@ def run(args: argparse.Namespace) -> int:
         journal.sim = sim
     started = time.perf_counter()
     try:
-        with progress("simulating", scenario.run.steps, shown=not args.no_progress) as on_step:
-            sim.run(on_step)
+        with writing_to(out), progress("simulating", scenario.run.steps, shown=not args.no_progress) as on_step:
+            _play(sim, journal, on_step)
     except StuckError as error:
         print(f"polyrl: stuck: {error}", file=sys.stderr)
         return EXIT_WRONG
+    return _report(sim, time.perf_counter() - started, out, as_json=args.json)
+
+
+def _play(sim: "Simulation", journal: "_LateJournal | None", on_step: Callable[[int], None] | None) -> None:
+    try:
+        sim.run(on_step)
     finally:
         if journal is not None:
             journal.close()
-    return _report(sim, time.perf_counter() - started, out, as_json=args.json)
 
 
 def load(args: argparse.Namespace) -> "Scenario":
@@ -106,6 +113,18 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: cannot make {path}: {error.strerror}") from error
+
+
+@contextmanager
+def writing_to(out: Path | None) -> Iterator[None]:
+    """Says in one line that a file of --out cannot be written, and leaves none there."""
+    try:
+        yield
+    except OSError as error:
+        if out is None:
+            raise
+        remove_files(out)
+        raise UserError(f"--out: cannot write to {out}: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -173,7 +192,10 @@ def _report(sim: "Simulation", wall_s: float, out: Path | None, *, as_json: bool
     else:
         _print_report(sim, result)
     if out is not None:
-        _write_files(sim, result, out, quiet=as_json)
+        with writing_to(out):
+            _write_files(sim, result, out)
+        if not as_json:
+            show_written(out)
     for broken in result.broken_laws:
         print(f"polyrl: law violated: {broken}", file=sys.stderr)
     return EXIT_WRONG if result.law_violations else EXIT_OK
@@ -188,7 +210,7 @@ def _print_report(sim: "Simulation", result: "Result") -> None:
     console.print(whole_report(sim, result, console.width))
 
 
-def _write_files(sim: "Simulation", result: "Result", out: Path, *, quiet: bool) -> None:
+def _write_files(sim: "Simulation", result: "Result", out: Path) -> None:
     import msgspec
 
     from polyrl.config import dump_toml
@@ -203,6 +225,7 @@ def _write_files(sim: "Simulation", result: "Result", out: Path, *, quiet: bool)
         draw_all(sim, out)
     except NoPlottingError as error:
         print(f"polyrl: {error}", file=sys.stderr)
-    if not quiet:
-        names = ", ".join(sorted(path.name for path in out.iterdir()))
-        print(f"\nwritten to {out}: {names}")
+
+
+def show_written(out: Path) -> None:
+    print(f"\nwritten to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -22,6 +23,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.data import characters
 from polyrl.data.arithmetic import Problem, draw_problem
+from polyrl.disk import remove_files
+from polyrl.errors import UserError
 
 NUM_STEPS = 1700
 _CLEAN_SHARE = 0.85
@@ -48,7 +51,10 @@ class Demonstration(NamedTuple):
 def make_model(
     folder: Path, *, seed: int, task: ArithmeticTask, num_steps: int = NUM_STEPS, show: Show | None = None
 ) -> None:
-    """Train a model and write it with its tokenizer into the directory."""
+    """Train a model and write it with its tokenizer into a directory that is not there yet, or is empty.
+
+    Raises UserError if it cannot be written; nothing of it is there then.
+    """
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(_shape())
     num_threads = torch.get_num_threads()
@@ -57,6 +63,14 @@ def make_model(
         teach(model, task, seed, num_steps, show)
     finally:
         torch.set_num_threads(num_threads)
+    try:
+        _write(model, folder)
+    except (OSError, SafetensorError) as error:
+        remove_files(folder)
+        raise UserError(f"{folder}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _write(model: Qwen3ForCausalLM, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = ["Qwen3ForCausalLM"]
