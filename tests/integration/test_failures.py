@@ -25,11 +25,13 @@ from tests.integration.live import (
 from polyrl.client import Prompt
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineInfo, Sink
+from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version, WorkerName, group_of
 from polyrl.manager import joining
 from polyrl.scheduling.ledger import Ledger
 from polyrl.scheduling.parameters import DomainData, FleetRules
 from polyrl.wire import frames
+from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer
 from polyrl.wire.frames import Sampling
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
@@ -214,3 +216,28 @@ def test_a_worker_that_is_drained_while_it_is_away_hears_so_when_it_dials_again(
 
     run(scenario(has_run=True))
     run(scenario(has_run=False))
+
+
+# A worker without a model
+
+
+def test_a_run_that_trains_takes_no_worker_whose_tokens_are_made_up(tmp_path: Path):
+    """Its ids are not the model's. It says how to start one that can; whoever joined before the run is sent away."""
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live, name="early"), trainer(live, trains=True):
+            await until(lambda: not is_connected(live, "early"), "it is sent away")
+            with pytest.raises(UserError, match="Start the worker with --engine builtin, vllm or sglang"):
+                await join_emulated(live)
+        async with manager(tmp_path) as live:  # killed and started again, it knows
+            with pytest.raises(UserError, match="the emulated engine has none"):
+                await join_emulated(live)
+            assert live.refused == {"engine": 1}
+
+    run(scenario())
+
+
+async def join_emulated(live: Live) -> None:
+    async with Dialer(live.url, live.token("worker")) as dialer:
+        request = JoinRequest(name="late", protocol=frames.PROTOCOL, engine="emulated", slots=4)
+        await dialer.post("/v1/join", request, JoinReply)

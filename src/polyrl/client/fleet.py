@@ -103,16 +103,19 @@ async def connect(
     reward: RewardOf | None = None,
     has_weights: bool = False,
     caveat: str = "",
+    trains: bool = False,
     tls: ssl.SSLContext | None = None,
     give_up_after_s: float = 600.0,
 ) -> AsyncIterator["Fleet"]:
     """Open the run at this manager, or go on with it. Without `reward`, every answer counts as scored with 0.
 
     `has_weights`: every version is published with where its weights are, and no worker writes without them. `caveat` is
-    repeated by whatever tells of the run: status, ledger, stories, pictures.
+    repeated by whatever tells of the run: status, ledger, stories, pictures. `trains`: emulated workers are refused.
     """
     async with Dialer(url, token, tls) as dialer:
-        fleet = Fleet(dialer, config, prompts, reward, give_up_after_s, has_weights=has_weights, caveat=caveat)
+        fleet = Fleet(
+            dialer, config, prompts, reward, give_up_after_s, has_weights=has_weights, caveat=caveat, trains=trains
+        )
         await fleet._open()
         try:
             yield fleet
@@ -133,9 +136,10 @@ class Fleet:
         *,
         has_weights: bool = False,
         caveat: str = "",
+        trains: bool = False,
     ) -> None:
         self._dialer = dialer
-        self._has_weights, self._caveat = has_weights, caveat
+        self._has_weights, self._caveat, self._trains = has_weights, caveat, trains
         self.digests: dict[int, tuple[str, ...]] = {}
         """Of the versions that were published with weights, the newest last: a version that is made again after a
         restart may come out otherwise. A trainer that goes on puts those of its past in."""
@@ -277,6 +281,7 @@ class Fleet:
             has_reward=self._reward_of is not None,
             has_weights=self._has_weights,
             caveat=self._caveat,
+            trains=self._trains,
         )
         opened: RunReply = await self._line.again(lambda: self._dialer.post("/v1/run", request, RunReply))
         self.opened = opened

@@ -405,7 +405,7 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Worker processes that are started beside the trainer, on its machine. Others join from anywhere."""
 
     workers: Count = 0
-    engine: Literal["builtin", "emulated"] = "builtin"
+    engine: Literal["builtin"] = "builtin"
     settings: dict[str, Any] = {}
     """Of the engine, as `polyrl worker --engine-config` takes them."""
     wait: bool = False

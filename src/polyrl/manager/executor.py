@@ -145,7 +145,7 @@ class Executor:
         return [*notes, *self.payload.offers.values()]
 
     def opened_by(self, trainer: TrainerSession) -> RunOpened:
-        return RunOpened(trainer.key, trainer.has_reward, trainer.has_weights, self.caveat)
+        return RunOpened(trainer.key, trainer.has_reward, trainer.has_weights, self.caveat, trainer.trains)
 
     @property
     def caveat(self) -> str:

@@ -266,7 +266,8 @@ class Front:
         try:
             return reply(await self._service.ask(lambda executor: joining.join(executor, wanted)))
         except Refused as refused:
-            raise _BadRequest(423, refused.kind, str(refused)) from refused
+            status = 423 if refused.kind == "name" else 409  # a name may be free soon
+            raise _BadRequest(status, refused.kind, str(refused)) from refused
 
     async def _look_up(self, request: web.Request) -> web.Response:
         name = WorkerName(request.match_info["name"])

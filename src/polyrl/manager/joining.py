@@ -20,7 +20,7 @@ from polyrl.manager.settings import MISSED_BEATS
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.wire.control import JoinReply, JoinRequest, NameReply, RunReply, RunRequest
+from polyrl.wire.control import EMULATED, JoinReply, JoinRequest, NameReply, RunReply, RunRequest
 
 log = logging.getLogger("polyrl.manager")
 
@@ -29,11 +29,17 @@ _COMPANY = 32
 _PHASES = 8
 _SILENT_HEARTBEATS = 3
 _GONE_S = 60.0
+_NO_MODEL = (
+    "the run trains a model, and the emulated engine has none: it makes up its tokens. Start the worker with --engine "
+    "builtin, vllm or sglang"
+)
 
 
 def join(executor: Executor, request: JoinRequest) -> JoinReply:
-    """Raises Refused for a name that somebody else is connected under."""
+    """Raises Refused for a name that somebody else is connected under, and for an engine that the run cannot use."""
     name = WorkerName(request.name)
+    if executor.trainer is not None and executor.trainer.trains and request.engine == EMULATED:
+        raise Refused("engine", _NO_MODEL)
     former = executor.workers.get(name)
     outranks = request.local and former is not None and not former.facts.local
     if former is not None and _is_here(executor, former) and not outranks:
@@ -148,10 +154,18 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
         executor.tell(e.TrainerReplaced())
         if executor.trainer.link is not None:
             executor.trainer.link.close("another trainer opened the run")
-    trainer = TrainerSession(secrets.token_hex(16), has_reward=request.has_reward, has_weights=request.has_weights)
+    trainer = TrainerSession(
+        secrets.token_hex(16),
+        has_reward=request.has_reward,
+        has_weights=request.has_weights,
+        trains=request.trains,
+    )
     executor.trainer = trainer
     executor.journal.add_note(executor.opened_by(trainer))
     if fresh:
+        if trainer.trains:
+            for name in [one.name for one in executor.workers.values() if one.facts.engine == EMULATED]:
+                executor.forget(name, _NO_MODEL, in_anger=True)
         _seat_all(executor)
     assert executor.scheduler is not None
     state = executor.scheduler.desk.state

@@ -54,6 +54,7 @@ class RunOpened(Note, frozen=True, tag="run"):
     has_reward: bool
     has_weights: bool = False
     caveat: str = ""
+    trains: bool = False
 
 
 class VersionOffered(Note, frozen=True, tag="offered"):

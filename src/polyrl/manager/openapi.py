@@ -25,7 +25,7 @@ _ERRORS = {
     403: "It is a worker's token; the admin token may do this.",
     404: "There is no worker of that name.",
     408: "The body did not come within `limits.request_timeout_s`.",
-    409: "It does not fit the state: another protocol, another configuration, no run.",
+    409: "It does not fit the state: another protocol, another configuration, no run, an engine without a model.",
     410: "The session is over: join, or open the run, again.",
     413: "The body is larger than `limits.max_body_mb`.",
     423: "A worker of that name is connected; when it is gone, or silent, its name is free.",

@@ -30,7 +30,9 @@ def recover(executor: Executor) -> str:
                 _reopen(executor, item)
                 reader.note(item)
             case RunOpened():
-                executor.trainer = TrainerSession(item.key, has_reward=item.has_reward, has_weights=item.has_weights)
+                executor.trainer = TrainerSession(
+                    item.key, has_reward=item.has_reward, has_weights=item.has_weights, trains=item.trains
+                )
                 executor.set_caveat(item.caveat)
             case _:
                 reader.note(item)

@@ -120,10 +120,11 @@ def _order_bytes(order: frames.Order) -> int:
 
 
 class TrainerSession:
-    def __init__(self, key: str, *, has_reward: bool, has_weights: bool = False) -> None:
+    def __init__(self, key: str, *, has_reward: bool, has_weights: bool = False, trains: bool = False) -> None:
         self.key = key
         self.has_reward = has_reward
         self.has_weights = has_weights
+        self.trains = trains
         self.link: Link | None = None
         self.greeted = False
         self.away_since: float | None = 0.0

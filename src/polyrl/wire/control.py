@@ -14,6 +14,10 @@ SESSION_HEADER = "X-PolyRL-Session"
 DEFAULT_PORT = 5000
 
 
+EMULATED = "emulated"
+"""The engine without a model: it makes up its tokens."""
+
+
 class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker that wants to join the fleet."""
 
@@ -67,6 +71,8 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Versions come with weights: no worker may write before it has fetched them."""
     caveat: Annotated[str, Meta(max_length=200)] = ""
     """What every output on the run repeats, since nobody should read its numbers without it."""
+    trains: bool = False
+    """A model is trained on what they write: nobody may take part whose engine has none."""
 
     def __post_init__(self) -> None:
         try:

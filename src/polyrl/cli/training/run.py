@@ -324,6 +324,7 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
         reward=reward_of,
         has_weights=True,
         caveat=caveat_of(recipe),
+        trains=True,
         tls=_client_tls(address),
     ) as fleet:
         yield fleet
