@@ -50,6 +50,22 @@ def test_only_the_first_prompts_are_taken_where_the_recipe_says_so(tmp_path: Pat
     assert source.num_prompts == 2
 
 
+def test_no_more_is_read_than_it_takes_to_find_enough_prompts(
+    tmp_path: Path, tokenizer: ModelTokenizer, caplog: pytest.LogCaptureFixture
+):
+    place = write_rows(tmp_path / "a.jsonl", ["1" * 10, "2", "3"])
+    with Path(place).open("a") as file:
+        file.write("no JSON\n")
+    domain = DomainSection(name="d", reward="arithmetic", source=place)
+    wanted: dict[str, Any] = {"seed": 3, "max_tokens": 9, "needs_answer": True, "key": "data"}
+    with caplog.at_level(logging.WARNING):
+        source = open_training(domain, tokenizer, **wanted, enough=2)
+    assert [source.task(prompt).prompt for prompt in range(source.num_prompts)] == ["2", "3"]
+    assert not caplog.records  # of a part, nobody counts
+    with pytest.raises(DataError, match="not JSON"):
+        open_training(domain, tokenizer, **wanted, enough=3)
+
+
 def test_a_digest_is_of_the_prompts_in_their_order(tmp_path: Path, tokenizer: ModelTokenizer):
     def digest(*prompts: str, **settings: Any) -> str:
         return train_on(tokenizer, source=write_rows(tmp_path / "a.jsonl", list(prompts)), **settings).digest()

@@ -451,6 +451,8 @@ def test_a_gpu_that_is_not_there_is_one_line(desk: Path, capsys: pytest.CaptureF
     [
         (["train.step=3"], "train.step: unknown key; did you mean train.steps?"),
         (["data.source=gone.jsonl"], "gone.jsonl: no such file"),
+        (["data.source=empty.jsonl"], "empty.jsonl: there is no row"),
+        (["data.validation=empty.jsonl", "validation.at_start=true"], "empty.jsonl: there is no row"),
         (["data.prompt_key=question"], "rows.jsonl:1: no column 'question', which data.prompt_key names"),
         (["data.reward=math"], "rows.jsonl:1: answer: got nothing, expected the answer"),
         (["data.reward=their_reward:scor"], 'data.reward: "their_reward:scor": their_reward has no function scor'),
@@ -461,10 +463,12 @@ def test_a_gpu_that_is_not_there_is_one_line(desk: Path, capsys: pytest.CaptureF
         (["model.path=gone"], "model.path: gone: no config.json there"),
     ],
 )
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry-run"])
 def test_what_cannot_run_is_one_line_before_anything_is_started(
-    desk: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str
+    desk: Path, capsys: pytest.CaptureFixture[str], settings: list[str], message: str, dry: tuple[str, ...]
 ):
-    assert main(["train", "recipe.toml", *settings]) == 2
+    (desk / "empty.jsonl").touch()
+    assert main(["train", "recipe.toml", *dry, *settings]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("polyrl: error: ") and error.count("\n") == 1

@@ -8,6 +8,7 @@ from tests.trainer.small import save_small
 from polyrl.cli.training.plan import Memory, estimate_memory, read_shape, show_plan
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
+from polyrl.data.characters import save_tokenizer
 from polyrl.errors import ConfigError, UserError
 from polyrl.trainer import lora
 from polyrl.trainer.model import Policy
@@ -15,7 +16,9 @@ from polyrl.trainer.model import Policy
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small(tmp_path_factory.mktemp("model"))
+    folder = save_small(tmp_path_factory.mktemp("model"))
+    save_tokenizer(folder)
+    return folder
 
 
 def plan(folder: Path, dtype: str = "bfloat16", **sections: dict[str, object]) -> Memory:

@@ -38,13 +38,20 @@ class Source(Protocol):
 
 
 class FileSource:
-    def __init__(self, place: str, tasks: Iterable[Task], tokenizer: ModelTokenizer, max_tokens: int | None) -> None:
-        """Raises DataError; also if nothing is left."""
+    def __init__(
+        self,
+        place: str,
+        tasks: Iterable[Task],
+        tokenizer: ModelTokenizer,
+        max_tokens: int | None,
+        enough: int | None = None,
+    ) -> None:
+        """Raises DataError; also if nothing is left. `enough`: no more is read when so many prompts are found."""
         self._tasks: list[Task] = []
         self._tokens: list[Tokens] = []
         num_rows = 0
         remaining = iter(tasks)
-        while batch := list(islice(remaining, _BATCH_PROMPTS)):
+        while batch := list(islice(remaining, _next_batch(len(self._tasks), enough))):
             for task, tokens in zip(batch, tokenizer.tokens([task.prompt for task in batch]), strict=True):
                 num_rows += 1
                 if _can_be_used(tokens, max_tokens):
@@ -54,7 +61,7 @@ class FileSource:
         if not self._tasks:
             found = f"none of its {num_rows} prompts can be used: {too_long}" if num_rows else "there is no row"
             raise DataError(f"{place}: {found}")
-        if len(self._tasks) < num_rows:
+        if len(self._tasks) < num_rows and enough is None:
             log.warning("%s: %d of %d rows are left out: %s", place, num_rows - len(self._tasks), num_rows, too_long)
 
     @property
@@ -127,14 +134,28 @@ class ArithmeticSource:
         return to_task(Row(f"problem {prompt}", fields), self._domain, needs_answer=True)
 
 
+def _next_batch(found: int, enough: int | None) -> int:
+    return _BATCH_PROMPTS if enough is None else min(_BATCH_PROMPTS, enough - found)
+
+
 def _can_be_used(prompt: Tokens, max_tokens: int | None) -> bool:
     return len(prompt) > 0 and (max_tokens is None or len(prompt) <= max_tokens)
 
 
 def open_training(
-    domain: DomainSection, tokenizer: ModelTokenizer, *, seed: int, max_tokens: int | None, needs_answer: bool, key: str
+    domain: DomainSection,
+    tokenizer: ModelTokenizer,
+    *,
+    seed: int,
+    max_tokens: int | None,
+    needs_answer: bool,
+    key: str,
+    enough: int | None = None,
 ) -> Source:
-    """What a domain trains on. `max_tokens` of a prompt, if there is a limit. `key` names the domain's settings."""
+    """What a domain trains on. `max_tokens` of a prompt, if there is a limit. `key` names the domain's settings.
+
+    `enough`: of a file, no more is read when so many prompts are found; none: all of it.
+    """
     assert domain.source is not None
     if domain.source == ARITHMETIC:
         num_prompts = NUM_TRAIN if domain.num_prompts is None else domain.num_prompts
@@ -142,26 +163,7 @@ def open_training(
             domain, tokenizer, seed=seed, split="train", num_prompts=num_prompts, max_tokens=max_tokens
         )
     tasks = read_tasks(domain.source, domain, needs_answer=needs_answer, key=key)
-    return FileSource(domain.source, tasks, tokenizer, max_tokens)
-
-
-def count_for_a_step(domain: DomainSection, *, needs_answer: bool, key: str) -> int:
-    """As many prompts as a step wants, or all that there are. Nothing is tokenised: some may turn out too long.
-
-    Raises DataError, as `open_training` does, for a row among them that cannot be used.
-    """
-    assert domain.source is not None
-    is_drawn = domain.source == ARITHMETIC
-    limits = (
-        domain.prompts_per_step,
-        domain.num_prompts,
-        NUM_TRAIN if is_drawn and domain.num_prompts is None else None,
-    )
-    wanted = min(one for one in limits if one is not None)
-    if is_drawn:
-        return wanted
-    first = structs.replace(domain, num_prompts=wanted)
-    return sum(1 for _ in read_tasks(domain.source, first, needs_answer=needs_answer, key=key))
+    return FileSource(domain.source, tasks, tokenizer, max_tokens, enough)
 
 
 def open_validation(

@@ -1,8 +1,8 @@
 """What `polyrl train --dry-run` shows: the recipe with every default in it, and what would run where, and how large.
 
-Rules kept here: nothing is started or written. Of data, no more rows are read than a step wants. Of models, only
-config.json, the headers of their weights and, where there are several, their tokenizers are looked at. Sizes of tensors
-are exact; what training keeps beside them is an estimate, and says so.
+Rules kept here: nothing is started or written. Data is opened as a run opens it, but no more rows are read than it
+takes to find what a step wants. Of models, only config.json, the headers of their weights and their tokenizers are
+looked at. Sizes of tensors are exact; what training keeps beside them is an estimate, and says so.
 """
 
 import json

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe import DomainSection, Recipe
-from polyrl.data.sources import Source, count_for_a_step, open_training, open_validation
+from polyrl.data.sources import Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, Tokens
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards.pool import RewardPool
@@ -132,11 +132,7 @@ class RecipeTasks:
 
 def load_tasks(recipe: Recipe) -> RecipeTasks:
     """Find every reward, read all data. Raises UserError, with a dotted key or with file and line."""
-    sections, keys = recipe.data.all_domains, _keys(recipe)
-    _find_rewards(recipe)
-    tokenizer = ModelTokenizer(recipe.model.path)
-    room = prompt_room(recipe, tokenizer.max_context)
-    domains = [_open(recipe, domain, tokenizer, room, key) for domain, key in zip(sections, keys, strict=True)]
+    tokenizer, domains = _open_all(recipe)
     tasks = RecipeTasks(domains, tokenizer, RewardPool(recipe.rewards.processes, recipe.rewards.timeout_s))
     try:
         scheduler_config(recipe, tasks.num_prompts)
@@ -148,17 +144,25 @@ def load_tasks(recipe: Recipe) -> RecipeTasks:
 
 
 def count_prompts_of_a_step(recipe: Recipe) -> list[int]:
-    """Of each domain. Finds every reward, and reads no more rows than that. Raises UserError as `load_tasks`."""
-    _find_rewards(recipe)
+    """Of each domain: as many as a step wants, or all that there are; no more rows are read than it takes to find them.
+
+    Raises UserError as `load_tasks`, for a row among them.
+    """
+    _, domains = _open_all(recipe, one_step=True)
     return [
-        count_for_a_step(domain, needs_answer=domain.reward_name in OURS, key=key)
-        for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True)
+        min(domain.prompts_per_step, opened.training.num_prompts)
+        for domain, opened in zip(recipe.data.all_domains, domains, strict=True)
     ]
 
 
-def _find_rewards(recipe: Recipe) -> None:
-    for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):
+def _open_all(recipe: Recipe, *, one_step: bool = False) -> tuple[ModelTokenizer, list[Domain]]:
+    """`one_step`: read no more to train on than a step wants."""
+    named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
+    for domain, key in named:
         find_reward(domain.reward_name, f"{key}.reward")
+    tokenizer = ModelTokenizer(recipe.model.path)
+    room = prompt_room(recipe, tokenizer.max_context)
+    return tokenizer, [_open(recipe, domain, tokenizer, room, key, one_step=one_step) for domain, key in named]
 
 
 def too_few(recipe: Recipe, num_prompts: list[int]) -> list[str]:
@@ -191,12 +195,22 @@ def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
     return room
 
 
-def _open(recipe: Recipe, domain: DomainSection, tokenizer: ModelTokenizer, room: int | None, key: str) -> Domain:
+def _open(
+    recipe: Recipe, domain: DomainSection, tokenizer: ModelTokenizer, room: int | None, key: str, *, one_step: bool
+) -> Domain:
     limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
     max_tokens = min(limits) if limits else None
     needs_answer = domain.reward_name in OURS
     seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
-    training = open_training(domain, tokenizer, seed=seed, max_tokens=max_tokens, needs_answer=needs_answer, key=key)
+    training = open_training(
+        domain,
+        tokenizer,
+        seed=seed,
+        max_tokens=max_tokens,
+        needs_answer=needs_answer,
+        key=key,
+        enough=domain.prompts_per_step if one_step else None,
+    )
     wanted = recipe.validation
     validation = None
     if wanted.every_steps or wanted.at_start:
