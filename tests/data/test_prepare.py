@@ -98,6 +98,15 @@ def test_what_cannot_be_prepared_is_one_line_and_leaves_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["other.jsonl"]
 
 
+def test_folders_that_are_missing_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, out = tmp_path / "own.jsonl", tmp_path / "new/sub/own.jsonl"
+    source.write_text('{"question": "a", "answer": "1"}\n')
+    assert main(["data", "prepare", str(source), "--out", str(out)]) == 0
+    assert read(out) == [{"prompt": "a", "answer": "1"}]
+    assert main(["data", "prepare", str(source), "--out", str(source / "sub/own.jsonl")]) == 2
+    assert "own.jsonl: cannot be written: Not a directory\n" in capsys.readouterr().err
+
+
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out.jsonl"
     out.write_text("mine")

@@ -43,6 +43,14 @@ def prepare(layout: str, source: Path, out: Path) -> Prepared:
         raise UserError(f"{out}: is there already, expected a new file")
     if out.suffix != ".jsonl":
         raise UserError(f"{out}: expected a name that ends in .jsonl")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return _write(layout, source, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
+
+
+def _write(layout: str, source: Path, out: Path) -> Prepared:
     convert = LAYOUTS.get(layout, _any)
     part = out.with_name(f"{out.name}.part")
     num_rows = num_left_out = 0
@@ -58,8 +66,6 @@ def prepare(layout: str, source: Path, out: Path) -> Prepared:
         if not num_rows:
             raise DataError(f"{source}: none of its {num_left_out} rows can be used; expected {_EXPECTED[layout]}")
         os.replace(part, out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
     return Prepared(num_rows, num_left_out)
