@@ -73,7 +73,12 @@ def test_a_damaged_or_missing_journal_is_one_line_and_exit_code_2(command, run_d
     cut.write_bytes(whole[:-1])
     other.write_bytes(b"[run]\nsteps = 3\n")
     rest = ["99999/0"] if command == ["story"] else []
-    for path, why in ((damaged, "checksum"), (cut, "cut short"), (other, "not a journal"), (tmp_path, "no such file")):
+    for path, why in (
+        (damaged, "checksum"),
+        (cut, "cut short"),
+        (other, "not a journal"),
+        (tmp_path, "there is no run; expected journal.bin of a simulation, or"),
+    ):
         assert main([*command, str(path), *rest]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""

@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from polyrl.errors import JournalError, LawViolation, UserError
+from polyrl.errors import LawViolation, UserError
 from polyrl.ids import Seconds, WorkerName
 from polyrl.scheduling import invariants
 from polyrl.scheduling.commands import Command, ForgetWorker, ReportStep
@@ -38,7 +38,7 @@ from polyrl.scheduling.ledger import Ledger, StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.records import CAVEAT, JournalHeader, Record, digest_commands, resume_scheduler
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import EVENTS, FILE_NAME, LIVE_FOLDER, PAYLOAD, find_journals, open_journal, segments
+from polyrl.telemetry.journal import find_begun, open_journal
 from polyrl.telemetry.timeline import Span, Timeline
 
 _SAMPLES_A_CHECK = 4
@@ -112,7 +112,7 @@ class Account(Struct):
 
 def read_account(path: Path | str, *, verify: bool = False) -> Account:
     """Tell a run again. Raises JournalError if there is no run, or its journal is damaged before its end."""
-    files = _find(Path(path))
+    files = find_begun(Path(path))
     teller = _Teller(verify=verify)
     for file in files:
         is_last = file == files[-1]
@@ -127,19 +127,6 @@ def read_account(path: Path | str, *, verify: bool = False) -> Account:
                 raise
             teller.cut_short = str(cut)
     return teller.account()
-
-
-def _find(path: Path) -> list[Path]:
-    """A run's journals, those that were not even begun left out."""
-    files = find_journals(path)
-    if path.is_dir():
-        files = [file for file in files if file.exists() and (file != files[-1] or file.stat().st_size > 0)]
-        if not files and (segments(path / LIVE_FOLDER, PAYLOAD) or segments(path / LIVE_FOLDER, EVENTS)):
-            raise JournalError(f"{path}: a manager was started there, but no trainer has opened a run")
-        if not files:
-            expected = f"{FILE_NAME} of a simulation, or {LIVE_FOLDER}/{EVENTS}-*.bin of a live run"
-            raise JournalError(f"{path}: there is no run; expected {expected}")
-    return files
 
 
 class _Teller:

@@ -85,7 +85,7 @@ def open_journals(path: Path | str) -> Iterator[Journal]:
 
     Raises JournalError if there is none or one is damaged; the records raise it when the damage is reached.
     """
-    for file in find_journals(Path(path)):
+    for file in find_begun(Path(path)):
         yield open_journal(file)
 
 
@@ -114,6 +114,19 @@ def find_journals(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     return segments(path / LIVE_FOLDER, EVENTS) or segments(path, EVENTS) or [path / FILE_NAME]
+
+
+def find_begun(path: Path) -> list[Path]:
+    """A run's journals, those that were not even begun left out. Raises JournalError for a directory without a run."""
+    files = find_journals(path)
+    if path.is_dir():
+        files = [file for file in files if file.exists() and (file != files[-1] or file.stat().st_size > 0)]
+        if not files and (segments(path / LIVE_FOLDER, PAYLOAD) or segments(path / LIVE_FOLDER, EVENTS)):
+            raise JournalError(f"{path}: a manager was started there, but no trainer has opened a run")
+        if not files:
+            expected = f"{FILE_NAME} of a simulation, or {LIVE_FOLDER}/{EVENTS}-*.bin of a live run"
+            raise JournalError(f"{path}: there is no run; expected {expected}")
+    return files
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:
