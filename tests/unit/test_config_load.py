@@ -283,6 +283,26 @@ def test_the_source_is_named_at_the_end():
     assert line_of({"title": 3}, source="my.toml") == "title: got 3, expected a string (in my.toml)"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "origin"),
+    [
+        ([], "in my.toml"),
+        (["fleet.spot=false", "fleet.work=3", "title=x"], "in my.toml"),
+        (["fleet.workers=many"], "given as fleet.workers=many"),
+        (["fleet.workers=3", "fleet.workers = -1", "fleet.spot=false"], "given as fleet.workers = -1"),
+        (["fleet.workers=nan"], "given as fleet.workers=nan"),
+        (["fleet={workers = -3}"], "given as fleet={workers = -3}"),
+        (["flet.workers=3"], "given as flet.workers=3"),
+        (["domains.0.quota=-1"], "given as domains.0.quota=-1"),
+    ],
+)
+def test_a_mistake_is_blamed_on_the_override_that_made_it_and_otherwise_on_the_file(overrides, origin):
+    tree = {"fleet": {"workers": -3 if "my.toml" in origin else 3}, "domains": [{"name": "a"}]}
+    with pytest.raises(ConfigError) as wrong:
+        build(apply_overrides(tree, overrides), Settings, source="my.toml", overrides=overrides)
+    assert str(wrong.value).endswith(f" ({origin})")
+
+
 def test_a_bug_in_a_structs_check_is_not_blamed_on_the_person():
     with pytest.raises(msgspec.ValidationError):
         build({}, Buggy)

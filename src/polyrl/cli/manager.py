@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.wire.credentials import server_tls
 
     tree = apply_overrides({} if args.config is None else load_toml(args.config), args.settings)
-    settings = build(tree, ManagerSettings, source=args.config or "")
+    settings = build(tree, ManagerSettings, source=args.config or "", overrides=args.settings)
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port: {args.port} is not a port")
     if args.serve is not None and args.tokenizer is not None:

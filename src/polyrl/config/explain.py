@@ -25,6 +25,7 @@ _PART = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 _KEYED_REASON = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*: ")
+UNKNOWN_KEY = "unknown key"
 _ANY_KEY = "..."  # msgspec does not say which key of a dict it was
 
 
@@ -54,7 +55,7 @@ def _own_reason(path: Path, reason: str) -> str:
 
 def _unknown_key(path: Path, name: str, known: list[str]) -> str:
     hint = did_you_mean(name, known, lambda near: show_path((*path, near))) or f"expected one of {', '.join(known)}"
-    return f"{show_path((*path, name))}: unknown key; {hint}"
+    return f"{show_path((*path, name))}: {UNKNOWN_KEY}; {hint}"
 
 
 def _wrong_value(path: Path, value: Any, kind: inspect.Type | None, message: str) -> str:

@@ -1,11 +1,13 @@
 """From a TOML file and overrides to a typed, checked configuration.
 
-    tree = apply_overrides(load_toml(path), ["fleet.workers=3", "domains.0.correlation=0.5"])
-    scenario = build(tree, Scenario, source=str(path))
+    overrides = ["fleet.workers=3", "domains.0.correlation=0.5"]
+    tree = apply_overrides(load_toml(path), overrides)
+    scenario = build(tree, Scenario, source=str(path), overrides=overrides)
 
-Rules: every mistake is one ConfigError of one line; it names the dotted path (or the file and line), what was wrong and
-what was expected. Nothing that is passed in is changed. `nan` and `inf` are never values: they slip through bounds.
-Nor are whole numbers beyond TOML's own 64 bits: tomllib reads them, and nothing else takes them.
+Rules: every mistake is one ConfigError of one line; it names the dotted path (or the file and line), what was wrong,
+what was expected, and the file or the override that says it. Nothing that is passed in is changed. `nan` and `inf` are
+never values: they slip through bounds. Nor are whole numbers beyond TOML's own 64 bits: tomllib reads them, and nothing
+else takes them.
 Left out: includes, environment variables, and keys that hold a dot themselves (an override cannot reach them).
 """
 
@@ -13,14 +15,14 @@ import copy
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from polyrl.config.dump import dump_toml, show_path, show_value
-from polyrl.config.explain import explain
+from polyrl.config.explain import UNKNOWN_KEY, explain
 from polyrl.errors import ConfigError
 
 __all__ = ["apply_overrides", "build", "dump_toml", "load_toml"]
@@ -57,21 +59,36 @@ def apply_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
     return result
 
 
-def build(tree: Tree, struct_type: type[StructT], *, source: str = "") -> StructT:
-    """Make a struct of the tree, or raise ConfigError. `source` says in the message where the tree came from.
+def build(tree: Tree, struct_type: type[StructT], *, source: str = "", overrides: Sequence[str] = ()) -> StructT:
+    """Make a struct of the tree, or raise ConfigError. The message ends with where the mistake came from: `source`, or
+    one of the overrides that were applied to the tree.
 
     Structs say what they accept: `forbid_unknown_fields=True`, bounds by `msgspec.Meta`, and `__post_init__` raising
     `ValueError("key: reason")` for what takes more than one field to see.
     """
-    suffix = f" (in {source})" if source else ""
     for path, value, expected in _no_values(tree, ()):
-        raise ConfigError(f"{show_path(path)}: got {value}, expected {expected}{suffix}")
+        raise ConfigError(_with_origin(f"{show_path(path)}: got {value}, expected {expected}", source, overrides))
     try:
         return msgspec.convert(tree, struct_type)
     except msgspec.ValidationError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, ValueError):
             raise  # msgspec wraps a TypeError of __post_init__ as well; that one is a bug of ours
-        raise ConfigError(explain(error, tree, struct_type) + suffix) from error
+        raise ConfigError(_with_origin(explain(error, tree, struct_type), source, overrides)) from error
+
+
+def _with_origin(line: str, source: str, overrides: Sequence[str]) -> str:
+    """The last override wins, as its value does."""
+    for override in reversed(overrides):
+        if _is_about(line, show_path(_parse_override(override)[0])):
+            return f"{line} (given as {' '.join(override.split())})"
+    return f"{line} (in {source})" if source else line
+
+
+def _is_about(line: str, path: str) -> bool:
+    """Whether a mistake is what was set at a path: there, within it, or a table on the way that nobody knows."""
+    place, _, reason = line.partition(": ")
+    is_unknown = reason.startswith(UNKNOWN_KEY)
+    return f"{place}.".startswith(f"{path}.") or (is_unknown and path.startswith(f"{place}."))
 
 
 def _read_text(path: Path) -> str:

@@ -34,7 +34,8 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     """A recipe with overrides applied. Raises ConfigError."""
     path = find_recipe(name)
     tree = apply_overrides(load_toml(path), overrides or [])
-    return build(tree, Recipe, source=str(name if path.parent == recipe_folder() else path))
+    source = str(name if path.parent == recipe_folder() else path)
+    return build(tree, Recipe, source=source, overrides=overrides or [])
 
 
 def with_whole_paths(recipe: Recipe) -> Recipe:

@@ -36,7 +36,8 @@ def load_scenario(name: str, overrides: list[str] | None = None) -> Scenario:
     path = find_scenario(name)
     tree = apply_overrides(_load_tree(path, 0), overrides or [])
     _find_traces(tree, Path())
-    return build(tree, Scenario, source=str(path if path.parent != scenario_folder() else name))
+    source = str(path if path.parent != scenario_folder() else name)
+    return build(tree, Scenario, source=source, overrides=overrides or [])
 
 
 def _load_tree(path: Path, depth: int) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
         )
     tree = load_toml(path)
     before = with_whole_paths(build(tree, Recipe, source=str(path)))
-    after = with_whole_paths(build(apply_overrides(tree, overrides), Recipe, source=str(path)))
+    changed = apply_overrides(tree, overrides)
+    after = with_whole_paths(build(changed, Recipe, source=str(path), overrides=overrides))
     check_changes(before, after)
     return after
 
