@@ -78,6 +78,36 @@ def test_a_proxy_whose_manager_is_away_is_tried_again(status: str):
     run(scenario())
 
 
+def test_what_accepts_and_stays_mute_is_named_so_and_tried_again():
+    async def scenario() -> None:
+        async def stay_mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(stay_mute, "127.0.0.1", 0) as server:
+            url = "http://{}:{}".format(*server.sockets[0].getsockname())
+            async with Dialer(url, "token", timeout_s=0.1) as dialer:
+                with pytest.raises(Unreachable) as mute:
+                    await dialer.knock()
+        said = "it accepted the connection and did not answer within 0.1 s; is that a PolyRL manager?"
+        assert str(mute.value) == f"{url}: {said}"
+
+    run(scenario())
+
+
+def test_a_token_of_another_run_is_named_by_where_it_was_found():
+    async def scenario() -> None:
+        refusal = http("401 Unauthorized", b'{"error": "a valid token is needed: Authorization: Bearer TOKEN"}')
+        async with answering(refusal) as url:
+            for token_from, said in (("other/admin.token", " (other/admin.token)"), ("", "")):
+                async with Dialer(url, "token", token_from=token_from) as dialer:
+                    with pytest.raises(UserError) as refused:
+                        await dialer.knock()
+                assert str(refused.value) == f"{url}: that is not a token of this run{said}"
+
+    run(scenario())
+
+
 def test_what_takes_the_place_of_a_manager_while_an_engine_loads_is_no_manager_either():
     async def scenario() -> None:
         async with answering(http("501 Unsupported method")) as url, Dialer(url, "token") as dialer:

@@ -387,6 +387,18 @@ def test_a_worker_cannot_write_on_the_screen_of_who_asks_for_the_status(process:
     assert "[/bold]" in done.stdout
 
 
+@pytest.mark.parametrize("command", [("status",), ("drain", "w1"), ("doctor",)], ids=lambda command: command[0])
+def test_a_token_of_another_run_is_one_line_with_its_file(
+    process: tuple[Path, str], tmp_path: Path, command: tuple[str, ...]
+):
+    _, url = process
+    other = tmp_path / "other.token"
+    other.write_text("y" * 43)
+    done = polyrl(*command, "--manager", url, "--token-file", str(other))
+    assert done.returncode == 2
+    assert only_line(done) == f"polyrl: error: {url}: that is not a token of this run ({other})\n"
+
+
 def test_a_second_manager_on_a_run_is_one_line(process: tuple[Path, str]):
     run_dir, _ = process
     done = polyrl("manager", "--run-dir", str(run_dir), "--port", "0")

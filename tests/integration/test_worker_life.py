@@ -107,7 +107,10 @@ class Watched(EmulatedEngine):
 
 @pytest.mark.parametrize(
     ("scope", "said"),
-    [(None, "a valid token is needed"), ("generate", "the generate token may not do this; the worker token may")],
+    [
+        (None, "that is not a token of this run"),
+        ("generate", "the generate token may not do this; the worker token may"),
+    ],
 )
 def test_who_is_not_let_in_hears_it_before_its_engine_starts(tmp_path: Path, scope: str | None, said: str):
     async def scenario() -> None:

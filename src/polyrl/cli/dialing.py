@@ -26,7 +26,7 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def dialer(args: argparse.Namespace) -> "Dialer":
-    from polyrl.wire.credentials import TOKEN_FILES, client_tls, find_token
+    from polyrl.wire.credentials import TOKEN_FILES, TOKEN_VARIABLE, client_tls, find_token
     from polyrl.wire.dial import Dialer
 
     url, token_file = args.manager, args.token_file
@@ -37,7 +37,8 @@ def dialer(args: argparse.Namespace) -> "Dialer":
         url, options = f"http://127.0.0.1:{DEFAULT_PORT}", "--run-dir, the directory of the run, or --token-file"
     else:
         options = "--token-file"
-    return Dialer(url, find_token(token_file, options), client_tls(url, args.ca))
+    token, token_from = find_token(token_file, options), TOKEN_VARIABLE if token_file is None else token_file
+    return Dialer(url, token, client_tls(url, args.ca), token_from=token_from)
 
 
 def _url_of(run_dir: Path) -> str:

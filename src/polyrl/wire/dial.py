@@ -47,11 +47,21 @@ class SessionOver(Exception):
 class Dialer:
     """One manager, one token. Use it as an async context manager."""
 
-    def __init__(self, url: str, token: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        tls: ssl.SSLContext | None = None,
+        *,
+        token_from: str = "",
+        timeout_s: float = _REQUEST_TIMEOUT_S,
+    ) -> None:
+        """`token_from`: the file, or what else the person named, that the token was found in."""
         if not url.startswith(("http://", "https://")):
             raise UserError(f"{url}: expected a URL like http://HOST:5000")
         self.url = url.rstrip("/")
         self._headers = bearer(token)
+        self._token_from, self._timeout_s = token_from, timeout_s
         self._tls: ssl.SSLContext | bool = True if tls is None else tls
         self._http: aiohttp.ClientSession | None = None
 
@@ -63,7 +73,7 @@ class Dialer:
     async def __aenter__(self) -> "Dialer":
         self._http = aiohttp.ClientSession(
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
         )
         return self
 
@@ -95,7 +105,12 @@ class Dialer:
                 if answer.status >= 300:
                     raise self._refusal(answer.status, _error_in(content))
                 return msgspec.json.decode(content, type=kind)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except TimeoutError as error:
+            if isinstance(error, aiohttp.ServerTimeoutError):  # it could not even connect
+                raise self._unreachable(error) from error
+            said = f"it accepted the connection and did not answer within {self._timeout_s:g} s"
+            raise Unreachable(f"{self.url}: {said}; is that a PolyRL manager?") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable(error) from error
         except _NO_JSON as error:
             raise UserError(f"{self.url}{path}: not an answer of a PolyRL manager: {error}") from error
@@ -129,6 +144,9 @@ class Dialer:
             return Unreachable(f"{self.url}: {f'HTTP {status}' if said is None else said}")
         if said is None:
             return UserError(f"{self.url}: is no PolyRL manager: HTTP {status}")
+        if status == 401:  # it speaks of headers, to those who write them
+            place = f" ({self._token_from})" if self._token_from else ""
+            return UserError(f"{self.url}: that is not a token of this run{place}")
         return UserError(f"{self.url}: {said}")
 
     def _unreachable(self, error: BaseException) -> Unreachable:
