@@ -103,3 +103,14 @@ def test_a_check_of_a_server_that_cannot_start_ends_with_a_line_and_its_log(tmp_
     error = capsys.readouterr().err.splitlines()
     assert error[0].startswith("polyrl: error: check: the SGLang server ended with code 1: ")
     assert error[1].startswith("  | ")
+
+
+def test_a_setting_on_the_command_line_is_not_blamed_on_the_file(tmp_path, capsys):
+    file = tmp_path / "engine.toml"
+    file.write_text("slots = 4\n")
+    argv = ["worker", "--join", "http://127.0.0.1:1", "--engine-config", str(file)]
+    assert main([*argv, "slots=none"]) == 2
+    assert "(given as slots=none)" in capsys.readouterr().err
+    file.write_text("slots = 'four'\n")
+    assert main(argv) == 2
+    assert f"(in {file})" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Options of commands that run the builtin engine, and the settings they make."""
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyrl.errors import UserError
@@ -18,7 +19,9 @@ def check_libraries() -> None:
         raise UserError(f"the builtin engine needs {' and '.join(missing)}: pip install 'polyrl[train]'")
 
 
-def settings(tree: dict[str, Any], model: str | None, source: str = "") -> "BuiltinConfig":
+def settings(
+    tree: dict[str, Any], model: str | None, source: str = "", overrides: Sequence[str] = ()
+) -> "BuiltinConfig":
     """`tree` holds the keys that were given; `--model` comes before its own. Raises UserError."""
     from polyrl.config import build
     from polyrl.config.model_dir import check_model_dir
@@ -28,6 +31,6 @@ def settings(tree: dict[str, Any], model: str | None, source: str = "") -> "Buil
         tree = {**tree, "model": model}
     if "model" not in tree:
         raise UserError("--model: missing; the builtin engine needs a Hugging Face model directory")
-    config = build(tree, BuiltinConfig, source=source)
+    config = build(tree, BuiltinConfig, source=source, overrides=overrides)
     check_model_dir(config.model, "--model")
     return config

@@ -24,7 +24,7 @@ def engine(args: argparse.Namespace, tree: dict[str, Any], source: str) -> Serve
     tree = {**tree, **{key: value for key, value in given.items() if value}}
     if "model" not in tree:
         raise UserError(f"--model: missing; a {NAMES[args.engine]} server needs a Hugging Face model directory")
-    config = build(tree, ServedConfig, source=source)
+    config = build(tree, ServedConfig, source=source, overrides=args.settings)
     check_model_dir(config.model, "--model")
     if config.url:
         _check_attached(config)

@@ -147,12 +147,12 @@ def _engine(args: argparse.Namespace) -> "Engine":
         from polyrl.engines.builtin.engine import BuiltinEngine
 
         builtin.check_libraries()
-        return BuiltinEngine(builtin.settings(tree, args.model, source))
+        return BuiltinEngine(builtin.settings(tree, args.model, source, args.settings))
     from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 
     if args.model is not None:
         raise UserError("--model: the emulated engine has no model; did you mean --engine builtin?")
-    return EmulatedEngine(build(tree, EmulatedConfig, source=source))
+    return EmulatedEngine(build(tree, EmulatedConfig, source=source, overrides=args.settings))
 
 
 def _peer_of(args: argparse.Namespace) -> "PeerOf":
@@ -173,11 +173,12 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
 
 
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
-    from polyrl.wire.credentials import client_tls, find_token
+    from polyrl.wire.credentials import TOKEN_VARIABLE, client_tls, find_token
     from polyrl.wire.dial import Dialer
     from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
-    dialer = Dialer(args.join, find_token(args.token_file), client_tls(args.join, args.ca))
+    token, tls = find_token(args.token_file), client_tls(args.join, args.ca)
+    dialer = Dialer(args.join, token, tls, token_from=args.token_file or TOKEN_VARIABLE)
     options = WorkerOptions(
         name=name,
         spot=args.spot,
