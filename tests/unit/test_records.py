@@ -288,7 +288,7 @@ def test_a_place_that_cannot_be_written_is_the_persons_error(tmp_path):
 def test_a_missing_file_and_a_directory_without_one_are_named(tmp_path):
     with pytest.raises(JournalError, match=r"nothing\.bin: there is no such file"):
         open_journal(tmp_path / "nothing.bin")
-    with pytest.raises(JournalError, match=r"journal\.bin: there is no such file"):
+    with pytest.raises(JournalError, match=r"there is no run; expected journal\.bin of a simulation"):
         next(open_journals(tmp_path))
 
 
