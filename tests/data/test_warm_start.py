@@ -1,10 +1,10 @@
 """The model that the arithmetic recipe starts from: what it is taught, and what comes out."""
 
 import random
-import resource
 
 import pytest
 import torch
+from tests.full_disk import files_of_at_most
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyrl.config.recipe import ArithmeticTask
@@ -51,15 +51,10 @@ def test_the_directory_loads_as_any_other_and_the_same_seed_gives_the_same_weigh
 
 @pytest.mark.parametrize("num_bytes", [10_000, 1000], ids=["weights", "configuration"])
 def test_a_disk_that_is_full_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, num_bytes):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if num_bytes == 1000:
         monkeypatch.setattr(warm_start, "save_file", lambda *given, **named: None)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        with pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: .*too large"):
-            warm_start.make_model(tmp_path, seed=3, task=TASK, num_steps=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_of_at_most(num_bytes), pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: .*too large"):
+        warm_start.make_model(tmp_path, seed=3, task=TASK, num_steps=1)
     assert not list(tmp_path.iterdir())
 
 

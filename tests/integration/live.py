@@ -266,6 +266,14 @@ class Peer:
         return Fate(why, self.socket.close_code)
 
 
+async def begin_round(fleet: Fleet, peer: Peer, step: int) -> tuple[asyncio.Task[list[Group]], frames.Order]:
+    """A version, and a round of it: what plays it, and the first order of a worker that enters for it."""
+    await fleet.publish(step)
+    await peer.enter()
+    playing = asyncio.create_task(play_round(fleet, step))
+    return playing, await peer.until_ordered()
+
+
 def tokens(
     lease: int,
     *,

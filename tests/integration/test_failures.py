@@ -13,6 +13,7 @@ from tests.integration.live import (
     ENGINE,
     Live,
     Peer,
+    begin_round,
     honest_worker,
     is_connected,
     manager,
@@ -186,10 +187,7 @@ def test_a_worker_that_is_too_slow_to_hand_over_stays_drained(tmp_path: Path):
             trainer(live, structs.replace(SIX, fleet_rules=rules)) as fleet,
             Peer(live, "slow") as peer,
         ):
-            await fleet.publish(0)
-            await peer.enter()
-            playing = asyncio.create_task(play_round(fleet, 0))
-            await peer.until_ordered()
+            playing, _ = await begin_round(fleet, peer, 0)
             await live.service.ask(lambda executor: joining.drain(executor, WorkerName("slow"), "a person asked"))
             told = await peer.hear(frames.Release)
             assert not told.rejoin and not told.in_anger

@@ -22,6 +22,7 @@ from tests.integration.live import (
     Fate,
     Live,
     Peer,
+    begin_round,
     check_right,
     honest_worker,
     is_connected,
@@ -63,10 +64,7 @@ async def beside_an_honest_worker(run_dir: Path, act: Act, *, stays: bool = Fals
     scene = Scene()
     prompts: dict[int, Prompt] = {}
     async with manager(run_dir) as live, honest_worker(live), trainer(live) as fleet, Peer(live) as peer:
-        await fleet.publish(0)
-        await peer.enter()
-        playing = asyncio.create_task(play_round(fleet, 0))
-        order = await peer.until_ordered()
+        playing, order = await begin_round(fleet, peer, 0)
         note_prompts(live, prompts)
         await act(peer, order)
         if not stays:
@@ -325,10 +323,7 @@ def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(
 def test_tokens_of_a_version_that_is_published_and_not_installed_are_refused(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
-            await fleet.publish(0)
-            await peer.enter()
-            playing = asyncio.create_task(play_round(fleet, 0))
-            order = await peer.until_ordered()
+            playing, order = await begin_round(fleet, peer, 0)
             await fleet.publish(1)
             await peer.hear(frames.Pull)
             await peer.say(tokens(order.lease, version=1))
@@ -342,10 +337,7 @@ def test_tokens_of_a_version_that_is_published_and_not_installed_are_refused(tmp
 def test_tokens_of_a_version_older_than_the_lease_are_refused(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, version=1) as peer:
-            await fleet.publish(1)
-            await peer.enter()
-            playing = asyncio.create_task(play_round(fleet, 1))
-            order = await peer.until_ordered()
+            playing, order = await begin_round(fleet, peer, 1)
             await peer.say(tokens(order.lease, version=0))
             assert "the lease was given to 1" in (await peer.fate()).why
             assert live.refused == {"version": 1}
@@ -357,10 +349,7 @@ def test_tokens_of_a_version_older_than_the_lease_are_refused(tmp_path: Path):
 def test_a_late_row_of_a_strange_version_excuses_no_row_beside_it(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, version=1) as peer:
-            await fleet.publish(1)
-            await peer.enter()
-            playing = asyncio.create_task(play_round(fleet, 1))
-            order = await peer.until_ordered()
+            playing, order = await begin_round(fleet, peer, 1)
             timely, late = tokens(order.lease, version=0), tokens(999_999, version=50)
             names = ("leases", "offsets", "counts", "versions", "cells")
             await peer.say(frames.Tokens(1, *(getattr(timely, name) + getattr(late, name) for name in names)))
@@ -511,10 +500,7 @@ def test_the_trainers_own_worker_gets_its_name_back_from_whoever_took_it(tmp_pat
 def test_a_name_whose_worker_is_gone_is_taken_over_at_once_and_the_round_goes_on(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, "honest") as old:
-            await fleet.publish(0)
-            await old.enter()
-            playing = asyncio.create_task(play_round(fleet, 0))
-            await old.until_ordered()
+            playing, _ = await begin_round(fleet, old, 0)
             prompts: dict[int, Prompt] = {}
             note_prompts(live, prompts)
             await old.socket.close()
@@ -597,10 +583,7 @@ def test_a_worker_that_comes_back_is_let_in_when_its_former_self_is_missed_howev
 def test_a_worker_that_leaves_is_not_in_the_way_of_the_next_of_its_name(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, "honest") as old:
-            await fleet.publish(0)
-            await old.enter()
-            playing = asyncio.create_task(play_round(fleet, 0))
-            await old.until_ordered()
+            playing, _ = await begin_round(fleet, old, 0)
             await old.say(frames.Leaving("its machine goes"))
             await old.hear(frames.Stop)
             async with dialer(live) as asking:

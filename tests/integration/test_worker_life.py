@@ -14,6 +14,7 @@ from tests.integration.live import (
     QUICK,
     Live,
     Peer,
+    begin_round,
     honest_worker,
     manager,
     play_round,
@@ -427,10 +428,7 @@ def state_of(live: Live) -> str:
 def test_a_worker_that_is_lost_between_an_answers_last_token_and_its_end_costs_nothing(tmp_path: Path):
     async def scenario():
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
-            await fleet.publish(0)
-            await peer.enter()
-            playing = asyncio.create_task(play_round(fleet, 0))
-            order = await peer.until_ordered()
+            playing, order = await begin_round(fleet, peer, 0)
             await peer.say(tokens(order.lease, ids=[7] * CONFIG.max_new_tokens))
             await until(lambda: live.service.executor.num_tokens == CONFIG.max_new_tokens, "the tokens came")
             await peer.say(frames.Goodbye("gone"))

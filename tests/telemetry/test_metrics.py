@@ -2,10 +2,10 @@
 
 import json
 import math
-import resource
 from typing import get_args
 
 import pytest
+from tests.full_disk import files_of_at_most
 
 from polyrl.errors import UserError
 from polyrl.ids import Step
@@ -154,13 +154,8 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_no_half_of_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     file.log(0, {})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
-    try:
-        with pytest.raises(OSError):
-            file.log(1, {"reward/mean": 0.123456789})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_of_at_most(path.stat().st_size + 10), pytest.raises(OSError):
+        file.log(1, {"reward/mean": 0.123456789})
     file.log(1, {})
     file.close()
     assert path.read_text() == '{"step":0}\n{"step":1}\n'

@@ -1,11 +1,9 @@
 """Exports are there whole, or not at all; what a disk does not take is one line."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.full_disk import files_of_at_most
 from tests.trainer.small import save_small
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -29,17 +27,6 @@ def trained(tmp_path: Path) -> tuple[Path, Recipe]:
     state = TrainerState(next_step=1, fingerprint=checkpoint.fingerprint(policy.parameters()))
     masters = {f"policy/master/{name}": one.detach() + 1.0 for name, one in policy.parameters().items()}
     return checkpoint.save(tmp_path, state, masters), load_recipe("arithmetic", [f"model.path={folder}"])
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As a disk that is nearly full takes them."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("num_bytes", [MB, 10_000], ids=["tokenizer", "weights"])

@@ -1,12 +1,10 @@
 """`polyrl simulate` and `polyrl plan`, from the command line to the files: what they print, write and refuse."""
 
 import json
-import resource
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
+from tests.full_disk import files_of_at_most
 from tests.unit.tiny import play_tiny, write_tiny
 
 from polyrl.cli import simulate
@@ -26,17 +24,6 @@ def refused(capsys, *arguments):
     assert output.out == ""
     assert output.err.count("\n") == 1
     return output.err.removeprefix("polyrl: error: ").rstrip("\n")
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """As a disk that is nearly full takes them."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_list_names_every_scenario_in_a_line(capsys):

@@ -1,13 +1,13 @@
 """A live run's files: a manager that is killed at any byte goes on, files follow each other, damage is named."""
 
 import os
-import resource
 import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.full_disk import files_of_at_most
 from tests.unit.driver import Driver, small_config
 
 from polyrl.errors import JournalError, UserError
@@ -541,12 +541,8 @@ def test_a_disk_that_takes_no_more_is_a_line_and_what_was_committed_is_whole(tmp
     run = started(tmp_path)
     (payload,) = files(tmp_path, PAYLOAD)
     before = payload.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     run.journal.add_note(PromptsSupplied((PromptText(1, b"1234" * 64, Sampling()),)))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
-    try:
-        with pytest.raises(UserError, match=r"payload-000001\.bin: cannot be written: File too large; what was ack"):
-            run.journal.commit()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = r"payload-000001\.bin: cannot be written: File too large; what was ack"
+    with files_of_at_most(len(before) + 10), pytest.raises(UserError, match=said):
+        run.journal.commit()
     assert payload.read_bytes() == before
