@@ -66,7 +66,7 @@ _MAY: dict[Scope, tuple[Scope, ...]] = {
     "admin": ("admin",),
 }
 _ASKED_AT = ("/v1/models", "/v1/completions", "/v1/chat/completions")
-"""Here whatever is refused has OpenAI's shape."""
+_NOT_SERVED = f"is not served here; expected one of {', '.join(_ASKED_AT)}"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -209,7 +209,7 @@ class Front:
             is_large = isinstance(failure, web.HTTPRequestEntityTooLarge)
             self._service.count_refusal("body" if is_large else "route")
             most = f"the body is larger than {self._limits.max_body_mb:g} MB (limits.max_body_mb)"
-            answer = _refusal(request, failure.status, most if is_large else failure.reason)
+            answer = _refusal(request, failure.status, most if is_large else _no_route(request, failure))
             if "Allow" in failure.headers:
                 answer.headers["Allow"] = failure.headers["Allow"]
             return answer
@@ -403,7 +403,25 @@ class Front:
 
 
 def _refusal(request: web.Request, code: int, text: str) -> web.Response:
-    return reply(error_reply(code, text), code) if request.path in _ASKED_AT else error(code, text)
+    return reply(error_reply(code, text), code) if _is_of_openai(request) else error(code, text)
+
+
+def _is_of_openai(request: web.Request) -> bool:
+    """What is refused has OpenAI's shape. Its clients know more of /v1 than is here: all is theirs but what we use."""
+    routes = (one.canonical for one in request.app.router.resources())
+    ours = {_first_part(route) for route in routes if route not in _ASKED_AT}
+    return request.path.startswith("/v1/") and _first_part(request.path) not in ours
+
+
+def _first_part(path: str) -> str:
+    """`workers`, of /v1/workers/a."""
+    return path.split("/")[2]
+
+
+def _no_route(request: web.Request, failure: web.HTTPException) -> str:
+    if failure.status == 404 and _is_of_openai(request):
+        return f"{request.path} {_NOT_SERVED}"
+    return failure.reason
 
 
 class _BadRequest(RequestError):
