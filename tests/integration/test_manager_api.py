@@ -42,7 +42,7 @@ from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSetti
 from polyrl.scheduling.parameters import FleetRules
 from polyrl.wire import frames
 from polyrl.wire.control import ErrorReply, RunReply, RunRequest
-from polyrl.wire.credentials import bearer, server_tls
+from polyrl.wire.credentials import TOKEN_VARIABLE, bearer, server_tls
 from polyrl.wire.dial import Dialer
 
 POLYRL = [sys.executable, "-m", "polyrl"]
@@ -412,6 +412,17 @@ def test_a_token_of_another_run_is_one_line_with_its_file(
     done = polyrl(*command, "--manager", url, "--token-file", str(other))
     assert done.returncode == 2
     assert only_line(done) == f"polyrl: error: {url}: that is not a token of this run ({other})\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "who"), [("status --manager", ""), ("worker --quiet --name w1 --join", "worker w1: ")]
+)
+def test_a_token_of_another_run_is_one_line_with_the_variable_that_has_it(
+    process: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, command: str, who: str
+):
+    monkeypatch.setenv(TOKEN_VARIABLE, "y" * 43)
+    done = polyrl(*command.split(), process[1])
+    assert only_line(done) == f"polyrl: error: {who}{process[1]}: that is not a token of this run (POLYRL_TOKEN)\n"
 
 
 def test_a_second_manager_on_a_run_is_one_line(process: tuple[Path, str]):

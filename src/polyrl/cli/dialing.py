@@ -26,8 +26,7 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
 
 
 def dialer(args: argparse.Namespace) -> "Dialer":
-    from polyrl.wire.credentials import TOKEN_FILES, TOKEN_VARIABLE, client_tls, find_token
-    from polyrl.wire.dial import Dialer
+    from polyrl.wire.credentials import TOKEN_FILES
 
     url, token_file = args.manager, args.token_file
     if args.run_dir is not None:
@@ -35,10 +34,18 @@ def dialer(args: argparse.Namespace) -> "Dialer":
         token_file = token_file if token_file is not None else str(Path(args.run_dir) / TOKEN_FILES["admin"])
     if url is None:  # of this machine, as the directory of the run is
         url, options = f"http://127.0.0.1:{DEFAULT_PORT}", "--run-dir, the directory of the run, or --token-file"
-    else:
-        options = "--token-file"
-    token, token_from = find_token(token_file, options), TOKEN_VARIABLE if token_file is None else token_file
-    return Dialer(url, token, client_tls(url, args.ca), token_from=token_from)
+        return dialer_to(url, token_file, args.ca, options)
+    return dialer_to(url, token_file, args.ca)
+
+
+def dialer_to(url: str, token_file: str | None, ca: str | None, options: str = "--token-file") -> "Dialer":
+    """`options`: those that may name a token, for who has given none."""
+    from polyrl.wire.credentials import TOKEN_VARIABLE, client_tls, find_token
+    from polyrl.wire.dial import Dialer
+
+    token = find_token(token_file, options)
+    token_from = TOKEN_VARIABLE if token_file is None else token_file
+    return Dialer(url, token, client_tls(url, ca), token_from=token_from)
 
 
 def _url_of(run_dir: Path) -> str:

@@ -173,12 +173,9 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
 
 
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
-    from polyrl.wire.credentials import TOKEN_VARIABLE, client_tls, find_token
-    from polyrl.wire.dial import Dialer
     from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
-    token, tls = find_token(args.token_file), client_tls(args.join, args.ca)
-    dialer = Dialer(args.join, token, tls, token_from=args.token_file or TOKEN_VARIABLE)
+    dialer = dialing.dialer_to(args.join, args.token_file, args.ca)
     options = WorkerOptions(
         name=name,
         spot=args.spot,
