@@ -426,18 +426,20 @@ def test_a_token_of_another_run_is_one_line_with_the_variable_that_has_it(
 
 
 def test_a_second_manager_on_a_run_is_one_line(process: tuple[Path, str]):
-    run_dir, _ = process
-    done = polyrl("manager", "--run-dir", str(run_dir), "--port", "0")
-    assert done.returncode == 2
-    assert "another manager runs on this directory" in only_line(done)
+    run_dir, url = process
+    for port in ("0", url.rpartition(":")[2]):
+        done = polyrl("manager", "--run-dir", str(run_dir), "--port", port)
+        assert done.returncode == 2
+        assert "another manager runs on this directory" in only_line(done)
 
 
-def test_a_port_in_use_is_one_line(tmp_path: Path, process: tuple[Path, str]):
+def test_a_port_in_use_is_one_line_and_nothing_is_left_of_the_run(tmp_path: Path, process: tuple[Path, str]):
     port = process[1].rpartition(":")[2]
-    done = polyrl("manager", "--run-dir", str(tmp_path), "--port", port)
+    done = polyrl("manager", "--run-dir", str(tmp_path / "run"), "--port", port)
     assert done.returncode == 2
     words = "address already in use; another port will do, 0 is any that is free"
-    assert only_line(done) == f"polyrl: error: cannot listen on 127.0.0.1:{port}: {words}\n"
+    assert only_line(done) == f"polyrl: error: the manager cannot listen on 127.0.0.1:{port}: {words}\n"
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -455,6 +457,7 @@ def test_settings_that_cannot_be_are_one_line_with_their_name(tmp_path: Path, ar
     done = polyrl("manager", "--run-dir", str(tmp_path / "run"), *args)
     assert done.returncode == 2
     assert words in only_line(done)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_that_is_a_file_is_one_line(tmp_path: Path):

@@ -69,11 +69,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, settings: object, tls: object) -> int:
-    from polyrl.manager.http import Front
-    from polyrl.manager.service import Service
+    from polyrl.manager.http import Front, check_that_it_can_listen
+    from polyrl.manager.service import Service, check_that_none_runs
 
     run_dir = Path(args.run_dir)
     served = _load(args.serve or args.tokenizer)
+    check_that_none_runs(run_dir)  # before its port, which is the other one's: that says more
+    await check_that_it_can_listen(args.host, args.port)  # before tokens and a journal are made
     service = Service(run_dir, settings)  # type: ignore[arg-type]
     front = Front(service, served)
     address = await front.listen(args.host, args.port, tls)  # type: ignore[arg-type]

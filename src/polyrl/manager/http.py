@@ -475,7 +475,7 @@ async def check_that_it_can_listen(host: str, port: int) -> None:
     try:
         listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as failure:
-        raise UserError(f"the manager {_cannot_listen(host, port, failure)}") from failure
+        raise UserError(_cannot_listen(host, port, failure)) from failure
     listener.close()
     await listener.wait_closed()
 
@@ -484,7 +484,7 @@ def _cannot_listen(host: str, port: int, failure: OSError) -> str:
     why = failure.strerror or str(failure)
     if failure.errno == errno.EADDRINUSE:  # asyncio's words have the address once more
         why = "address already in use; another port will do, 0 is any that is free"
-    return f"cannot listen on {host}:{port}: {why}"
+    return f"the manager cannot listen on {host}:{port}: {why}"
 
 
 def _write_address(run_dir: Path, address: Address) -> None:

@@ -31,6 +31,7 @@ from polyrl.wire.credentials import Tokens, ensure_tokens
 
 log = logging.getLogger("polyrl.manager")
 
+_LOCK_FILE = "manager.lock"
 _BATCH = 512
 """So much is taken from the inbox before the journal is written and peers are answered."""
 _MAX_INBOX = 4096
@@ -263,13 +264,19 @@ class Service:
         os.close(self._lock)
 
 
+def check_that_none_runs(run_dir: Path) -> None:
+    """Raises UserError where another manager has the directory; nothing is made in it."""
+    if (run_dir / _LOCK_FILE).exists():
+        os.close(_lock(run_dir))
+
+
 def _lock(run_dir: Path) -> int:
     """Hold the run directory: two managers over one journal would end it."""
     import fcntl
 
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_dir / "manager.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise UserError(f"{run_dir}: a run cannot be kept there: {error.strerror}") from error
     try:
