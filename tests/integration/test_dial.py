@@ -1,8 +1,10 @@
 """Reaching a manager: what is at the address may be something else."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 import pytest
 from tests.integration.live import ENGINE, run
@@ -22,12 +24,14 @@ def http(status: str, body: bytes = PAGE) -> bytes:
 
 
 @asynccontextmanager
-async def answering(answer: bytes) -> AsyncIterator[str]:
-    """Something on loopback that gives everybody the same answer; its URL."""
+async def answering(answer: bytes, at: Mapping[str, bytes] = MappingProxyType({})) -> AsyncIterator[str]:
+    """Something on loopback that gives everybody the same answer, but at the paths that have their own; its URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        num_bytes = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+        await reader.readexactly(0 if num_bytes is None else int(num_bytes[1]))
+        writer.write(at.get(head.split()[1], answer))
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -64,6 +68,20 @@ def test_a_worker_ends_in_a_line_at_what_is_no_manager(name: str):
             left = await WorkerAgent(EmulatedEngine(ENGINE), Dialer(url, "token"), WorkerOptions(name="w")).run()
             assert not left.ok
             assert str(left).startswith(f"{url}{said}") and "\n" not in str(left)
+
+    run(scenario())
+
+
+def test_a_worker_joins_a_manager_that_knows_nothing_of_asking_for_a_name():
+    older = {
+        "/v1/openapi.json": http("200 OK", b'{"info": {"title": "PolyRL manager"}}'),
+        "/v1/join": http("409 Conflict", b'{"error": "install the same PolyRL"}'),
+    }
+
+    async def scenario() -> None:
+        async with answering(http("404 Not Found", b'{"error": "Not Found"}'), older) as url:
+            left = await WorkerAgent(EmulatedEngine(ENGINE), Dialer(url, "token"), WorkerOptions(name="w")).run()
+            assert str(left) == f"{url}: install the same PolyRL"
 
     run(scenario())
 

@@ -40,6 +40,10 @@ class NameTaken(Unreachable):
     """A worker of that name is connected. It may be one that has died, and is not missed yet."""
 
 
+class NotKnown(UserError):
+    """The manager has nothing at that path. It may be older than who asks."""
+
+
 class SessionOver(Exception):
     """The manager does not know the session any more: join, or open the run, again."""
 
@@ -147,6 +151,8 @@ class Dialer:
         if status == 401:  # it speaks of headers, to those who write them
             place = f" ({self._token_from})" if self._token_from else ""
             return UserError(f"{self.url}: that is not a token of this run{place}")
+        if status == 404:
+            return NotKnown(f"{self.url}: {said}")
         return UserError(f"{self.url}: {said}")
 
     def _unreachable(self, error: BaseException) -> Unreachable:

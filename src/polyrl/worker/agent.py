@@ -30,7 +30,7 @@ from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest, NameReply
-from polyrl.wire.dial import Dialer, NameTaken, SessionOver, Unreachable, pauses
+from polyrl.wire.dial import Dialer, NameTaken, NotKnown, SessionOver, Unreachable, pauses
 from polyrl.wire.imposed import length_of
 from polyrl.worker.installing import Installer
 from polyrl.worker.streams import LeaseBook
@@ -195,7 +195,8 @@ class WorkerAgent:
         try:
             await self._dialer.knock()
             if not self._options.is_local:  # that one takes its name from anybody
-                await self._wait_for_name()
+                with contextlib.suppress(NotKnown):  # an older manager; whoever joins hears of a name that is taken
+                    await self._wait_for_name()
         except Unreachable as error:
             log.info("%s; starting the engine meanwhile", error)
         except UserError as error:
