@@ -123,7 +123,7 @@ def start(
 ) -> str | None:
     """Train to the end, and say why it ended; None if it was interrupted. `past`: what the run goes on from."""
     from polyrl.cli.loop import run_loop
-    from polyrl.cli.training import checkpoints, models, ranks
+    from polyrl.cli.training import checkpoints, models, ranks, workers
     from polyrl.cli.training.encryption import encryption
     from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
     from polyrl.cli.training.tasks import load_tasks
@@ -134,6 +134,7 @@ def start(
     if past is None:
         _check_that_none_is_there(run_dir)
     models.check_device(recipe)
+    workers.check_settings(recipe)
     tls = encryption(recipe.manager)
     check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)
     run_loop(http.check_that_it_can_listen(recipe.manager.host, recipe.manager.port))

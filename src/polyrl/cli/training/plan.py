@@ -13,6 +13,7 @@ from polyrl.cli.training.encryption import encryption
 from polyrl.cli.training.models import check_device, check_tokenizers, others, uses_engine
 from polyrl.cli.training.sampling import caveat_of
 from polyrl.cli.training.tasks import count_prompts_of_a_step, prompt_room, too_few
+from polyrl.cli.training.workers import check_settings
 from polyrl.config import dump_toml
 from polyrl.config.model_dir import check_model_dir
 from polyrl.config.recipe import Recipe
@@ -69,8 +70,9 @@ class Memory(NamedTuple):
 
 
 def show_plan(recipe: Recipe, run_dir: Path) -> str:
-    """Raises UserError for a device, a model directory, a reward, or data, that cannot be used."""
+    """Raises UserError for a device, settings, a model directory, a reward, or data, that cannot be used."""
     check_device(recipe)
+    check_settings(recipe)
     shape = read_shape(recipe.model.path)
     for key, path in others(recipe).items():
         read_shape(path, key)

@@ -11,19 +11,38 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from msgspec import Struct
 from rich.text import Text
 
 from polyrl.cli.training import processes
 from polyrl.cli.training.processes import Address
 from polyrl.client import Fleet
+from polyrl.config import build
 from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.weights.interfaces import listening_addresses
 
 log = logging.getLogger("polyrl.train")
 
 _JOIN_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 0.5
+
+
+class _Fleet(Struct, frozen=True, kw_only=True):
+    settings: BuiltinConfig
+
+
+class _Checked(Struct, frozen=True, kw_only=True):
+    """The part of a recipe that the engine of `[fleet]` reads, by its dotted path."""
+
+    fleet: _Fleet
+
+
+def check_settings(recipe: Recipe) -> None:
+    """Raises ConfigError for what a worker would end with, and only its log would say why."""
+    settings = {**recipe.fleet.settings, "model": recipe.model.path}
+    build({"fleet": {"settings": settings}}, _Checked)
 
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
