@@ -16,6 +16,7 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 POLYRL = [sys.executable, "-m", "polyrl"]
+BYTE_WORKER = [sys.executable, str(Path(__file__).with_name("bytes_worker.py"))]
 PATIENCE_S = 150.0
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -92,8 +93,14 @@ class ServedFleet:
 
     def start_worker(self, name: str, *engine: str) -> None:
         join = ("--join", self.url, "--token-file", str(self.run_dir / "worker.token"), "--name", name)
+        self._start(name, [*POLYRL, "worker", *join, *engine])
+
+    def start_byte_worker(self, name: str, *settings: str) -> None:
+        self._start(name, [*BYTE_WORKER, self.url, str(self.run_dir / "worker.token"), name, *settings])
+
+    def _start(self, name: str, argv: list[str]) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.workers[name] = subprocess.Popen([*POLYRL, "worker", *join, *engine], stdout=log, stderr=log)
+            self.workers[name] = subprocess.Popen(argv, stdout=log, stderr=log)
 
     def kill_worker(self, name: str) -> None:
         process = self.workers.pop(name)

@@ -17,8 +17,8 @@ def kill_who_writes(fleet: ServedFleet) -> str:
     return name
 
 
-def read_and_kill(fleet: ServedFleet, ask: dict[str, Any], kill_at: list[int], *engine: str) -> str:
-    """Stream an answer, and kill its worker at so many tokens; where an engine is named, start another."""
+def read_and_kill(fleet: ServedFleet, ask: dict[str, Any], kill_at: list[int], *settings: str) -> str:
+    """Stream an answer, and kill its worker at so many tokens; where settings are given, start another."""
     text, num_tokens = "", 0
     extra = {"return_token_ids": True, "ignore_eos": True}
     for chunk in fleet.client(timeout=120.0).completions.create(**ask, stream=True, extra_body=extra):
@@ -28,20 +28,20 @@ def read_and_kill(fleet: ServedFleet, ask: dict[str, Any], kill_at: list[int], *
         if kill_at and num_tokens >= kill_at[0]:
             kill_at.pop(0)
             name = kill_who_writes(fleet)
-            if engine:
-                fleet.start_worker(name, *engine)
+            if settings:
+                fleet.start_byte_worker(name, *settings)
     assert not kill_at, f"only {num_tokens} tokens came"
     return text
 
 
-def test_ten_kills_in_one_stream_of_an_emulated_fleet(tmp_path: Path):
-    engine = ("--engine", "emulated", "tokens_per_s=200", "vocab=256")
+def test_ten_kills_in_one_stream_of_a_fleet_that_writes_bytes(tmp_path: Path):
+    pace = "tokens_per_s=200"
     ask: dict[str, Any] = {"model": "bytes", "prompt": "go on", "max_tokens": 3000, "seed": 4}
     with served(tmp_path, save_tokenizer(tmp_path / "bytes")) as fleet:
         for name in ("a", "b", "c"):
-            fleet.start_worker(name, *engine)
+            fleet.start_byte_worker(name, pace)
         fleet.until_active(3)
-        disturbed = read_and_kill(fleet, ask, list(range(200, 2200, 200)), *engine)
+        disturbed = read_and_kill(fleet, ask, list(range(200, 2200, 200)), pace)
         whole = fleet.client(timeout=120.0).completions.create(**ask, extra_body={"ignore_eos": True})
         assert disturbed == whole.choices[0].text
         fleet.until_idle()

@@ -28,7 +28,7 @@ from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version, WorkerName, group_of
-from polyrl.manager import joining
+from polyrl.manager import asking, joining
 from polyrl.scheduling.ledger import Ledger
 from polyrl.scheduling.parameters import DomainData, FleetRules
 from polyrl.wire import frames
@@ -231,6 +231,19 @@ def test_a_run_that_trains_takes_no_worker_whose_tokens_are_made_up(tmp_path: Pa
             with pytest.raises(UserError, match="the emulated engine has none"):
                 await join_emulated(live)
             assert live.refused == {"engine": 1}
+
+    run(scenario())
+
+
+def test_a_run_for_those_who_ask_takes_no_worker_whose_tokens_are_made_up(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live, name="early"):
+            config = asking.config_of(live.service.settings)
+            await live.service.ask(lambda executor: joining.open_run_without_trainer(executor, config))
+            await until(lambda: not is_connected(live, "early"), "it is sent away")
+        async with manager(tmp_path) as live:
+            with pytest.raises(UserError, match="the emulated engine has none"):
+                await join_emulated(live)
 
     run(scenario())
 

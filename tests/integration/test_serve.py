@@ -19,7 +19,7 @@ from tests.serving import ServedFleet, save_tokenizer, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MOST = 130
-FAST = ("--engine", "emulated", "slots=128", "tokens_per_s=300", "median_tokens=40", "sigma=0.3", "vocab=256")
+FAST = ("slots=128", "tokens_per_s=300", "median_tokens=40", "sigma=0.3")
 CHAT: list[Any] = [
     {"role": "system", "content": "You are brief."},
     {"role": "user", "content": [{"type": "text", "text": "How much is 2 €?"}]},
@@ -28,12 +28,12 @@ CHAT: list[Any] = [
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFleet]:
-    """Two emulated workers whose tokens are bytes: most of what they write is no whole character."""
+    """Two workers whose tokens are bytes: most of what they write is no whole character."""
     folder = tmp_path_factory.mktemp("serve")
     model = save_tokenizer(folder / "bytes")
     with served(folder, model, f"serve.max_samples={MOST}", "stream.flush_interval_s=0.02") as fleet:
         for name in ("a", "b"):
-            fleet.start_worker(name, *FAST)
+            fleet.start_byte_worker(name, *FAST)
         fleet.until_active(2)
         yield fleet
 
@@ -269,7 +269,7 @@ def test_a_worker_that_is_killed_in_mid_stream_is_not_noticed_but_for_a_pause(fl
         if not killed and min(map(len, tokens)) > 100:
             fleet.kill_worker("a")  # where siblings are together
             fleet.kill_worker("b")
-            fleet.start_worker("c", *FAST)
+            fleet.start_byte_worker("c", *FAST)
             killed = True
     assert killed
     assert fleet.status()["ledger"]["moves"]["lost"] >= 4
@@ -310,6 +310,15 @@ def test_a_manager_that_is_stopped_says_so_in_the_stream(fleet: ServedFleet):
     assert time.monotonic() - began < 30
     fleet.until_idle()
     assert "withdrawn" in fleet.verified()["samples"]["discarded"]
+
+
+def test_a_worker_whose_tokens_are_made_up_is_refused_and_answers_nobody(fleet: ServedFleet):
+    fleet.start_worker("made-up", "--engine", "emulated")
+    assert fleet.workers["made-up"].wait(60) == 1
+    said = (fleet.folder / "made-up.log").read_text().splitlines()[-1]
+    why = "the run is of a model, and the emulated engine has none: it makes up its tokens."
+    assert said.startswith(f"polyrl: error: worker made-up: {fleet.url}: {why} Start the worker with --engine builtin")
+    assert "made-up" not in [one["name"] for one in fleet.status()["workers"]]
 
 
 # The truth

@@ -30,7 +30,7 @@ _PHASES = 8
 _SILENT_HEARTBEATS = 3
 _GONE_S = 60.0
 _NO_MODEL = (
-    "the run trains a model, and the emulated engine has none: it makes up its tokens. Start the worker with --engine "
+    "the run is of a model, and the emulated engine has none: it makes up its tokens. Start the worker with --engine "
     "builtin, vllm or sglang"
 )
 
@@ -38,7 +38,7 @@ _NO_MODEL = (
 def join(executor: Executor, request: JoinRequest) -> JoinReply:
     """Raises Refused for a name that somebody else is connected under, and for an engine that the run cannot use."""
     name = WorkerName(request.name)
-    if executor.trainer is not None and executor.trainer.trains and request.engine == EMULATED:
+    if request.engine == EMULATED and _is_of_a_model(executor):
         raise Refused("engine", _NO_MODEL)
     former = executor.workers.get(name)
     outranks = request.local and former is not None and not former.facts.local
@@ -163,9 +163,6 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
     executor.trainer = trainer
     executor.journal.add_note(executor.opened_by(trainer))
     if fresh:
-        if trainer.trains:
-            for name in [one.name for one in executor.workers.values() if one.facts.engine == EMULATED]:
-                executor.forget(name, _NO_MODEL, in_anger=True)
         _seat_all(executor)
     assert executor.scheduler is not None
     state = executor.scheduler.desk.state
@@ -194,10 +191,22 @@ def open_run_without_trainer(executor: Executor, config: SchedulerConfig) -> Non
     """For those who ask (asking.py): workers have the weights that they were started with, which are version 0."""
     if executor.scheduler is None:
         _begin(executor, config)
-    elif executor.trainer is not None or executor.scheduler.desk.state.published >= 0:
+    elif executor.trainer is not None or _is_for_those_who_ask(executor):
         return  # it goes on. Otherwise a manager was killed before it had written down what follows
     executor.tell(e.VersionPublished(Version(0)))
     _seat_all(executor)
+
+
+def _is_for_those_who_ask(executor: Executor) -> bool:
+    """Nobody but a trainer publishes, where there is one: it has opened the run before."""
+    scheduler = executor.scheduler
+    return executor.trainer is None and scheduler is not None and scheduler.desk.state.published >= 0
+
+
+def _is_of_a_model(executor: Executor) -> bool:
+    """Somebody trains on what is written, or reads it."""
+    trains = executor.trainer is not None and executor.trainer.trains
+    return trains or _is_for_those_who_ask(executor)
 
 
 def _begin(executor: Executor, config: SchedulerConfig) -> None:
@@ -207,7 +216,10 @@ def _begin(executor: Executor, config: SchedulerConfig) -> None:
 
 
 def _seat_all(executor: Executor) -> None:
-    """Those who joined before there was a run."""
+    """Those who joined before there was a run; whoever is of no use to it is sent away."""
+    if _is_of_a_model(executor):
+        for name in [one.name for one in executor.workers.values() if one.facts.engine == EMULATED]:
+            executor.forget(name, _NO_MODEL, in_anger=True)
     for session in executor.workers.values():
         session.heard_at = session.told_at = executor.now()
         _tell_joined(executor, session)
