@@ -189,9 +189,8 @@ class HostStream:
     """Chunks of one blob out of a neighbour's buffer. They are copied and verified like any others."""
 
     def __init__(self, link: Link, name: str, table: ChunkTable) -> None:
-        self._link, self._table = link, table
+        self._table = table
         self._fd = link.take_file(name)
-        link.keep(24 * 3600)
 
     def ask(self, run: range) -> None:
         pass
@@ -215,7 +214,6 @@ class MooncakeStream:
         self._table, self._mooncake = blob.table, mooncake
         self._remote = link.locate(name)
         mooncake.place_of(blob.buffer)
-        link.keep(24 * 3600)
 
     def ask(self, run: range) -> None:
         pass
