@@ -112,11 +112,12 @@ def install() -> None:
     bindings: Any = types.ModuleType("cuda.bindings")
     bindings.driver = None
     sys.modules |= {"cuda": types.ModuleType("cuda"), "cuda.bindings": bindings}
-    from polyrl.engines.builtin import cuda, cuda_layout, cuda_memory, runners
-    from polyrl.engines.builtin.cuda_runner import CudaRunner
+    from polyrl.engines.builtin import cuda, cuda_layout, cuda_memory, engine, runners
+    from polyrl.engines.builtin.config import fit
 
     gpu: Any = torch.cuda
     gpu.set_device = gpu.synchronize = gpu.empty_cache = lambda *_: None
+    gpu.get_device_capability = lambda *_: (9, 0)
     gpu.graph_pool_handle = lambda: None
     gpu.Stream = gpu.Event = _Stream
     gpu.current_stream = lambda *_: _Stream()
@@ -126,12 +127,12 @@ def install() -> None:
     cuda_layout._ROWS = (8, 16, 32, 64)  # interpreted, a row takes milliseconds
     cuda_memory.Memory = _Memory
 
-    def make(loaded: Any, config: Any, cache: Any, max_context: int, invariant_tokens: int) -> CudaRunner:
-        runner = CudaRunner(
-            loaded, cache.num_blocks, cache.block_tokens, config.slots, max_context,
-            compile_layers=False, invariant_tokens=invariant_tokens,
-        )  # fmt: skip
+    def make(loaded: Any, *its: Any) -> Any:
+        for one in loaded.model.parameters():
+            one.data = one.data.clone()  # out of the file that they are mapped from
+        runner: Any = runners._on_gpu(loaded, *its)
         runner._prefilling.has_graphs = True  # our graphs may ask for borders
         return runner
 
     runners.make = make
+    engine.fit = lambda config, _: fit(config, "cuda")._replace(dtype="float32")

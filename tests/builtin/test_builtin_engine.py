@@ -72,15 +72,16 @@ class LookingRunner(Runner):
     shows_bursts = True
     num_looks = 0
 
-    def run_burst(self, chunks, wanted, num_steps, look=None):
-        drawn = super().run_burst(chunks, wanted, num_steps)
+    def run_burst(self, chunks, wanted, num_steps, interrupted=None, look=None):
+        drawn = super().run_burst(chunks, wanted, num_steps, interrupted)
+        assert interrupted is not None
         assert look is not None
         while len(drawn) > 3:
             look(drawn[:3])
             self.num_looks += 1
             time.sleep(0.001)
             drawn = drawn[3:]
-            if self._interrupted.is_set():
+            if interrupted.is_set():
                 return drawn[:1]
         return drawn
 
@@ -739,7 +740,7 @@ class FailingRunner(Runner):
 
     what: BaseException = RuntimeError("the device is gone\nfor good")
 
-    def run_burst(self, chunks, wanted, num_steps, look=None):
+    def run_burst(self, chunks, wanted, num_steps, interrupted=None, look=None):
         raise self.what
 
 

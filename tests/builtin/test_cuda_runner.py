@@ -42,7 +42,7 @@ def jobs():
 async def run(alone=False):
     config = BuiltinConfig(
         model=model, device="cpu", slots=4, kv_tokens=1024, block_tokens=16, chunk_tokens=32,
-        batch_invariant=what == "invariant",
+        compile=False, batch_invariant=what == "invariant", in_sleep="offload" if what == "offloading" else "keep",
     )
     engine, sink = BuiltinEngine(config), Sink()
     await engine.start(sink)
@@ -54,7 +54,7 @@ async def run(alone=False):
         engine.generate(job)
         if alone:
             await until(lambda: job.lease in sink.ends)
-    if what == "sleeping":
+    if what in ("sleeping", "offloading"):
         await until(lambda: len(sink.text.get(2, ())) > 2)
         await engine.sleep()
         await engine.wake()
@@ -63,7 +63,7 @@ async def run(alone=False):
     if type(engine._runner).__name__ == "CudaRunner":
         runner = engine._runner
         decoding = [*runner._graphs.values(), *runner._graphs_to_logits.values()]
-        prefilling = [one.captured for one in runner._prefilling._graphs.values() if one is not None]
+        prefilling = [one.captured for one in runner._prefilling._graphs.values()]
         came["replays"] = [sum(one.graph.num_replays for one in some) for some in (decoding, prefilling)]
     await engine.close()
     return came
@@ -79,7 +79,13 @@ print(json.dumps(told))
 
 @pytest.mark.parametrize(
     ("what", "family", "num_layers"),
-    [("plain", "qwen3", 2), ("truncated", "llama", 1), ("invariant", "qwen2", 1), ("sleeping", "gemma3_text", 2)],
+    [
+        ("plain", "qwen3", 2),
+        ("truncated", "llama", 1),
+        ("invariant", "qwen2", 1),
+        ("sleeping", "gemma3_text", 2),
+        ("offloading", "qwen3", 1),
+    ],
 )
 def test_answers_are_those_of_the_cpu(what: str, family: str, num_layers: int, tmp_path):
     """More samples than places, chunks of several steps, a prompt that two share, bursts."""

@@ -1,6 +1,7 @@
 """The decoder that is written out for the CPU: which models it takes, and that it says what their modules say."""
 
 import math
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -134,8 +135,9 @@ def test_an_interrupted_burst_ends_with_its_step(tmp_path):
     desk.step()
     chunks = desk.batching.plan()
     assert desk.batching.reserve(8)
-    desk.runner.interrupt()
-    assert len(desk.runner.run_burst(chunks, desk.wanted(chunks), 8)) == 1
+    interrupted = threading.Event()
+    interrupted.set()
+    assert len(desk.runner.run_burst(chunks, desk.wanted(chunks), 8, interrupted)) == 1
 
 
 def test_contexts_of_very_different_lengths_attend_apart_and_draw_the_same(tmp_path):

@@ -78,9 +78,9 @@ FAMILIES = (
 )
 IN_HALF = ("qwen3", "gemma3_text", "qwen3_moe")
 """In bfloat16 too, where prefill has graphs; a mixture only so."""
-ALLOWED = {"float32": 1e-3, "bfloat16": 0.1}
-"""Of a log-probability: the largest error in float32; in bfloat16, where now and then another expert is chosen, the
-mean."""
+ALLOWED = {"float32": 1e-3, "bfloat16": 0.05}
+"""Of a log-probability: the largest error in float32; in bfloat16, where now and then another expert is chosen, a
+sample's mean."""
 
 
 def check_right(families: list[str]) -> bool:
@@ -114,11 +114,10 @@ def compare(folder: Path, model, dtype: str, temperature: float, *, compiled: bo
         chosen = theirs.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
         errors.append((torch.tensor(sink.logprobs[i]) - chosen).abs())
         short.append(theirs.max(-1).values - chosen)
+    of_a_sample = torch.max if dtype == "float32" else torch.mean
+    measured = errors + (short if temperature == 0.0 else [])
+    is_right = all(float(of_a_sample(one)) < ALLOWED[dtype] for one in measured)
     error, far = torch.cat(errors), torch.cat(short)
-    measured = [error.max() if dtype == "float32" else error.mean()]
-    if temperature == 0.0:
-        measured.append(far.max() if dtype == "float32" else far.mean())
-    is_right = all(float(one) < ALLOWED[dtype] for one in measured)
     print(
         f"  {'right' if is_right else 'WRONG'}: log-probabilities within {error.max():.1e}, {error.mean():.1e} in the "
         f"mean; tokens at most {far.max():.1e} below the likeliest",

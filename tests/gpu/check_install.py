@@ -2,6 +2,8 @@
 
 python tests/gpu/check_install.py           Qwen3-1.7B's shape, bfloat16; a full version, then deltas of 1% of elements
 python tests/gpu/check_install.py device    the same, with deltas made on the GPU (weights.encode_on)
+
+Exit code 1 where the weights are not those that were published, or a version wrote nothing.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -64,7 +66,7 @@ async def make_graphs(engine: BuiltinEngine) -> None:
         await asyncio.sleep(0.04)
 
 
-async def main() -> None:
+async def main() -> bool:
     torch.manual_seed(0)
     trained = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
     served = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
@@ -116,14 +118,16 @@ async def main() -> None:
             "version": version, "delta": from_delta, "publish_s": published - began, "encode_s": encoded - published,
             "pull_s": pulled - encoded, "mb_sent": (server.num_bytes_sent - sent) / 1e6,
             "install_s": installed - pulled, "pause_s": engine.last_install_s, "longest_gap_s": around,
-            "usual_gap_s": usual,
+            "usual_gap_s": usual, "reserved_gb": torch.cuda.memory_reserved() / 1e9,
         }), flush=True)  # fmt: skip
     same = all(torch.equal(one, dict(served.named_parameters())[name]) for name, one in state.items())
-    print(json.dumps({"equal": same, "versions_seen": sorted(set(clock.versions))}), flush=True)
+    seen = sorted(set(clock.versions))
+    print(json.dumps({"equal": same, "versions_seen": seen}), flush=True)
     await engine.close()
     peer.close()
     server.close()
+    return same and seen == list(range(6))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(0 if asyncio.run(main()) else 1)

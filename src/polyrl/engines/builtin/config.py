@@ -44,18 +44,24 @@ class Fit(NamedTuple):
     dtype: Dtype
     chunk_tokens: int
     """On a GPU, running samples wait some 100 ms for so many, with two billion parameters."""
+    invariant_tokens: int = 0
+    """Of every chunk of a prompt, where results must not depend on the batch and would; 0: as they come."""
 
 
 _CPU = Fit("float32", 512)
 _GPU = Fit("bfloat16", 16_384)
+_INVARIANT_CHUNK = 512
 
 
 def fit(config: BuiltinConfig, device: str) -> Fit:
     """What is given, and the device's own for what is not. `device` is not `auto`."""
-    own = _GPU if device.startswith("cuda") else _CPU
+    is_gpu = device.startswith("cuda")
+    own = _GPU if is_gpu else _CPU
+    chunk_tokens = own.chunk_tokens if config.chunk_tokens is None else config.chunk_tokens
     return Fit(
         own.dtype if config.dtype is None else config.dtype,
-        own.chunk_tokens if config.chunk_tokens is None else config.chunk_tokens,
+        chunk_tokens,
+        min(chunk_tokens, _INVARIANT_CHUNK) if config.batch_invariant and is_gpu else 0,
     )
 
 

@@ -204,12 +204,11 @@ def attend(
     window: int | None,
 ) -> Tensor:
     """query (rows, heads, dim), key and value (rows, kv heads, dim)."""
+    wide = EVERYTHING if window is None else window
     if isinstance(step, DecodeStep):
-        wide = EVERYTHING if window is None else window
         return paged_decode(query, key, value, keys, values, step.tables, step.positions, scale, wide, step.splits)
     its_keys, its_values = write_and_gather(key, value, keys, values, step.cells, step.blocks, step.within)
     if query.dtype == torch.float32:  # flash attention has none; correct, a chunk at a time
-        wide = EVERYTHING if window is None else window
         groups = query.shape[1] // key.shape[1]
         its_keys, its_values = its_keys.repeat_interleave(groups, 1), its_values.repeat_interleave(groups, 1)
         return attend_one_by_one(query, its_keys, its_values, step.first_rows, step.first_contexts, scale, wide)

@@ -40,20 +40,17 @@ class Prefill:
     def __init__(self, model: Model, like: Tensor, graphs: Graphs) -> None:
         self._model, self._device, self._capturing = model, like.device, graphs
         self.has_graphs = like.dtype != torch.float32
-        self._graphs: dict[Shape, _Graph | None] = {}
-        """None: it came up once."""
+        self._graphs: dict[Shape, _Graph] = {}
+        self._came_up: set[Shape] = set()
 
     def forget_graphs(self) -> None:
         self._graphs.clear()
 
     def run(self, its: Layout, shape: Shape | None) -> Tensor:
         """What the last layer makes of every row, until the next step. `its` has that shape, if there is one."""
-        if shape is None or not self.has_graphs or shape.contexts > MOST_CONTEXTS:
+        if shape is None or not self._is_worth_a_graph(shape):
             return self._model(*self._send(its))
-        if shape not in self._graphs:
-            self._graphs[shape] = None
-            return self._model(*self._send(its))
-        found = self._graphs[shape]
+        found = self._graphs.get(shape)
         if found is None:
             found = self._graphs[shape] = self._capture(its, shape)
         else:
@@ -61,6 +58,14 @@ class Prefill:
                 buffer.copy_(torch.from_numpy(numbers), non_blocking=True)
         found.captured.graph.replay()
         return found.captured.result
+
+    def _is_worth_a_graph(self, shape: Shape) -> bool:
+        """Small enough, and not for the first time."""
+        if not self.has_graphs or shape.contexts > MOST_CONTEXTS:
+            return False
+        came_up = shape in self._came_up
+        self._came_up.add(shape)
+        return came_up
 
     def _capture(self, its: Layout, shape: Shape) -> _Graph:
         """From these inputs, which stay where they are."""

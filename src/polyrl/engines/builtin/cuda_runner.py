@@ -16,9 +16,9 @@ The decoder layers are compiled one for all (`compile`), or run as they are: slo
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,6 @@ class CudaRunner:
         self._invariant_tokens = invariant_tokens
         slots = max(slots, _SIZES[0])
         self._sizes = [slots] if invariant_tokens else [*(one for one in _SIZES if one < slots), slots]
-        self._interrupted = threading.Event()
         width = -(-(max_context + MAX_BURST) // block_tokens)  # a burst goes on when an answer is over
         rows = slots + 1  # never all of them: what is compiled for a part of a tensor is not for the whole
         self._tables = torch.full((rows, width), num_blocks, dtype=torch.int32, device=self._device)
@@ -130,7 +129,7 @@ class CudaRunner:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """The model is whole afterwards: it may be another's."""
+        """The model may be another's: its weights are all there afterwards, and no cache is."""
         self._forget_graphs()
         if self._offloading is not None:
             self._offloading.bring_back()
@@ -226,16 +225,14 @@ class CudaRunner:
 
     # Decoding
 
-    def interrupt(self) -> None:
-        """End the burst that runs, if one does. From any thread, like `uninterrupt`."""
-        self._interrupted.set()
-
-    def uninterrupt(self) -> None:
-        self._interrupted.clear()
-
     @torch.inference_mode()
     def run_burst(
-        self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int, look: Look | None = None
+        self,
+        chunks: Sequence[Chunk],
+        wanted: Sequence[Wanted],
+        num_steps: int,
+        interrupted: Event | None = None,
+        look: Look | None = None,
     ) -> list[Drawn]:
         """`num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated.
 
@@ -253,7 +250,7 @@ class CudaRunner:
                     with torch.cuda.stream(self._looking):
                         look(self._read(num_seen, num_done, len(chunks)))
                     num_seen = num_done
-                if self._interrupted.is_set():
+                if interrupted is not None and interrupted.is_set():
                     num_steps = step
                     break
             graph.replay()

@@ -78,6 +78,7 @@ class Decoder:
     @torch.inference_mode()
     def pack(self) -> None:
         """From the parameters as they are now."""
+        self.drop()  # not a third copy beside the parameters and the old one
         model = self._model.model
         self._layers = [self._pack_layer(layer) for layer in model.layers]
         self._head = _merge([self._model.lm_head], norm=model.norm.weight)

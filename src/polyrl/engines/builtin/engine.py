@@ -13,9 +13,12 @@ so does whatever comes later.
 import asyncio
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
@@ -47,7 +50,6 @@ log = logging.getLogger("polyrl.engines.builtin")
 
 _BLIND_BURST = 16
 """Steps without a look at what they brought."""
-_INVARIANT_CHUNK = 512
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -75,7 +77,7 @@ class BuiltinEngine:
         self._loaded = loaded
         self._runner: StepRunner | None = None
         self._cache = KvCache(config.kv_tokens // block_tokens, block_tokens)
-        self._batch = Batching(self._cache, config.slots, self._fit.chunk_tokens, self._invariant_tokens)
+        self._batch = Batching(self._cache, config.slots, self._fit.chunk_tokens, self._fit.invariant_tokens)
         self._version = None if config.version is None else Version(config.version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")
         self._sink: Sink | None = None
@@ -86,17 +88,17 @@ class BuiltinEngine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._between_steps = asyncio.Lock()
+        self._installing = asyncio.Lock()
+        self._num_coming = 0
+        """So many want to come between two steps."""
+        self._burst_ends = threading.Event()
+        """Of the burst that runs, or ran last."""
         self._tokenizer: Any = None
         self._trouble: str | None = None
         self._installer: Installer | None = None
         self.last_install_s = 0.0
         """How long samples stood still for the last install, and for the step before it to end."""
         self._is_closed = False
-
-    @property
-    def _invariant_tokens(self) -> int:
-        """Of every chunk of a prompt, where results must not depend on the batch; 0: they may."""
-        return min(self._fit.chunk_tokens, _INVARIANT_CHUNK) if self._config.batch_invariant else 0
 
     # Life
 
@@ -138,12 +140,15 @@ class BuiltinEngine:
     def _make_runner(self, loaded: "Loaded") -> StepRunner:
         from polyrl.engines.builtin import runners
 
-        return runners.make(loaded, self._config, self._cache, self._max_context, self._invariant_tokens)
+        return runners.make(loaded, self._config, self._cache, self._max_context, self._fit.invariant_tokens)
 
     async def close(self) -> None:
         """A load that is under way ends first; the event loop goes on meanwhile."""
+        await finish_first(self._close())
+
+    async def _close(self) -> None:
         was_closed, self._is_closed = self._is_closed, True
-        self._interrupt()
+        self._burst_ends.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -164,8 +169,7 @@ class BuiltinEngine:
         await finish_first(self._sleep())
 
     async def _sleep(self) -> None:
-        self._interrupt()
-        async with self._between_steps:
+        async with self._come_between():
             if self._runner is None or self._is_closed or not self._awake.is_set():
                 return
             self._awake.clear()
@@ -214,7 +218,7 @@ class BuiltinEngine:
             self._sink.ended(job.lease, "length")
             return
         self._batch.add(member)
-        self._interrupt()
+        self._burst_ends.set()
         self._work.set()
 
     def _ending(self, job: Job) -> Ending:
@@ -256,8 +260,7 @@ class BuiltinEngine:
         await finish(self._remove(lease))
 
     async def _remove(self, lease: LeaseId) -> None:
-        self._interrupt()
-        async with self._between_steps:
+        async with self._come_between():
             self._batch.remove(lease)
 
     async def forget_cache(self) -> None:
@@ -265,10 +268,19 @@ class BuiltinEngine:
         async with self._between_steps:
             self._cache.forget()
 
-    def _interrupt(self) -> None:
-        """Somebody wants to come between two steps: a burst ends with the steps that are on their way."""
-        if self._runner is not None:
-            self._runner.interrupt()
+    @asynccontextmanager
+    async def _come_between(self) -> AsyncIterator[None]:
+        """Between two steps. No burst goes on, or begins, meanwhile."""
+        self._num_coming += 1
+        self._burst_ends.set()
+        try:
+            await self._between_steps.acquire()
+        finally:
+            self._num_coming -= 1
+        try:
+            yield
+        finally:
+            self._between_steps.release()
 
     # Weights
 
@@ -277,6 +289,10 @@ class BuiltinEngine:
         await finish(self._install(weights))
 
     async def _install(self, weights: Weights) -> None:
+        async with self._installing:  # what is staged is a difference to what is installed
+            await self._install_next(weights)
+
+    async def _install_next(self, weights: Weights) -> None:
         installer = self._installer
         if installer is None or self._is_closed or self._trouble is not None:
             raise EngineError(self._trouble or "the engine does not run")
@@ -284,12 +300,16 @@ class BuiltinEngine:
         if staged is None and weights.version != self._version and not weights.in_place:
             raise EngineError(f"nobody says where version {weights.version} can be had")
         began = time.perf_counter()
-        self._interrupt()
-        async with self._between_steps:
-            if self._is_closed:
-                raise EngineError("the engine does not run")
+        async with self._come_between():
+            if self._is_closed or self._trouble is not None:
+                raise EngineError(self._trouble or "the engine does not run")
+            assert self._runner is not None
             write = weights.write if staged is None else staged.put
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._put, write)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.change_weights, write)
+            except Exception as error:  # torch's, the writer's: nobody knows what the weights are now
+                self._fail(f"version {weights.version} was not written whole: {one_line(error)}")
+                raise EngineError(self._trouble) from error
             self._version = weights.version
             installer.installed(weights)
             if self._config.after_install == "recompute":
@@ -297,10 +317,6 @@ class BuiltinEngine:
             else:
                 self._cache.forget()
         self.last_install_s = time.perf_counter() - began
-
-    def _put(self, write: Callable[[], None] | None) -> None:
-        assert self._runner is not None
-        self._runner.change_weights(write)
 
     # Steps
 
@@ -337,14 +353,18 @@ class BuiltinEngine:
                         self._work.clear()
                         continue
                     assert self._runner is not None
-                    self._runner.uninterrupt()  # who interrupted the last burst has been here
                     await self._run_step(self._runner, chunks, sink)
                 await asyncio.sleep(0)
         except Exception as error:  # torch's, Triton's, our own: whatever it is, no sample may wait on
             log.exception("a step failed")
-            self._trouble = f"a step failed: {one_line(error)}"
-            for lease in self._batch.remove_all():
-                sink.ended(lease, "engine_failed", self._trouble)
+            self._fail(f"a step failed: {one_line(error)}")
+
+    def _fail(self, why: str) -> None:
+        """For good: whatever runs, and comes later, ends so."""
+        assert self._sink is not None
+        self._trouble = why
+        for lease in self._batch.remove_all():
+            self._sink.ended(lease, "engine_failed", why)
 
     async def _run_step(self, runner: StepRunner, chunks: list[Chunk], sink: Sink) -> None:
         """A step, or a burst of them, which is taken in as it comes."""
@@ -354,21 +374,24 @@ class BuiltinEngine:
             drawn = await loop.run_in_executor(self._thread, runner.run, chunks, wanted)
             self._take_in(chunks, [drawn], sink)
             return
+        self._burst_ends = threading.Event()
+        if self._num_coming:
+            self._burst_ends.set()
+        run_burst = partial(runner.run_burst, chunks, wanted, num_steps, self._burst_ends)
         if not runner.shows_bursts:
-            burst = await loop.run_in_executor(self._thread, runner.run_burst, chunks, wanted, num_steps)
-            self._take_in(chunks, burst, sink)
+            self._take_in(chunks, await loop.run_in_executor(self._thread, run_burst), sink)
             return
         looks: asyncio.Queue[list[Drawn] | None] = asyncio.Queue()
 
         def look(drawn: list[Drawn]) -> None:
             loop.call_soon_threadsafe(looks.put_nowait, drawn)
 
-        running = loop.run_in_executor(self._thread, runner.run_burst, chunks, wanted, num_steps, look)
+        running = loop.run_in_executor(self._thread, run_burst, look)
         running.add_done_callback(lambda _: looks.put_nowait(None))
         while (drawn := await looks.get()) is not None:
             num_ended = self._take_in(chunks, drawn, sink)
             if num_ended and (self._batch.num_waiting or not self._batch.num_running):
-                self._interrupt()
+                self._burst_ends.set()
         self._take_in(chunks, await running, sink)
 
     def _burst(self, runner: StepRunner, chunks: list[Chunk]) -> int:

@@ -7,6 +7,7 @@ goes on, and its sums are put in place like any other version's tensors.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -112,7 +113,13 @@ def _beside(ours: Tensor) -> Iterator[None]:
     if not ours.is_cuda:
         yield
         return
-    stream = torch.cuda.Stream(ours.device)
+    stream = _stream(ours.device)
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all installs: memory that was taken for one stream is not used again for another."""
+    return torch.cuda.Stream(device)

@@ -9,10 +9,10 @@ While all that run only decode, several steps follow each other without a look a
 soon enough that nobody waits for it.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +44,6 @@ class Runner:
         self._parameter = next(loaded.model.parameters())
         self._device: torch.device = self._parameter.device
         self._paged: PagedKeysAndValues | None = None
-        self._interrupted = threading.Event()
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
         """A mask of four dimensions is passed on as it is; ours is never looked at."""
         self._decoder = Decoder.find(loaded.model)
@@ -54,10 +53,12 @@ class Runner:
     def wake(self) -> None:
         if self._paged is None:
             one = self._loaded
-            self._paged = PagedKeysAndValues(
+            paged = PagedKeysAndValues(
                 one.num_layers, self._scratch + 1, self._block_tokens, one.num_kv_heads, one.head_dim, self._parameter
             )
-            self.change_weights(None)
+            if self._decoder is not None:
+                self._decoder.pack()
+            self._paged = paged
 
     def sleep(self) -> None:
         """Free the memory of the cache and of packed weights. What was in the cache must be computed again."""
@@ -73,13 +74,6 @@ class Runner:
             write()
         if self._decoder is not None and self._paged is not None:
             self._decoder.pack()
-
-    def interrupt(self) -> None:
-        """End the burst that runs, if one does, with its step. From any thread, like `uninterrupt`."""
-        self._interrupted.set()
-
-    def uninterrupt(self) -> None:
-        self._interrupted.clear()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
@@ -121,7 +115,12 @@ class Runner:
 
     @torch.inference_mode()
     def run_burst(
-        self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int, look: Look | None = None
+        self,
+        chunks: Sequence[Chunk],
+        wanted: Sequence[Wanted],
+        num_steps: int,
+        interrupted: Event | None = None,
+        look: Look | None = None,
     ) -> list[Drawn]:
         """`num_steps` tokens of each sample, or as many as there is time for. All chunks decode, and have blocks."""
         until = time.perf_counter() + _BURST_S
@@ -140,7 +139,7 @@ class Runner:
                     go_on(part)
             logits = self._logits(tokens, positions[number], cells[number], parts)[: len(chunks)]
             drawn.append(sampling.draw(logits, draws._replace(uniforms=draws.uniforms[number])))
-            if time.perf_counter() > until or self._interrupted.is_set():
+            if time.perf_counter() > until or (interrupted is not None and interrupted.is_set()):
                 break
         its_tokens, its_logprobs = (
             torch.stack(one).numpy()[:, decoding.row_of_chunk].tolist() for one in zip(*drawn, strict=True)

@@ -1,6 +1,7 @@
 """What the engine asks of whatever runs the model's steps, on the CPU (runner.py) and on a GPU (cuda_runner.py)."""
 
 from collections.abc import Callable, Sequence
+from threading import Event
 from typing import NamedTuple, Protocol
 
 from polyrl.engines.builtin.batching import Chunk
@@ -30,7 +31,7 @@ Look = Callable[[list[Drawn]], None]
 
 
 class StepRunner(Protocol):
-    """Called on the engine's own thread, but for `interrupt` and `uninterrupt`, which any may call."""
+    """Called on the engine's own thread."""
 
     shows_bursts: bool
     """A burst shows its steps while it runs, goes on when an answer is over, and truncates nothing."""
@@ -40,19 +41,19 @@ class StepRunner(Protocol):
         ...
 
     def run_burst(
-        self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], num_steps: int, look: Look | None = None
+        self,
+        chunks: Sequence[Chunk],
+        wanted: Sequence[Wanted],
+        num_steps: int,
+        interrupted: Event | None = None,
+        look: Look | None = None,
     ) -> list[Drawn]:
         """Up to `num_steps` tokens of each sample. All chunks decode, and have blocks.
 
-        Who shows bursts gives `look` the steps as they come, and returns those that it was not given.
+        Once it is interrupted, by any thread, it ends with the steps that are on their way. Who shows bursts gives
+        `look` the steps as they come, and returns those that it was not given.
         """
         ...
-
-    def interrupt(self) -> None:
-        """End the burst that runs, if one does, with the steps that are on their way."""
-        ...
-
-    def uninterrupt(self) -> None: ...
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
         """`write` changes them; none: somebody has. Awake or asleep."""
