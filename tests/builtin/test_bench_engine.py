@@ -9,7 +9,17 @@ import pytest
 from tests.builtin.tiny_models import save_tiny
 from tests.chaos.fleet import POLYRL
 
-from polyrl.cli.bench_engine import ARCHITECTURES, Ran, Turns, Watch, Work, make_model, num_bytes_read, num_turns_for
+from polyrl.cli.bench_engine import (
+    ARCHITECTURES,
+    Ran,
+    Turns,
+    Watch,
+    Work,
+    make_model,
+    measure,
+    num_bytes_read,
+    num_turns_for,
+)
 from polyrl.cli.main import main
 from polyrl.errors import UserError
 
@@ -100,3 +110,14 @@ def test_the_spread_is_that_of_neighbouring_turns():
     turns = Turns(ours, [100.0, 50.0, 12.5])
     assert turns.ratio_quartiles == [1.0, 2.0]
     assert turns.median.seconds == 2.0
+
+
+def test_more_samples_than_an_engine_has_places_for_are_refused():
+    with pytest.raises(UserError, match="--batch: 5000, expected at most 4096"):
+        measure(Work("tiny-qwen3", None, 5000, 4, 4))
+
+
+def test_a_short_answer_is_not_decoded_more_slowly_than_its_job_ran():
+    result = measure(Work("tiny-qwen3", None, 4, 8, 16))
+    assert result["tok_s"] >= result["job_tok_s"]
+    assert not result["compile"], "there is no GPU to compile for"

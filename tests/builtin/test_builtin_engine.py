@@ -565,8 +565,9 @@ def nowhere(_) -> None:
 
 WRONG: dict[str, Callable[[Any], Any]] = {
     "no config.json there": nowhere,
-    "its weights are not of this model": lambda folder: save_tiny("qwen3", folder, intermediate_size=64),
-    "not of this model": lambda folder: save_tiny("llama", folder),
+    "is of another model: intermediate_size: got 64, ": lambda folder: save_tiny("qwen3", folder, intermediate_size=64),
+    "is of another model: rms_norm_eps: got 0.5, ": lambda folder: save_tiny("qwen3", folder, rms_norm_eps=0.5),
+    "is of another model: architectures": lambda folder: save_tiny("llama", folder),
     "its weights cannot be loaded": lambda folder: (save_tiny("qwen3", folder) / "model.safetensors").write_text("?"),
 }
 

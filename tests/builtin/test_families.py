@@ -186,6 +186,7 @@ def refusal(folder, *, dtype: str = "float32", device: str = "cpu") -> str:
 
 
 SIZES = ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -221,16 +222,23 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path, content, complaint):
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported are Gemma"),
         ({"architectures": "LlamaForCausalLM"}, "without a named architecture"),
         ({"architectures": [7]}, "7 is not supported"),
+        ({"architectures": [["x"]]}, "['x'] is not supported"),
         ({"model_type": "nosuch"}, "model type `nosuch`"),
         ({"num_hidden_layers": "two"}, "'num_hidden_layers' expected int, got str"),
         ({"hidden_size": -64}, "config.json: hidden_size: got -64, expected at least 1"),
         *(({key: 0}, f"config.json: {key}: got 0, expected at least 1") for key in SIZES),
         ({"max_position_embeddings": -1}, "config.json: max_position_embeddings: got -1, expected at least 1"),
-        ({"sliding_window": 0, "use_sliding_window": True}, "config.json: sliding_window: got 0, expected at least 1"),
+        ({"sliding_window": 0, "use_sliding_window": True}, "config.json: sliding_window: got 0, expected an integer"),
+        ({"sliding_window": "x"}, 'config.json: sliding_window: got "x", expected an integer from 1 on'),
         ({"pad_token_id": 600}, "config.json: pad_token_id: got 600, expected less than vocab_size, 512"),
         ({"dtype": "x"}, 'config.json: dtype: got "x", expected one such as float32'),
         ({"dtype": []}, "config.json: dtype: got [], expected one such as float32"),
-        ({"hidden_act": "x"}, "its weights cannot be loaded: KeyError"),
+        ({"hidden_act": "x"}, 'config.json: hidden_act: got "x", expected one such as silu'),
+        ({"rope_parameters": {"rope_type": ["a"], "rope_theta": 1e4}}, "rope_type ['a'] is not supported"),
+        (
+            {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor: got 0.5, expected none",
+        ),
         ({"rope_parameters": LONGROPE}, "rope_type longrope is not supported; supported are default, linear"),
         ({"rope_parameters": None, "rope_scaling": LONGROPE}, "rope_type longrope is not supported"),
         ({"is_causal": False}, "attention to later tokens is not supported"),
@@ -253,6 +261,8 @@ def test_a_config_that_is_of_no_model_here_is_refused_by_name(tmp_path, capfd, c
     [
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: got 0"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "layer_types: chunked_attention is not supported"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding_window: expected an integer, as layer_types"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens is not supported"),
         (
             "gemma3_text",
@@ -276,6 +286,7 @@ def test_what_only_some_families_have_is_refused_by_name_too(tmp_path, family, c
         ('{"eos_token_id": 3.5}', "generation_config.json: eos_token_id: got 3.5, expected an integer or a list of"),
         ('{"eos_token_id": "x"}', 'generation_config.json: eos_token_id: got "x"'),
         ('{"eos_token_id": [1, "x"]}', 'generation_config.json: eos_token_id: got [1, "x"]'),
+        ('{"max_new_tokens": "x"}', "its generation_config.json cannot be used"),
     ],
 )
 def test_what_ends_an_answer_is_read_or_the_directory_refused(tmp_path, content, complaint):
@@ -289,6 +300,8 @@ def test_what_ends_an_answer_is_read_or_the_directory_refused(tmp_path, content,
         ("{", "its model.safetensors.index.json cannot be read"),
         ("{}", "model.safetensors.index.json: weight_map: expected the name of a file for each tensor"),
         ('{"weight_map": {"a": 7}}', "model.safetensors.index.json: weight_map: expected the name of a file"),
+        ('{"weight_map": {}, "metadata": {}}', "model.safetensors.index.json: weight_map: expected the name of a file"),
+        ('{"weight_map": {"a": "b"}}', "model.safetensors.index.json: metadata: expected an object"),
     ],
 )
 def test_an_index_that_names_no_files_is_refused(tmp_path, content, complaint):
@@ -312,6 +325,14 @@ def test_a_missing_tensor_is_named(tmp_path):
 def test_an_extra_tensor_is_named(tmp_path):
     change_weights(save_tiny("llama", tmp_path), lambda weights: weights.update(whatfor=torch.ones(2)))
     assert "unexpected keys in its weights: whatfor; 1 in all" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_weights_of_another_kind_than_numbers_with_a_point_are_not_converted(tmp_path, dtype):
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_weights(save_tiny("llama", tmp_path), lambda weights: weights.update({name: weights[name].to(dtype)}))
+    said = str(dtype).removeprefix("torch.")
+    assert f"{name}: weights of type {said} are not supported" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"junk" * 1000, b""], ids=["junk", "empty"])

@@ -1,5 +1,6 @@
 """Where an answer ends: by id, by stop string, by length; the same in one go and token by token."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,22 @@ def test_the_prompt_is_no_part_of_a_stop_string():
 
 def test_tokens_without_text_do_not_hide_a_stop_string():
     assert Ending(0, frozenset(), ("ab",), decode).find([], [0, *[9] * 8, 1, 2], 100) == (10, "stop")
+
+
+def decode_bytes(tokens: list[int]) -> str:
+    """As tokenizers that fall back to bytes do: all of them are text, or each is nothing."""
+    try:
+        return bytes(tokens).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(tokens)
+
+
+@pytest.mark.parametrize("character", "ሴ㈰𐍈é")
+def test_a_stop_string_is_found_where_what_is_looked_at_begins_within_a_character(character):
+    text = list(("ሴ" * 9 + character).encode())
+    ending = Ending(2, frozenset(), (character,), decode_bytes)
+    expected = (3 if character == "ሴ" else len(text), "stop")
+    assert ending.find([5, 5], text, 1000) == expected
 
 
 @given(

@@ -75,6 +75,8 @@ class Ran(NamedTuple):
 _TURNS_S = 8.0
 """The engine's jobs take about so long, all turns together."""
 _MIN_TURNS, _MAX_TURNS = 5, 25
+_MAX_BATCH = 4096
+"""An engine's `slots`."""
 _WARM_TOKENS = 24
 """Of an answer that is not measured: everything that is compiled or captured comes first."""
 
@@ -101,6 +103,8 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         from polyrl.cli import bench_vllm
 
         bench_vllm.check_installed()
+    if work.batch > _MAX_BATCH:
+        raise UserError(f"--batch: {work.batch}, expected at most {_MAX_BATCH}")
     if peer == "transformers" and work.new < 2:
         raise UserError(f"--new: {work.new}, expected at least 2 with --peer transformers: its decoding is looked at")
     import torch
@@ -129,7 +133,7 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         "first_token_s": round(ran.first_token_s, 3),
         "prefill_tok_s": round(ran.prefill_tok_s),
         "start_s": round(ran.start_s, 1),
-        "compile": work.compile,
+        "compile": work.compile and device == "cuda",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
         "torch": torch.__version__,
         "peer": peer,
@@ -273,8 +277,8 @@ async def run_engine(work: Work, model: Any, device: str) -> Ran:
     finally:
         await engine.close()
     first_s = sink.looks[0][0] - sink.began
-    steps = [(b[0] - a[0]) / b[1] for a, b in zip(sink.looks, sink.looks[1:], strict=False) if a[0] >= sink.all_began]
-    step_ms = statistics.median(steps) * 1e3 if steps else first_s * 1e3
+    num_steps = sum(num for at, num in sink.looks if at > sink.all_began)
+    step_ms = (sink.looks[-1][0] - sink.all_began) / num_steps * 1e3 if num_steps else first_s * 1e3
     prefill = work.batch / work.group * work.prompt / max(1e-9, sink.all_began - sink.began)
     return Ran(sink.ended_at - sink.began, first_s, start_s, work.batch * work.new, step_ms, prefill)
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--temperature: {args.temperature:g}; expected a number from 0 to 100")
     text = _text(args.prompt)
     builtin.check_libraries()
-    given = apply_overrides({}, args.settings)
+    given = apply_overrides({}, args.settings, example="slots=16")
     config = builtin.settings(given, args.model)
     began_at = time.monotonic()
     loaded, tokenizer = _load(config)

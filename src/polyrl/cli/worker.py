@@ -128,7 +128,8 @@ def _engine(args: argparse.Namespace) -> "Engine":
     from polyrl.errors import UserError
 
     source = args.engine_config or ""
-    tree = apply_overrides({} if args.engine_config is None else load_toml(args.engine_config), args.settings)
+    tree = {} if args.engine_config is None else load_toml(args.engine_config)
+    tree = apply_overrides(tree, args.settings, example="slots=16")
     if args.slots is not None:
         tree["slots"] = args.slots
     if args.engine in ("vllm", "sglang"):

@@ -31,6 +31,7 @@ Tree = dict[str, Any]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _AT_POSITION = re.compile(r" \(at line (\d+), column \d+\)$")
+_EXAMPLE = "fleet.workers=3"
 _AT_END = " (at end of document)"
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
@@ -46,15 +47,15 @@ def load_toml(path: str | Path) -> Tree:
         raise ConfigError(_syntax_error(path, text, str(error))) from error
 
 
-def apply_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:
-    """A copy of the tree with each `section.key=value` set; the last one wins.
+def apply_overrides(tree: Tree, overrides: Iterable[str], *, example: str = _EXAMPLE) -> Tree:
+    """A copy of the tree with each `section.key=value` set; the last one wins. `example` is of a right one.
 
     A value is read as TOML (`3`, `[1, 2]`, `"3"`) and otherwise taken as a bare string. A number in the path picks an
     element of a list that is there. Missing tables are made: `build` knows which names are wrong.
     """
     result = copy.deepcopy(tree)
     for override in overrides:
-        path, value = _parse_override(override)
+        path, value = _parse_override(override, example)
         _set(result, path, value)
     return result
 
@@ -117,11 +118,12 @@ def _syntax_error(path: str | Path, text: str, message: str) -> str:
     return f"{path}:{position[1]}: {message[: position.start()]}"
 
 
-def _parse_override(override: str) -> tuple[list[str], Any]:
+def _parse_override(override: str, example: str = _EXAMPLE) -> tuple[list[str], Any]:
     dotted, equals, text = override.partition("=")
     path = [part.strip() for part in dotted.split(".")]
     if not equals or not all(path):
-        raise ConfigError(f"{override.strip()!r}: expected section.key=value, for example fleet.workers=3")
+        form = "section.key=value" if "." in example else "key=value"
+        raise ConfigError(f"{override.strip()!r}: expected {form}, for example {example}")
     return path, _parse_value(text.strip())
 
 

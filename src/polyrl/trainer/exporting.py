@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from polyrl.config.recipe import Recipe
 from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.disk import whole_folder
-from polyrl.engines.builtin.models import quiet
+from polyrl.engines.builtin.quiet import quiet
 from polyrl.errors import UserError
 from polyrl.trainer import checkpoint, lora
 from polyrl.trainer.lora import LoraPolicy

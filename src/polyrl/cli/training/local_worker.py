@@ -8,8 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import torch
-
 from polyrl.cli.training import models
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
@@ -54,7 +52,6 @@ def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
         version=None,
         max_context=recipe.model.max_context,
         compile=policy.compiled,  # they share the layers
-        threads=torch.get_num_threads(),  # and the process: an engine's number is that of every later thread
         slots=slots,
         kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
     )

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import embedding, silu
 
 from polyrl.engines.builtin.attention import PagedKeysAndValues, Step, attend_parts
-from polyrl.engines.builtin.models import FIXED_ROTATIONS
+from polyrl.engines.builtin.model_config import FIXED_ROTATIONS
 
 _PLAIN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 

@@ -5,6 +5,9 @@ from typing import Literal, NamedTuple
 
 _TEXTLESS_TOKENS = 16
 """A stop string is looked for in so many tokens more than it has bytes: some tokens have no text of their own."""
+_BYTES_OF_A_CHARACTER = 4
+"""At most. A tokenizer whose tokens are bytes may make nothing of all of them where the first is not a character's."""
+_NOTHING = "\ufffd"
 
 End = Literal["stop", "length"]
 
@@ -24,7 +27,8 @@ class Ending(NamedTuple):
         """
         if not self.stops and self.ids.isdisjoint(new):
             return (len(new), None) if len(new) < room else (room, "length")
-        answer = text[max(self.num_prompt, len(text) - self._num_looked_at) :]
+        most = self._num_looked_at + _BYTES_OF_A_CHARACTER
+        answer = text[max(self.num_prompt, len(text) - most) :]
         for num, token in enumerate(new, 1):
             answer.append(token)
             if self.is_over(answer):
@@ -39,8 +43,13 @@ class Ending(NamedTuple):
             return True
         if not self.stops:
             return False
-        text = self.decode(answer[-self._num_looked_at :])
-        return any(stop in text for stop in self.stops)
+        for more in range(_BYTES_OF_A_CHARACTER):
+            text = self.decode(answer[-self._num_looked_at - more :])
+            if any(stop in text for stop in self.stops):
+                return True
+            if _NOTHING not in text:
+                break
+        return False
 
     @property
     def _num_looked_at(self) -> int:

@@ -130,8 +130,8 @@ class BuiltinEngine:
         from polyrl.engines.builtin import models
         from polyrl.engines.builtin.installing import Installer
 
-        torch.set_num_threads(self._config.threads)
-        if self._loaded is None:
+        if self._loaded is None:  # whoever shares a model has chosen for the process
+            torch.set_num_threads(self._config.threads)
             self._loaded = models.load(self._config.model, self._fit.dtype, self._device)
         self._tokenizer = models.find_tokenizer(self._config.model)
         self._installer = Installer(self._loaded, self._config.model, self._fit.dtype)
@@ -250,9 +250,9 @@ class BuiltinEngine:
             return ""
         if num >= self._max_context:
             return f"prompt and answer so far are {num} tokens, and the model's context is {self._max_context}"
-        if not self._batch.fits(min(len(job.prompt) + job.max_tokens, self._max_context)):
-            cache = self._cache.num_blocks * self._cache.block_tokens
-            return f"{len(job.prompt) + job.max_tokens} tokens do not fit into the cache of {cache}"
+        longest = min(len(job.prompt) + job.max_tokens, self._max_context)
+        if not self._batch.fits(longest):
+            return f"{longest} tokens do not fit into the cache of {self._cache.num_blocks * self._cache.block_tokens}"
         return ""
 
     async def abort(self, lease: LeaseId) -> None:

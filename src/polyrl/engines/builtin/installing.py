@@ -8,11 +8,11 @@ goes on, and its sums are put in place like any other version's tensors.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from polyrl.engines.builtin import models
+from polyrl.engines.builtin import model_config, models
 from polyrl.engines.builtin.models import Loaded
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.weights import tensors
@@ -93,11 +93,12 @@ def stage_adapter(loaded: Loaded, copy: HostCopy, base: Base, *, changed_only: b
 
 def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:
     """A version in a Hugging Face directory. Raises EngineError."""
-    fresh: Mapping[str, Tensor] = models.load(folder, dtype, "cpu").model.state_dict()
-    ours: Mapping[str, Tensor] = loaded.model.state_dict()
-    if {name: one.shape for name, one in fresh.items()} != {name: one.shape for name, one in ours.items()}:
-        raise EngineError(f"{folder}: its weights are not of this model")
-    return _near([(one, fresh[name]) for name, one in ours.items()])
+    its: Any = models.load(folder, dtype, "cpu").model
+    why_not = model_config.why_another(loaded.model.config, its.config)
+    if why_not:
+        raise EngineError(f"{folder}: config.json is of another model: {why_not}")
+    fresh: Mapping[str, Tensor] = its.state_dict()
+    return _near([(one, fresh[name]) for name, one in loaded.model.state_dict().items()])
 
 
 def _near(pairs: list[tuple[Tensor, Tensor]]) -> Staged:

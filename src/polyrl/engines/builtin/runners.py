@@ -1,5 +1,7 @@
 """Which runner a model gets: by its device, if that can run it and has memory for the cache."""
 
+import math
+
 import torch
 
 from polyrl.engines.builtin import models, packed
@@ -10,22 +12,33 @@ from polyrl.engines.builtin.runner import Runner
 from polyrl.engines.builtin.steps import StepRunner
 from polyrl.engines.engine import EngineError
 from polyrl.errors import one_line
+from polyrl.weights.buffers import available_bytes
 
 
 def make(loaded: Loaded, config: BuiltinConfig, cache: KvCache, max_context: int, invariant_tokens: int) -> StepRunner:
     """Raises EngineError, in a line."""
-    is_on_gpu = next(loaded.model.parameters()).is_cuda
+    parameter = next(loaded.model.parameters())
+    is_on_gpu = parameter.is_cuda
+    num_tokens = cache.num_blocks * cache.block_tokens
+    size = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * parameter.element_size() * num_tokens
     try:
         if is_on_gpu:
             return _on_gpu(loaded, config, cache, max_context, invariant_tokens)
+        if size > (free := _free_bytes()):
+            raise MemoryError(f"{free:,} bytes are free")
         return Runner(loaded, cache.num_blocks, cache.block_tokens)
     except (RuntimeError, MemoryError) as error:  # torch's own is a RuntimeError, of a GPU too
-        num_tokens = cache.num_blocks * cache.block_tokens
-        element = next(loaded.model.parameters()).element_size()
-        size = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * element * num_tokens
         raise EngineError(
             f"kv_tokens: no cache of {num_tokens:,} tokens, {size:,} bytes, could be made: {one_line(error)}"
         ) from error
+
+
+def _free_bytes() -> float:
+    """Of the host: memory that is not there is given too, layer by layer, until somebody is killed."""
+    try:
+        return available_bytes()
+    except OSError:  # not Linux
+        return math.inf
 
 
 def _on_gpu(

@@ -1,0 +1,202 @@
+"""What a model's directory says of it, and what of that cannot run: refused by name, before any weight is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+from transformers.activations import ACT2FN
+
+from polyrl.engines.builtin.quiet import quiet
+from polyrl.engines.engine import EngineError
+from polyrl.errors import one_line
+
+ARCHITECTURES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "MixtralForCausalLM",
+    }
+)
+"""Standard decoders: their attention goes through transformers' interface, with nothing else that keeps state."""
+_AT_LEAST_1 = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "query_pre_attn_scalar",
+    "decoder_sparse_step",
+    "num_experts_per_tok",
+)
+"""Keys of config.json."""
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Kinds of positions whose angles depend on the position alone."""
+_ROPE_TYPES = (*FIXED_ROTATIONS, "dynamic")
+"""Within the model's context these turn a position by one angle, whoever else is in the step. longrope does not: its
+angles follow from the longest sample."""
+
+_INDEX = "model.safetensors.index.json"
+_SAYS_NOTHING = frozenset(
+    {
+        "_attn_implementation",
+        "_name_or_path",
+        "attention_dropout",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_position_embeddings",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys of a config that do not say what the model computes."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def load_config(folder: str) -> Any:
+    if not (Path(folder) / "config.json").is_file():
+        raise EngineError(f"{folder}: no config.json there; expected a Hugging Face model directory")
+    _check_config(folder, read_object(folder, "config.json"))
+    _check_generation_config(folder)
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers has no type of its own for what it cannot load
+            raise EngineError(f"{folder}: its config.json cannot be used: {one_line(error)}") from error
+    _check_attention(folder, config)
+    return config
+
+
+def _check_config(folder: str, config: dict[str, Any]) -> None:
+    """Say in our own words what is wrong, where it can be seen before transformers looks."""
+    names = config.get("architectures")
+    name: Any = names[0] if isinstance(names, list) and names else "a model without a named architecture"
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        known = ", ".join(sorted(one.removesuffix("ForCausalLM") for one in ARCHITECTURES))
+        raise EngineError(f"{folder}: {name} is not supported; supported are {known}")
+    if config.get("quantization_config") is not None:
+        raise EngineError(f"{folder}: quantised weights are not supported")
+    for key in _AT_LEAST_1:
+        if isinstance(number := config.get(key), int) and number < 1:
+            raise EngineError(f"{folder}: config.json: {key}: got {number}, expected at least 1")
+    for key in ("hidden_act", "hidden_activation"):
+        act = config.get(key)
+        if act is not None and not (isinstance(act, str) and act in ACT2FN):
+            raise EngineError(f"{folder}: config.json: {key}: got {json.dumps(act)}, expected one such as silu")
+    pad, vocab = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(vocab, int) and pad >= vocab:
+        raise EngineError(f"{folder}: config.json: pad_token_id: got {pad}, expected less than vocab_size, {vocab}")
+    for key in ("dtype", "torch_dtype"):
+        dtype = config.get(key)
+        if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise EngineError(f"{folder}: config.json: {key}: got {json.dumps(dtype)}, expected one such as float32")
+
+
+def _check_generation_config(folder: str) -> None:
+    """transformers passes over a file that it cannot read, and with it over the tokens that end an answer."""
+    name = "generation_config.json"
+    if not (Path(folder) / name).is_file():
+        return
+    ends = read_object(folder, name).get("eos_token_id")
+    if ends is not None and any(type(one) is not int for one in (ends if isinstance(ends, list) else [ends])):
+        raise EngineError(
+            f"{folder}: {name}: eos_token_id: got {json.dumps(ends)}, expected an integer or a list of integers"
+        )
+    with quiet():
+        try:
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # as in `load_config`
+            raise EngineError(f"{folder}: its {name} cannot be used: {one_line(error)}") from error
+
+
+def rope_kinds(config: Any) -> set[str]:
+    return {str(one.get("rope_type", "default")) for one in _ropes(config)}
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Of some families, one for each type of layer."""
+    rope: dict[str, Any] = config.rope_parameters or {}
+    return [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+
+
+def _check_attention(folder: str, config: Any) -> None:
+    for kind in sorted(rope_kinds(config) - set(_ROPE_TYPES)):
+        raise EngineError(
+            f"{folder}: config.json: rope_type {kind} is not supported; supported are {', '.join(_ROPE_TYPES)}"
+        )
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        raise EngineError(
+            f"{folder}: its attention to later tokens is not supported (use_bidirectional_attention, is_causal)"
+        )
+    for one in (config.to_dict(), *_ropes(config)):
+        if (part := one.get("partial_rotary_factor")) not in (None, 1):
+            raise EngineError(f"{folder}: config.json: partial_rotary_factor: got {part}, expected none")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (type(window) is not int or window < 1):
+        raise EngineError(
+            f"{folder}: config.json: sliding_window: got {json.dumps(window)}, expected an integer from 1 on"
+        )
+    kinds = getattr(config, "layer_types", None) or ()
+    for kind in kinds:
+        if kind not in _LAYER_TYPES:
+            raise EngineError(
+                f"{folder}: config.json: layer_types: {kind} is not supported; supported are {', '.join(_LAYER_TYPES)}"
+            )
+    if "sliding_attention" in kinds and window is None:
+        raise EngineError(f"{folder}: config.json: sliding_window: expected an integer, as layer_types has them")
+
+
+def check_index(folder: str) -> None:
+    if (Path(folder) / "model.safetensors").is_file() or not (Path(folder) / _INDEX).is_file():
+        return
+    index = read_object(folder, _INDEX)
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(one, str) for one in files.values()):
+        raise EngineError(f"{folder}: {_INDEX}: weight_map: expected the name of a file for each tensor")
+    if not isinstance(index.get("metadata"), dict):
+        raise EngineError(f"{folder}: {_INDEX}: metadata: expected an object")
+
+
+def read_object(folder: str, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads((Path(folder) / name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineError(f"{folder}: its {name} cannot be read: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise EngineError(f"{folder}: its {name} holds no object")
+    return value
+
+
+def slides(config: Any) -> bool:
+    """Whether a layer has a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
+
+
+def why_another(ours: Any, theirs: Any) -> str:
+    """Which setting of a model is not the same in another's config; empty when all are, that say what it computes."""
+    one, other = ours.to_dict(), theirs.to_dict()
+    for key in sorted((one.keys() | other.keys()) - _SAYS_NOTHING):
+        if one.get(key) != other.get(key):
+            return f"{key}: got {other.get(key)}, expected {one.get(key)}"
+    return ""
