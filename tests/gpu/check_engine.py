@@ -102,6 +102,7 @@ def check_right(families: list[str]) -> bool:
 @torch.no_grad()
 def compare(folder: Path, model, dtype: str, temperature: float, *, compiled: bool) -> bool:
     prompts = [[5 + i] * (3 + 40 * i) + [9, 10 + i] for i in range(5)]
+    prompts += prompts[3:]  # whose last blocks are copied
     sampling = Sampling(temperature=temperature, ignore_eos=True)
     cut = Sampling(temperature=temperature, ignore_eos=True, top_p=0.9)  # log-probabilities are those before it
     jobs = [Job(i, i, prompt, [], 60, 7 + i, cut if i in (1, 3) else sampling) for i, prompt in enumerate(prompts)]

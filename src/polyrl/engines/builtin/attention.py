@@ -87,6 +87,12 @@ class PagedKeysAndValues:
         both[:, both.shape[1] // 2 :].nan_to_num_(0.0, 0.0, 0.0)
         self._layers[layer].flatten(0, 1).index_copy_(1, cells, both.transpose(0, 1))
 
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Blocks."""
+        for layer in self._layers:
+            blocks = layer.view(2 * layer.shape[1], -1, self._block)
+            blocks[:, targets] = blocks[:, sources]
+
     def gather(self, layer: int, part: Rows) -> tuple[Tensor, Tensor]:
         """Keys and values of a part's contexts, (kv heads x contexts, padded, dim) each, until the next are gathered.
 

@@ -15,6 +15,8 @@ Rules it keeps:
   the next, beside one for each that runs already: nobody is preempted at once. Blocks for the whole prefill are taken
   at admission, so only decoding can run out of them.
 - One that waits is passed over while a running member prefills the next block that it needs: it will find it cached.
+  So is who has the same text as one that is prefilled: it copies the block that the text ends in, and computes the last
+  token alone.
 - Out of blocks, the newest is preempted: it waits first in line and is computed again. The oldest never is, so that
   whatever fits the cache alone comes to its end.
 
@@ -41,6 +43,7 @@ class Member:
         "num_computed",
         "num_given",
         "num_published",
+        "tail",
         "tokens",
     )
 
@@ -58,6 +61,8 @@ class Member:
         self.num_published = 0
         self.keys: list[bytes] = []
         """Those of the whole blocks that it had when it last began to wait."""
+        self.tail = b""
+        """The key of all tokens but the last, that it had then."""
         self.data = data
 
 
@@ -80,6 +85,8 @@ class Batching:
 
     def __init__(self, cache: KvCache, max_running: int, max_chunk_tokens: int, border_tokens: int = 0) -> None:
         self.num_preemptions = 0
+        self.copies: list[tuple[int, int]] = []
+        """From block to block, before the step that was planned last; all are read before one is written."""
         self._cache = cache
         self._max_running = max_running
         self._max_chunk_tokens = max_chunk_tokens
@@ -106,6 +113,7 @@ class Batching:
     def add(self, member: Member) -> None:
         """It waits from now on. It must have fewer than `max_total` tokens, and these must fit the cache alone."""
         self._cache.extend_keys(member.keys, member.tokens)
+        member.tail = self._cache.tail_key(member.keys, member.tokens)
         member.num_given = len(member.tokens)
         self._waiting[member.lease] = member
 
@@ -144,6 +152,7 @@ class Batching:
 
     def plan(self) -> list[Chunk]:
         """The next step: those that decode, then those that prefill."""
+        self.copies = []
         self._make_room()
         new_chunk = tuple.__new__  # a third of the time of Chunk(...)
         decoding: list[Chunk] = []
@@ -168,10 +177,11 @@ class Batching:
                 continue
             end = member.num_computed = start + count
             if count > 1 or not end % block_tokens:
-                if self._border_tokens:
-                    end = min(end, member.num_given)
-                published = cache.publish(member.tokens, member.blocks, end, member.num_published)
+                last = min(end, member.num_given) if self._border_tokens else end
+                published = cache.publish(member.tokens, member.blocks, last, member.num_published)
                 member.num_published = published
+            if end == member.num_given:
+                cache.publish_tail(member.tail, member.blocks, end)
 
     def recompute_all(self) -> None:
         """The weights changed, and nothing computed under the old ones is to be used: all begin anew, in order."""
@@ -209,19 +219,26 @@ class Batching:
     def _admit(self, prefilling: list[Member], budget: int) -> list[Chunk]:
         """Begin with those that wait, as far as places, blocks and the budget go."""
         chunks: list[Chunk] = []
-        under_way = {key for member in prefilling for key in member.keys[member.num_published :]}
+        under_way = {key for member in prefilling for key in (*member.keys[member.num_published :], member.tail)}
         for member in self._waiting.values():
             if not budget or self.num_running == self._max_running:
                 break
             usable = member.keys[: (len(member.tokens) - 1) // self._cache.block_tokens]
             cached = self._cache.find(usable)
-            if len(cached) < len(usable) and usable[len(cached)] in under_way:
+            is_whole = len(cached) == len(usable)
+            copied = self._cache.find_tail(member.tail) if is_whole else None
+            next_key = member.tail if is_whole else usable[len(cached)]
+            if copied is None and next_key and next_key in under_way:
                 continue
-            count = self._count(member, len(cached) * self._cache.block_tokens, budget)
+            start = len(cached) * self._cache.block_tokens if copied is None else len(member.tokens) - 1
+            count = self._count(member, start, budget)
             if not count or not self._take_blocks(member, cached):
                 break
+            if copied is not None:
+                self.copies.append((copied, member.blocks[len(cached)]))
+                member.num_computed = start
             self._running[member.lease] = member
-            under_way.update(member.keys[len(cached) :])
+            under_way.update((*member.keys[len(cached) :], member.tail))
             chunks.append(_chunk(member, count))
             budget -= count
         for chunk in chunks:

@@ -104,6 +104,11 @@ class BlockedKeysAndValues:
                 module.register_buffer("paged_keys", self._keys[layer], persistent=False)
                 module.register_buffer("paged_values", self._values[layer], persistent=False)
 
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Blocks."""
+        for one in (*self._keys, *self._values):
+            one.index_copy_(0, targets, one.index_select(0, sources))
+
     def detach(self, model: Any) -> None:
         """Give the memory back. Its place stays the same, for graphs that know it."""
         for module in model.modules():

@@ -157,6 +157,10 @@ class CudaRunner:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._paged.copy(*self._send(np.array(copies, np.int64)).unbind(1))
+
+    @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
         """Any step. `wanted` has an entry for each chunk that samples, in order.
 

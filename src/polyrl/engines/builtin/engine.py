@@ -369,6 +369,8 @@ class BuiltinEngine:
     async def _run_step(self, runner: StepRunner, chunks: list[Chunk], sink: Sink) -> None:
         """A step, or a burst of them, which is taken in as it comes."""
         loop = asyncio.get_running_loop()
+        if self._batch.copies:
+            await loop.run_in_executor(self._thread, runner.copy_blocks, self._batch.copies)
         wanted, num_steps = _wanted(chunks), self._burst(runner, chunks)
         if not num_steps:
             drawn = await loop.run_in_executor(self._thread, runner.run, chunks, wanted)

@@ -12,6 +12,8 @@ Rules it keeps:
   second, as soon as that is idle.
 - What is held when the weights change gets no key any more, nor does what is computed after it: it mixes two versions.
 - Idle blocks are evicted the longest unused first, and of one text from its end.
+- A *tail* is the end of a text within a block: who has the same text copies the block, and goes on from there. It is
+  found while its block is held or idle; what follows it there may change.
 
 It leaves out the memory itself, and who waits for it: batching.py.
 """
@@ -41,6 +43,10 @@ class KvCache:
         """Known and held by nobody, the longest unused first."""
         self._stale: set[int] = set()
         """Held since before the weights changed."""
+        self._tails: dict[bytes, int] = {}
+        """By the key of a text, a block that begins with its tail: the newest."""
+        self._tail_keys: dict[int, bytes] = {}
+        """By block."""
 
     @property
     def num_free(self) -> int:
@@ -98,11 +104,42 @@ class KvCache:
             self._known.setdefault(key, block)
         return num_whole
 
+    def tail_key(self, keys: Sequence[bytes], tokens: Sequence[int]) -> bytes:
+        """Of all tokens but the last, which is computed in any case; `keys` are those of their whole blocks, or more.
+
+        Empty, where they have no tail.
+        """
+        num_whole = (len(tokens) - 1) // self.block_tokens
+        tail = tokens[num_whole * self.block_tokens : -1]
+        return _hash(keys[num_whole - 1] if num_whole else _ROOT, array("q", tail).tobytes()) if tail else b""
+
+    def find_tail(self, key: bytes) -> int | None:
+        """A block to copy. It may be had by another at once: copy it before anything is written."""
+        return self._tails.get(key)
+
+    def publish_tail(self, key: bytes, blocks: Sequence[int], num_tokens: int) -> None:
+        """The text of so many tokens that `key` is of is computed; its whole blocks were published."""
+        number = (num_tokens - 1) // self.block_tokens
+        block = blocks[number]
+        parent = self._keys[blocks[number - 1]] if number else _ROOT
+        if not key or parent is None or block in self._stale:
+            return
+        self._forget_tail(block)
+        self._tails[key] = block
+        self._tail_keys[block] = key
+
+    def _forget_tail(self, block: int) -> None:
+        key = self._tail_keys.pop(block, None)
+        if key is not None and self._tails.get(key) == block:
+            del self._tails[key]
+
     def forget(self) -> None:
         """The weights changed: nothing computed so far is matched again. Who holds a block goes on holding it."""
         self._stale = {block for block, num in enumerate(self._num_holders) if num}
         self._keys = [None] * len(self._keys)
         self._known.clear()
+        self._tails.clear()
+        self._tail_keys.clear()
         self._empty += self._idle
         self._idle.clear()
 
@@ -135,6 +172,7 @@ class KvCache:
         assert key is not None
         del self._known[key]
         self._keys[block] = None
+        self._forget_tail(block)
         return block
 
     def release(self, blocks: list[int]) -> None:
@@ -148,6 +186,7 @@ class KvCache:
                 self._idle[block] = None
             else:
                 self._keys[block] = None
+                self._forget_tail(block)
                 self._stale.discard(block)
                 self._empty.append(block)
         blocks.clear()
@@ -163,6 +202,8 @@ class KvCache:
         assert set(self._idle) == set(self._known.values()) - set(held), "idle is known and not held"
         assert all(self._keys[block] is None for block in [*self._empty, *self._stale])
         assert self._stale <= set(held)
+        assert all(self._tail_keys[block] == key for key, block in self._tails.items())
+        assert self._tail_keys.keys() <= {*held, *self._idle} - self._stale
 
 
 def _chain(parent: bytes, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
@@ -171,6 +212,10 @@ def _chain(parent: bytes, tokens: Sequence[int], block_tokens: int) -> list[byte
     num_bytes = 8 * block_tokens
     keys: list[bytes] = []
     for start in range(0, len(raw), num_bytes):
-        parent = blake2b(parent + raw[start : start + num_bytes], digest_size=_KEY_BYTES).digest()
+        parent = _hash(parent, raw[start : start + num_bytes])
         keys.append(parent)
     return keys
+
+
+def _hash(parent: bytes, raw: bytes) -> bytes:
+    return blake2b(parent + raw, digest_size=_KEY_BYTES).digest()

@@ -76,6 +76,11 @@ class Runner:
             self._decoder.pack()
 
     @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert self._paged is not None, "it is asleep"
+        self._paged.copy(*torch.tensor(copies).unbind(1))
+
+    @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
         """Run a step. `wanted` has an entry for each chunk that samples, in order."""
         num_decoding = _num_decoding(chunks)

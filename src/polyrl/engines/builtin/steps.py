@@ -55,6 +55,10 @@ class StepRunner(Protocol):
         """
         ...
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """From block to block of the cache; all are read before one is written."""
+        ...
+
     def change_weights(self, write: Callable[[], None] | None) -> None:
         """`write` changes them; none: somebody has. Awake or asleep."""
         ...
