@@ -21,6 +21,7 @@ from polyrl.config import build
 from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.errors import ConfigError
 from polyrl.weights.interfaces import listening_addresses
 
 log = logging.getLogger("polyrl.train")
@@ -41,6 +42,8 @@ class _Checked(Struct, frozen=True, kw_only=True):
 
 def check_settings(recipe: Recipe) -> None:
     """Raises ConfigError for what a worker would end with, and only its log would say why."""
+    if "model" in recipe.fleet.settings:
+        raise ConfigError("fleet.settings.model: workers have that of model.path; expected none")
     settings = {**recipe.fleet.settings, "model": recipe.model.path}
     build({"fleet": {"settings": settings}}, _Checked)
 
