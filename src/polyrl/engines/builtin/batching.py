@@ -223,12 +223,8 @@ class Batching:
         for member in self._waiting.values():
             if not budget or self.num_running == self._max_running:
                 break
-            usable = member.keys[: (len(member.tokens) - 1) // self._cache.block_tokens]
-            cached = self._cache.find(usable)
-            is_whole = len(cached) == len(usable)
-            copied = self._cache.find_tail(member.tail) if is_whole else None
-            next_key = member.tail if is_whole else usable[len(cached)]
-            if copied is None and next_key and next_key in under_way:
+            cached, copied, missing = self._find(member)
+            if missing in under_way:
                 continue
             start = len(cached) * self._cache.block_tokens if copied is None else len(member.tokens) - 1
             count = self._count(member, start, budget)
@@ -244,6 +240,15 @@ class Batching:
         for chunk in chunks:
             del self._waiting[chunk.member.lease]
         return chunks
+
+    def _find(self, member: Member) -> tuple[list[int], int | None, bytes | None]:
+        """Blocks that it can share, one that it can copy, and the key of what it would need next."""
+        usable = member.keys[: (len(member.tokens) - 1) // self._cache.block_tokens]
+        cached = self._cache.find(usable)
+        if len(cached) < len(usable):
+            return cached, None, usable[len(cached)]
+        copied = self._cache.find_tail(member.tail)
+        return cached, copied, member.tail if member.tail and copied is None else None
 
     def _count(self, member: Member, start: int, budget: int) -> int:
         """How many tokens from `start` are prefilled in this step."""
