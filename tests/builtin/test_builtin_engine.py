@@ -25,7 +25,6 @@ from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.engines.builtin.engine import BuiltinEngine
 from polyrl.engines.builtin.runner import Runner
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
-from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
@@ -160,7 +159,7 @@ def test_without_weights_jobs_are_refused_until_a_version_is_installed(folder):
 
 
 def test_a_cache_without_a_block_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="kv_tokens: got 16, expected at least block_tokens=32"):
+    with pytest.raises(ValueError, match="kv_tokens: got 16, expected at least block_tokens=32"):
         BuiltinEngine(BuiltinConfig(model="nowhere", kv_tokens=16, block_tokens=32))
 
 
@@ -565,9 +564,9 @@ def nowhere(_) -> None:
 
 WRONG: dict[str, Callable[[Any], Any]] = {
     "no config.json there": nowhere,
-    "is of another model: intermediate_size: got 64, ": lambda folder: save_tiny("qwen3", folder, intermediate_size=64),
+    "its weights are not of this model": lambda folder: save_tiny("qwen3", folder, intermediate_size=64),
     "is of another model: rms_norm_eps: got 0.5, ": lambda folder: save_tiny("qwen3", folder, rms_norm_eps=0.5),
-    "is of another model: architectures": lambda folder: save_tiny("llama", folder),
+    "is of another model: model_type: got llama, expected qwen3": lambda folder: save_tiny("llama", folder),
     "its weights cannot be loaded": lambda folder: (save_tiny("qwen3", folder) / "model.safetensors").write_text("?"),
 }
 

@@ -13,7 +13,7 @@ from tests.builtin.stage import GREEDY, answers, play
 from tests.builtin.tiny_models import FAMILIES, save_tiny
 from tests.contracts.engine_contract import ON, Stage
 
-from polyrl.engines.builtin import models
+from polyrl.engines.builtin import model_config, models
 from polyrl.engines.engine import EngineError
 from polyrl.wire.frames import Sampling
 
@@ -331,8 +331,33 @@ def test_an_extra_tensor_is_named(tmp_path):
 def test_weights_of_another_kind_than_numbers_with_a_point_are_not_converted(tmp_path, dtype):
     name = "model.layers.0.mlp.up_proj.weight"
     change_weights(save_tiny("llama", tmp_path), lambda weights: weights.update({name: weights[name].to(dtype)}))
-    said = str(dtype).removeprefix("torch.")
+    said = {torch.int32: "I32", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3"}[dtype]
     assert f"{name}: weights of type {said} are not supported" in refusal(tmp_path)
+
+
+def test_only_weights_that_are_loaded_are_looked_at(tmp_path):
+    save_file({"step": torch.zeros(1, dtype=torch.int64)}, save_tiny("llama", tmp_path) / "optimizer.safetensors")
+    assert models.load(str(tmp_path), "float32", "cpu").num_layers == 2
+
+
+SAVED_BY_OTHERS = {
+    "use_mrope": False,
+    "max_window_layers": 21,
+    "unsloth_version": "2025.1",
+    "cache_implementation": "hybrid",
+    "pretraining_tp": 1,
+    "partial_rotary_factor": 1.0,
+    "rope_parameters": {"type": "default", "rope_type": "default", "rope_theta": 10000.0},
+    "transformers_version": "4.40.0",
+}
+
+
+@pytest.mark.parametrize("key", SAVED_BY_OTHERS)
+def test_a_config_that_somebody_else_saved_is_of_the_same_model(tmp_path, key):
+    path = save_tiny("qwen2", tmp_path) / "config.json"
+    ours = model_config.load_config(str(tmp_path))
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: SAVED_BY_OTHERS[key]}))
+    assert not model_config.why_another(ours, model_config.load_config(str(tmp_path)))
 
 
 @pytest.mark.parametrize("content", [b"junk" * 1000, b""], ids=["junk", "empty"])

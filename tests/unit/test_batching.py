@@ -316,11 +316,21 @@ def test_a_tail_is_found_as_long_as_somebody_has_it():
     bench.batching.remove(first.lease)
     bench.add(text(6))
     assert shape(bench.step()) == [(2, 6, 1, True), (3, 5, 1, True)], "the second has it too"
+    bench.batching.remove(bench.members[2].lease)
+    bench.add(text(6))
+    assert shape(bench.step()) == [(2, 7, 1, True), (4, 5, 1, True)], "and has it still"
     for member in bench.members[1:]:
         bench.batching.remove(member.lease)
     bench.add(text(6))
-    assert shape(bench.step()) == [(4, 4, 2, True)]
+    assert shape(bench.step()) == [(5, 5, 1, True)], "nobody does, but the second's answer has filled the block"
     assert second.blocks == []
+    bench.batching.remove(bench.members[4].lease)
+    bench.cache.forget()
+    bench.add(text(6))
+    assert shape(bench.step()) == [(6, 0, 6, True)]
+    bench.batching.remove(bench.members[5].lease)
+    bench.add(text(6))
+    assert shape(bench.step()) == [(7, 4, 2, True)], "the block was not full, and is empty now"
 
 
 def test_one_that_shares_only_what_is_cached_already_need_not_wait():

@@ -266,7 +266,7 @@ class Service:
 
 def check_that_none_runs(run_dir: Path) -> None:
     """Raises UserError where another manager has the directory; nothing is made in it."""
-    if (run_dir / _LOCK_FILE).exists():
+    if os.path.exists(run_dir / _LOCK_FILE):  # Path.exists raises for a name that is too long
         os.close(_lock(run_dir))
 
 

@@ -37,6 +37,10 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     version: Annotated[int, Meta(ge=0)] | None = 0
     """Which version the directory holds; none: it may not be used before another is installed."""
 
+    def __post_init__(self) -> None:
+        if self.kv_tokens < self.block_tokens:
+            raise ValueError(f"kv_tokens: got {self.kv_tokens}, expected at least block_tokens={self.block_tokens}")
+
 
 class Fit(NamedTuple):
     """What suits a device."""

@@ -39,7 +39,7 @@ from polyrl.engines.engine import (
     why_not_begun,
 )
 from polyrl.engines.finishing import finish, finish_first
-from polyrl.errors import ConfigError, one_line
+from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version
 
 if TYPE_CHECKING:
@@ -61,22 +61,16 @@ class _Answer(NamedTuple):
 
 
 class BuiltinEngine:
-    """`loaded` shares a model that is there already, as a trainer's is; otherwise it is read from the directory.
-
-    Raises ConfigError for a cache without a single block.
-    """
+    """`loaded` shares a model that is there already, as a trainer's is; otherwise it is read from the directory."""
 
     def __init__(self, config: BuiltinConfig, loaded: "Loaded | None" = None) -> None:
         device = choose_device(config.device) if loaded is None else str(next(loaded.model.parameters()).device)
         self._config = config
         self._fit = fit(config, device)
-        block_tokens = config.block_tokens
-        if config.kv_tokens < block_tokens:
-            raise ConfigError(f"kv_tokens: got {config.kv_tokens}, expected at least block_tokens={block_tokens}")
         self._device = device
         self._loaded = loaded
         self._runner: StepRunner | None = None
-        self._cache = KvCache(config.kv_tokens // block_tokens, block_tokens)
+        self._cache = KvCache(config.kv_tokens // config.block_tokens, config.block_tokens)
         self._batch = Batching(self._cache, config.slots, self._fit.chunk_tokens, self._fit.invariant_tokens)
         self._version = None if config.version is None else Version(config.version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="builtin-engine")

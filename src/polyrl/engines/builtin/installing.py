@@ -98,7 +98,10 @@ def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:
     if why_not:
         raise EngineError(f"{folder}: config.json is of another model: {why_not}")
     fresh: Mapping[str, Tensor] = its.state_dict()
-    return _near([(one, fresh[name]) for name, one in loaded.model.state_dict().items()])
+    ours: Mapping[str, Tensor] = loaded.model.state_dict()
+    if {name: one.shape for name, one in fresh.items()} != {name: one.shape for name, one in ours.items()}:
+        raise EngineError(f"{folder}: its weights are not of this model")
+    return _near([(one, fresh[name]) for name, one in ours.items()])
 
 
 def _near(pairs: list[tuple[Tensor, Tensor]]) -> Staged:

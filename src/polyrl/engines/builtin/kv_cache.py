@@ -43,8 +43,8 @@ class KvCache:
         """Known and held by nobody, the longest unused first."""
         self._stale: set[int] = set()
         """Held since before the weights changed."""
-        self._tails: dict[bytes, int] = {}
-        """By the key of a text, a block that begins with its tail: the newest."""
+        self._tails: dict[bytes, dict[int, None]] = {}
+        """By the key of a text, the blocks that begin with its tail."""
         self._tail_keys: dict[int, bytes] = {}
         """By block."""
 
@@ -115,7 +115,7 @@ class KvCache:
 
     def find_tail(self, key: bytes) -> int | None:
         """A block to copy. It may be had by another at once: copy it before anything is written."""
-        return self._tails.get(key)
+        return next(iter(self._tails.get(key, ())), None)
 
     def publish_tail(self, key: bytes, blocks: Sequence[int], num_tokens: int) -> None:
         """The text of so many tokens that `key` is of is computed; its whole blocks were published."""
@@ -125,12 +125,15 @@ class KvCache:
         if not key or parent is None or block in self._stale:
             return
         self._forget_tail(block)
-        self._tails[key] = block
+        self._tails.setdefault(key, {})[block] = None
         self._tail_keys[block] = key
 
     def _forget_tail(self, block: int) -> None:
         key = self._tail_keys.pop(block, None)
-        if key is not None and self._tails.get(key) == block:
+        if key is None:
+            return
+        del self._tails[key][block]
+        if not self._tails[key]:
             del self._tails[key]
 
     def forget(self) -> None:
@@ -202,7 +205,8 @@ class KvCache:
         assert set(self._idle) == set(self._known.values()) - set(held), "idle is known and not held"
         assert all(self._keys[block] is None for block in [*self._empty, *self._stale])
         assert self._stale <= set(held)
-        assert all(self._tail_keys[block] == key for key, block in self._tails.items())
+        assert {block: key for key, its in self._tails.items() for block in its} == self._tail_keys
+        assert all(self._tails.values())
         assert self._tail_keys.keys() <= {*held, *self._idle} - self._stale
 
 

@@ -48,28 +48,25 @@ _ROPE_TYPES = (*FIXED_ROTATIONS, "dynamic")
 angles follow from the longest sample."""
 
 _INDEX = "model.safetensors.index.json"
-_SAYS_NOTHING = frozenset(
-    {
-        "_attn_implementation",
-        "_name_or_path",
-        "attention_dropout",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "max_position_embeddings",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    }
+_COMPUTED_BY = (
+    "model_type",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "layer_types",
+    "sliding_window",
+    "no_rope_layers",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "num_experts_per_tok",
+    "norm_topk_prob",
 )
-"""Keys of a config that do not say what the model computes."""
+"""Keys of a config that say what a model computes, beside its weights, their names and their shapes. There are many
+others, and whoever saves a model adds some."""
+_ROPE_ALIASES = ("type", "partial_rotary_factor")
+"""What older files call rope_type; and 1, since others are refused."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -166,15 +163,19 @@ def _check_attention(folder: str, config: Any) -> None:
         raise EngineError(f"{folder}: config.json: sliding_window: expected an integer, as layer_types has them")
 
 
-def check_index(folder: str) -> None:
-    if (Path(folder) / "model.safetensors").is_file() or not (Path(folder) / _INDEX).is_file():
-        return
+def files_of_weights(folder: str) -> list[str]:
+    """Those that transformers loads. Raises EngineError for an index that does not say which they are."""
+    if (Path(folder) / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    if not (Path(folder) / _INDEX).is_file():
+        return []
     index = read_object(folder, _INDEX)
     files = index.get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(one, str) for one in files.values()):
         raise EngineError(f"{folder}: {_INDEX}: weight_map: expected the name of a file for each tensor")
     if not isinstance(index.get("metadata"), dict):
         raise EngineError(f"{folder}: {_INDEX}: metadata: expected an object")
+    return sorted(set(files.values()))
 
 
 def read_object(folder: str, name: str) -> dict[str, Any]:
@@ -194,9 +195,17 @@ def slides(config: Any) -> bool:
 
 
 def why_another(ours: Any, theirs: Any) -> str:
-    """Which setting of a model is not the same in another's config; empty when all are, that say what it computes."""
-    one, other = ours.to_dict(), theirs.to_dict()
-    for key in sorted((one.keys() | other.keys()) - _SAYS_NOTHING):
-        if one.get(key) != other.get(key):
-            return f"{key}: got {other.get(key)}, expected {one.get(key)}"
-    return ""
+    """Which setting makes a model compute something else with the same weights; empty when none does."""
+    for key in _COMPUTED_BY:
+        one, other = getattr(ours, key, None), getattr(theirs, key, None)
+        if one != other:
+            return f"{key}: got {other}, expected {one}"
+    one, other = _plain_rope(ours.rope_parameters), _plain_rope(theirs.rope_parameters)
+    return "" if one == other else f"rope_parameters: got {other}, expected {one}"
+
+
+def _plain_rope(value: Any) -> Any:
+    """Without what is said twice; of some families there is one for each type of layer."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _plain_rope(one) for key, one in value.items() if key not in _ROPE_ALIASES}

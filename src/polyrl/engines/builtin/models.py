@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyrl.engines.builtin import attention
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.builtin.model_config import (
     FIXED_ROTATIONS,
-    check_index,
+    files_of_weights,
     load_config,
     read_object,
     rope_kinds,
@@ -21,17 +22,18 @@ from polyrl.engines.builtin.model_config import (
 from polyrl.engines.builtin.quiet import quiet
 from polyrl.engines.engine import EngineError
 from polyrl.errors import one_line
-from polyrl.weights import folder as folders
 
 log = logging.getLogger("polyrl.engines.builtin")
 
 _RENAMED = frozenset({"Qwen3MoeForCausalLM", "MixtralForCausalLM"})
 """Their experts have other names in files than in the model."""
 
+_LEFT_IN_FILES = "rotary_emb.inv_freq"
+"""By older versions of transformers; newer ones pass over it."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_TYPES_OF_WEIGHTS = (*DTYPES, "float64")
+_TYPES_OF_WEIGHTS = ("F32", "BF16", "F16", "F64")
 """In a file: transformers would convert any, quantised ones too, without their scales."""
 
 
@@ -61,7 +63,6 @@ def load(folder: str, dtype: str, device: str) -> Loaded:
     device = choose_device(device)
     _check_device(device)
     config = load_config(folder)
-    check_index(folder)
     _check_types(folder)
     attention.register()
     with quiet():
@@ -101,7 +102,7 @@ def check_headers(folder: str, shapes: Mapping[str, Sequence[int]]) -> None:
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
     report = {
         "missing_keys": wanted.keys() - shapes.keys() - tied,
-        "unexpected_keys": shapes.keys() - wanted.keys(),
+        "unexpected_keys": {name for name in shapes.keys() - wanted.keys() if not name.endswith(_LEFT_IN_FILES)},
         "mismatched_keys": {name for name in wanted.keys() & shapes.keys() if tuple(shapes[name]) != wanted[name]},
     }
     _check_tensors(folder, report)
@@ -170,13 +171,15 @@ def load_tokenizer(folder: str) -> Any:
 
 
 def _check_types(folder: str) -> None:
-    try:
-        found = folders.scan(Path(folder)).specs.values()
-    except folders.BadFolder:
-        return  # transformers says it, or reads it
-    for one in found:
-        if one.dtype not in _TYPES_OF_WEIGHTS:
-            raise EngineError(f"{folder}: {one.name}: weights of type {one.dtype} are not supported")
+    for name in files_of_weights(folder):
+        try:
+            with safe_open(Path(folder) / name, "pt") as file:
+                types = {tensor: file.get_slice(tensor).get_dtype() for tensor in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return  # transformers says it
+        for tensor, dtype in types.items():
+            if dtype not in _TYPES_OF_WEIGHTS:
+                raise EngineError(f"{folder}: {tensor}: weights of type {dtype} are not supported")
 
 
 def _check_tensors(folder: str, report: dict[str, Any]) -> None:
