@@ -172,7 +172,7 @@ def test_what_is_nowhere_is_said_in_json_too(live: Live):
     assert (wrong.status_code, wrong.headers["Allow"]) == (405, "POST")
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/models/tiny", "/v1/chat", "/v1/completions/", "/v1/"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/models/tiny", "/v1/chat", "/v1/completions/", "/v1/files/a"])
 def test_a_path_of_openais_that_is_not_here_is_refused_in_its_shape(live: Live, path: str):
     answer = requests.get(f"{live.url}{path}", headers=live.headers("generate"), timeout=PATIENCE_S)
     error = msgspec.json.decode(answer.content, type=AskErrorReply).error
@@ -181,7 +181,7 @@ def test_a_path_of_openais_that_is_not_here_is_refused_in_its_shape(live: Live, 
     assert error.message == f"{path} is not served here; expected one of {served}"
 
 
-@pytest.mark.parametrize("path", ["/v1/workers", "/v1/workers/", "/v1/workers/w1/name", "/v1/run/1", "/v1", "/"])
+@pytest.mark.parametrize("path", ["/v1/workers", "/v1/workers/w1/name", "/v1/run/1", "/v1/later", "/v1/", "/v1", "/"])
 def test_a_path_beside_those_of_workers_and_trainers_is_refused_in_their_shape(live: Live, path: str):
     answer = requests.get(f"{live.url}{path}", headers=live.headers("admin"), timeout=PATIENCE_S)
     assert (answer.status_code, answer.json()) == (404, {"error": "Not Found"})

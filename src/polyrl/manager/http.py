@@ -66,6 +66,11 @@ _MAY: dict[Scope, tuple[Scope, ...]] = {
     "admin": ("admin",),
 }
 _ASKED_AT = ("/v1/models", "/v1/completions", "/v1/chat/completions")
+_OPENAIS = frozenset(
+    {"assistants", "audio", "batches", "chat", "completions", "embeddings", "files", "fine_tuning"}
+    | {"images", "models", "moderations", "realtime", "responses", "threads", "uploads", "vector_stores"}
+)
+"""What follows /v1 in the paths that its clients know."""
 _NOT_SERVED = f"is not served here; expected one of {', '.join(_ASKED_AT)}"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -407,15 +412,9 @@ def _refusal(request: web.Request, code: int, text: str) -> web.Response:
 
 
 def _is_of_openai(request: web.Request) -> bool:
-    """What is refused has OpenAI's shape. Its clients know more of /v1 than is here: all is theirs but what we use."""
-    routes = (one.canonical for one in request.app.router.resources())
-    ours = {_first_part(route) for route in routes if route not in _ASKED_AT}
-    return request.path.startswith("/v1/") and _first_part(request.path) not in ours
-
-
-def _first_part(path: str) -> str:
-    """`workers`, of /v1/workers/a."""
-    return path.split("/")[2]
+    """What is refused has OpenAI's shape. All else under /v1 is ours: workers that are newer ask for more of it."""
+    parts = request.path.split("/")
+    return len(parts) > 2 and parts[1] == "v1" and parts[2] in _OPENAIS
 
 
 def _no_route(request: web.Request, failure: web.HTTPException) -> str:
