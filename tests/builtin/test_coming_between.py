@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ def folder(tmp_path_factory):
 
 def play(script: Any, one: Any) -> None:
     EngineContract().play(script, one)
+
+
+def failing(error: Exception) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -147,7 +155,7 @@ def test_who_could_not_wake_is_still_asleep(folder, monkeypatch):
         expected = await stage.text(max_tokens=20, sampling=ON)
         await one.sleep()
         with monkeypatch.context() as patch:
-            patch.setattr("polyrl.engines.builtin.decoder.Decoder.pack", lambda _: exec("raise MemoryError"))
+            patch.setattr("polyrl.engines.builtin.decoder.Decoder.pack", failing(MemoryError()))
             with pytest.raises(MemoryError):
                 await one.wake()
         await one.wake()
@@ -169,7 +177,7 @@ def test_an_install_that_was_under_way_when_a_step_failed_is_refused(folder, mon
 
         monkeypatch.setattr(one._installer, "stage", slow)
         install = asyncio.create_task(one.install(Weights(Version(1), copy=copy)))
-        monkeypatch.setattr(one._runner, "run", lambda *_: exec("raise IndexError"))
+        monkeypatch.setattr(one._runner, "run", failing(IndexError()))
         assert await stage.sink.end_of(stage.begin(prompt=PROMPT)) == "engine_failed"
         with pytest.raises(EngineError, match="a step failed"):
             await install

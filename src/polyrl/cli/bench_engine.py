@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from polyrl.cli.bench_scheduler import commit
 from polyrl.cli.loop import run_loop
 from polyrl.cli.scratch import scratch
+from polyrl.engines.builtin.config import MAX_SLOTS
 from polyrl.errors import UserError
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -75,8 +76,6 @@ class Ran(NamedTuple):
 _TURNS_S = 8.0
 """The engine's jobs take about so long, all turns together."""
 _MIN_TURNS, _MAX_TURNS = 5, 25
-_MAX_BATCH = 4096
-"""An engine's `slots`."""
 _WARM_TOKENS = 24
 """Of an answer that is not measured: everything that is compiled or captured comes first."""
 
@@ -103,8 +102,8 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         from polyrl.cli import bench_vllm
 
         bench_vllm.check_installed()
-    if work.batch > _MAX_BATCH:
-        raise UserError(f"--batch: {work.batch}, expected at most {_MAX_BATCH}")
+    if work.batch > MAX_SLOTS:
+        raise UserError(f"--batch: {work.batch}, expected at most {MAX_SLOTS}")
     if peer == "transformers" and work.new < 2:
         raise UserError(f"--new: {work.new}, expected at least 2 with --peer transformers: its decoding is looked at")
     import torch
@@ -332,8 +331,7 @@ def limit_tok_s(work: Work, model: Any, device: str) -> float:
 
     loaded = describe(model, "bench")
     element = next(model.parameters()).element_size()
-    a_token = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * element
-    cache = work.batch * (work.prompt + work.new / 2) * a_token
+    cache = work.batch * (work.prompt + work.new / 2) * loaded.token_bytes(element)
     return work.batch / ((num_bytes_read(model) + cache) / copy_bandwidth(device))
 
 

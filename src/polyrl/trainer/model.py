@@ -149,13 +149,11 @@ class Policy:
         """Tokens that an engine on the same device may keep, beside the optimizer: it sleeps while we train."""
         if self.device.type != "cuda":
             return _MAX_CPU_CACHE_TOKENS
-        one = self.loaded
-        token_bytes = 2 * one.num_layers * one.num_kv_heads * one.head_dim * self.dtype.itemsize
         num_parameters = sum(one.numel() for one in self.parameters().values())
         if self._divided is not None:
             num_parameters //= self._divided.num_ranks
         free = torch.cuda.mem_get_info(self.device)[0] - _OPTIMIZER_BYTES * num_parameters
-        return max(1024, int(_CACHE_SHARE * free / token_bytes))
+        return max(1024, int(_CACHE_SHARE * free / self.loaded.token_bytes(self.dtype.itemsize)))
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
         """With gradients where torch has them enabled."""

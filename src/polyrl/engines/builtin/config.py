@@ -5,6 +5,7 @@ from typing import Annotated, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+MAX_SLOTS = 4096
 
 
 class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -15,7 +16,7 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dtype: Dtype | None = None
     device: str = "auto"
     """`auto` is `cuda` where there is one, otherwise `cpu`."""
-    slots: Annotated[int, Meta(ge=1, le=4096)] = 32
+    slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)] = 32
     """Samples that run at once."""
     kv_tokens: Annotated[int, Meta(ge=16)] = 65_536
     """Tokens that fit into the cache."""

@@ -202,9 +202,8 @@ class BuiltinEngine:
         if why_not:
             self._sink.ended(job.lease, "refused", why_not)
             return
-        longest = min(len(job.prompt) + job.max_tokens, self._max_context)
         ending = self._ending(job)
-        member = Member(job.lease, [*job.prompt, *job.so_far], longest, _Answer(job, ending))
+        member = Member(job.lease, [*job.prompt, *job.so_far], self._longest(job), _Answer(job, ending))
         if job.so_far and ending.is_over(job.so_far):
             self._sink.ended(job.lease, "stop")  # its end was made already, and not heard of
             return
@@ -230,6 +229,10 @@ class BuiltinEngine:
         most = self._loaded.max_context
         return most if self._config.max_context is None else min(most, self._config.max_context)
 
+    def _longest(self, job: Job) -> int:
+        """Prompt and answer together."""
+        return min(len(job.prompt) + job.max_tokens, self._max_context)
+
     def _why_not(self, job: Job) -> str:
         """Why the job is refused; empty when it is not."""
         assert self._loaded is not None
@@ -244,8 +247,7 @@ class BuiltinEngine:
             return ""
         if num >= self._max_context:
             return f"prompt and answer so far are {num} tokens, and the model's context is {self._max_context}"
-        longest = min(len(job.prompt) + job.max_tokens, self._max_context)
-        if not self._batch.fits(longest):
+        if not self._batch.fits(longest := self._longest(job)):
             return f"{longest} tokens do not fit into the cache of {self._cache.num_blocks * self._cache.block_tokens}"
         return ""
 
@@ -287,20 +289,18 @@ class BuiltinEngine:
             await self._install_next(weights)
 
     async def _install_next(self, weights: Weights) -> None:
-        installer = self._installer
-        if installer is None or self._is_closed or self._trouble is not None:
-            raise EngineError(self._trouble or "the engine does not run")
+        self._check_that_it_runs()
+        installer, runner = self._installer, self._runner
+        assert installer is not None and runner is not None
         staged = await asyncio.to_thread(installer.stage, weights)
         if staged is None and weights.version != self._version and not weights.in_place:
             raise EngineError(f"nobody says where version {weights.version} can be had")
         began = time.perf_counter()
         async with self._come_between():
-            if self._is_closed or self._trouble is not None:
-                raise EngineError(self._trouble or "the engine does not run")
-            assert self._runner is not None
+            self._check_that_it_runs()
             write = weights.write if staged is None else staged.put
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._runner.change_weights, write)
+                await asyncio.get_running_loop().run_in_executor(self._thread, runner.change_weights, write)
             except Exception as error:  # torch's, the writer's: nobody knows what the weights are now
                 self._fail(f"version {weights.version} was not written whole: {one_line(error)}")
                 raise EngineError(self._trouble) from error
@@ -311,6 +311,10 @@ class BuiltinEngine:
             else:
                 self._cache.forget()
         self.last_install_s = time.perf_counter() - began
+
+    def _check_that_it_runs(self) -> None:
+        if self._runner is None or self._is_closed or self._trouble is not None:
+            raise EngineError(self._trouble or "the engine does not run")
 
     # Steps
 

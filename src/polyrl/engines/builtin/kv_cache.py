@@ -94,7 +94,7 @@ class KvCache:
         num_whole = num_computed // self.block_tokens
         if num_whole <= num_published:
             return num_published
-        parent = self._keys[blocks[num_published - 1]] if num_published else _ROOT
+        parent = self._key_before(blocks, num_published)
         new = blocks[num_published:num_whole]
         if parent is None or not self._stale.isdisjoint(new):
             return num_whole
@@ -121,12 +121,16 @@ class KvCache:
         """The text of so many tokens that `key` is of is computed; its whole blocks were published."""
         number = (num_tokens - 1) // self.block_tokens
         block = blocks[number]
-        parent = self._keys[blocks[number - 1]] if number else _ROOT
+        parent = self._key_before(blocks, number)
         if not key or parent is None or block in self._stale:
             return
         self._forget_tail(block)
         self._tails.setdefault(key, {})[block] = None
         self._tail_keys[block] = key
+
+    def _key_before(self, blocks: Sequence[int], number: int) -> bytes | None:
+        """Of the text before a block; None, where it was not published."""
+        return self._keys[blocks[number - 1]] if number else _ROOT
 
     def _forget_tail(self, block: int) -> None:
         key = self._tail_keys.pop(block, None)

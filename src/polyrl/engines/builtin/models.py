@@ -49,6 +49,10 @@ class Loaded(NamedTuple):
     logit_softcap: float | None
     has_experts: bool
 
+    def token_bytes(self, number_bytes: int) -> int:
+        """Of a token's keys and values, in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * number_bytes
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the last layer's results, as the model's own forward pass has them; soft-capped ones in float32, as a
         trainer has them (trainer/logprobs.py).

@@ -20,7 +20,7 @@ def make(loaded: Loaded, config: BuiltinConfig, cache: KvCache, max_context: int
     parameter = next(loaded.model.parameters())
     is_on_gpu = parameter.is_cuda
     num_tokens = cache.num_blocks * cache.block_tokens
-    size = 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * parameter.element_size() * num_tokens
+    size = num_tokens * loaded.token_bytes(parameter.element_size())
     try:
         if is_on_gpu:
             return _on_gpu(loaded, config, cache, max_context, invariant_tokens)
