@@ -4,14 +4,16 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from tests.integration.live import ENGINE, run
+from tests.integration.live import ENGINE, manager, run, until
 
 from polyrl.engines.emulated import EmulatedEngine
 from polyrl.errors import UserError
-from polyrl.wire.control import JoinReply
+from polyrl.wire import frames
+from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer, Unreachable
 from polyrl.wire.frames import PROTOCOL
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
@@ -133,3 +135,22 @@ def test_what_takes_the_place_of_a_manager_while_an_engine_loads_is_no_manager_e
                 await dialer.post("/v1/join", None, JoinReply)
 
     run(scenario())
+
+
+def test_one_dialer_holds_more_streams_than_an_http_client_has_connections_by_itself(tmp_path: Path):
+    """Aiohttp's own limit is 100: the next stream would wait for one to end."""
+    num = 110
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Dialer(live.url, live.token("worker")) as dialer:
+
+            async def connect(number: int) -> None:
+                request = JoinRequest(name=f"w{number}", protocol=PROTOCOL, engine="none", slots=1)
+                reply = await dialer.post("/v1/join", request, JoinReply)
+                socket = await dialer.stream("/v1/worker", reply.session, 1 << 20)
+                await socket.send_bytes(frames.encode(frames.Hello(-1, b"")))
+
+            await asyncio.gather(*map(connect, range(num)))
+            await until(lambda: len(live.service.executor.workers) == num, "all have joined")
+
+    run(scenario(), timeout_s=60.0)

@@ -98,6 +98,44 @@ def test_all_that_is_over_for_the_manager_is_aborted_at_once():
     run(scenario())
 
 
+class Failing(EmulatedEngine):
+    """As one whose process died for good when `trouble` was set."""
+
+    trouble: str | None = None
+
+    def health(self) -> str | None:
+        return self.trouble or super().health()
+
+
+@pytest.mark.parametrize("breaks", ["never", "over the goodbye", "before it"])
+def test_a_worker_whose_engine_cannot_go_on_says_so_whatever_its_connection_does(tmp_path: Path, breaks: str):
+    """The manager answers a goodbye with a release that blames nobody; and a drained worker without leases may go."""
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            engine = Failing(ENGINE)
+            worker = WorkerAgent(engine, Dialer(live.url, live.token("worker")), WorkerOptions(name=NAME))
+            life = asyncio.create_task(worker.run())
+            await until(lambda: is_greeted(live), "it is connected")
+            if breaks == "over the goodbye":
+                worker._socket = cast(Any, SocketThatTakesNothing())
+            elif breaks == "before it":
+                worker._draining = "SIGTERM"
+                link = live.service.executor.workers[NAME].link
+                assert link is not None
+                link.close("a break")
+            engine.trouble = "its device fell off the bus"
+            if breaks == "over the goodbye":
+                await asyncio.sleep(0.3)
+                link = live.service.executor.workers[NAME].link
+                assert link is not None
+                link.close("a break")
+            left = await life
+            assert (left.ok, str(left)) == (False, "the engine cannot go on: its device fell off the bus")
+
+    run(scenario())
+
+
 class Watched(EmulatedEngine):
     has_started = False
 

@@ -6,6 +6,7 @@ What fails is heard of, whenever it fails; a start that was cut short is made ag
 import asyncio
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,30 @@ def test_a_failure_while_the_owner_waits_is_raised_by_it(tmp_path: Path) -> None
                 await owner
 
     asyncio.run(scenario())
+
+
+def test_a_manager_that_stops_waits_for_the_sync_that_is_under_way(tmp_path: Path) -> None:
+    service = Service(tmp_path, SETTINGS)
+    service.executor.commit()
+    sync = service._journal.take_sync()
+    may_go, closed = threading.Event(), threading.Event()
+
+    def slow_disk() -> None:
+        may_go.wait(20.0)
+        sync()
+
+    def close() -> None:
+        service.close()
+        closed.set()
+
+    syncing = service._syncing = service._syncer.submit(slow_disk)
+    closing = threading.Thread(target=close)
+    closing.start()
+    assert not closed.wait(0.2)
+    may_go.set()
+    closing.join(20.0)
+    assert closed.is_set()
+    assert syncing.exception() is None, "its files were closed under it"
 
 
 def test_no_handler_touches_the_executor() -> None:

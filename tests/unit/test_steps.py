@@ -124,3 +124,25 @@ def test_who_was_killed_while_it_validated_does_not_validate_any_longer():
     line = seed(run, 1, step=0)
     assert (line.seed_window_s, line.step_s) == pytest.approx((5.0, 7.0))
     assert run.ledger.workers[WorkerName("t")].seconds["validating"] == 6.0
+
+
+@pytest.mark.parametrize("replaced_at", [(12.0,), (10.0, 12.0), (3.0, 5.0, 9.0, 12.0)])
+@pytest.mark.parametrize("resumed_at", [(), (4.0,), (1.0, 11.0)])
+def test_no_second_of_an_absence_is_left_out_twice(replaced_at: tuple[float, ...], resumed_at: tuple[float, ...]):
+    """However often the trainer is replaced, and whatever the driver misses of it meanwhile."""
+    run = small()
+    run.join("a")
+    publish(run, 0)
+    run.install("a")
+    run.request(0)
+    run.complete(1, samples=1)
+    run.now = began = 100.0
+    run.tell(e.TrainerLeft())
+    for at, event in sorted(
+        [(at, e.TrainerReplaced()) for at in replaced_at] + [(at, e.DriverResumed(0.5, 3.0)) for at in resumed_at],
+        key=lambda one: one[0],
+    ):
+        run.now = began + at
+        run.tell(event)
+    run.tell(e.TrainerReturned())
+    assert train(run, 1, step=0, train_s=2.0).step_s == pytest.approx(100.0 + 2.0)

@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("part", choices=PARTS, help="what to measure")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--quick", action="store_true", help="a small load, for trying the command out")
+    relay = parser.add_argument_group("relay")
+    relay.add_argument("--workers", type=int, default=16, help="that the samples are shared by (default: %(default)s)")
     engine = parser.add_argument_group("engine and served")
     models = parser.add_argument_group("engine and train")
     models.add_argument("--arch", metavar="NAME", help="random weights of this shape: qwen3-1.7b, tiny-qwen3 (default)")
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.part == "relay":
         from polyrl.cli.bench_relay import compare
 
-        result = compare.measure(quick=args.quick)
+        result = compare.measure(args.workers, quick=args.quick)
         lines = compare.table(result)
     elif args.part == "weights":
         from polyrl.cli.bench_weights import compare as weights

@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +83,8 @@ class Service:
         """When `_timer` comes: uvloop's handles do not all say it."""
         self._commit_timer: asyncio.TimerHandle | None = None
         self._committed_at = 0.0
-        self._syncing: asyncio.Task[None] | None = None
+        self._syncer = ThreadPoolExecutor(1, "journal sync")
+        self._syncing: Future[None] | None = None
 
     @property
     def uptime_s(self) -> float:
@@ -224,7 +226,7 @@ class Service:
         if self._journal.sync_due and (self._syncing is None or self._syncing.done()):
             if self._syncing is not None:
                 self._syncing.result()  # a disk that fails is a failure of ours: loudly
-            self._syncing = asyncio.create_task(asyncio.to_thread(self._journal.take_sync()))
+            self._syncing = self._syncer.submit(self._journal.take_sync())
 
     def _set_timer(self) -> None:
         """Wake when the scheduler wants it. A timer that comes early, for a wait that was put off, is cheap."""
@@ -253,15 +255,21 @@ class Service:
         self._set_timer()
 
     def close(self) -> None:
+        """Write what is left. A sync that is under way is waited for: its files must stay open until it is over."""
         for timer in (self._timer, self._commit_timer):
             if timer is not None:
                 timer.cancel()
-        if self._failure is not None:
-            self._journal.abandon()
-        else:
+        self._syncer.shutdown(wait=True)
+        try:
+            if self._failure is not None:
+                self._journal.abandon()
+                return
+            if self._syncing is not None:
+                self._syncing.result()
             self.executor.commit()
             self._journal.close()
-        os.close(self._lock)
+        finally:
+            os.close(self._lock)
 
 
 def check_that_none_runs(run_dir: Path) -> None:

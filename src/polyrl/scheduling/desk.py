@@ -79,6 +79,8 @@ class State(Struct):
     paused: bool = False
     """No lease is given until somebody says so."""
     trainer_away_since: Seconds | None = None
+    absence_skipped_s: Seconds = 0.0
+    """How much of the trainer's absence the clock has left out already."""
     data_ended_at: Step | None = None
     """The first step for which there was no prompt left."""
     next_lease: LeaseId = LeaseId(1)

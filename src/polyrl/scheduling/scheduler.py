@@ -219,12 +219,13 @@ class Scheduler:
                 desk.place_due = True
             case TrainerLeft():
                 if desk.state.trainer_away_since is None:
-                    desk.state.trainer_away_since = now
+                    desk.state.trainer_away_since, desk.state.absence_skipped_s = now, 0.0
                 desk.ledger.trainer_left(now - max(0.0, event.away_s))
             case TrainerReplaced():
                 desk.ledger.trainer_replaced(now)
                 if desk.state.trainer_away_since is not None:
-                    desk.state.clock.skip(now - desk.state.trainer_away_since, now)
+                    absent_s = now - desk.state.trainer_away_since
+                    steps.stand_still(desk, absent_s - desk.state.absence_skipped_s, now)
                 steps.validation_ended(desk, now)  # who validated is gone
             case TrainerReturned():
                 desk.ledger.trainer_left_at = None
@@ -235,7 +236,7 @@ class Scheduler:
                 scoring.postpone(desk, max(0.0, event.away_s))
                 left_at = max(now - max(0.0, event.away_s), self._before)  # it was there when it last told us something
                 membership.nobody_was_late(desk, event.away_s, event.grace_s, left_at, now)
-                desk.state.clock.skip(now - left_at, now)
+                steps.stand_still(desk, now - left_at, now)
                 leases.skip_numbers(desk)
             case _:
                 assert_never(event)

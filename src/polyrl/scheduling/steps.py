@@ -73,6 +73,14 @@ def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
 # The clock stands still
 
 
+def stand_still(desk: Desk, seconds: Seconds, now: Seconds) -> None:
+    """Leave so much out of the step: the driver or the trainer was gone. No second of an absence is left out twice."""
+    seconds = max(0.0, seconds)
+    desk.state.clock.skip(seconds, now)
+    if desk.state.trainer_away_since is not None:
+        desk.state.absence_skipped_s += seconds
+
+
 def validation_began(desk: Desk, now: Seconds) -> None:
     clock = desk.state.clock
     if clock.validating_since is not None:

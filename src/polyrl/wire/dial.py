@@ -78,6 +78,7 @@ class Dialer:
         self._http = aiohttp.ClientSession(
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
+            connector=aiohttp.TCPConnector(limit=0),  # a stream holds its connection: the 101st would wait for ever
         )
         return self
 

@@ -246,30 +246,41 @@ class WorkerAgent:
             self._left.set_result(Left(why, ok=ok))
 
     async def _live(self) -> Left:
-        """Join and stay connected until somebody says that it is over."""
+        """Join and stay connected until somebody says that it is over, or the engine cannot go on.
+
+        The engine is asked after every break: its failure is why we leave, whatever was heard meanwhile.
+        """
         self._lost_at = time.monotonic()
         while True:
-            try:
-                if self._session is None:
-                    await self._join()
-                await self._stay_connected()
-            except SessionOver:
-                log.warning("the manager has given us up; joining again")
-                await self._start_over()
-            except Unreachable as error:
-                away_s = time.monotonic() - self._lost_at
-                if isinstance(error, NameTaken) and away_s > self._options.name_patience_s:
-                    return Left(str(error), ok=False)
-                if away_s > self._options.give_up_after_s:
-                    return Left(f"{error}; given up after {away_s:.0f} s", ok=False)
-                log.info("%s; trying again", error)
-            except Left as left:
+            left = await self._live_until_break()
+            sick = self._engine.health()
+            if sick is not None:
+                return Left(f"the engine cannot go on: {sick}", ok=False)
+            if left is not None:
                 return left
-            except UserError as error:
-                return Left(str(error), ok=False)
-            if self._draining and self._has_nothing_to_hand_over:
-                return Left(self._draining, ok=True)
             await asyncio.sleep(next(self._waits))
+
+    async def _live_until_break(self) -> Left | None:
+        """None: dial again."""
+        try:
+            if self._session is None:
+                await self._join()
+            await self._stay_connected()
+        except SessionOver:
+            log.warning("the manager has given us up; joining again")
+            await self._start_over()
+        except Unreachable as error:
+            away_s = time.monotonic() - self._lost_at
+            if isinstance(error, NameTaken) and away_s > self._options.name_patience_s:
+                return Left(str(error), ok=False)
+            if away_s > self._options.give_up_after_s:
+                return Left(f"{error}; given up after {away_s:.0f} s", ok=False)
+            log.info("%s; trying again", error)
+        except Left as left:
+            return left
+        except UserError as error:
+            return Left(str(error), ok=False)
+        return Left(self._draining, ok=True) if self._draining and self._has_nothing_to_hand_over else None
 
     async def _join(self) -> None:
         assert self._info is not None
@@ -493,7 +504,7 @@ class WorkerAgent:
             sick = self._engine.health()
             if sick is not None:
                 await self._say_goodbye(sick)
-                raise Left(f"the engine cannot go on: {sick}", ok=False)
+                return
             if self._welcomed:
                 await self._announce()
             stats = self._engine.stats()

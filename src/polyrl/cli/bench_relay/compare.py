@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from polyrl.cli.bench_relay.load import NUM_TURNS, Latency, Load, Reading, build_programs, middles
+from polyrl.cli.bench_relay.load import NUM_TURNS, NUM_WORKERS, Latency, Load, Reading, build_programs, middles
 from polyrl.cli.bench_relay.ours import NAME, measure_delivery, measure_ours
 from polyrl.cli.bench_relay.peers import CACHE, Direct, install_peers, take_turn
 from polyrl.cli.bench_scheduler import commit, cpu
+from polyrl.errors import UserError
 
 ROUTERS = ("sglang-router", "vllm-router")
 GOALS = {
@@ -28,8 +29,12 @@ GOALS = {
 _LENGTHS = (256, 8192)
 
 
-def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
-    num_samples = (64,) if quick else (256, 1024, 4096)
+def measure(num_workers: int = NUM_WORKERS, *, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
+    """Raises UserError for more workers than samples."""
+    num_samples = [num for num in ((64,) if quick else (256, 1024, 4096)) if num >= num_workers]
+    if not num_samples or num_workers < 1:
+        most = 64 if quick else 4096
+        raise UserError(f"--workers: {num_workers}; expected 1 to {most}: a worker has at least one sample")
     seconds, num_turns = (1.0, 1) if quick else (3.0, NUM_TURNS)
     cache.mkdir(parents=True, exist_ok=True)
     missing: dict[str, str] = {}
@@ -39,7 +44,9 @@ def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
         {}
         if quick
         else {
-            length: measure_ours(Load("saturated", 1024, seconds), cache=cache, length=length).cpu_us_per_token
+            length: measure_ours(
+                Load("saturated", max(1024, num_workers), seconds, num_workers), cache=cache, length=length
+            ).cpu_us_per_token
             for length in _LENGTHS
         }
     )
@@ -47,13 +54,13 @@ def measure(*, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:
     delivery: dict[int, Latency] = {}
     for num in num_samples:
         for name in ("paced", "saturated"):
-            load = Load(name, num, seconds)
+            load = Load(name, num, seconds, num_workers)
             taken: list[Reading] = []
             for _ in range(num_turns):
                 taken += take_turn(peers, load, programs, missing, cache=cache)
                 taken.append(measure_ours(load, cache=cache))
             readings += middles(taken)
-        delivery[num] = measure_delivery(Load("paced", num, seconds), cache=cache)
+        delivery[num] = measure_delivery(Load("paced", num, seconds, num_workers), cache=cache)
     return _result(readings, delivery, by_length, missing, {peer.name: peer.version for peer in peers}, quick=quick)
 
 

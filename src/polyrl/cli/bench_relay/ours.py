@@ -13,13 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from polyrl.cli.bench_relay.load import PACED_TOKENS_PER_S, Latency, Load, Reading, Window, read_off
-from polyrl.cli.bench_relay.processes import CannotStart, Program, busy_s, free_port, load_cpus, relay_cpus
+from polyrl.cli.bench_relay.processes import (
+    CannotStart,
+    Program,
+    allow_many_files,
+    busy_s,
+    free_port,
+    load_cpus,
+    relay_cpus,
+)
 
 NAME = "polyrl"
 FLUSH_S = 0.05
 LENGTH = 1024
 _READY_S = 30.0
 _ANSWER_S = 2.0
+_ALL_AT_ONCE = "limits.joins_per_s=10000"
+"""The fleet joins from one address."""
 
 
 def measure_ours(load: Load, *, cache: Path, length: int = LENGTH) -> Reading:
@@ -36,10 +46,11 @@ def measure_delivery(load: Load, *, cache: Path) -> Latency:
 
 
 def _run(load: Load, *, cache: Path, length: int) -> tuple[Window, dict[str, Any]]:
+    allow_many_files()
     run_dir = cache / "manager-run"
     shutil.rmtree(run_dir, ignore_errors=True)
     port = free_port()
-    argv = [sys.executable, "-m", "polyrl", "manager", "--run-dir", str(run_dir), "--port", str(port)]
+    argv = [sys.executable, "-m", "polyrl", "manager", "--run-dir", str(run_dir), "--port", str(port), _ALL_AT_ONCE]
     manager = Program(argv, cpus=relay_cpus(), log=cache / "logs" / "manager.log")
     try:
         _wait_until_ready(manager, run_dir)
