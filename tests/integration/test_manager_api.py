@@ -500,7 +500,7 @@ def test_status_and_worker_dial_over_tls_and_trust_only_whom_they_are_told_to(tm
         assert plain.returncode == 2
         assert only_line(plain).endswith("(if it goes on: is it https://?)\n")
         stranger = polyrl("worker", "--join", url, *token, "--name", "w2", "--quiet", "start_s=600")
-        assert stranger.returncode == 1
+        assert stranger.returncode == 2
         assert "certificate is not trusted" in only_line(stranger)
 
 

@@ -40,7 +40,9 @@ class Diagnosis(NamedTuple):
 def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosis:
     """Commands that are named have the run's directory, where it is known."""
     main = _of_trainer(now, run_dir) or _of_round(now)
-    return Diagnosis(_is_moving(earlier, now), (main, *_of_workers(earlier, now), *_of_refusals(now)))
+    return Diagnosis(
+        _is_moving(earlier, now), (main, *_of_workers(earlier, now), *_of_turned_away(now), *_of_refusals(now))
+    )
 
 
 def _is_moving(earlier: Status, now: Status) -> bool:
@@ -267,6 +269,17 @@ def _of_worker(now: Status, worker: WorkerStatus, before: WorkerStatus | None) -
         f"{name} has {holds} and wrote nothing while it was looked at",
         f"{look}what has no new token from one look to the next goes on elsewhere",
     )
+
+
+def _of_turned_away(now: Status) -> Iterator[Finding]:
+    here = {one.name for one in now.workers}
+    for one in now.turned_away:
+        if one.name not in here:  # mended, and joined again
+            yield Finding(
+                f"{one.name} is gone since {show_seconds(one.ago_s)}: {one.why}",
+                "nothing: it was told so, and ended",
+                "start it as the command says with which workers join this run",
+            )
 
 
 _WHY_REFUSED = {

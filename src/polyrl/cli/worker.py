@@ -27,6 +27,7 @@ docs/guides/engines.md those of vllm and sglang. What stands after -- goes to th
 
 ENGINES = ("emulated", "builtin", "vllm", "sglang")
 EXIT_LEFT_BADLY = 1
+"""Something failed. A worker that can never take part, as it was started, ends as bad input does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +175,7 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
 
 
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
+    from polyrl.cli.main import EXIT_BAD_INPUT
     from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
     dialer = dialing.dialer_to(args.join, args.token_file, args.ca)
@@ -194,4 +196,4 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
         print(f"worker {name}: left: {left}", flush=True)
         return 0
     print(f"polyrl: error: worker {name}: {left}", file=sys.stderr)
-    return EXIT_LEFT_BADLY
+    return EXIT_BAD_INPUT if left.is_misfit else EXIT_LEFT_BADLY

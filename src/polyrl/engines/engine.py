@@ -136,6 +136,10 @@ class EngineError(Exception):
     """An engine could not start, install, or go on. The message is a line for a person."""
 
 
+class NotOfThisModel(EngineError):
+    """A version that this engine can never run: it is of another model, or its weights are of another kind."""
+
+
 class Engine(Protocol):
     async def start(self, sink: Sink) -> EngineInfo: ...
 
@@ -144,7 +148,10 @@ class Engine(Protocol):
     async def abort(self, lease: LeaseId) -> None: ...
 
     async def install(self, weights: Weights) -> None:
-        """Raises EngineError; the engine then still runs what it ran, or its health says why it cannot."""
+        """Raises EngineError; the engine then still runs what it ran, or its health says why it cannot.
+
+        NotOfThisModel where no version of that run will ever fit: the worker leaves.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

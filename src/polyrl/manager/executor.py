@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from polyrl.errors import shorten
 from polyrl.ids import GroupId, Incarnation, LeaseId, Seconds, WorkerName
 from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened, VersionOffered
 from polyrl.manager.payload import Payload
@@ -35,6 +36,7 @@ log = logging.getLogger("polyrl.manager")
 CarryOut = Callable[["Executor", c.Command], None]
 
 _MAX_FAREWELLS = 1000
+_MAX_TURNED_AWAY = 16
 
 
 class Executor:
@@ -50,6 +52,8 @@ class Executor:
         self.scheduler: Scheduler | None = None
         self.payload = Payload()
         self.workers: dict[WorkerName, WorkerSession] = {}
+        self.turned_away: dict[WorkerName, tuple[str, Seconds]] = {}
+        """Workers that cannot serve this run: why, and when they were gone. The last ones."""
         self.farewells: dict[str, frames.Release] = {}
         """What those are told who were given up for good and dial again: they did not hear it. By their session."""
         self.lives: dict[WorkerName, Incarnation] = {}
@@ -185,6 +189,14 @@ class Executor:
     def say_to_trainer(self, frame: frames.ToTrainer) -> None:
         if self.trainer is not None:
             self.trainer.say(frame)
+
+    def turn_away(self, name: WorkerName, why: str) -> None:
+        """Remember who cannot serve this run, so that whoever runs it hears of it."""
+        self.turned_away.pop(name, None)
+        printable = "".join(letter if letter.isprintable() else "?" for letter in why)  # a stranger's words
+        self.turned_away[name] = shorten(printable), time.monotonic()
+        if len(self.turned_away) > _MAX_TURNED_AWAY:
+            del self.turned_away[next(iter(self.turned_away))]
 
     def forget(self, name: WorkerName, why: str, *, rejoin: bool = False, in_anger: bool = False) -> None:
         """A worker's session is over, and it is told so."""

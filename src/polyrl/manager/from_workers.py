@@ -21,6 +21,10 @@ from polyrl.wire import columns, frames
 log = logging.getLogger("polyrl.manager")
 
 _TELL_PROGRESS_EVERY_S = 2.0
+_MOST_FAILED_INSTALLS = 8
+"""Of a worker that has never installed a version of this run: minutes, since each pause is twice the one before. It is
+told to go then, so that nobody pays for it for ever. A worker that cannot read our versions leaves by itself, but one
+of an older PolyRL does not know that it cannot."""
 _DUTIES: dict[str, frames.Duty] = {"to_training": "training", "to_generating": "generating"}
 
 
@@ -58,6 +62,7 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
             if executor.payload.was(frame.version, frame.digest):
                 return  # it is told to fetch the version again
             _check_version(executor, session, frame)
+            session.has_installed = True
             executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(frame.version)))
         case frames.InstallFailed():
             _install_failed(executor, session, frame)
@@ -70,6 +75,9 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
         case frames.Leaving():
             joining.drain(executor, session.name, frame.reason)
         case frames.Goodbye():
+            if frame.is_misfit:
+                log.warning("worker %s has left: %s", session.name, frame.reason)
+                executor.turn_away(session.name, frame.reason)
             executor.tell(e.WorkerLeft(session.name, session.incarnation, frame.reason))
             executor.forget(session.name, frame.reason)
         case _:
@@ -79,6 +87,7 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
 def _refuse(executor: Executor, session: WorkerSession, refused: Refused) -> None:
     executor.refused[refused.kind] += 1
     log.warning("worker %s is refused: %s", session.name, refused)
+    executor.turn_away(session.name, str(refused))
     executor.tell(e.WorkerLeft(session.name, session.incarnation, f"refused: {refused}"))
     executor.forget(session.name, f"refused: {refused}", in_anger=True)
 
@@ -99,6 +108,11 @@ def _install_failed(executor: Executor, session: WorkerSession, failed: frames.I
         return
     if (often := session.failures.again(failed.reason)) is not None:
         log.warning("worker %s could not install version %d: %s%s", session.name, version, failed.reason, often)
+    session.num_failed_installs += 1
+    is_trainer_here = executor.trainer is not None and executor.trainer.link is not None
+    if session.num_failed_installs >= _MOST_FAILED_INSTALLS and not session.has_installed and is_trainer_here:
+        tries = f"{session.num_failed_installs} tries"
+        raise Refused("install", f"no version could be installed in {tries}, the last time since {failed.reason}")
     executor.tell(e.WeightsFailed(session.name, session.incarnation, version, failed.reason))
 
 

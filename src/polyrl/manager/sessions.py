@@ -46,6 +46,9 @@ class WorkerSession:
         self.last_failure = ""
         """What it said of the last lease that it could not do."""
         self.failures = Repeats()
+        self.num_failed_installs = 0
+        self.has_installed = False
+        """A version of this run."""
         self._num_small = 0.0
         """Its small frames, less those that time has made good."""
         self._counted_at = 0.0

@@ -1,5 +1,6 @@
 """What the manager can say about itself: a status for people and programs, and metrics for Prometheus."""
 
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.samples import Round
-from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
+from polyrl.wire.control import RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
 
 
 def status(executor: Executor, uptime_s: float) -> Status:
@@ -39,6 +40,7 @@ def status(executor: Executor, uptime_s: float) -> Status:
             waits=(wait,),
             ledger={},
             refused=dict(executor.refused),
+            turned_away=_turned_away(executor),
         )
     desk = scheduler.desk
     does, since = _trainer(desk)
@@ -57,6 +59,7 @@ def status(executor: Executor, uptime_s: float) -> Status:
         waits=tuple(_waits(executor, desk, now)),
         ledger=_ledger(desk, now),
         refused=dict(executor.refused),
+        turned_away=_turned_away(executor),
         caveat=executor.caveat,
         tokens_received=executor.num_tokens,
         max_new_tokens=desk.config.max_new_tokens,
@@ -115,6 +118,11 @@ def _source(executor: Executor, seat: Worker | None) -> str:
         return ""
     source = executor.scheduler.desk.seats.get(seat.source)
     return "" if source is None else source.name
+
+
+def _turned_away(executor: Executor) -> list[TurnedAway]:
+    now = time.monotonic()
+    return [TurnedAway(name=name, why=why, ago_s=now - at) for name, (why, at) in executor.turned_away.items()]
 
 
 def _trainer(desk: Desk) -> tuple[str, float | None]:

@@ -64,6 +64,10 @@ class BadManifest(ValueError):
     """Bytes that are no manifest, or one that cannot be true. The message says what is wrong with it, in a line."""
 
 
+class WrongBytes(BadManifest):
+    """Not the bytes that were asked for: whoever gave them lied."""
+
+
 class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor in a version's bytes, row by row."""
 
@@ -289,9 +293,9 @@ _DECODERS: Mapping[type, msgspec.json.Decoder[Any]] = {
 
 def _decode(data: bytes | memoryview, kind: type[_Kind], digest: str | None) -> _Kind:
     if len(data) > MAX_MANIFEST_BYTES:
-        raise BadManifest(f"{len(data)} bytes; expected at most {MAX_MANIFEST_BYTES}")
+        raise WrongBytes(f"{len(data)} bytes; expected at most {MAX_MANIFEST_BYTES}")
     if digest is not None and _digest(data) != digest:
-        raise BadManifest(f"its digest is {_digest(data)[:16]}..., expected {digest[:16]}...")
+        raise WrongBytes(f"its digest is {_digest(data)[:16]}..., expected {digest[:16]}...")
     try:
         value = _DECODERS[kind].decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

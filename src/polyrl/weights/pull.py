@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+import polyrl
 from polyrl.weights import delta as codec
 from polyrl.weights.chains import Chain, Delta, Full, Step, cheapest
 from polyrl.weights.chunks import bad_chunks
@@ -24,13 +25,14 @@ from polyrl.weights.manifest import (
     DeltaManifest,
     Layout,
     Manifest,
+    WrongBytes,
     changed_tensors,
     decode_delta,
     decode_manifest,
 )
 from polyrl.weights.protocol import BlobEntry, Catalog, ProtocolError, Refused
 from polyrl.weights.receiver import Dialer, Link
-from polyrl.weights.settings import TransferError
+from polyrl.weights.settings import TransferError, Unreadable
 from polyrl.weights.shelf import HostCopy, Shelf
 from polyrl.weights.store import Blob
 
@@ -233,9 +235,14 @@ class Pull:
                     continue
                 try:
                     manifest = decode_manifest(canonical, digest)
-                except BadManifest as error:
+                except WrongBytes as error:
                     self._accuse(source.address, f"manifest of version {version}: {error}")
                     continue
+                except BadManifest as error:  # the manager vouches for these bytes: it is we who do not know them
+                    raise Unreadable(
+                        f"version {version} is written in a form that PolyRL {polyrl.__version__} does not know "
+                        f"({error}); install the PolyRL that the trainer runs"
+                    ) from error
                 if manifest.version != version:
                     raise TransferError(f"{digest[:16]}... is version {manifest.version}; expected {version}")
                 return manifest, canonical
@@ -280,7 +287,7 @@ class Pull:
 
     def _wait(self, until: float, what: str) -> None:
         if time.monotonic() >= until or not self._sources:
-            raise self._error(what)
+            raise self._error("; ".join([what, *(f"{one}: {self._bad[one]}" for one in self._lied)]))
         if self._stop.wait(_ASK_AGAIN_S):
             raise TransferError("broken off")
 

@@ -62,3 +62,7 @@ class TransferError(PolyrlError):
         self.source_is_bad = source_is_bad
         """Whether a source gave bytes that are not those of their digest, or could not prove who it is."""
         self.bad_addresses = bad_addresses
+
+
+class Unreadable(TransferError):
+    """A version that the manager vouches for, in a form that this PolyRL does not know: no other source helps."""

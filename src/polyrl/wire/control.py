@@ -152,6 +152,14 @@ class WaitStatus(Struct, frozen=True, kw_only=True):
     """None: it is waited for as long as it takes."""
 
 
+class TurnedAway(Struct, frozen=True, kw_only=True):
+    """A worker that left for good, or was sent away: it cannot serve this run."""
+
+    name: str
+    why: str
+    ago_s: float
+
+
 class Status(Struct, frozen=True, kw_only=True):
     run: str
     """open, or none."""
@@ -172,6 +180,8 @@ class Status(Struct, frozen=True, kw_only=True):
     ledger: dict[str, Any]
     refused: dict[str, int]
     """What was refused, by reason."""
+    turned_away: list[TurnedAway] = []
+    """The last of them, the newest last."""
     caveat: str = ""
     """The trainer's, of the run."""
     tokens_received: int = 0

@@ -148,6 +148,8 @@ class Leaving(Frame, frozen=True, tag="leaving"):
 
 class Goodbye(Frame, frozen=True, tag="goodbye"):
     reason: Text
+    is_misfit: bool = False
+    """It can never serve this run, and says why."""
 
 
 class Turned(Frame, frozen=True, tag="turned"):

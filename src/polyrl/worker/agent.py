@@ -72,11 +72,14 @@ TurnTo = Callable[[frames.Duty], Awaitable[None]]
 
 
 class Left(Exception):
-    """The worker's life is over; the message says why. `ok`: as it should be."""
+    """The worker's life is over; the message says why. `ok`: as it should be.
 
-    def __init__(self, why: str, *, ok: bool) -> None:
+    `is_misfit`: this worker, as it was started, can never take part in that run, and starting it again changes nothing.
+    """
+
+    def __init__(self, why: str, *, ok: bool, is_misfit: bool = False) -> None:
         super().__init__(why)
-        self.ok = ok
+        self.ok, self.is_misfit = ok, is_misfit
 
 
 class WorkerAgent:
@@ -98,7 +101,7 @@ class WorkerAgent:
         self._dialer = dialer
         self._options = options
         self._peer_of, self._turn_to = peer_of, turn_to
-        self._installer = Installer(engine, options.pull_deadline_s, self._tell_of_install)
+        self._installer = Installer(engine, options.pull_deadline_s, self._tell_of_install, self._does_not_fit)
         self._turning: asyncio.Task[None] | None = None
         self._duty: frames.Duty | None = None
         """The last that it was told to do."""
@@ -173,7 +176,7 @@ class WorkerAgent:
                 life = asyncio.create_task(self._live())
                 done, _ = await asyncio.wait((life, self._left), return_when=asyncio.FIRST_COMPLETED)
                 if life not in done:
-                    await self._say_goodbye(str(self._left.result()))
+                    await self._say_goodbye(str(self._left.result()), is_misfit=self._left.result().is_misfit)
                     life.cancel()
                     await asyncio.wait((life,), timeout=2.0)
                     return self._left.result()
@@ -200,7 +203,7 @@ class WorkerAgent:
         except Unreachable as error:
             log.info("%s; starting the engine meanwhile", error)
         except UserError as error:
-            raise Left(str(error), ok=False) from error
+            raise Left(str(error), ok=False, is_misfit=True) from error
         return await self._engine.start(self)
 
     async def _wait_for_name(self) -> None:
@@ -241,9 +244,12 @@ class WorkerAgent:
         """Ends that were not acknowledged count: they are in the book."""
         return self._session is None or not len(self._book)
 
-    def _leave(self, why: str, *, ok: bool) -> None:
+    def _leave(self, why: str, *, ok: bool, is_misfit: bool = False) -> None:
         if self._left is not None and not self._left.done():
-            self._left.set_result(Left(why, ok=ok))
+            self._left.set_result(Left(why, ok=ok, is_misfit=is_misfit))
+
+    def _does_not_fit(self, why: str) -> None:
+        self._leave(f"it cannot serve this run: {why}", ok=False, is_misfit=True)
 
     async def _live(self) -> Left:
         """Join and stay connected until somebody says that it is over, or the engine cannot go on.
@@ -279,7 +285,7 @@ class WorkerAgent:
         except Left as left:
             return left
         except UserError as error:
-            return Left(str(error), ok=False)
+            return Left(str(error), ok=False, is_misfit=True)
         return Left(self._draining, ok=True) if self._draining and self._has_nothing_to_hand_over else None
 
     async def _join(self) -> None:
@@ -452,11 +458,11 @@ class WorkerAgent:
             raise Left(self._draining or frame.why, ok=True)
         raise Left(frame.why, ok=False)
 
-    async def _say_goodbye(self, why: str) -> None:
+    async def _say_goodbye(self, why: str, *, is_misfit: bool = False) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await self._flush()
-                await self._send(frames.Goodbye(why[:2000]))
+                await self._send(frames.Goodbye(why[:2000], is_misfit))
 
     # Regularly
 

@@ -1,7 +1,8 @@
 """What a worker's engine runs, and getting the next version into it: fetch, verify, install, say so.
 
 Rules kept here: one install at a time, and the newest order wins; the one before is broken off and waited for. Every
-order that is not replaced is answered, also when the fault is ours. A version's digest is kept from the moment that it
+order that is not replaced is answered, also when the fault is ours; where no version of the run will ever fit, the
+worker leaves. A version's digest is kept from the moment that it
 is fetched: its first token may come before the install has returned.
 """
 
@@ -12,10 +13,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from polyrl.engines.engine import Engine, EngineError, Weights
+from polyrl.engines.engine import Engine, EngineError, NotOfThisModel, Weights
 from polyrl.errors import UserError, one_line
 from polyrl.ids import Version
-from polyrl.weights.settings import TransferError
+from polyrl.weights.settings import TransferError, Unreadable
 from polyrl.wire import frames
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ class Installer:
         engine: Engine,
         deadline_s: float,
         answer: Callable[[frames.Installed | frames.InstallFailed], Awaitable[None]],
+        is_misfit: Callable[[str], None],
     ) -> None:
-        """A version that has not come within `deadline_s` has failed."""
-        self._engine, self._deadline_s, self._answer = engine, deadline_s, answer
+        """A version that has not come within `deadline_s` has failed. `is_misfit` hears why none can ever be run."""
+        self._engine, self._deadline_s, self._answer, self._is_misfit = engine, deadline_s, answer, is_misfit
         self.peer: WeightPeer | None = None
         """What fetches, holds and relays weights; none: versions are only numbers."""
         self.version: Version | None = None
@@ -93,6 +95,12 @@ class Installer:
         except (EngineError, TransferError, UserError) as error:
             if break_off.is_set():
                 return  # who asked has asked for something else
+            if isinstance(error, Unreadable):
+                self._is_misfit(str(error))
+                return
+            if isinstance(error, NotOfThisModel):
+                self._is_misfit(f"{error}; the command with which workers join this run names its model")
+                return
             log.warning("version %d could not be installed: %s", version, error)
             await self._answer(frames.InstallFailed(version, str(error)[:2000]))
         except Exception as error:  # whoever asked waits for an answer, also when the fault is ours

@@ -168,7 +168,10 @@ async def train(
         if beside is not None:
             playing = beside(Stage(recipe, run_dir, address, started, fleet, display.say))
             await stack.enter_async_context(_meanwhile(playing))
-        news = [workers.tell_who_ends(run_dir, started, display.say)]
+        news = [
+            workers.tell_who_ends(run_dir, started, display.say),
+            workers.tell_who_is_turned_away(fleet, started, display.say),
+        ]
         if not display.progress.is_live:
             news.append(tell_of_waits(fleet, workers.doctor_command(recipe, run_dir, address.url), display.say))
         try:

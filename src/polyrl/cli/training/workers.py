@@ -1,11 +1,12 @@
 """Workers of a run: how one joins, as a command for people and as a process; and those that `[fleet]` asks for."""
 
 import asyncio
+import contextlib
 import logging
 import shlex
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,13 +22,14 @@ from polyrl.config import build
 from polyrl.config.dump import inline
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.config import BuiltinConfig
-from polyrl.errors import ConfigError
+from polyrl.errors import ConfigError, UserError
 from polyrl.weights.interfaces import listening_addresses
 
 log = logging.getLogger("polyrl.train")
 
 _JOIN_TIMEOUT_S = 120.0
 _LOOK_EVERY_S = 0.5
+_ASK_EVERY_S = 2.0
 
 
 class _Fleet(Struct, frozen=True, kw_only=True):
@@ -136,6 +138,21 @@ async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]
             )
             return
         await asyncio.sleep(0.1)
+
+
+async def tell_who_is_turned_away(
+    fleet: Fleet, started: Container[str], say: Callable[[str | Text], None], every_s: float = _ASK_EVERY_S
+) -> None:
+    """A line for each worker from elsewhere that cannot serve this run, until somebody cancels this, or the manager is
+    given up, which the run says itself. `started` are told of by `tell_who_ends`."""
+    told: dict[str, str] = {}
+    with contextlib.suppress(UserError):
+        while True:
+            for one in (await fleet.status()).turned_away:
+                if told.get(one.name) != one.why and one.name not in started:
+                    told[one.name] = one.why
+                    say(Text(f"worker {one.name} is gone: {one.why}", style="yellow"))
+            await asyncio.sleep(every_s)
 
 
 async def tell_who_ends(run_dir: Path, workers: dict[str, Process], say: Callable[[str | Text], None]) -> None:

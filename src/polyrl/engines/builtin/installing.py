@@ -14,7 +14,7 @@ import torch
 
 from polyrl.engines.builtin import model_config, models
 from polyrl.engines.builtin.models import Loaded
-from polyrl.engines.engine import EngineError, Weights
+from polyrl.engines.engine import EngineError, NotOfThisModel, Weights
 from polyrl.weights import tensors
 from polyrl.weights.adapters import Base
 from polyrl.weights.shelf import HostCopy
@@ -67,12 +67,12 @@ class Installer:
 
 
 def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> Staged:
-    """A version in this machine's memory. `held` is the digest of what the model is now. Raises EngineError."""
+    """A version in this machine's memory. `held` is the digest of what the model is now. Raises NotOfThisModel."""
     changed = copy.changed if held and copy.base == held else None
     try:
         pairs = tensors.pair_up(loaded.model.state_dict(), copy.manifest.layout, copy.view, changed)
     except tensors.BadTensors as error:
-        raise EngineError(f"version {copy.manifest.version} is not of this model: {error}") from error
+        raise NotOfThisModel(f"version {copy.manifest.version} is not of this model: {error}") from error
     return _near(pairs)
 
 
@@ -82,13 +82,13 @@ def load_base(folder: str, dtype: str) -> Base:
 
 
 def stage_adapter(loaded: Loaded, copy: HostCopy, base: Base, *, changed_only: bool) -> Staged:
-    """A version that changes the base. `changed_only`: the model is such a version already. Raises EngineError."""
+    """A version that changes the base. `changed_only`: the model is such a version already. Raises NotOfThisModel."""
     model = dict(loaded.model.named_parameters())
     try:
         with _beside(next(iter(model.values()))):
             return Staged(list(base.pair_up(model, copy.manifest, copy.view, changed_only=changed_only)))
     except tensors.BadTensors as error:
-        raise EngineError(f"version {copy.manifest.version} is {error}") from error
+        raise NotOfThisModel(f"version {copy.manifest.version} is {error}") from error
 
 
 def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:

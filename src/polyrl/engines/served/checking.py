@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from polyrl.engines.engine import EngineError
+from polyrl.engines.engine import EngineError, NotOfThisModel
 from polyrl.engines.served import model_files
 from polyrl.engines.served.between import HEAD_BYTES
 from polyrl.engines.served.handing import Answer, Offer
@@ -26,9 +26,9 @@ _MOST_PROBES = 8
 
 
 def offer_of(manifest: Manifest, model: Path) -> Offer:
-    """What the ranks are told of a version. Raises EngineError when it is not of the model in this directory."""
+    """What the ranks are told of a version. Raises NotOfThisModel when it is not of the model in this directory."""
     if manifest.adapter is not None:
-        raise EngineError(
+        raise NotOfThisModel(
             f"version {manifest.version} is an adapter, which a server cannot merge; "
             'expected whole weights: lora.publish = "merged"'
         )
@@ -90,13 +90,13 @@ def _names(manifest: Manifest, model: Path) -> list[str]:
     for name, spec in wanted.items():
         ours = layout.by_name.get(name)
         if ours is None:
-            raise EngineError(f"{where}: it has no {name}")
+            raise NotOfThisModel(f"{where}: it has no {name}")
         if ours.shape != spec.shape:
-            raise EngineError(f"{where}: {name} has shape {list(ours.shape)}; expected {list(spec.shape)}")
+            raise NotOfThisModel(f"{where}: {name} has shape {list(ours.shape)}; expected {list(spec.shape)}")
     given = {layout.by_name[name].name for name in wanted}
     for one in layout.tensors:
         if one.name not in given and one.name not in scales:
-            raise EngineError(f"{where}, which has no {one.name}")
+            raise NotOfThisModel(f"{where}, which has no {one.name}")
     return list(wanted)
 
 

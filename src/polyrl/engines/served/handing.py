@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from polyrl.engines.engine import EngineError
+from polyrl.engines.engine import EngineError, NotOfThisModel
 from polyrl.engines.served.between import LENGTH, peer_uid
 from polyrl.engines.served.server import ServerBroken
 
@@ -91,7 +91,8 @@ class Handing:
         raise AssertionError
 
     def _fail(self, why: str, error: Exception) -> None:
-        raise (ServerBroken if self.has_gone else EngineError)(why) from error
+        kind = NotOfThisModel if isinstance(error, NotOfThisModel) else EngineError
+        raise (ServerBroken if self.has_gone else kind)(why) from error
 
     async def _accept(self) -> socket.socket:
         loop = asyncio.get_running_loop()
@@ -107,14 +108,14 @@ class Handing:
             # The first bytes on a new connection: they fit into its buffer.
             socket.send_fds(connection, [LENGTH.pack(len(self._offer))], [self._fd])
             await asyncio.get_running_loop().sock_sendall(connection, self._offer)
-            _no_problem(await _hear(connection))
+            _no_problem(await _hear(connection), NotOfThisModel)
             self._num_ready += 1
             if self._num_ready == num_ranks:
                 self._go.set()
             await self._go.wait()
             await _tell(connection, {"go": True})
             said = await _hear(connection)
-            _no_problem(said)
+            _no_problem(said, EngineError)
             heads = {name: Head(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in said["heads"].items()}
             return Answer(rank["slice"], rank["num_slices"], heads)
 
@@ -132,9 +133,9 @@ async def handing(name: str, offer: Offer, fd: int) -> AsyncIterator[Handing]:
         yield Handing(listener, offer, fd)
 
 
-def _no_problem(said: dict[str, Any]) -> None:
+def _no_problem(said: dict[str, Any], error: type[EngineError]) -> None:
     if said["problem"]:
-        raise EngineError(str(said["problem"])[:500])
+        raise error(str(said["problem"])[:500])
 
 
 async def _tell(connection: socket.socket, what: dict[str, Any]) -> None:
