@@ -1,5 +1,6 @@
-"""A disk that is nearly full."""
+"""A disk that is nearly full, and a process that may open nothing more."""
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,3 +15,23 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """In this process: whatever is free is taken."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+        while True:
+            try:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for one in taken:
+            os.close(one)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.full_disk import files_of_at_most
+from tests.full_disk import files_of_at_most, no_descriptor_left
 from tests.unit.driver import Driver, small_config
 
 from polyrl.errors import JournalError, UserError
@@ -546,3 +546,23 @@ def test_a_disk_that_takes_no_more_is_a_line_and_what_was_committed_is_whole(tmp
     with files_of_at_most(len(before) + 10), pytest.raises(UserError, match=said):
         run.journal.commit()
     assert payload.read_bytes() == before
+
+
+# Descriptors
+
+
+def test_a_file_that_cannot_be_followed_by_the_next_is_one_line_and_is_closed_once(tmp_path):
+    run = started(tmp_path, TINY)
+    (tmp_path / LIVE_FOLDER / f"{PAYLOAD}-{2:06}.bin").mkdir()
+    with pytest.raises(UserError, match="cannot be written: Is a directory"):
+        run.play_step(0)
+    run.journal.abandon()
+
+
+def test_files_follow_each_other_while_no_descriptor_is_left(tmp_path):
+    run = started(tmp_path, TINY)
+    with no_descriptor_left():
+        run.play_step(0)
+        run.until_events_are_in_a_new_file()
+    assert len(files(tmp_path, PAYLOAD)) > 1
+    run.journal.close()

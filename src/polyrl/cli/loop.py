@@ -3,6 +3,7 @@
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from polyrl import descriptors
 from polyrl.cli import interrupts
 
 Result = TypeVar("Result")
@@ -13,5 +14,6 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
         from uvloop import run
     except ImportError:
         from asyncio import run
+    descriptors.raise_limit()  # whatever runs a loop here is dialled by others, or dials many
     with interrupts.as_usual():  # the loop cancels what it runs, if the signal is still Python's
         return run(main)

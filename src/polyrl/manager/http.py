@@ -26,6 +26,7 @@ from polyrl.disk import write_whole
 from polyrl.errors import UserError
 from polyrl.ids import WorkerName
 from polyrl.manager import asking, from_trainer, from_workers, joining
+from polyrl.manager.door import Connection, Door
 from polyrl.manager.executor import Executor
 from polyrl.manager.inlet import Inlet
 from polyrl.manager.link import Link
@@ -105,7 +106,7 @@ class Front:
         self._answerer = Answerer(service, served)
         self._limits = service.settings.limits
         self._joins = JoinLimit(self._limits.joins_per_s)
-        self._silent: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+        self._door = Door(self._limits.connections_per_address, service.count_refusal)
         self._links: set[Link] = set()
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
@@ -144,24 +145,19 @@ class Front:
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> Address:
         """Raises UserError if the port cannot be had."""
-        runner = web.AppRunner(
-            self.app(),
-            access_log=None,
-            handle_signals=False,
-            keepalive_timeout=_KEEPALIVE_S,
-            lingering_time=_LINGER_S,
-            shutdown_timeout=2.0,
-        )
+        runner = web.AppRunner(self.app(), handle_signals=False, shutdown_timeout=2.0)
         await runner.setup()
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None
 
         def connected() -> asyncio.Protocol:
-            handler = server()
-            self._watch(handler, self._limits.request_timeout_s)
-            return handler
+            connection = Connection(
+                self._door, server, access_log=None, keepalive_timeout=_KEEPALIVE_S, lingering_time=_LINGER_S
+            )
+            self._door.watch(connection, self._limits.request_timeout_s)
+            return connection
 
-        # Half of the time: `_watch` runs since the connection was made, and must end after the handshake did.
+        # Half of the time: the watch runs since the connection was made, and must end after the handshake did.
         handshake_s = None if tls is None else self._limits.request_timeout_s / 2
         try:
             self._listener = await loop.create_server(
@@ -187,27 +183,11 @@ class Front:
         with contextlib.suppress(OSError):
             (self._service.run_dir / ADDRESS_FILE).unlink()
 
-    def _watch(self, connection: web.RequestHandler, seconds: float) -> None:
-        """Cut a connection that brings no whole request for so long, a byte at a time or not at all."""
-        loop = asyncio.get_running_loop()
-        self._silent[connection] = loop.call_later(seconds, self._cut, connection)
-
-    def _cut(self, connection: web.RequestHandler) -> None:
-        del self._silent[connection]
-        if connection.transport is not None:
-            self._service.count_refusal("silent")
-            connection.transport.abort()
-
-    def _heard(self, connection: web.RequestHandler) -> None:
-        timer = self._silent.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-
     # Who may
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._heard(request.protocol)
+        self._door.heard(request.protocol)
         try:
             return await handler(request)
         except web.HTTPException as failure:
@@ -226,7 +206,8 @@ class Front:
             return reply(failure.reply(), failure.status)
         finally:
             if request.protocol.transport is not None:
-                self._watch(request.protocol, _KEEPALIVE_S + self._limits.request_timeout_s)
+                self._door.rest(request.protocol)
+                self._door.watch(request.protocol, _KEEPALIVE_S + self._limits.request_timeout_s)
 
     def _scope(self, request: web.Request) -> Scope | None:
         return self._service.tokens.scope_of(token_of(request.headers.get("Authorization")))
@@ -238,6 +219,7 @@ class Front:
                 raise _BadRequest(401, "token", "a valid token is needed: Authorization: Bearer TOKEN")
             if has not in _MAY[scope]:
                 raise _BadRequest(403, "scope", f"the {has} token may not do this; the {scope} token may")
+            self._door.work(request.protocol)
             return await handler(request)
 
         return checked

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from polyrl.descriptors import Spare
 from polyrl.disk import sync_folder
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Seconds
@@ -37,6 +38,8 @@ from polyrl.wire.frames import PromptText
 _PAYLOAD_FIRST_LINE = b"polyrl-payload 1\n"
 _CHUNK_BYTES = 1 << 20
 _MB = 1 << 20
+_SPARE_DESCRIPTORS = 3
+"""For the next file of events, the next one of payload, and their folder."""
 
 
 class Note(msgspec.Struct, frozen=True, tag=True, tag_field="note", array_like=True):
@@ -121,6 +124,7 @@ class RunJournal:
         self._event_parts: list[bytes] = []
         self._payload_parts: list[bytes] = []
         self._synced_at = time.monotonic()
+        self._spare = Spare(_SPARE_DESCRIPTORS)
 
     # Going on
 
@@ -234,15 +238,20 @@ class RunJournal:
                 self._over.append(path)
         if self._payload is not None and self._is_large(self._payload):
             self._old_payload.append((self._payload.path, open_steps))
-            self._full.append(self._payload)
-            self._payload = _Segment(self._payload.next_path, _PAYLOAD_FIRST_LINE)
+            self._payload = self._follow(self._payload, _PAYLOAD_FIRST_LINE)
             for note in standing:
                 self.add_note(note)
         if self._events is not None and scheduler is not None and self._is_large(self._events):
-            self._full.append(self._events)
             beginning = encode_header(scheduler.desk.config, about, scheduler.save())
-            self._events = _Segment(self._events.next_path, beginning)
+            self._events = self._follow(self._events, beginning)
         self.commit()
+
+    def _follow(self, full: "_Segment", beginning: bytes) -> "_Segment":
+        """The file after one that is full. Where it cannot be made, the full one is still the last."""
+        with self._spare.lent():
+            following = _Segment(full.next_path, beginning)
+        self._full.append(full)
+        return following
 
     def close(self) -> None:
         self.commit()
@@ -252,6 +261,7 @@ class RunJournal:
 
     def abandon(self) -> None:
         """Close the files as they are: what was not committed is not to be."""
+        self._spare.close()
         for segment in (*self._full, self._payload, self._events):
             if segment is not None:
                 segment.close()

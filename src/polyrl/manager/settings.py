@@ -35,6 +35,8 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     request_timeout_s: Seconds = 10.0
     """Who has connected must have said what it wants within this time."""
     max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
+    connections_per_address: Annotated[int, Meta(ge=1)] = 256
+    """That bring no request with a token: one more, and the oldest of them is cut. Streams do not count."""
 
 
 class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
