@@ -7,10 +7,10 @@ STAMP := $(VENV)/.polyrl-setup
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-chaos test-engines engines check format bench docs clean
+.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts engines check format bench docs clean
 
 help: ## say what each target does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv and install PolyRL into it, editable (PYTHON=python3.12 picks an interpreter)
 
@@ -35,6 +35,9 @@ test-chaos: setup ## kill, stop, cut and partition a real fleet (minutes; namesp
 
 test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real models (installs both servers once)
 	$(BIN)/python -m pytest -m engines tests/builtin tests/engines $(ARGS)
+
+test-gpu-scripts: setup ## run the scripts for GPUs with tiny models on the CPU (minutes)
+	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu $(ARGS)
 
 engines: ## install vLLM and SGLang for the CPU, each into an environment of its own (5 GB; minutes, once)
 	PYTHON=$(PYTHON) benchmarks/install_vllm_cpu.sh

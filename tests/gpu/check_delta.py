@@ -1,7 +1,7 @@
 """Deltas made on a GPU: are they right, and how fast? Run by hand on a machine that has one; CI has none.
 
 python tests/gpu/check_delta.py            qwen3-1.7b, one element in a hundred changed by one unit in the last place
-python tests/gpu/check_delta.py small      a small model on whatever device there is: shows that it runs
+python tests/gpu/check_delta.py --small    a small model on the device that is here
 
 Needs numpy, torch, msgspec, zstandard, xxhash and blake3. Prints one JSON object. Goals: `delta_ms` at most 150,
 `load_pinned_ms`, which is the copy of an install, at most 100.
@@ -14,19 +14,19 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))  # it is run as a file
+sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
 
-import torch
+import torch  # noqa: E402
+from tests.gpu.setting import DEVICE, SMALL, need_a_gpu_or_small, synchronize  # noqa: E402
 
-from polyrl.weights import delta
-from polyrl.weights.chunks import bad_chunks, table_of
-from polyrl.weights.manifest import Manifest, encode
-from polyrl.weights.tensors import layout_of, load_into, pin, snapshot
-from polyrl.weights.tensors_gpu import GpuDeltaEncoder
+from polyrl.weights import delta  # noqa: E402
+from polyrl.weights.chunks import bad_chunks, table_of  # noqa: E402
+from polyrl.weights.manifest import Manifest, encode  # noqa: E402
+from polyrl.weights.tensors import layout_of, load_into, pin, snapshot  # noqa: E402
+from polyrl.weights.tensors_gpu import GpuDeltaEncoder  # noqa: E402
 
 QWEN3_1_7B = {"vocab": 151_936, "width": 2048, "inner": 6144, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128}
-SMALL = {"vocab": 4096, "width": 256, "inner": 512, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 64}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL_SHAPE = {"vocab": 4096, "width": 256, "inner": 512, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 64}
 NUM_STEPS = 6
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -61,11 +61,10 @@ def change(state, share):
 
 def timed(work, *args, **options):
     """What it gave, and milliseconds until the device has done it too."""
-    wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
-    wait()
+    synchronize()
     start = time.perf_counter()
     result = work(*args, **options)
-    wait()
+    synchronize()
     return result, (time.perf_counter() - start) * 1e3
 
 
@@ -96,7 +95,8 @@ def take_steps(state, layout, encoder, before, after):
 
 
 def main():
-    size = SMALL if "small" in sys.argv[1:] else QWEN3_1_7B
+    need_a_gpu_or_small()
+    size = SMALL_SHAPE if SMALL else QWEN3_1_7B
     torch.manual_seed(1)
     state = {name: torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * 0.02 for name, shape in shapes(size)}
     layout = layout_of(state, architecture="Qwen3ForCausalLM")

@@ -7,6 +7,9 @@ python tests/gpu/check_engine.py table            batches, contexts, a shared pr
 python tests/gpu/check_engine.py peer             transformers' continuous batching alone
 python tests/gpu/check_engine.py profile [eager]  where a decoding step's time goes; `profile chunk`: a prompt's chunk
 python tests/gpu/check_engine.py tune             the decode kernel alone
+
+With --small: tiny models on the device that is here. Without a GPU, kernels and graphs are emulated where a mode is
+about them (tests/builtin/emulated_gpu.py).
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -27,11 +30,23 @@ sys.path[:0] = [  # it is run as a file
 
 import torch  # noqa: E402
 from tests.builtin.tiny_models import save_tiny  # noqa: E402
+from tests.gpu.setting import (  # noqa: E402
+    ARCH,
+    DEVICE,
+    SMALL,
+    need_a_gpu_or_small,
+    print_profile,
+    synchronize,
+    time_ms,
+)
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from polyrl.cli.bench_engine import Work, measure  # noqa: E402
+from polyrl.cli.bench_engine import Work, make_model, measure, prompts_of, run_transformers  # noqa: E402
+from polyrl.engines.builtin.batching import Chunk, Member  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
 from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
+from polyrl.engines.builtin.models import describe  # noqa: E402
+from polyrl.engines.builtin.steps import Wanted  # noqa: E402
 from polyrl.engines.engine import Job  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
 
@@ -51,7 +66,7 @@ class Sink:
 
 
 async def generate(folder: Path, jobs: list[Job], **config) -> Sink:
-    engine = BuiltinEngine(BuiltinConfig(model=str(folder), device="cuda", block_tokens=32, **config))
+    engine = BuiltinEngine(BuiltinConfig(model=str(folder), device=DEVICE, block_tokens=32, **config))
     sink = Sink()
     await engine.start(sink)
     for job in jobs:
@@ -65,6 +80,7 @@ async def generate(folder: Path, jobs: list[Job], **config) -> Sink:
     return sink
 
 
+PROMPT, NEW = (16, 24) if SMALL else (256, 512)
 WIDE = {"head_dim": 64}
 FAMILIES = (
     ("llama", {}),
@@ -91,9 +107,9 @@ def check_right(families: list[str]) -> bool:
         folder = save_tiny(family, Path(tempfile.mkdtemp()), tie_word_embeddings=False, **changes)
         dtypes = ["bfloat16"] * (family in IN_HALF) + ["float32"] * (not family.endswith("moe"))
         for dtype in dtypes:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).cuda()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(DEVICE)
             for temperature in (0.0, 1.0):
-                for compiled in (False, True):
+                for compiled in (False, True) if DEVICE == "cuda" else (False,):
                     print(family, dtype, temperature, "compiled" if compiled else "eager", flush=True)
                     is_right &= compare(folder, model, dtype, temperature, compiled=compiled)
     return is_right
@@ -110,7 +126,7 @@ def compare(folder: Path, model, dtype: str, temperature: float, *, compiled: bo
     errors, short = [], []
     for i, prompt in enumerate(prompts):
         text = sink.text[i]
-        logits = model(torch.tensor([prompt + text]).cuda()).logits[0].float().cpu()
+        logits = model(torch.tensor([prompt + text]).to(DEVICE)).logits[0].float().cpu()
         theirs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
         chosen = theirs.gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
         errors.append((torch.tensor(sink.logprobs[i]) - chosen).abs())
@@ -128,17 +144,18 @@ def compare(folder: Path, model, dtype: str, temperature: float, *, compiled: bo
 
 
 def check_speed(*, compiled: bool) -> None:
-    for batch in (256, 64):
-        result = measure(Work("qwen3-1.7b", None, batch, 256, 512, compiled))
+    for batch in (2,) if SMALL else (256, 64):
+        result = measure(Work(ARCH, None, batch, PROMPT, NEW, compiled))
         print(json.dumps(result), flush=True)
 
 
 def table() -> None:
     """How it grows: batches and contexts, then a group that shares its prompt, then transformers on the same work."""
-    works = [Work("qwen3-1.7b", None, batch, 256, 512) for batch in (256, 64, 1, 16, 1024)]
-    works += [Work("qwen3-1.7b", None, 64, context, 128) for context in (1024, 4096)]
-    works += [Work("qwen3-1.7b", None, batch, 16_256, 128) for batch in (16, 1)]
-    works += [Work("qwen3-1.7b", None, 8, 2048, 64, group=8), Work("qwen3-1.7b", None, 1, 2048, 64)]
+    works = [Work(ARCH, None, batch, PROMPT, NEW) for batch in ((2,) if SMALL else (256, 64, 1, 16, 1024))]
+    if not SMALL:
+        works += [Work(ARCH, None, 64, context, 128) for context in (1024, 4096)]
+        works += [Work(ARCH, None, batch, 16_256, 128) for batch in (16, 1)]
+    works += [Work(ARCH, None, 8, PROMPT * 8, NEW // 8, group=8), Work(ARCH, None, 1, PROMPT * 8, NEW // 8)]
     for work in works:
         result = measure(work)
         keys = ("batch", "prompt", "new", "tok_s", "job_tok_s", "step_ms", "limit_tok_s", "fraction_of_limit")
@@ -148,9 +165,6 @@ def table() -> None:
 
 def stream(wanted: list[str]) -> None:
     """Answers of many lengths, more than there are places: while some decode, others come, and prompts are computed."""
-    from polyrl.cli.bench_engine import make_model, prompts_of
-    from polyrl.engines.builtin.models import describe
-
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     kinds = [
         ("plain", 256, 768, Sampling(ignore_eos=True), {}),
@@ -160,17 +174,18 @@ def stream(wanted: list[str]) -> None:
     for name, slots, num, sampling, config in kinds:
         if wanted and name not in wanted:
             continue
-        work = Work("qwen3-1.7b", None, num, 256, 960)
-        model = make_model(work, "cuda")
+        slots, num, most = (4, 12, NEW) if SMALL else (slots, num, 960)
+        work = Work(ARCH, None, num, PROMPT, most)
+        model = make_model(work, DEVICE)
         prompts, draw = prompts_of(work, model.config.vocab_size), random.Random(0)
-        sizes = [draw.randrange(64, 961) for _ in prompts]
+        sizes = [draw.randrange(most // 15, most + 1) for _ in prompts]
         jobs = [Job(i, i, prompt, [], sizes[i], 7 + i, sampling) for i, prompt in enumerate(prompts)]
         asyncio.run(run_stream(name, describe(model, "x"), jobs, slots, config))
 
 
 async def run_stream(name: str, loaded, jobs: list[Job], slots: int, config: dict) -> None:
     """Twice: the first time makes graphs."""
-    own = BuiltinConfig(model="x", device="cuda", slots=slots, kv_tokens=slots * 1280, max_context=1280, **config)
+    own = BuiltinConfig(model="x", device=DEVICE, slots=slots, kv_tokens=slots * 1280, max_context=1280, **config)
     engine, sink = BuiltinEngine(own, loaded), Sink()
     await engine.start(sink)
     for _ in range(2):
@@ -208,79 +223,77 @@ def count_calls(engine: BuiltinEngine) -> dict[str, float]:
     return spent
 
 
-def profile(*, compiled: bool, batch: int = 256) -> None:
-    """Where a decoding step's time goes."""
-    from polyrl.cli.bench_engine import make_model
-    from polyrl.engines.builtin.batching import Chunk, Member
-    from polyrl.engines.builtin.cuda_runner import CudaRunner
-    from polyrl.engines.builtin.models import describe
-    from polyrl.engines.builtin.steps import Wanted
+def make_runner(batch: int, num_blocks: int, context: int, **options):
+    """Return a CudaRunner over a new model; without a GPU it runs on the emulated one."""
+    if DEVICE == "cpu":
+        from tests.builtin import emulated_gpu
 
-    model = make_model(Work("qwen3-1.7b", None, batch, 256, 512), "cuda")
-    runner = CudaRunner(describe(model, "x"), batch * 24, 32, batch, 768, compile_layers=compiled)
+        emulated_gpu.install()
+        options["compile_layers"] = False
+    from polyrl.engines.builtin.cuda_runner import CudaRunner
+
+    model = make_model(Work(ARCH, None, batch, PROMPT, NEW), DEVICE)
+    return CudaRunner(describe(model, "x"), num_blocks, 32, batch, context, **options)
+
+
+def profile(*, compiled: bool) -> None:
+    """Where a decoding step's time goes."""
+    batch, context, steps = (2, 64, 2) if SMALL else (256, 768, 8)
+    at, each = context * 2 // 3, context // 32
+    runner = make_runner(batch, batch * each, context, compile_layers=compiled)
     chunks, wanted = [], []
     for number in range(batch):
-        member = Member(number, [5] * 513, 768)
-        member.blocks = list(range(number * 24, number * 24 + 24))
-        chunks.append(Chunk(member, 512, 1, True))
-        wanted.append(Wanted(Sampling(), number, 256))
-    runner.run_burst(chunks, wanted, 8)
-    torch.cuda.synchronize()
+        member = Member(number, [5] * (at + 1), context)
+        member.blocks = list(range(number * each, (number + 1) * each))
+        chunks.append(Chunk(member, at, 1, True))
+        wanted.append(Wanted(Sampling(), number, context // 3))
+    runner.run_burst(chunks, wanted, steps)
+    synchronize()
     began = time.perf_counter()
     for _ in range(4):
-        runner.run_burst(chunks, wanted, 8)
-    torch.cuda.synchronize()
-    print(f"step {(time.perf_counter() - began) / 32 * 1e3:.3f} ms at context 512, batch {batch}", flush=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        runner.run_burst(chunks, wanted, 4)
-        torch.cuda.synchronize()
-    total = sum(one.self_device_time_total for one in seen.key_averages())
-    for one in sorted(seen.key_averages(), key=lambda one: -one.self_device_time_total)[:22]:
-        share = one.self_device_time_total / total
-        print(f"{share:6.1%} {one.self_device_time_total / 4e3:8.3f} ms/step {one.count / 4:7.1f}x {one.key[:90]}")
+        runner.run_burst(chunks, wanted, steps)
+    synchronize()
+    step_ms = (time.perf_counter() - began) / 4 / steps * 1e3
+    print(f"step {step_ms:.3f} ms at context {at}, batch {batch}", flush=True)
+    print_profile(lambda: runner.run_burst(chunks, wanted, 4), 4, 22)
 
 
 def profile_chunk() -> None:
     """Where the time of a prompt's chunk goes, when it is computed by itself, as with batch_invariant."""
-    from polyrl.cli.bench_engine import make_model
-    from polyrl.engines.builtin.batching import Chunk, Member
-    from polyrl.engines.builtin.cuda_runner import CudaRunner
-    from polyrl.engines.builtin.models import describe
-    from polyrl.engines.builtin.steps import Wanted
-
-    model = make_model(Work("qwen3-1.7b", None, 4, 256, 256), "cuda")
-    runner = CudaRunner(describe(model, "x"), 64, 32, 4, 768, compile_layers=True, invariant_tokens=512)
-    member = Member(1, [5] * 256, 768)
+    num = 16 if SMALL else 256
+    runner = make_runner(4, 64, 768, compile_layers=True, invariant_tokens=32 if SMALL else 512)
+    member = Member(1, [5] * num, 768)
     member.blocks = list(range(8))
-    step = [Chunk(member, 0, 256, True)], [Wanted(Sampling(), 1, 0)]
-    for _ in range(5):
+    step = [Chunk(member, 0, num, True)], [Wanted(Sampling(), 1, 0)]
+    repeats = 1 if SMALL else 20
+    for _ in range(1 if SMALL else 5):
         runner.run(*step)
     began = time.perf_counter()
-    for _ in range(20):
+    for _ in range(repeats):
         runner.run(*step)
-    print(f"{(time.perf_counter() - began) / 20 * 1e3:.2f} ms a chunk", flush=True)
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as seen:
-        runner.run(*step)
-    print(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=15), flush=True)
-    print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=25), flush=True)
+    print(f"{(time.perf_counter() - began) / repeats * 1e3:.2f} ms a chunk", flush=True)
+    print_profile(lambda: runner.run(*step), 1, 15)
 
 
 def tune() -> None:
     """The decode kernel alone, over ways to run it."""
+    if DEVICE == "cpu":
+        from tests.builtin import emulated_gpu
+
+        emulated_gpu.install()
     from polyrl.engines.builtin import cuda
 
-    batch, context, num_kv, heads, dim = 256, 512, 8, 16, 128
-    for block in (32, 64, 128):
+    batch, context, num_kv, heads, dim = (2, 64, 2, 4, 32) if SMALL else (256, 512, 8, 16, 128)
+    for block in (32,) if SMALL else (32, 64, 128):
         per = context // block + 1
-        keys = torch.randn(batch * per, num_kv, block, dim, dtype=torch.bfloat16, device="cuda")
+        keys = torch.randn(batch * per, num_kv, block, dim, dtype=torch.bfloat16, device=DEVICE)
         values = torch.randn_like(keys)
-        tables = torch.randperm(batch * per, device="cuda").view(batch, per).int()
-        positions = torch.full((batch,), context - 1, device="cuda")
-        query = torch.randn(batch, heads, dim, dtype=torch.bfloat16, device="cuda")
-        key = torch.randn(batch, num_kv, dim, dtype=torch.bfloat16, device="cuda")
-        for warps in (1, 2, 4, 8):
-            for stages in (2, 3, 4, 5):
+        tables = torch.randperm(batch * per, device=DEVICE).view(batch, per).int()
+        positions = torch.full((batch,), context - 1, device=DEVICE)
+        query = torch.randn(batch, heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        key = torch.randn(batch, num_kv, dim, dtype=torch.bfloat16, device=DEVICE)
+        for warps in (1,) if SMALL else (1, 2, 4, 8):
+            for stages in (2,) if SMALL else (2, 3, 4, 5):
                 cuda.DECODE_TUNING = {"num_warps": warps, "num_stages": stages}
                 its = (query, key, key, keys, values, tables, positions, dim**-0.5, cuda.EVERYTHING, 1)
                 ms = time_ms(partial(cuda.paged_decode, *its))
@@ -288,25 +301,8 @@ def tune() -> None:
                 print(f"block {block} warps {warps} stages {stages}: {ms * 1e3:7.1f} us {rate:5.2f} TB/s", flush=True)
 
 
-def time_ms(call) -> float:
-    """Of one call within a graph, the median of several."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 10)
-    return sorted(times)[3]
-
-
 if __name__ == "__main__":
+    need_a_gpu_or_small()
     if sys.argv[1] == "right":
         sys.exit(0 if check_right(sys.argv[2:]) else 1)
     elif sys.argv[1] == "table":
@@ -314,10 +310,8 @@ if __name__ == "__main__":
     elif sys.argv[1] == "stream":
         stream(sys.argv[2:])
     elif sys.argv[1] == "peer":
-        from polyrl.cli.bench_engine import make_model, run_transformers
-
-        work = Work("qwen3-1.7b", None, 256, 256, 128)
-        print(json.dumps(run_transformers(work, make_model(work, "cuda"), "cuda")._asdict()), flush=True)
+        peer_work = Work(ARCH, None, 2 if SMALL else 256, PROMPT, NEW // 4)
+        print(json.dumps(run_transformers(peer_work, make_model(peer_work, DEVICE), DEVICE)._asdict()), flush=True)
     elif sys.argv[1] == "tune":
         tune()
     elif sys.argv[1:] == ["profile", "chunk"]:

@@ -3,7 +3,8 @@
 python tests/gpu/check_install.py           Qwen3-1.7B's shape, bfloat16; a full version, then deltas of 1% of elements
 python tests/gpu/check_install.py device    the same, with deltas made on the GPU (weights.encode_on)
 
-Exit code 1 where the weights are not those that were published, or a version wrote nothing.
+With --small: a tiny model on the device that is here. Exit code 1 where the weights are not those that were published,
+or a version wrote nothing.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
 
 import torch  # noqa: E402
+from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model, prompts_of  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
@@ -30,6 +32,7 @@ from polyrl.weights.settings import WeightSettings  # noqa: E402
 from polyrl.weights.tensors import pin_buffer  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
 
+NUM_SAMPLES, PROMPT, NEW = (4, 16, 3900) if SMALL else (64, 256, 7000)
 SETTINGS = WeightSettings(interfaces=("127.0.0.0/8",))
 KEY = bytes(32)
 
@@ -61,24 +64,27 @@ async def make_graphs(engine: BuiltinEngine) -> None:
     """Prompts of all sizes: a shape has a graph the second time. Whoever stages weights meanwhile takes memory of the
     GPU, and neither may disturb the other.
     """
-    for lease, rows in enumerate((100, 200, 400, 900, 1900) * 2, start=1000):
+    for lease, rows in enumerate((4, 8) if SMALL else (100, 200, 400, 900, 1900) * 2, start=1000):
         engine.generate(Job(lease, lease, [lease] * rows, [], 2, lease, Sampling(ignore_eos=True)))
         await asyncio.sleep(0.04)
 
 
 async def main() -> bool:
+    need_a_gpu_or_small()
     torch.manual_seed(0)
-    trained = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
-    served = make_model(Work("qwen3-1.7b", None, 64, 256, 64), "cuda")
+    work = Work(ARCH, None, NUM_SAMPLES, PROMPT, 64)
+    trained, served = (make_model(work, DEVICE).bfloat16() for _ in range(2))
+    context = 4096 if SMALL else 8192
     config = BuiltinConfig(
-        model="bench", dtype="bfloat16", device="cuda", slots=80, kv_tokens=80 * 8192, block_tokens=32,
-        chunk_tokens=8192, max_context=8192, version=0, after_install="keep",
+        model="bench", dtype="bfloat16", device=DEVICE, slots=NUM_SAMPLES + 16, block_tokens=32,
+        kv_tokens=(NUM_SAMPLES + 16) * context, chunk_tokens=context, max_context=context, version=0,
+        after_install="keep",
     )  # fmt: skip
     engine, clock = BuiltinEngine(config, describe(served, "bench")), Clock()
     await engine.start(clock)
-    prompts = prompts_of(Work("x", None, 64, 256, 64), served.config.vocab_size)
-    for number in range(64):
-        engine.generate(Job(number + 1, number, prompts[number], [], 7000, number, Sampling(ignore_eos=True)))
+    prompts = prompts_of(work, served.config.vocab_size)
+    for number in range(NUM_SAMPLES):
+        engine.generate(Job(number + 1, number, prompts[number], [], NEW, number, Sampling(ignore_eos=True)))
     while len(clock.at) < 20:
         await asyncio.sleep(0.01)
     server, peer = WeightServer(SETTINGS, KEY, prepare=pin_buffer), WeightPeer(SETTINGS, KEY)

@@ -3,8 +3,9 @@
 python tests/gpu/check_moves.py                Qwen3-1.7B's shape with random weights
 python tests/gpu/check_moves.py MODEL_DIR      a trained model, asked 64 questions in words; no prices
 
-Batch-invariant, what is not moved must agree, else it ends with exit code 1. Among the samples are one whose prompt is
-a token longer than a chunk, one that shares all of its prompt but the last token, and one with top_p.
+With --small: a tiny model on the device that is here. Batch-invariant, what is not moved must agree, else the script
+ends with exit code 1. Among the samples are one whose prompt is a token longer than a chunk, one that shares all of its
+prompt but the last token, and one with top_p.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -18,6 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
 
 import torch  # noqa: E402
+from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small, synchronize  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model, measure, prompts_of  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
@@ -26,7 +28,7 @@ from polyrl.engines.builtin.models import describe  # noqa: E402
 from polyrl.engines.engine import Job  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
 
-NEW = 256
+NUM, NEW = (8, 48) if SMALL else (64, 256)
 CHUNK, BLOCK = 512, 32
 TRUNCATED = 2
 """The sample with top_p: its graph ends at the logits."""
@@ -44,9 +46,9 @@ class Sink:
         self.ends[lease] = f"{reason} {detail}".strip()
 
 
-async def started(model, *, invariant: bool, slots: int = 64, **more) -> tuple[BuiltinEngine, Sink]:
+async def started(model, *, invariant: bool, slots: int = NUM, **more) -> tuple[BuiltinEngine, Sink]:
     config = BuiltinConfig(
-        model="bench", dtype="bfloat16", device="cuda", slots=slots, kv_tokens=slots * 1024, block_tokens=BLOCK,
+        model="bench", dtype="bfloat16", device=DEVICE, slots=slots, kv_tokens=slots * 1024, block_tokens=BLOCK,
         chunk_tokens=2048, max_context=1024, batch_invariant=invariant, **more,
     )  # fmt: skip
     engine, sink = BuiltinEngine(config, describe(model, "bench")), Sink()
@@ -81,7 +83,7 @@ def questions(folder: str) -> list[list[int]]:
     asked = [
         f"Anna has {7 + 3 * n} {things[n % 8]}, gives {n + 2} to her brother and buys {2 * n + 5} more. "
         "How many does she have now? Think step by step."
-        for n in range(64)
+        for n in range(NUM)
     ]
     chats = ([{"role": "user", "content": one}] for one in asked)
     return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in chats]
@@ -103,37 +105,41 @@ async def compare(model, prompts: list[list[int]], *, invariant: bool, until_end
         sampling = Sampling(ignore_eos=not until_end, top_p=0.95) if number == TRUNCATED else plain
         return Job(base + number, number, prompts[number], list(so_far), NEW, 77 + number, sampling)
 
-    crowd = await finish(engine, sink, [job(1000, n) for n in range(64)])
+    crowd = await finish(engine, sink, [job(1000, n) for n in range(NUM)])
     engine._cache.forget()
-    alone = [(await finish(engine, sink, [job(2000, n)]))[0] for n in range(8)]
+    alone = [(await finish(engine, sink, [job(2000, n)]))[0] for n in range(min(8, NUM))]
     engine._cache.forget()
-    few = [one for at in range(0, 32, 4) for one in await finish(engine, sink, [job(3000, at + i) for i in range(4)])]
+    few = [
+        one for at in range(0, NUM // 2, 4) for one in await finish(engine, sink, [job(3000, at + i) for i in range(4)])
+    ]
     engine._cache.forget()
-    twice = await finish(engine, sink, [job(9000, n) for n in range(64)])
+    twice = await finish(engine, sink, [job(9000, n) for n in range(NUM)])
     engine._cache.forget()
-    cuts = [min(16 + 5 * n % 200, len(crowd[n]) // 2) for n in range(64)]
-    rest = await finish(engine, sink, [job(4000, n, crowd[n][: cuts[n]]) for n in range(64)])
-    moved = [crowd[n][: cuts[n]] + rest[n] for n in range(64)]
+    cuts = [min(16 + 5 * n % 200, len(crowd[n]) // 2) for n in range(NUM)]
+    rest = await finish(engine, sink, [job(4000, n, crowd[n][: cuts[n]]) for n in range(NUM)])
+    moved = [crowd[n][: cuts[n]] + rest[n] for n in range(NUM)]
     await engine.sleep()
-    taken = torch.full((1 << 33,), 255, dtype=torch.uint8, device="cuda")  # somebody writes where the cache was
+    taken = torch.full(
+        (1 << (20 if SMALL else 33),), 255, dtype=torch.uint8, device=DEVICE
+    )  # somebody writes where the cache was
     del taken
     torch.cuda.empty_cache()
     await engine.wake()
-    again = await finish(engine, sink, [job(8000, n) for n in range(64)])
+    again = await finish(engine, sink, [job(8000, n) for n in range(NUM)])
     agreed = {
-        "alone": agreement(crowd[:8], alone), "in fours": agreement(crowd[:32], few),
+        "alone": agreement(crowd[:8], alone), "in fours": agreement(crowd[: NUM // 2], few),
         "twice": agreement(crowd, twice), "after sleeping": agreement(crowd, again),
     }  # fmt: skip
     told = {"invariant": invariant, "tokens": sum(map(len, crowd)), **agreed, "moved": agreement(crowd, moved)}
     print(json.dumps(told), flush=True)
     if not invariant and not until_end:
-        await sleep_and_wake(engine, sink, [job(5000, n) for n in range(64) if n != TRUNCATED])
-        await abort_latency(engine, sink, [job(6000, n) for n in range(64) if n != TRUNCATED])
+        await sleep_and_wake(engine, sink, [job(5000, n) for n in range(NUM) if n != TRUNCATED])
+        await abort_latency(engine, sink, [job(6000, n) for n in range(NUM) if n != TRUNCATED])
     await engine.close()
     if not invariant and not until_end:
         engine, sink = await started(model, invariant=invariant, in_sleep="offload")
         for base in (5000, 6000):  # the first pins memory
-            await sleep_and_wake(engine, sink, [job(base, n) for n in range(64) if n != TRUNCATED])
+            await sleep_and_wake(engine, sink, [job(base, n) for n in range(NUM) if n != TRUNCATED])
         await engine.close()
     return not invariant or all(one["answers_equal"] == 1.0 for one in agreed.values())
 
@@ -141,9 +147,9 @@ async def compare(model, prompts: list[list[int]], *, invariant: bool, until_end
 async def sleep_and_wake(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> None:
     for job in jobs:
         engine.generate(job)
-    while len(sink.text.get(jobs[-1].lease, ())) < 32:
+    while len(sink.text.get(jobs[-1].lease, ())) < NEW // 8:
         await asyncio.sleep(0.002)
-    torch.cuda.synchronize()
+    synchronize()
     began = time.perf_counter()
     await engine.sleep()
     asleep = time.perf_counter()
@@ -164,30 +170,33 @@ async def sleep_and_wake(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> 
 async def abort_latency(engine: BuiltinEngine, sink: Sink, jobs: list[Job]) -> None:
     for job in jobs:
         engine.generate(job)
-    while len(sink.text.get(jobs[-1].lease, ())) < 32:
+    while len(sink.text.get(jobs[-1].lease, ())) < NEW // 8:
         await asyncio.sleep(0.002)
     took = []
-    for job in jobs[:20]:
+    for job in jobs[: NUM // 3]:
         began = time.perf_counter()
         await engine.abort(job.lease)
         took.append(time.perf_counter() - began)
         await asyncio.sleep(0.03)
-    print(json.dumps({"abort_ms_median": sorted(took)[10] * 1e3, "abort_ms_max": max(took) * 1e3}), flush=True)
+    print(
+        json.dumps({"abort_ms_median": sorted(took)[len(took) // 2] * 1e3, "abort_ms_max": max(took) * 1e3}), flush=True
+    )
 
 
 def price() -> None:
-    for batch in (256, 64):
+    for batch in (2,) if SMALL else (256, 64):
         for invariant in (False, True):
-            got = measure(Work("qwen3-1.7b", None, batch, 256, 256, batch_invariant=invariant))
+            got = measure(Work(ARCH, None, batch, NEW, NEW, batch_invariant=invariant))
             keys = ("batch", "tok_s", "job_tok_s", "step_ms", "limit_tok_s", "fraction_of_limit", "start_s")
             print(json.dumps({"invariant": invariant} | {key: got[key] for key in keys}), flush=True)
 
 
 if __name__ == "__main__":
+    need_a_gpu_or_small()
     torch.manual_seed(0)
     given = sys.argv[1] if len(sys.argv) > 1 else None
-    policy = make_model(Work(None if given else "qwen3-1.7b", given, 64, 128, NEW), "cuda")
-    wanted = questions(given) if given else prompts_of(Work("x", None, 64, 128, NEW), policy.config.vocab_size)
+    policy = make_model(Work(None if given else ARCH, given, NUM, 128, NEW), DEVICE).bfloat16()
+    wanted = questions(given) if given else prompts_of(Work("x", None, NUM, 128, NEW), policy.config.vocab_size)
     wanted = awkward(wanted)
     modes = (False, True)
     held = all(asyncio.run(compare(policy, wanted, invariant=mode, until_end=given is not None)) for mode in modes)

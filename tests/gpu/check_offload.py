@@ -2,6 +2,8 @@
 
 python tests/gpu/check_offload.py bits           offloaded updates against plain ones, merging against the CPU's: equal
 python tests/gpu/check_offload.py memory         qwen3-1.7b's shape: peak memory and seconds of a step, each way
+
+With --small: tiny tensors and models on the device that is here. Exit code 1 where bits differ.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -16,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small, reset_peak_memory, synchronize  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model  # noqa: E402
 from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig  # noqa: E402
@@ -28,14 +31,19 @@ from polyrl.trainer.step import StepAccumulator  # noqa: E402
 from polyrl.weights import adapters  # noqa: E402
 
 NUM_STEPS = 3
+WIDTH = 64 if SMALL else 4096
+MERGED = (500, 300) if SMALL else (5000, 3000)
+ROWS = (1, 7, 90) if SMALL else (1, 700, 9000)
+ANSWER = 24 if SMALL else 448
 
 
-def check_bits() -> None:
+def check_bits() -> bool:
+    is_equal = True
     for dtype in (torch.float32, torch.bfloat16):
         states = []
         for offload in (False, True):
             torch.manual_seed(0)
-            named = {f"{n}": torch.nn.Parameter(torch.randn(n, 4096, device="cuda").to(dtype)) for n in (1, 700, 9000)}
+            named = {f"{n}": torch.nn.Parameter(torch.randn(n, WIDTH, device=DEVICE).to(dtype)) for n in ROWS}
             optimizer = Optimizer(named, OptimizerConfig(lr=1e-3, offload=offload), 10)
             for step in range(5):
                 torch.manual_seed(step)
@@ -45,43 +53,46 @@ def check_bits() -> None:
         apart = {key: float((one - states[1][key]).abs().max()) for key, one in states[0].items()}
         apart = {key: most for key, most in apart.items() if most}
         print(json.dumps({"offloaded_equals_plain": not apart, "apart": apart, "dtype": str(dtype)}), flush=True)
-        base, a, b = torch.randn(5000, 3000).to(dtype), torch.randn(16, 3000), torch.randn(5000, 16)
-        here, there = torch.empty_like(base), torch.empty_like(base, device="cuda")
+        base, a, b = torch.randn(MERGED).to(dtype), torch.randn(16, MERGED[1]), torch.randn(MERGED[0], 16)
+        here, there = torch.empty_like(base), torch.empty_like(base, device=DEVICE)
         adapters.merge(base, a, b, 1.7, here)
-        adapters.merge(base.cuda(), a.cuda(), b.cuda(), 1.7, there)
-        print(json.dumps({"merged_equals_cpu": torch.equal(here, there.cpu()), "dtype": str(dtype)}), flush=True)
+        adapters.merge(base.to(DEVICE), a.to(DEVICE), b.to(DEVICE), 1.7, there)
+        is_merged = torch.equal(here, there.cpu())
+        print(json.dumps({"merged_equals_cpu": is_merged, "dtype": str(dtype)}), flush=True)
+        is_equal &= is_merged and not apart
+    return is_equal
 
 
 def groups(vocab: int, seed: int) -> list[list[TrainSample]]:
     rng = np.random.default_rng(seed)
 
     def sample(group: int) -> TrainSample:
-        prompt, answer = (rng.integers(3, vocab, num).astype(np.int32) for num in (64, 448))
-        return TrainSample(prompt, answer, np.full(448, -5, np.float32), float(rng.normal()), group, "stop")
+        prompt, answer = (rng.integers(3, vocab, num).astype(np.int32) for num in (64, ANSWER))
+        return TrainSample(prompt, answer, np.full(ANSWER, -5, np.float32), float(rng.normal()), group, "stop")
 
     return [[sample(group) for _ in range(4)] for group in range(4)]
 
 
 def measure(name: str, optimizer_config: OptimizerConfig, lora: LoraSection | None) -> None:
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    loaded = describe(make_model(Work("qwen3-1.7b", None, 8, 64, 64), "cuda"), "bench")
-    settings = {"gradient_checkpointing": True, "compile_layers": True}
+    reset_peak_memory()
+    loaded = describe(make_model(Work(ARCH, None, 8, 64, 64), DEVICE), "bench")
+    settings = {"gradient_checkpointing": True, "compile_layers": DEVICE == "cuda"}
     policy = Policy(loaded, **settings) if lora is None else LoraPolicy(loaded, lora, seed=0, **settings)
     optimizer = Optimizer(policy.parameters(), optimizer_config, 10)
-    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(), max_tokens=8192, max_new_tokens=448)
+    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(), max_tokens=8192, max_new_tokens=ANSWER)
     began = added = finished = 0.0
     for step in range(NUM_STEPS):
         steps.begin(step)
         began = time.perf_counter()
         steps.add(groups(policy.loaded.vocab, step))
-        torch.cuda.synchronize()
+        synchronize()
         added = time.perf_counter()
         steps.finish()
-        torch.cuda.synchronize()
+        synchronize()
         finished = time.perf_counter()
         if step == 0:
-            torch.cuda.reset_peak_memory_stats()  # compilation had its own
+            reset_peak_memory()  # compilation had its own
     merge_s = 0.0
     if isinstance(policy, LoraPolicy):
         policy.merge()
@@ -96,7 +107,7 @@ def measure(name: str, optimizer_config: OptimizerConfig, lora: LoraSection | No
     }), flush=True)  # fmt: skip
 
 
-def check_memory() -> None:
+def check_memory() -> bool:
     ways: dict[str, tuple[OptimizerConfig, LoraSection | None]] = {
         "all weights": (OptimizerConfig(), None),
         "offloaded": (OptimizerConfig(offload=True), None),
@@ -107,7 +118,10 @@ def check_memory() -> None:
     for name, (optimizer, lora) in ways.items():
         measure(name, optimizer, lora)
         gc.collect()
+    return True
 
 
 if __name__ == "__main__":
-    {"bits": check_bits, "memory": check_memory}[sys.argv[1] if len(sys.argv) > 1 else "bits"]()
+    need_a_gpu_or_small()
+    check = {"bits": check_bits, "memory": check_memory}[sys.argv[1] if len(sys.argv) > 1 else "bits"]
+    sys.exit(0 if check() else 1)

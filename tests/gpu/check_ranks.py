@@ -2,7 +2,7 @@
 
 python tests/gpu/check_ranks.py                                     one rank: FSDP2 with NCCL, on one GPU
 torchrun --nproc-per-node N tests/gpu/check_ranks.py                N of them
-python tests/gpu/check_ranks.py cpu                                 is this script right?
+python tests/gpu/check_ranks.py --small                             on the device that is here
 """
 
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]  # it is run as a file
 
 import torch  # noqa: E402
+from tests.gpu.setting import DEVICE, need_a_gpu_or_small  # noqa: E402
 from tests.trainer.small import CAP, draw_groups, save_small  # noqa: E402
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig  # noqa: E402
@@ -44,7 +45,7 @@ def main(device: str) -> None:
     ranks.use(device)
     for dtype, most in (("float32", 1e-4), ("bfloat16", 3e-2)):
         for again in (False, True):
-            settings = {"gradient_checkpointing": again, "compile_layers": True}
+            settings = {"gradient_checkpointing": again, "compile_layers": device == "cuda"}
             expected = gradients(Policy.load(str(folder / "model"), dtype, str(ranks.device), **settings), ALONE)
             loaded, kind = models.load(str(folder / "model"), dtype, "cpu"), models.DTYPES[dtype]
             divided = Divided(loaded.model, sharding.shard(loaded.model, ranks, kind), kind, size)
@@ -59,4 +60,5 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
+    need_a_gpu_or_small()
+    main(DEVICE)

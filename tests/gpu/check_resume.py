@@ -4,7 +4,8 @@ python tests/gpu/check_resume.py                       bfloat16; cuBLAS with a w
 python tests/gpu/check_resume.py --plain               without that
 python tests/gpu/check_resume.py --deterministic       also torch.use_deterministic_algorithms
 python tests/gpu/check_resume.py --dtype float32       without flash attention
-python tests/gpu/check_resume.py --device cpu          is this script right? There all must be equal
+python tests/gpu/check_resume.py --device cpu          on the CPU, where all must be equal
+python tests/gpu/check_resume.py --small               on the CPU, eight steps and two kills
 
 Two runs are left alone: what differs between them is the device's doing, not a kill's. Then one is killed with SIGKILL,
 within a step and while a checkpoint is written, by turns: the trainer alone, and all of its processes at once. The
@@ -289,4 +290,8 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
-    sys.exit(main(parser.parse_args()))
+    parser.add_argument("--small", action="store_true")
+    given = parser.parse_args()
+    if given.small:
+        given.device, given.dtype, given.steps, given.kills = "cpu", "float32", 8, 2
+    sys.exit(main(given))

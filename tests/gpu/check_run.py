@@ -1,6 +1,7 @@
 """Whole runs on one GPU: synchronous, streaming, and streaming with tail batching, with imposed lengths; step times.
 
 python tests/gpu/check_run.py [--steps N] [--arch A] [--prompts N] [--cap TOKENS] [--no-checkpoints] [MODE...]
+python tests/gpu/check_run.py --small [MODE...]      a tiny model and short answers on the device that is here
 
 Lengths are as published (RollPacker, math). The model has random weights and its rewards mean nothing: only time is
 looked at. Prompts and lengths are the same for all. Every ten seconds it says where generation's time went: in bursts
@@ -25,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model  # noqa: E402
 from polyrl.cli.loop import run_loop  # noqa: E402
@@ -32,7 +34,7 @@ from polyrl.cli.training.models import load_crew  # noqa: E402
 from polyrl.cli.training.run import train  # noqa: E402
 from polyrl.config import build  # noqa: E402
 from polyrl.config.recipe import Recipe  # noqa: E402
-from polyrl.engines.builtin.cuda_runner import CudaRunner  # noqa: E402
+from polyrl.engines.builtin.runner import Runner  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
 
 QUANTILES = [[0.05, 151], [0.25, 415], [0.5, 661], [0.75, 1129], [0.9, 2566], [0.95, 4101], [0.99, 16384]]
@@ -46,11 +48,17 @@ MODES = {
 class Watch:
     """Where a runner's time goes. Calls that lie within others count for themselves."""
 
-    def __init__(self, runner_type) -> None:
+    def __init__(self) -> None:
         self.seconds, self.counts, self.by_size = Counter(), Counter(), Counter()
         self._last_end = None
-        for name, what in (("run_burst", "bursts"), ("run", "prompts"), ("_capture", "graphs"), ("wake", "waking")):
-            setattr(runner_type, name, self._timed(getattr(runner_type, name), what))
+        watched = [(Runner, "run_burst", "bursts"), (Runner, "run", "prompts"), (Runner, "wake", "waking")]
+        if DEVICE == "cuda":
+            from polyrl.engines.builtin.cuda_graphs import Graphs
+            from polyrl.engines.builtin.cuda_runner import CudaRunner
+
+            watched = [(CudaRunner, name, what) for _, name, what in watched] + [(Graphs, "capture", "graphs")]
+        for owner, name, what in watched:
+            setattr(owner, name, self._timed(getattr(owner, name), what))
 
     def _timed(self, call, what):
         def timed(runner, *args, **kwargs):
@@ -59,7 +67,7 @@ class Watch:
                 self.seconds["between"] += began - self._last_end  # longer: it had nothing to do
             inside = sum(self.seconds.values())
             seen: list[int] = []
-            if what == "bursts":
+            if what == "bursts" and len(args) == 5 and args[4] is not None:
                 *args, look = args
                 args.append(lambda drawn: (seen.append(len(drawn)), look(drawn)))
             result = call(runner, *args, **kwargs)
@@ -96,7 +104,9 @@ class Tasks:
     digests = ("",)
 
     def tokens(self, domain, prompt):
-        return (3 + (7919 * prompt + 31 * np.arange(128)) % 50_000).astype(np.int32)
+        return (3 + (7919 * prompt + 31 * np.arange(16 if SMALL else 128)) % (2000 if SMALL else 50_000)).astype(
+            np.int32
+        )
 
     async def score(self, domain, prompt, answer, finish, *, validation):
         return float(len(answer) % 2)
@@ -114,7 +124,7 @@ class Tasks:
 def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int, *, checkpoints: bool) -> Recipe:
     tree = {
         "name": "timing",
-        "model": {"path": str(folder), "dtype": "bfloat16", "device": "cuda"},
+        "model": {"path": str(folder), "dtype": "bfloat16", "device": DEVICE},
         "train": {"steps": steps, "micro_batch_tokens": 16_384},
         "algorithm": {"zero_variance": "keep"},
         "rollout": {"max_new_tokens": cap, "impose_lengths": {"kind": "quantiles", "quantiles": QUANTILES}},
@@ -131,10 +141,10 @@ def recipe_of(mode: str, folder: Path, steps: int, prompts: int, cap: int, *, ch
 
 def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, checkpoints: bool) -> None:
     root = Path(tempfile.mkdtemp())
-    watch = Watch(CudaRunner)
+    watch = Watch()
     threading.Thread(target=report, args=(watch,), daemon=True).start()
     torch.manual_seed(0)
-    make_model(Work(arch, None, 1, 1, 1), "cuda").save_pretrained(root / "model")
+    make_model(Work(arch, None, 1, 1, 1), DEVICE).save_pretrained(root / "model")
     torch.cuda.empty_cache()
     for mode in modes:
         run_dir = root / mode.replace(" ", "-")
@@ -172,9 +182,10 @@ def report(watch: Watch) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", datefmt="%X")
     parser = argparse.ArgumentParser()
-    for name, default in (("steps", 5), ("prompts", 32), ("cap", 8192)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--arch", default="qwen3-1.7b")
+    need_a_gpu_or_small()
+    for name, default, small in (("steps", 5, 2), ("prompts", 32, 4), ("cap", 8192, 64)):
+        parser.add_argument(f"--{name}", type=int, default=small if SMALL else default)
+    parser.add_argument("--arch", default=ARCH)
     parser.add_argument("--no-checkpoints", dest="checkpoints", action="store_false")
     parser.add_argument("modes", nargs="*", metavar="MODE")
     options = parser.parse_args()

@@ -1,0 +1,56 @@
+"""Every script of this folder runs to its end with a tiny model on the CPU, so that none falls behind the code.
+
+What only a GPU can show (speed, bfloat16's kernels, memory) stays with a GPU; kernels run in Triton's interpreter.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+COMMANDS = {
+    "check_algorithms": ["cpu"],
+    "check_delta": ["--small"],
+    "check_engine": [
+        "right llama --small",
+        "speed --small",
+        "stream --small",
+        "table --small",
+        "profile eager --small",
+        "profile chunk --small",
+        "tune --small",
+    ],
+    "check_install": ["--small", "device --small"],
+    "check_moves": ["--small"],
+    "check_offload": ["bits --small", "memory --small"],
+    "check_ranks": ["--small"],
+    "check_resume": ["--small"],
+    "check_run": ["--small"],
+    "check_train": ["right --small", "speed eager --small", "variants --small", "profile eager --small"],
+}
+"""`check_engine.py peer` is left out: transformers' continuous batching takes two minutes on a CPU."""
+NEEDS_TRITON = ("profile", "tune")
+
+
+def test_every_script_has_a_small_command():
+    assert {path.stem for path in FOLDER.glob("check_*.py")} == COMMANDS.keys()
+
+
+@pytest.mark.gpu_scripts
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("script", "words"), [(script, words) for script, modes in COMMANDS.items() for words in modes]
+)
+def test_a_gpu_script_runs_small_on_the_cpu(script, words, tmp_path):
+    if script == "check_engine" and words.startswith(NEEDS_TRITON) and importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton comes with a torch for GPUs, or by `pip install triton`")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(FOLDER / f"{script}.py"), *words.split()]
+    ran = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
