@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tests.unit.test_payload import Manager
+from tests.unit.played import Manager
 
 from polyrl.ids import SampleId, WorkerName
 from polyrl.manager.payload import Payload, Text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.test_payload import Line
+from tests.unit.played import Line
 
 import polyrl.manager
 from polyrl.manager import asking, joining

@@ -1,7 +1,7 @@
 """How much a worker may say that is no tokens: all that it was asked, and a little more."""
 
 import pytest
-from tests.unit.test_payload import Line
+from tests.unit.played import Line
 
 from polyrl.ids import Incarnation
 from polyrl.manager.sessions import WorkerSession

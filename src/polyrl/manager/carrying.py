@@ -4,6 +4,8 @@ Rules kept here: no opinions. What is told to a peer waits in its session until 
 connected hears it when it dials again, from the state (from_workers.py, from_trainer.py).
 """
 
+import logging
+
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of
 from polyrl.manager.executor import Executor
@@ -13,6 +15,8 @@ from polyrl.scheduling.order import mix64
 from polyrl.scheduling.samples import NO_VERSION
 from polyrl.wire import columns, frames
 from polyrl.wire.pieces import in_pieces
+
+log = logging.getLogger("polyrl.manager")
 
 
 def carry_out(executor: Executor, command: c.Command) -> None:
@@ -42,7 +46,7 @@ def carry_out(executor: Executor, command: c.Command) -> None:
         case c.StartGenerating():
             _turn(executor, command.worker, "generating", command.why)
         case c.Reshape():
-            raise LawViolation(f"nobody here can change how wide an engine is: {command}")
+            _keep_width(executor, command)
         case _:
             _tell_trainer(executor, command)
 
@@ -53,6 +57,13 @@ def _forget(executor: Executor, command: c.ForgetWorker) -> None:
     last = session.last_failure if session is not None and is_blamed else ""
     why = f"{command.why}; the last: {last}" if last else command.why
     executor.forget(command.worker, why, rejoin=command.rejoin, in_anger=is_blamed)
+
+
+def _keep_width(executor: Executor, command: c.Reshape) -> None:
+    """Nobody here can change it, and no run that asks for it is opened; one that was goes on with what it has."""
+    log.warning("%s: engines stay as wide as they are, for none of them can change it here", command.why)
+    for name in [one.name for one in executor.workers.values() if one.facts.local]:
+        executor.forget(name, "it joins again, as wide as it is", rejoin=True)
 
 
 def _account(executor: Executor, command: c.Abort) -> None:

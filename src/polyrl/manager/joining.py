@@ -143,6 +143,7 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
     fresh = executor.scheduler is None
     _check_heartbeats(executor, request.config)
     if executor.scheduler is None:
+        _check_carried_out(request.config)
         executor.set_caveat(request.caveat)
         _begin(executor, request.config)
     elif request.config != executor.scheduler.desk.config:
@@ -184,6 +185,16 @@ def _check_heartbeats(executor: Executor, config: SchedulerConfig) -> None:
             "run",
             f"fleet_rules.heartbeat_timeout_s: got {timeout_s:g}, expected at least {MISSED_BEATS * interval_s:g}: "
             f"workers report every {interval_s:g} s (the manager's stream.heartbeat_interval_s)",
+        )
+
+
+def _check_carried_out(config: SchedulerConfig) -> None:
+    """What the scheduler would ask for and nobody here does (carrying.py) is refused before it is asked for."""
+    if config.parallelism.enabled:
+        raise Refused(
+            "run",
+            "parallelism.enabled: got true, expected false: a simulated fleet can change how wide its engines are, "
+            "a live one cannot",
         )
 
 

@@ -26,12 +26,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from polyrl.ids import Seconds
+from polyrl.scheduling.bounds import AtLeastOne, Bytes, NotNegative, Positive, Share
 
 RoundKind = Literal["short", "long"]
 Survival = Callable[[float], float]
 """The share of answers longer than so many tokens (lengths.LengthModel.survival)."""
-
-_AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 _MAX_RISE = 0.05
 _NUM_CALM_ROUNDS = 4
@@ -39,12 +38,12 @@ _GRID_PER_DOUBLING = 16
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    num_layers: _AtLeastOne
-    num_kv_heads: _AtLeastOne
-    head_dim: _AtLeastOne
-    dtype_bytes: _AtLeastOne
-    weight_bytes: _AtLeastOne
-    activation_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    num_layers: AtLeastOne
+    num_kv_heads: AtLeastOne
+    head_dim: AtLeastOne
+    dtype_bytes: AtLeastOne
+    weight_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+    activation_bytes: Bytes
 
 
 class Devices(msgspec.Struct, frozen=True):
@@ -67,10 +66,10 @@ class DecodeSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     At TP p all of it is divided by p ** tp_exponent: 1 is a free exchange of activations, 0 gains nothing.
     """
 
-    fixed_s: Annotated[float, msgspec.Meta(gt=0)]
-    per_sample_s: Annotated[float, msgspec.Meta(ge=0)]
-    per_context_token_s: Annotated[float, msgspec.Meta(ge=0)]
-    tp_exponent: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    fixed_s: Positive
+    per_sample_s: NotNegative
+    per_context_token_s: NotNegative
+    tp_exponent: Share
 
     def step_s(self, tp: int, num_running: float, context_tokens: float) -> Seconds:
         work = self.fixed_s + self.per_sample_s * num_running + self.per_context_token_s * context_tokens
@@ -79,15 +78,15 @@ class DecodeSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enabled: bool = False
-    min_gain: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
+    min_gain: Share = 0.05
     """A plan that fits is changed only for one predicted to save more than this share of the round's time."""
-    reshape_s: Annotated[float, msgspec.Meta(ge=0)] = 15.0
+    reshape_s: NotNegative = 15.0
     """What changing costs, there and back: a change must save more seconds of the round than this."""
     model: ModelShape | None = None
     """What is run; without it nothing is planned."""
     speed: DecodeSpeed | None = None
     """How fast one device runs it; without it nothing is planned."""
-    memory_gb: Annotated[float, msgspec.Meta(gt=0)] = 80.0
+    memory_gb: Positive = 80.0
     """Of one device."""
     memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
     """The share of it that an engine may use."""

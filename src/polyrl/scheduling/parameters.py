@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from polyrl.ids import MAX_SAMPLES_PER_GROUP
+from polyrl.scheduling.bounds import AtLeastOne, Count, Factor, NotNegative, Positive, Seed, Share, Tokens
 from polyrl.scheduling.parallelism import ParallelismConfig
 from polyrl.scheduling.reward_budgets import RewardConfig
 from polyrl.scheduling.scaling import ScalingConfig
@@ -28,12 +29,7 @@ __all__ = [
     "WeightDeliveryConfig",
 ]
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Factor = Annotated[float, Meta(ge=1, le=8)]
-Count = Annotated[int, Meta(ge=0)]
-AtLeastOne = Annotated[int, Meta(ge=1)]
+MAX_SAMPLES_PER_ROUND = 1 << 22
 
 
 class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +67,7 @@ class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefix_imbalance: NotNegative = 0.1
     """How much more loaded, as a share of its slots, a worker may be and still get a sample for its cached prompt."""
     balance: bool = True
-    balance_interval_s: Annotated[float, Meta(ge=0.01)] = 2.0
+    balance_interval_s: Annotated[float, Meta(ge=0.01, le=1e9)] = 2.0
     move_every_tokens: AtLeastOne = 512
     """A running sample moves at most once in this many tokens."""
     move_gain_s: NotNegative = 5.0
@@ -131,22 +127,22 @@ class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A domain's data set and its share of every step."""
 
-    name: str
+    name: Annotated[str, Meta(max_length=256)]
     prompts_per_step: AtLeastOne
     num_prompts: AtLeastOne
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    domains: Annotated[tuple[DomainData, ...], Meta(min_length=1)]
-    seed: int = 0
+    domains: Annotated[tuple[DomainData, ...], Meta(min_length=1, max_length=1024)]
+    seed: Seed = 0
     num_epochs: AtLeastOne | None = None
     """How often the data is gone through; none: for as long as rounds are requested."""
-    max_new_tokens: AtLeastOne = 8192
+    max_new_tokens: Tokens = 8192
     max_staleness: Count = 0
     streaming: bool = True
     """Hand complete groups to the trainer as they come. Off: all of a round at once."""
     trainer_usd_per_hour: NotNegative = 0.0
-    prompt_tokens: AtLeastOne = 512
+    prompt_tokens: Tokens = 512
     """A typical prompt; only used to project how much cache is needed and what a move costs."""
     rounds: RoundsConfig = RoundsConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -157,3 +153,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fleet_rules: FleetRules = FleetRules()
     weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
     scaling: ScalingConfig = ScalingConfig()
+
+    def __post_init__(self) -> None:
+        rounds, num_prompts = self.rounds, sum(domain.prompts_per_step for domain in self.domains)
+        extra = 1.0 if rounds.tail_batching == "off" else rounds.prompt_factor * rounds.sample_factor
+        if num_prompts * rounds.samples_per_prompt * extra > MAX_SAMPLES_PER_ROUND:
+            raise ValueError(f"domains: a round would start more than {MAX_SAMPLES_PER_ROUND} samples")

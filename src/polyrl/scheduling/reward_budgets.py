@@ -20,24 +20,22 @@ from typing import Annotated
 import msgspec
 
 from polyrl.ids import Seconds
+from polyrl.scheduling.bounds import AtLeastOne, Positive, Share
 
 _EXPECTED_GAIN = 0.2
 _FORGET_SHARE = 16  # dropping keys one by one from the front of a large dict scans its dead slots each time
 
 
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
-
-
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     adaptive: bool = True
-    t_min_s: _Positive = 2.0
-    t_max_s: _Positive = 30.0
-    slack: Annotated[float, msgspec.Meta(ge=1)] = 1.5
-    probe_probability: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.02
-    max_attempts: Annotated[int, msgspec.Meta(ge=1)] = 3
-    max_cases: Annotated[int, msgspec.Meta(ge=1)] = 1_000_000
+    t_min_s: Positive = 2.0
+    t_max_s: Positive = 30.0
+    slack: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.5
+    probe_probability: Share = 0.02
+    max_attempts: AtLeastOne = 3
+    max_cases: AtLeastOne = 1_000_000
     """So many test cases are remembered."""
-    slots: Annotated[int, msgspec.Meta(ge=1)] = 64
+    slots: AtLeastOne = 64
     """Rewards that run at once."""
     as_finished: bool = True
     """Score each sample when its answer ends. Off: all of a round when the last one has ended."""

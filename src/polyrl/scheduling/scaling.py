@@ -12,18 +12,18 @@ stops workers; a fleet that is smaller than advised is a normal state.
 """
 
 import math
-from typing import Annotated
 
 import msgspec
 
 from polyrl.ids import Seconds
+from polyrl.scheduling.bounds import AtLeastOne, Count
 from polyrl.scheduling.seeding import StepTimes
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    min_workers: Annotated[int, msgspec.Meta(ge=0)] = 0
-    max_workers: Annotated[int, msgspec.Meta(ge=0)] = 64
-    num_steps: Annotated[int, msgspec.Meta(ge=1)] = 2
+    min_workers: Count = 0
+    max_workers: Count = 64
+    num_steps: AtLeastOne = 2
     """So many steps in a row must ask for another number before it is advised."""
 
     def __post_init__(self) -> None:

@@ -16,27 +16,25 @@ Left out: the early end of a window (nothing left to generate, micro-batches alr
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
 from polyrl.ids import Seconds
+from polyrl.scheduling.bounds import NotNegative
 
 SAME_FLEET = 0.05
 """A mean number of workers this near the present one is that of a fleet that did not change."""
-
-
-_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class SeedingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`fixed_s` is used in mode fixed only, the fields after it in mode learned only."""
 
     mode: Literal["learned", "fixed", "whole_round", "off"] = "learned"
-    fixed_s: _NotNegative = 0.0
-    initial_s: _NotNegative = 60.0
-    gain: _NotNegative = 1 / 3
-    max_step_s: _NotNegative = 120.0
+    fixed_s: NotNegative = 0.0
+    initial_s: NotNegative = 60.0
+    gain: NotNegative = 1 / 3
+    max_step_s: NotNegative = 120.0
     """The most that one step corrects."""
     damped: bool = True
     """False is the published rule to the letter."""

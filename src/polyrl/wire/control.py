@@ -64,7 +64,6 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     protocol: Annotated[int, Meta(ge=0)]
     config: SchedulerConfig
-    """Whole numbers in it have at most 64 bits, as in the journal."""
     has_reward: bool = False
     """It scores samples; otherwise each counts as scored, with reward 0, when it is generated."""
     has_weights: bool = False
@@ -73,12 +72,6 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every output on the run repeats, since nobody should read its numbers without it."""
     trains: bool = False
     """A model is trained on what they write: nobody may take part whose engine has none."""
-
-    def __post_init__(self) -> None:
-        try:
-            msgspec.msgpack.encode(self.config)
-        except OverflowError as error:
-            raise ValueError("config: a whole number of more than 64 bits") from error
 
 
 class RunReply(Struct, frozen=True, kw_only=True):

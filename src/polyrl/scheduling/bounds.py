@@ -1,0 +1,24 @@
+"""What a number of a configuration may be: every one is bounded on both sides, since peers and files say them.
+
+The bounds are far beyond what anybody runs, and near enough that no sum or product of them overflows. They are checked
+where bytes become a configuration (msgspec), and NaN is within none of them.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+_MOST = 1e9
+"""Of seconds (thirty years), dollars and ratios."""
+MAX_TOKENS = 1 << 24
+"""Of a prompt or an answer: offsets of tokens have 32 bits on the wire."""
+
+Positive = Annotated[float, Meta(gt=0, le=_MOST)]
+NotNegative = Annotated[float, Meta(ge=0, le=_MOST)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1, le=8)]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=10**9)]
+Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
