@@ -33,8 +33,25 @@ _SHOWN_CHARACTERS = 300
 
 def one_line(error: BaseException) -> str:
     """What somebody else's code raised, as a line: `TypeName: what it says`, cut where it is long."""
-    text = " ".join(str(error).split())
+    text = plain(" ".join(str(error).split()))
     return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def plain(text: str) -> str:
+    """A stranger's words as one line that every terminal shows as it is: what is not printable is written out.
+
+    A newline would begin a line of a log that nobody wrote, an escape sequence moves the cursor, a mark of direction
+    shows what follows backwards.
+    """
+    if text.isprintable():
+        return text
+    return "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else character.encode("unicode_escape").decode()
 
 
 def shorten(text: str) -> str:

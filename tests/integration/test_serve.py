@@ -247,6 +247,18 @@ def test_tokens_and_names_are_asked_for(fleet: ServedFleet):
     assert httpx.post(f"{fleet.url}/v1/join", headers=headers, json={}).status_code == 403
 
 
+def test_a_prompt_that_is_too_long_costs_nobody_a_second(fleet: ServedFleet):
+    """Three megabytes a request are seconds of tokenizing each; whoever asks meanwhile does not wait for them."""
+    long = "x" * 3_500_000
+    for _ in range(3):
+        with pytest.raises(openai.BadRequestError, match=r"a text of 3500000 bytes; at most \d+ are read") as caught:
+            fleet.client().completions.create(model="bytes", prompt=long)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="at most"):
+            fleet.client().chat.completions.create(model="bytes", messages=[{"role": "user", "content": long}])
+    assert fleet.client().completions.create(model="bytes", prompt="short", max_tokens=2).choices
+
+
 def test_a_body_nested_without_end_is_refused(fleet: ServedFleet):
     headers = {"Authorization": f"Bearer {fleet.token('generate')}"}
     nested = b'{"messages": [{"role": "user", "content": ' + b"[" * 100_000

@@ -1,11 +1,15 @@
 """Text while it comes: put together, it is what the tokenizer makes of the whole; stop strings are cut anywhere."""
 
+import asyncio
 from itertools import chain
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import byte_tokenizer, fallback_tokenizer
 
+from polyrl.manager.serving.failures import AskError
 from polyrl.manager.serving.texts import Reader, TextModel
 
 END = 258
@@ -118,3 +122,32 @@ def test_without_a_tokenizer_tokens_are_counted():
     reader.read([1, 2, 3])
     reader.end()
     assert (reader.text, reader.num_tokens) == ("", 3)
+
+
+class CountingTokenizer:
+    """Counts how much it was given."""
+
+    def __init__(self) -> None:
+        self.num_characters = 0
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+        self.num_characters += sum(map(len, texts))
+        return byte_tokenizer().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "€" * 400])
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenized(text: str):
+    tokenizer = CountingTokenizer()
+    model = TextModel(tokenizer, template=None, end_ids=frozenset(), max_context=64)
+    with pytest.raises(AskError, match="at most 1024 are read, for a context of 64 tokens"):
+        asyncio.run(model.tokens(text))
+    assert tokenizer.num_characters == 0
+    assert len(asyncio.run(model.tokens("x" * 1024))) == 1024
+
+
+def test_where_a_model_does_not_say_what_it_reads_there_is_a_bound_all_the_same():
+    tokenizer = CountingTokenizer()
+    model = TextModel(tokenizer, template=None, end_ids=frozenset())
+    with pytest.raises(AskError, match="a text of 4000000 bytes"):
+        asyncio.run(model.tokens("x" * 4_000_000))
+    assert tokenizer.num_characters == 0

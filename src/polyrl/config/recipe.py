@@ -426,6 +426,10 @@ class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Its key."""
     ca: str = ""
     """A file with whom to trust, for a certificate that the system's authorities do not vouch for."""
+    max_price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 1000.0
+    """A worker that says it costs more is refused."""
+    max_starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 3600.0
+    """At most so much time before a worker joined is in the ledger, however long its start was by its own word."""
 
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -516,6 +520,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_best()
         self._check_ranks()
         self._check_mooncake()
+        self._check_price()
 
     # What was not said is said here, so that whoever prints the recipe sees it.
 
@@ -530,6 +535,14 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.weights.mooncake and self.manager.tls_cert:
             raise ValueError(
                 "weights.mooncake: is not encrypted, and asks nobody for a key; leave manager.tls_cert out"
+            )
+
+    def _check_price(self) -> None:
+        price, most = self.fleet.price_usd_per_hour, self.manager.max_price_usd_per_hour
+        if price > most:
+            raise ValueError(
+                f"fleet.price_usd_per_hour: {price:g} is above manager.max_price_usd_per_hour = {most:g}, "
+                "and no worker would be let in"
             )
 
     def _choose_correction(self) -> None:

@@ -193,8 +193,7 @@ class Executor:
     def turn_away(self, name: WorkerName, why: str) -> None:
         """Remember who cannot serve this run, so that whoever runs it hears of it."""
         self.turned_away.pop(name, None)
-        printable = "".join(letter if letter.isprintable() else "?" for letter in why)  # a stranger's words
-        self.turned_away[name] = shorten(printable), time.monotonic()
+        self.turned_away[name] = shorten(why), time.monotonic()
         if len(self.turned_away) > _MAX_TURNED_AWAY:
             del self.turned_away[next(iter(self.turned_away))]
 

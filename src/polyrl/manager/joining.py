@@ -40,6 +40,7 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
     name = WorkerName(request.name)
     if request.engine == EMULATED and _is_of_a_model(executor):
         raise Refused("engine", _NO_MODEL)
+    _check_price(executor, request)
     former = executor.workers.get(name)
     outranks = request.local and former is not None and not former.facts.local
     if former is not None and _is_here(executor, former) and not outranks:
@@ -65,6 +66,17 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
         flush_phase_s=_next_phase(executor) * stream.flush_interval_s,
         weights_key=executor.weights_key,
     )
+
+
+def _check_price(executor: Executor, request: JoinRequest) -> None:
+    limits, name = executor.settings.limits, request.name
+    price, most = request.price_usd_per_hour, limits.max_price_usd_per_hour
+    if price > most:
+        dollars = f"{price:,.2f} US dollars an hour; expected at most {most:,.2f}"
+        raise Refused("price", f"worker {name!r} says that it costs {dollars} (limits.max_price_usd_per_hour)")
+    if request.starting_s > limits.max_starting_s and WorkerName(name) not in executor.lives:
+        paid = f"{limits.max_starting_s:g} are in the ledger (limits.max_starting_s)"
+        log.warning("worker %s says that it took %g s to start; %s", name, request.starting_s, paid)
 
 
 def look_up(executor: Executor, name: WorkerName) -> NameReply:
@@ -120,7 +132,7 @@ def _tell_joined(executor: Executor, session: WorkerSession) -> None:
             price_usd_per_hour=facts.price_usd_per_hour,
             kv_tokens=facts.kv_tokens,
             version=None if facts.version is None or fetches else Version(facts.version),
-            starting_s=facts.starting_s,
+            starting_s=min(facts.starting_s, executor.settings.limits.max_starting_s),
             relays=not fetches or facts.relays,
         )
     )

@@ -37,6 +37,10 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
     connections_per_address: Annotated[int, Meta(ge=1)] = 256
     """That bring no request with a token: one more, and the oldest of them is cut. Streams do not count."""
+    max_price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 1000.0
+    """A worker that says it costs more is refused: the ledger adds up what workers say."""
+    max_starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 3600.0
+    """At most so much time before a worker joined is in the ledger, however long its start was by its own word."""
 
 
 class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from polyrl.errors import plain
 from polyrl.ids import GroupId, SampleId, Seconds, WorkerName, group_of, index_of, sample_id, show_sample
 from polyrl.scheduling.commands import (
     Abort,
@@ -185,7 +186,7 @@ class _Teller:
 
     def _say(self, now: Seconds, text: str) -> None:
         since = now - (now if self._opened_at is None else self._opened_at)
-        self._lines.append(f"{since:+10.1f} s  {text}")
+        self._lines.append(f"{since:+10.1f} s  {plain(text)}")  # journals of old hold words as they came
 
     def _tell_event(self, event: Event, now: Seconds) -> None:
         match event:

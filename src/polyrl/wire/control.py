@@ -9,7 +9,8 @@ from polyrl.scheduling.parameters import SchedulerConfig
 
 WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 """Python's `$` also matches before a last newline; elsewhere the end of the pattern says nothing new."""
-PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f]*$(?!\n)"
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$(?!\n)"
+"""No control characters, and none that turn the direction of what follows or are not seen."""
 SESSION_HEADER = "X-PolyRL-Session"
 DEFAULT_PORT = 5000
 
@@ -68,7 +69,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """It scores samples; otherwise each counts as scored, with reward 0, when it is generated."""
     has_weights: bool = False
     """Versions come with weights: no worker may write before it has fetched them."""
-    caveat: Annotated[str, Meta(max_length=200)] = ""
+    caveat: Annotated[str, Meta(max_length=200, pattern=PRINTABLE)] = ""
     """What every output on the run repeats, since nobody should read its numbers without it."""
     trains: bool = False
     """A model is trained on what they write: nobody may take part whose engine has none."""
@@ -87,7 +88,7 @@ class RunReply(Struct, frozen=True, kw_only=True):
 
 
 class DrainRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    reason: Annotated[str, Meta(min_length=1, max_length=200)] = "asked to drain"
+    reason: Annotated[str, Meta(min_length=1, max_length=200, pattern=PRINTABLE)] = "asked to drain"
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):

@@ -17,7 +17,9 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
+from polyrl.errors import plain
 from polyrl.scheduling.ledger import StepLine
 from polyrl.wire.imposed import ImposedLengths
 
@@ -33,7 +35,9 @@ Outcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_f
 Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
 """Four bytes in a column of versions."""
-Text = Annotated[str, Meta(max_length=2000)]
+_MAX_TEXT = 2000
+Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
+"""A peer's words. They go into logs and onto terminals: each frame has its own made plain, as it is decoded."""
 Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
 Duty = Literal["generating", "training"]
 Addresses = Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)]
@@ -41,6 +45,13 @@ Addresses = Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max
 
 class Frame(Struct, frozen=True, array_like=True, gc=False):
     """What all frames share: how they are written down."""
+
+
+def _make_plain(said: Struct, *fields: str) -> None:
+    for field in fields:
+        text = getattr(said, field)
+        if not text.isprintable():
+            force_setattr(said, field, plain(text)[:_MAX_TEXT])
 
 
 # Sampling
@@ -86,6 +97,9 @@ class Hello(Frame, frozen=True, tag="hello"):
     down: Text = ""
     """Why its engine is down, if it is."""
 
+    def __post_init__(self) -> None:
+        _make_plain(self, "draining", "down")
+
 
 class Ended(Struct, frozen=True, array_like=True, gc=False):
     lease: Natural
@@ -93,6 +107,10 @@ class Ended(Struct, frozen=True, array_like=True, gc=False):
     """All tokens of the sample."""
     reason: EndReason
     detail: Text = ""
+
+    def __post_init__(self) -> None:
+        if self.detail:
+            _make_plain(self, "detail")
 
 
 class Tokens(Frame, frozen=True, tag="tokens"):
@@ -126,11 +144,17 @@ class InstallFailed(Frame, frozen=True, tag="install_failed"):
     version: VersionNumber
     reason: Text
 
+    def __post_init__(self) -> None:
+        _make_plain(self, "reason")
+
 
 class Down(Frame, frozen=True, tag="down"):
     """Its engine died, and is being started again. The leases that it had end by themselves."""
 
     reason: Text
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "reason")
 
 
 class Back(Frame, frozen=True, tag="back"):
@@ -145,11 +169,17 @@ class Leaving(Frame, frozen=True, tag="leaving"):
 
     reason: Text
 
+    def __post_init__(self) -> None:
+        _make_plain(self, "reason")
+
 
 class Goodbye(Frame, frozen=True, tag="goodbye"):
     reason: Text
     is_misfit: bool = False
     """It can never serve this run, and says why."""
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "reason")
 
 
 class Turned(Frame, frozen=True, tag="turned"):
@@ -282,6 +312,9 @@ class Rejected(Frame, frozen=True, tag="rejected"):
     seq: Natural
     group: Natural
     reason: Text
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "reason")
 
 
 class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):

@@ -194,7 +194,8 @@ def _manager_options(recipe: Recipe) -> list[str]:
         options += ["--tokenizer", recipe.model.path]
     if recipe.manager.tls_cert:
         options += ["--tls-cert", recipe.manager.tls_cert, "--tls-key", recipe.manager.tls_key]
-    return options
+    bounds = ("max_price_usd_per_hour", "max_starting_s")
+    return [*options, *(f"limits.{key}={getattr(recipe.manager, key):g}" for key in bounds)]
 
 
 def check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:

@@ -1,6 +1,7 @@
 """Text to tokens, and tokens to text while they come: with the `tokenizer.json` of a model's directory alone.
 
-Rules kept here: what was shown is never taken back. A character that is not whole yet, and text that may turn out to be
+Rules kept here: a text that is longer than any prompt can be is refused before it is tokenized, which takes seconds a
+megabyte. What was shown is never taken back. A character that is not whole yet, and text that may turn out to be
 the beginning of a stop string, wait. All that was shown, put together, is what the tokenizer makes of the whole answer.
 """
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 NOT_A_CHARACTER = "\ufffd"
 _NUM_THREADS = 2
+_BYTES_PER_TOKEN = 16
+"""More than a prompt of any language has on average, if it fills a model's context."""
+_LONG_CONTEXT = 131072
+"""Where a model does not say how much it can read."""
 _LONGEST_WINDOW = 64
 """Tokens that make no whole character, one after the other, before they are taken to be none."""
 
@@ -26,8 +31,16 @@ _LONGEST_WINDOW = 64
 class TextModel:
     """What is needed of a model to talk in text."""
 
-    def __init__(self, tokenizer: Any, *, template: "ChatTemplate | None", end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: "ChatTemplate | None",
+        end_ids: frozenset[int],
+        max_context: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._max_context = _LONG_CONTEXT if max_context is None else max_context
         self._template = template
         self.end_ids = end_ids
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
@@ -49,6 +62,13 @@ class TextModel:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """As a batch of one: `encode` holds the interpreter's lock until it is done, a batch lets go of it."""
+        most = self._max_context * _BYTES_PER_TOKEN
+        num_bytes = len(text) if len(text) > most else len(text.encode(errors="replace"))
+        if num_bytes > most:
+            message = (
+                f"a text of {num_bytes} bytes; at most {most} are read, for a context of {self._max_context} tokens"
+            )
+            raise AskError(400, message, param="prompt", code="context_length_exceeded")
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -89,8 +109,10 @@ def load(folder: Path) -> Served:
     ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
     end_ids = {one for said in ends for one in (said if isinstance(said, list) else [said]) if isinstance(one, int)}
     written = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
-    text = TextModel(tokenizer, template=load_template(folder, written), end_ids=frozenset(end_ids))
-    return Served(folder.resolve().name, text, most if isinstance(most, int) else None)
+    context = most if isinstance(most, int) else None
+    template = load_template(folder, written)
+    text = TextModel(tokenizer, template=template, end_ids=frozenset(end_ids), max_context=context)
+    return Served(folder.resolve().name, text, context)
 
 
 def _read(path: Path) -> dict[str, Any]:
