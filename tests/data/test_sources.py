@@ -90,8 +90,10 @@ def test_a_file_without_a_prompt_that_can_be_used_is_an_error(
 def test_arithmetic_has_its_own_validation_which_is_the_same_whatever_the_seed(tokenizer: ModelTokenizer):
     domain = DomainSection(name="d", source="arithmetic")
     training = open_training(domain, tokenizer, seed=3, max_tokens=None, needs_answer=True, key="data")
-    validation = open_validation(domain, tokenizer, num_prompts=5, max_tokens=None, needs_answer=True, key="data")
-    assert validation is not None and (training.num_prompts, validation.num_prompts) == (100_000, 5)
+    validation = open_validation(
+        "arithmetic", domain, tokenizer, num_prompts=5, max_tokens=None, needs_answer=True, key="data"
+    )
+    assert (training.num_prompts, validation.num_prompts) == (100_000, 5)
     seen = {str(training.task(prompt).prompt) for prompt in range(500)}
     assert not seen.intersection(str(validation.task(prompt).prompt) for prompt in range(5))
     assert tokenizer.text(training.tokens(7).tolist()) == training.task(7).prompt
@@ -111,14 +113,20 @@ def test_arithmetic_problems_that_are_too_long_are_drawn_again_and_the_others_st
         train_on(tokenizer, max_tokens=2, source="arithmetic")
 
 
-def test_files_have_no_validation_unless_the_recipe_names_one(tmp_path: Path, tokenizer: ModelTokenizer):
+def test_validation_has_its_own_number_of_prompts(tmp_path: Path, tokenizer: ModelTokenizer):
     place = write_rows(tmp_path / "a.jsonl", ["1", "2", "3"])
-    none = DomainSection(name="d", source=place, reward="math")
     some = DomainSection(name="d", source=place, reward="math", validation=place, num_prompts=1)
-    wanted = {"num_prompts": 2, "max_tokens": None, "needs_answer": True, "key": "data"}
-    assert open_validation(none, tokenizer, **wanted) is None
-    found = open_validation(some, tokenizer, **wanted)
-    assert found is not None and found.num_prompts == 2
+    found = open_validation(place, some, tokenizer, num_prompts=2, max_tokens=None, needs_answer=True, key="data")
+    assert found.num_prompts == 2
+
+
+def test_a_file_has_validation_where_the_recipe_names_it_and_a_set_has_the_name_it_is_given():
+    file: dict[str, Any] = {"name": "d", "source": "a.jsonl", "reward": "math"}
+    assert DomainSection(**file).validation_sets == {}
+    assert DomainSection(**file, validation="v.jsonl").validation_sets == {"d": "v.jsonl"}
+    assert DomainSection(name="d", source="arithmetic").validation_sets == {"d": "arithmetic"}
+    several = {"easy": "e.jsonl", "hard": "h.jsonl"}
+    assert DomainSection(**file, validation=several).validation_sets == several
 
 
 def test_a_sum_can_be_asked_for_as_written(tokenizer: ModelTokenizer):

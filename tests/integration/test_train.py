@@ -156,7 +156,7 @@ def test_a_reward_that_never_succeeds_is_told_from_one_that_fails_now_and_then(d
         watching = asyncio.create_task(tasks.failed())
         for answer in (first, *[[5]] * 32):
             with contextlib.suppress(RewardFailed):
-                await tasks.score(0, 0, answer, "stop", validation=False)
+                await tasks.score(0, 0, answer, "stop")
         await asyncio.wait((watching,), timeout=0.1)
         watching.cancel()
         await tasks.close()

@@ -54,13 +54,13 @@ class Engine:
 class Tasks:
     """The first prompt is answered well, the second badly, the third has no reward; the last two are too long."""
 
-    names = ("sums",)
+    validation_names = ("sums",)
     prompts = ([1], [0], [5], [1, 1, 1], [1, 1, 1])
 
-    def validation_tokens(self, domain: int) -> list[Any]:
+    def validation_tokens(self, name: str) -> list[Any]:
         return [np.array(one, np.int32) for one in self.prompts]
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, *, validation: bool) -> float:
+    async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
         assert answer, "what was never written has no reward"
         if answer[0] > 1:
             raise ValueError("no\nidea")
@@ -106,7 +106,8 @@ def test_what_an_engine_refuses_is_no_attempt_and_is_said_in_a_line(caplog: pyte
     with caplog.at_level(logging.WARNING):
         validated(Tasks(), told)
     assert told.num_times == 1
-    assert told.rates == {3: {"validation/sums/pass@1": 0.5, "validation/pass@1": 0.5}}
+    places = ("validation/sums", "validation")
+    assert told.rates == {3: {f"{place}/{metric}": 0.5 for place in places for metric in ("reward/mean", "pass@1")}}
     assert [record.getMessage() for record in caplog.records] == [
         "validation of sums: 6 of 10 attempts are left out; 4 of them: no answer: refused it leaves no room"
     ]

@@ -154,3 +154,39 @@ def test_several_domains_have_names_of_their_own_and_nothing_beside_them(overrid
     with pytest.raises(ConfigError) as caught:
         recipe(*overrides, tree=TWO_DOMAINS)
     assert str(caught.value).startswith(line)
+
+
+FILE: dict[str, Any] = {**SMALLEST, "data": {"source": "rows.jsonl", "reward": "math"}}
+
+
+@pytest.mark.parametrize(
+    "overrides", [["validation.every_steps=3"], ["validation.every_steps=3", "checkpoint.keep_best=validation/pass@1"]]
+)
+def test_validation_without_prompts_for_it_is_refused(overrides: list[str]):
+    with pytest.raises(
+        ConfigError, match=r"validation\.every_steps: 3, and no domain has prompts for validation; expected"
+    ):
+        recipe(*overrides, tree=FILE)
+    assert not recipe(tree=FILE).validates and recipe("data.validation=v.jsonl", *overrides[:1], tree=FILE).validates
+
+
+def test_the_best_checkpoint_may_be_that_of_the_best_mean_reward_and_of_one_set():
+    sets = [
+        "data.validation={easy = 'e.jsonl', hard = 'h.jsonl'}",
+        "validation.every_steps=1",
+        "validation.pass_at=[1, 4]",
+    ]
+    for place in ("validation", "validation/easy", "validation/hard"):
+        for metric in ("reward/mean", "pass@1", "pass@4"):
+            assert recipe(*sets, f"checkpoint.keep_best={place}/{metric}", tree=FILE).checkpoint.keep_best
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.keep_best: got \"validation/rows/pass@1\", expected validation/reward"
+    ):
+        recipe(*sets, "checkpoint.keep_best=validation/rows/pass@1", tree=FILE)
+
+
+def test_two_sets_for_validation_have_names_of_their_own():
+    with pytest.raises(ConfigError, match=r"data\.validation: two sets are called 'sums', expected a name of its own"):
+        recipe("data.domains.0.validation={sums = 'v.jsonl'}", tree=TWO_DOMAINS)
+    with pytest.raises(ConfigError, match="validation: a set has no name"):
+        recipe("data.validation={'' = 'v.jsonl'}", tree=FILE)

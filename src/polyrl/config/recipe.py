@@ -287,8 +287,9 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     reward: str | None = None
     """arithmetic, math, or a function of your own: `module:function`. None: the source's own, if it has one."""
     prompts_per_step: AtLeastOne = 32
-    validation: str | None = None
-    """Where validation takes its prompts from; none: "arithmetic" has its own split, files have none."""
+    validation: str | dict[str, str] | None = None
+    """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
+    its own split, files have none."""
     prompt_key: str = "prompt"
     """The column with the prompt, or with a list of chat messages."""
     answer_key: str = "answer"
@@ -323,6 +324,16 @@ class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fiel
         if not self.name:
             raise ValueError("name: got an empty text, expected what the domain is called in metrics")
         self.check()
+        if isinstance(self.validation, dict) and not all(self.validation):
+            raise ValueError("validation: a set has no name, expected what it is called in metrics")
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """Places of prompts for validation, by their names in metrics: a single one has the domain's."""
+        if isinstance(self.validation, dict):
+            return self.validation
+        place = ARITHMETIC if self.validation is None and self.source == ARITHMETIC else self.validation
+        return {} if place is None else {self.name: place}
 
     @property
     def reward_name(self) -> str:
@@ -369,7 +380,9 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     at_start: bool = True
     """Also before the first step."""
     num_prompts: AtLeastOne = 64
-    """Of each domain, the first ones."""
+    """Of each set, the first ones."""
+    solved_above: float = 0.5
+    """pass@k counts an answer as right if its reward is above this."""
     pass_at: tuple[AtLeastOne, ...] = (1,)
     """The k of pass@k. Each prompt is answered as often as the largest says, or `num_samples`."""
     num_samples: AtLeastOne | None = None
@@ -471,7 +484,7 @@ class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     keep_every: AtLeastOne | None = None
     """Also those after every so many steps, for good."""
     keep_best: str = ""
-    """Also the one that does best by a metric of validation, validation/pass@1 for example."""
+    """Also the one that does best by a metric of validation, validation/reward/mean for example."""
 
 
 class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -517,6 +530,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_who_generates()
         self._check_tokens()
         self._check_groups()
+        self._check_validation()
         self._check_best()
         self._check_ranks()
         self._check_mooncake()
@@ -569,14 +583,35 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.train.ranks > 1 and self.weights.encode_on == "device":
             raise ValueError('weights.encode_on: expected "host", since train.ranks divide the weights')
 
+    def _check_validation(self) -> None:
+        every, names = self.validation.every_steps, self.validation_names
+        if every and not names:
+            raise ValueError(
+                f"validation.every_steps: {every}, and no domain has prompts for validation; expected data.validation, "
+                "a file of prompts that are not trained on"
+            )
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"data.validation: two sets are called {twice[0]!r}, expected a name of its own for each")
+
+    @property
+    def validation_names(self) -> list[str]:
+        """The names of all sets of prompts for validation."""
+        return [name for domain in self.data.all_domains for name in domain.validation_sets]
+
+    @property
+    def validates(self) -> bool:
+        """Whether any version is validated."""
+        return bool(self.validation_names) and (self.validation.at_start or self.validation.every_steps > 0)
+
     def _check_best(self) -> None:
         wanted, validation = self.checkpoint.keep_best, self.validation
         if not wanted:
             return
         if not validation.every_steps:
             raise ValueError("checkpoint.keep_best: nothing is compared while validation.every_steps = 0")
-        places = ["validation", *(f"validation/{domain.name}" for domain in self.data.all_domains)]
-        known = [f"{place}/pass@{k}" for place in places for k in validation.pass_at]
+        places = ["validation", *(f"validation/{name}" for name in self.validation_names)]
+        known = [f"{place}/{metric}" for place in places for metric in ("reward/mean", *_of_attempts(validation))]
         if wanted not in known:
             raise ValueError(f'checkpoint.keep_best: got "{wanted}", expected {", ".join(known)}')
 
@@ -617,6 +652,10 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def run_dir(self) -> str:
         return f"runs/{self.name}" if self.train.run_dir is None else self.train.run_dir
+
+
+def _of_attempts(validation: ValidationSection) -> list[str]:
+    return [f"pass@{k}" for k in validation.pass_at]
 
 
 def _check_template(key: str, template: str) -> None:

@@ -54,9 +54,17 @@ def with_whole_paths(recipe: Recipe) -> Recipe:
 
 
 def _with_whole_places(fields: _Fields) -> _Fields:
-    places = {"source": fields.source, "validation": fields.validation}
-    named = {key: _whole(place) for key, place in places.items() if place is not None and place != ARITHMETIC}
-    return replace(fields, **named)
+    validation = fields.validation
+    if isinstance(validation, dict):
+        validation = {name: _whole_place(place) for name, place in validation.items()}
+    elif validation is not None:
+        validation = _whole_place(validation)
+    source = None if fields.source is None else _whole_place(fields.source)
+    return replace(fields, source=source, validation=validation)
+
+
+def _whole_place(place: str) -> str:
+    return place if place == ARITHMETIC else _whole(place)
 
 
 def _whole(path: str) -> str:

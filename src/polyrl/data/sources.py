@@ -167,6 +167,7 @@ def open_training(
 
 
 def open_validation(
+    place: str,
     domain: DomainSection,
     tokenizer: ModelTokenizer,
     *,
@@ -174,13 +175,8 @@ def open_validation(
     max_tokens: int | None,
     needs_answer: bool,
     key: str,
-) -> Source | None:
-    """What a domain is validated on: the first `num_prompts`, the same in every run."""
-    place = domain.validation
-    if place is None and domain.source == ARITHMETIC:
-        place = ARITHMETIC
-    if place is None:
-        return None
+) -> Source:
+    """Open a set that a domain is validated on: the first `num_prompts`, the same in every run."""
     if place == ARITHMETIC:
         num_prompts = min(num_prompts, NUM_VALIDATION)
         return ArithmeticSource(

@@ -25,8 +25,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "", "their standard deviation"),
     Metric("reward/max", "", "the highest of them"),
     Metric("reward/min", "", "the lowest of them"),
+    Metric("validation/reward/mean", "", "mean reward of validation prompts, each the mean of its attempts"),
+    Metric("validation/<set>/reward/mean", "", "the same, of one set"),
     Metric("validation/pass@<k>", "share", "validation prompts that k attempts solve at least once"),
-    Metric("validation/<domain>/pass@<k>", "share", "the same, of one domain"),
+    Metric("validation/<set>/pass@<k>", "share", "the same, of one set"),
     # How the policy changes
     Metric("actor/pg_loss", "", "policy gradient loss, mean over the step's mini-batches"),
     Metric("actor/kl_loss", "nats", 'KL to the reference model, as it enters the loss, with `kl = "loss"`'),

@@ -1,4 +1,4 @@
-"""Validation: answers to prompts that are not trained on, scored like all others. Told as pass@k.
+"""Validation: answers to prompts that are not trained on, scored like all others. Reported as mean reward and pass@k.
 
 pass@k of a prompt with n attempts, c of them right, is the chance that at least one of k drawn from the n is right:
 1 - C(n - c, k) / C(n, k); no estimate of it from the same n attempts is better and unbiased.
@@ -6,9 +6,6 @@ pass@k of a prompt with n attempts, c of them right, is the chance that at least
 
 import math
 from collections.abc import Sequence
-
-SOLVED = 0.5
-"""An attempt with a higher reward than this is right."""
 
 
 def pass_at(k: int, num_attempts: int, num_right: int) -> float:
@@ -18,13 +15,17 @@ def pass_at(k: int, num_attempts: int, num_right: int) -> float:
     return 1.0 - math.comb(num_attempts - num_right, k) / math.comb(num_attempts, k)
 
 
-def pass_rates(rewards: Sequence[Sequence[float | None]], ks: Sequence[int]) -> dict[int, float]:
-    """The mean over prompts, by k. An attempt whose reward failed is none; a prompt with too few of them is none."""
-    rates: dict[int, float] = {}
+def report(rewards: Sequence[Sequence[float | None]], ks: Sequence[int], solved_above: float) -> dict[str, float]:
+    """Return means over prompts: `reward/mean`, of a prompt's mean reward, and `pass@k`.
+
+    An attempt whose reward failed is left out, and so is a prompt with too few attempts.
+    """
+    known = [[one for one in attempts if one is not None] for attempts in rewards]
+    means = [sum(attempts) / len(attempts) for attempts in known if attempts]
+    told = {"reward/mean": sum(means) / len(means)} if means else {}
     for k in ks:
-        known = [[one for one in attempts if one is not None] for attempts in rewards]
         usable = [attempts for attempts in known if len(attempts) >= k]
         if usable:
-            each = [pass_at(k, len(attempts), sum(one > SOLVED for one in attempts)) for attempts in usable]
-            rates[k] = sum(each) / len(each)
-    return rates
+            each = [pass_at(k, len(attempts), sum(one > solved_above for one in attempts)) for attempts in usable]
+            told[f"pass@{k}"] = sum(each) / len(each)
+    return told

@@ -92,7 +92,7 @@ def check_tokenizers(recipe: Recipe) -> None:
 
 def uses_engine(recipe: Recipe) -> bool:
     """Whether the trainer's own device generates anything."""
-    return recipe.train.local_generation or recipe.validation.at_start or recipe.validation.every_steps > 0
+    return recipe.train.local_generation or recipe.validates
 
 
 def _load(

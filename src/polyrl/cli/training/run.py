@@ -317,7 +317,7 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
 
     async def reward_of(sample: Sample) -> float:
         origin = sample.origin
-        return await tasks.score(origin.domain, origin.prompt, sample.tokens.tolist(), sample.finish, validation=False)
+        return await tasks.score(origin.domain, origin.prompt, sample.tokens.tolist(), sample.finish)
 
     token = read_token_file(run_dir / "admin.token")
     async with connect(

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe import DomainSection, Recipe
+from polyrl.data.prompts import Task
 from polyrl.data.sources import Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, Tokens
 from polyrl.errors import ConfigError, UserError
@@ -19,7 +20,7 @@ _HOPELESS = 32
 
 
 class Tasks(Protocol):
-    """Domains by number, prompts by number within their domain. Validation's prompts are numbered by themselves."""
+    """Domains by number, prompts by number within their domain; sets for validation by name."""
 
     @property
     def num_prompts(self) -> list[int]: ...
@@ -34,11 +35,20 @@ class Tasks(Protocol):
         """Of each domain's prompts in their order; empty where they are drawn as the recipe says."""
         ...
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, *, validation: bool) -> float:
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> float:
         """Raises if there is no reward: it is never a zero."""
         ...
 
-    def validation_tokens(self, domain: int) -> list[Tokens]: ...
+    @property
+    def validation_names(self) -> list[str]:
+        """Of the sets of prompts for validation."""
+        ...
+
+    def validation_tokens(self, name: str) -> list[Tokens]: ...
+
+    async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
+        """Raises as `score`."""
+        ...
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError when nothing can be trained."""
@@ -53,7 +63,7 @@ class Domain(NamedTuple):
     name: str
     reward: str
     training: Source
-    validation: Source | None
+    validation: dict[str, Source]
 
 
 class RecipeTasks:
@@ -84,21 +94,32 @@ class RecipeTasks:
     def tokens(self, domain: int, prompt: int) -> Tokens:
         return self._domains[domain].training.tokens(prompt)
 
-    def validation_tokens(self, domain: int) -> list[Tokens]:
-        source = self._domains[domain].validation
-        return [] if source is None else [source.tokens(prompt) for prompt in range(source.num_prompts)]
+    @property
+    def validation_names(self) -> list[str]:
+        return [name for domain in self._domains for name in domain.validation]
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str, *, validation: bool) -> float:
+    def validation_tokens(self, name: str) -> list[Tokens]:
+        source = self._domains[self._domain_of(name)].validation[name]
+        return [source.tokens(prompt) for prompt in range(source.num_prompts)]
+
+    async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
         """Raises RewardFailed."""
-        asked = self._domains[domain]
-        source = asked.validation if validation else asked.training
-        assert source is not None
-        task = source.task(prompt)
+        domain = self._domain_of(name)
+        return await self._score(domain, self._domains[domain].validation[name].task(prompt), answer, finish)
+
+    def _domain_of(self, validation: str) -> int:
+        return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
+
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> float:
+        """Raises RewardFailed."""
+        return await self._score(domain, self._domains[domain].training.task(prompt), answer, finish)
+
+    async def _score(self, domain: int, task: Task, answer: list[int], finish: str) -> float:
         text = self._tokenizer.text(answer)
         written = self._tokenizer.written(task.prompt)
         given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
         try:
-            reward = await self._pool.score(asked.reward, given)
+            reward = await self._pool.score(self._domains[domain].reward, given)
         except RewardFailed as error:
             self._count_failure(domain, str(error))
             raise
@@ -212,9 +233,9 @@ def _open(
         enough=domain.prompts_per_step if one_step else None,
     )
     wanted = recipe.validation
-    validation = None
-    if wanted.every_steps or wanted.at_start:
-        validation = open_validation(
+    validation = {
+        name: open_validation(
+            place,
             domain,
             tokenizer,
             num_prompts=wanted.num_prompts,
@@ -222,4 +243,6 @@ def _open(
             needs_answer=needs_answer,
             key=key,
         )
+        for name, place in (domain.validation_sets.items() if recipe.validates else ())
+    }
     return Domain(domain.name, domain.reward_name, training, validation)

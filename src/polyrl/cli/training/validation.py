@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
 from polyrl.cli.training.sampling import sampling_of
@@ -18,7 +17,7 @@ from polyrl.errors import PolyrlError, one_line
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine, Question
 from polyrl.trainer.saving import Saver
-from polyrl.trainer.validation import pass_rates
+from polyrl.trainer.validation import report
 
 log = logging.getLogger("polyrl.train")
 
@@ -34,38 +33,38 @@ def validator(
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
     """Validates a version, unless that is done already; none where the recipe wants no validation."""
     wanted = recipe.validation
-    if engine is None or (not wanted.every_steps and not wanted.at_start):
+    if engine is None or not recipe.validates:
         return None
 
     async def validate(version: int) -> None:
         if telling.knows(version):
             return
         await telling.validates()
-        rates: dict[str, float] = {}
+        told: dict[str, float] = {}
         all_rewards: list[list[float | None]] = []
+
+        def add(place: str, rewards: list[list[float | None]]) -> None:
+            means = report(rewards, wanted.pass_at, wanted.solved_above)
+            told.update({f"{place}/{metric}": mean for metric, mean in means.items()})
+
         async with fleet.validation(), devices.for_validation():
-            for domain, name in enumerate(tasks.names):
-                prompts = tasks.validation_tokens(domain)[: wanted.num_prompts]
-                if not prompts:
-                    continue
-                rewards = await _attempt(recipe, engine, tasks, domain, prompts)
-                its_rates = pass_rates(rewards, wanted.pass_at)
-                rates |= {f"validation/{name}/pass@{k}": rate for k, rate in its_rates.items()}
+            for name in tasks.validation_names:
+                rewards = await _attempt(recipe, engine, tasks, name)
+                add(f"validation/{name}", rewards)
                 all_rewards += rewards
-        rates |= {f"validation/pass@{k}": rate for k, rate in pass_rates(all_rewards, wanted.pass_at).items()}
-        if rates:
-            await telling.validated(version, rates)
+        add("validation", all_rewards)
+        if told:
+            await telling.validated(version, told)
             if saver is not None:
-                saver.validated(version, rates)
+                saver.validated(version, told)
 
     return validate
 
 
-async def _attempt(
-    recipe: Recipe, engine: LocalEngine, tasks: Tasks, domain: int, prompts: "list[np.ndarray]"
-) -> list[list[float | None]]:
-    """The rewards of every prompt's attempts; None where there is none."""
+async def _attempt(recipe: Recipe, engine: LocalEngine, tasks: Tasks, name: str) -> list[list[float | None]]:
+    """Return the rewards of every prompt's attempts; None where there is none."""
     wanted, rollout = recipe.validation, recipe.rollout
+    prompts = tasks.validation_tokens(name)[: wanted.num_prompts]
     temperature = rollout.temperature if wanted.temperature is None else wanted.temperature
     sampling = structs.replace(sampling_of(recipe), temperature=temperature, imposed=None)
     num = wanted.samples_per_prompt
@@ -82,7 +81,7 @@ async def _attempt(
         if not answer.is_whole:
             return f"no answer: {answer.finish}"
         try:
-            return await tasks.score(domain, place // num, answer.tokens, answer.finish, validation=True)
+            return await tasks.score_validation(name, place // num, answer.tokens, answer.finish)
         except PolyrlError as error:
             return f"no reward: {error}"
         except Exception as error:  # noqa: BLE001  what is not ours may raise anything
@@ -93,7 +92,7 @@ async def _attempt(
     for reason, times in reasons.most_common(1):
         log.warning(
             "validation of %s: %d of %d attempts are left out; %d of them: %s",
-            tasks.names[domain], reasons.total(), len(scored), times, reason,
+            name, reasons.total(), len(scored), times, reason,
         )  # fmt: skip
     rewards: list[float | None] = [None if isinstance(one, str) else one for one in scored]
     return [rewards[at : at + num] for at in range(0, len(rewards), num)]
