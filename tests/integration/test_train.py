@@ -387,6 +387,18 @@ def test_a_dry_run_shows_the_recipe_and_the_plan_and_starts_nothing(desk: Path, 
     assert not (desk / "runs").exists()
 
 
+def test_a_clip_that_cannot_act_is_a_line_of_the_plan_and_of_the_run(
+    desk: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    line = "algorithm.clip_high: has no effect: the importance ratio is 1 with one update a step"
+    assert main(["train", "recipe.toml", "--dry-run", "algorithm.clip_high=0.28"]) == 0
+    assert capsys.readouterr().out.count(line) == 1
+    assert main(["train", "recipe.toml", "--dry-run", "algorithm.clip_high=0.28", "train.mode=async"]) == 0
+    assert "has no effect" not in capsys.readouterr().out
+    assert main(["train", "recipe.toml", "algorithm.clip_high=0.28", "data.source=nowhere.jsonl"]) == 2
+    assert caplog.text.count(line) == 1
+
+
 def test_fewer_prompts_than_a_step_wants_are_a_line_of_the_plan_and_of_the_run(
     desk: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
@@ -413,7 +425,7 @@ def test_a_dry_run_of_rounds_ahead_says_how_far_behind_and_what_is_done_about_it
 ):
     assert main(["train", "recipe.toml", "--dry-run", "train.mode=async", "train.max_staleness=2"]) == 0
     said = capsys.readouterr().out
-    assert "async (at most 2 versions behind), 2 steps" in said and 'correction = "tis-token"' in said
+    assert "async (at most 2 versions behind), 2 steps" in said and 'old_logprobs = "engine"' in said
 
 
 @pytest.mark.parametrize(

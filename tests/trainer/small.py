@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.builtin.tiny_models import save_tiny
-from tests.trainer import formulas
+from tests.trainer.reference_step import Known, slopes
 from transformers import AutoModelForCausalLM
 
 from polyrl.config.recipe import AlgorithmConfig
@@ -89,63 +89,28 @@ def plain_gradient(
     Old log-probabilities are those of the folder's weights; the gradient is at `weights_now`, if these have moved, and
     of `only` these groups of the step.
     """
-    start = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
+    start = load_plain(folder)
+    model = load_plain(folder)
     if weights_now is not None:
         model.load_state_dict(weights_now, strict=False)
         model.tie_weights()
-    frozen = None if reference is None else AutoModelForCausalLM.from_pretrained(reference).double()
-    rewards = [np.array([_reward(start, frozen, one, config, temperature) for one in group]) for group in groups]
-    kept = [[config.overlong != "mask" or one.finish != "length" for one in group] for group in groups]
-    if config.advantage.startswith("reinforce_plus_plus"):
-        lengths = [[len(a.answer) * b for a, b in zip(*one, strict=True)] for one in zip(groups, kept, strict=True)]
-        gains = formulas.step_advantages(config.advantage, rewards, lengths)
-    else:
-        gains = [formulas.advantages(config.advantage, one) for one in rewards]
-    trained = [
-        (one, gain)
-        for number, parts in enumerate(zip(groups, gains, kept, strict=True))
-        for one, gain, keep in zip(*parts, strict=True)
-        if keep and (only is None or number in only)
-    ]
-    lengths = [len(one.answer) for one, _ in trained]
-    fixed = config.fixed_tokens or CAP
-    weights, over = formulas.weights_and_denominator(config.aggregation, lengths, fixed)
-    total = 0.0
-    for (one, gain), weight in zip(trained, weights, strict=True):
-        logp, entropy = plain_logprobs(model, one, temperature)
-        values = logp.detach().numpy()
-        engine = one.logprobs.astype(float)
-        old = plain_logprobs(start, one, temperature)[0].detach().numpy()
-        old = engine if config.old_logprobs == "engine" else old
-        loss, slope = _loss(config, values, old, gain)
-        corrected = formulas.correction(config.correction or "none", old, engine, *config.correction_range)
-        loss, slope = loss * corrected, slope * corrected
-        total += weight * loss.sum() / over
-        if config.kl == "loss":
-            ref = plain_logprobs(frozen, one, temperature)[0].detach().numpy()
-            slope = slope + config.kl_coef * formulas.kl(config.kl_estimator, values, ref)[1]
-        by = (logp * torch.from_numpy(slope)).sum() - config.entropy_coef * entropy.sum()
-        (by * (weight / over)).backward()
-    return total, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    frozen = None if reference is None else load_plain(reference)
+
+    def known(one: TrainSample) -> Known:
+        now, first, its = (
+            None if of is None else plain_logprobs(of, one, temperature)[0].detach().numpy()
+            for of in (model, start, frozen)
+        )
+        assert now is not None and first is not None
+        return Known(one.reward, one.finish == "length", now, first, one.logprobs.astype(float), its)
+
+    found = slopes(config, [[known(one) for one in group] for group in groups], CAP, only)
+    for group, its_slopes, entropies in zip(groups, found.logprobs, found.entropies, strict=True):
+        for one, slope, by_entropy in zip(group, its_slopes, entropies, strict=True):
+            logp, entropy = plain_logprobs(model, one, temperature)
+            ((logp * torch.from_numpy(slope)).sum() + by_entropy * entropy.sum()).backward()
+    return found.loss, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def _loss(config: AlgorithmConfig, logp: Any, old: Any, gain: float) -> tuple[Any, Any]:
-    if config.loss == "gspo":
-        return formulas.gspo(logp, old, gain, *config.clip_range)
-    if config.loss == "cispo":
-        return formulas.cispo(logp, old, gain, *config.clip_range)
-    return formulas.ppo_clip(logp, old, gain, *config.clip_range, config.dual_clip)
-
-
-def _reward(model: Any, frozen: Any, one: TrainSample, config: AlgorithmConfig, temperature: float) -> float:
-    reward = one.reward
-    if config.overlong == "penalty":
-        buffer = config.overlong_buffer_tokens or 0
-        over = len(one.answer) - (CAP - buffer)
-        reward -= config.overlong_penalty * (over / buffer if over > 0 else 0.0)
-    if config.kl == "reward":
-        logp, ref = (plain_logprobs(its, one, temperature)[0].detach().numpy() for its in (model, frozen))
-        old = one.logprobs.astype(float) if config.old_logprobs == "engine" else logp
-        reward -= config.kl_coef * formulas.kl(config.kl_estimator, old, ref)[0].sum()
-    return reward
+def load_plain(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()

@@ -123,6 +123,15 @@ def test_an_engine_that_agrees_is_not_corrected(name):
     assert weights.tolist() == [1.0, 1.0, 1.0]
 
 
+def step_of(rewards, sizes: list[int], lengths: list[int], kept: list[bool]) -> RewardBatch:
+    """A step whose rewards are of the answers alone."""
+    numbers, counts, trained = torch.as_tensor(rewards, dtype=torch.float64), torch.tensor(lengths), torch.tensor(kept)
+    group = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return RewardBatch(
+        numbers, group, counts * trained, numbers.repeat_interleave(counts), trained.long().repeat_interleave(counts)
+    )
+
+
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_an_advantage_of_the_step_is_the_formula_s_and_white_over_tokens(name):
     function = find_batch_advantage(name)
@@ -130,13 +139,23 @@ def test_an_advantage_of_the_step_is_the_formula_s_and_white_over_tokens(name):
     rng = np.random.default_rng(8)
     groups = [rng.normal(3.0, 2.0, size) for size in (4, 1, 6)]
     lengths = [rng.integers(1, 50, len(one)).tolist() for one in groups]
-    lengths[2][1] = 0  # masked: its siblings are compared with it
-    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 1, 6]))
-    num_tokens = torch.tensor([n for one in lengths for n in one])
-    ours = function(RewardBatch(torch.from_numpy(np.concatenate(groups)), numbers, num_tokens), AlgorithmConfig())
-    expected = np.concatenate(formulas.step_advantages(name, groups, lengths))
+    kept = [[(g, s) != (2, 1) for s in range(len(one))] for g, one in enumerate(lengths)]  # one counts for others alone
+    rewards = [
+        [np.append(np.zeros(num - 1), reward) for reward, num in zip(*row, strict=True)]
+        for row in zip(groups, lengths, strict=True)
+    ]
+    batch = step_of(
+        np.concatenate(groups), [4, 1, 6], [n for one in lengths for n in one], [k for one in kept for k in one]
+    )
+    ours = function(batch, AlgorithmConfig())
+    ours = (
+        ours
+        if len(ours) == len(batch.to_come)
+        else ours.repeat_interleave(torch.tensor([n for one in lengths for n in one]))
+    )
+    expected = [number for group in formulas.STEP_ADVANTAGES[name](rewards, kept) for one in group for number in one]
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-9, atol=1e-12)
-    tokens = torch.repeat_interleave(ours, num_tokens)
+    tokens = ours[batch.is_trained.bool()]
     assert float(tokens.mean()) == pytest.approx(0.0, abs=1e-9)
     assert float(tokens.std()) == pytest.approx(1.0, rel=1e-5)
 
@@ -145,11 +164,9 @@ def test_an_advantage_of_the_step_is_the_formula_s_and_white_over_tokens(name):
 def test_a_step_of_equal_rewards_or_of_one_token_has_no_advantage(name):
     function = find_batch_advantage(name)
     assert function is not None
-    for rewards, num_tokens in (([0.25] * 4, [3, 5, 1, 2]), ([1.0], [1]), ([1.0, 2.0], [0, 0])):
-        batch = RewardBatch(
-            torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)).long(), torch.tensor(num_tokens)
-        )
-        assert function(batch, AlgorithmConfig()).tolist() == [0.0] * len(rewards)
+    for rewards, lengths, keep in (([0.25] * 4, [3, 5, 1, 2], True), ([1.0], [1], True), ([1.0, 2.0], [1, 1], False)):
+        batch = step_of(rewards, [len(rewards)], lengths, [keep] * len(rewards))
+        assert set(function(batch, AlgorithmConfig()).tolist()) == {0.0}
 
 
 @pytest.mark.parametrize("function", [ppo_clip, find_loss("gspo"), find_loss("cispo")])

@@ -109,7 +109,7 @@ class Plain:
         rewards = np.zeros(len(one.answer))
         if config.kl == "reward":
             reference = plain_logprobs(self.world.reference.model, one)[0].detach().numpy()
-            rewards -= config.kl_coef * formulas.kl(config.kl_estimator, self.old(one), reference)[0]
+            rewards -= config.kl_coef * formulas.kl(config.kl_estimator or "", self.old(one), reference)[0]
         rewards[-1] += one.reward
         return formulas.gae(rewards, values, config.critic.gamma, config.critic.gae_lambda)
 

@@ -51,8 +51,9 @@ def test_a_resolved_recipe_reads_back_as_itself():
     ("overrides", "correction"),
     [
         ([], "none"),
-        (["train.mode=async"], "tis-token"),
+        (["train.mode=async"], "none"),
         (["train.mode=async", "algorithm.old_logprobs=engine"], "none"),
+        (["train.mode=async", "algorithm.old_logprobs=recompute"], "tis-token"),
         (["train.mode=async", "algorithm.correction=none"], "none"),
         (["train.mode=async", "algorithm.correction_high=3"], "tis-token"),
         (["algorithm.correction=icepop"], "icepop"),
@@ -61,6 +62,50 @@ def test_a_resolved_recipe_reads_back_as_itself():
 def test_what_older_versions_wrote_is_weighed_unless_the_recipe_says_otherwise(overrides: list[str], correction: str):
     one = recipe(*overrides)
     assert one.algorithm.correction == correction
+    assert build(tomllib.loads(dump_toml(one)), Recipe) == one
+
+
+@pytest.mark.parametrize(
+    ("overrides", "anchor"),
+    [
+        ([], "recompute"),
+        (["train.mode=async"], "engine"),
+        (["train.mode=async", "algorithm.mini_batches=2"], "engine"),
+        (["train.mode=async", "algorithm.correction=none"], "engine"),
+        (["train.mode=async", "algorithm.correction=icepop"], "recompute"),
+        (["train.mode=async", "algorithm.correction_high=3"], "recompute"),
+        (["train.mode=async", "algorithm.old_logprobs=recompute"], "recompute"),
+        (["algorithm.old_logprobs=engine"], "engine"),
+    ],
+)
+def test_in_async_the_ratio_starts_where_a_clip_can_act(overrides: list[str], anchor: str):
+    one = recipe(*overrides)
+    assert one.algorithm.old_logprobs == anchor
+    assert build(tomllib.loads(dump_toml(one)), Recipe) == one
+
+
+@pytest.mark.parametrize(
+    ("overrides", "aggregation", "estimator"),
+    [
+        ([], "token-mean", None),
+        (["algorithm.kl=loss"], "token-mean", "k3"),
+        (["algorithm.kl=reward"], "token-mean", "k1"),
+        (["algorithm.kl=reward", "algorithm.kl_estimator=k3"], "token-mean", "k3"),
+        (["algorithm.loss=cispo"], "token-mean", None),
+        (["algorithm.loss=gspo"], "seq-mean-token-mean", None),
+        (["algorithm.loss=gspo", "algorithm.aggregation=token-mean"], "token-mean", None),
+        (["algorithm.advantage=dr_grpo"], "fixed", None),
+        (["algorithm.advantage=dr_grpo", "algorithm.fixed_tokens=9"], "fixed", None),
+        (["algorithm.advantage=dr_grpo", "algorithm.loss=gspo"], "seq-mean-token-mean", None),
+        (["algorithm.advantage=reinforce_plus_plus_baseline", "algorithm.kl=loss"], "token-mean", "k2"),
+        (["algorithm.advantage=reinforce_plus_plus_baseline", "algorithm.kl=reward"], "token-mean", "k1"),
+    ],
+)
+def test_defaults_are_the_papers_by_loss_and_by_where_kl_is(
+    overrides: list[str], aggregation: str, estimator: str | None
+):
+    one = recipe(*overrides)
+    assert (one.algorithm.aggregation, one.algorithm.kl_estimator) == (aggregation, estimator)
     assert build(tomllib.loads(dump_toml(one)), Recipe) == one
 
 

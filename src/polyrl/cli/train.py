@@ -127,6 +127,7 @@ def start(
     from polyrl.cli.training.encryption import encryption
     from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
     from polyrl.cli.training.tasks import load_tasks
+    from polyrl.config.inert import inert
     from polyrl.manager import http
     from polyrl.telemetry.trackers import check_libraries
     from polyrl.weights import sender
@@ -140,6 +141,8 @@ def start(
     run_loop(http.check_that_it_can_listen(recipe.manager.host, recipe.manager.port))
     sender.check_that_it_can_listen(weight_settings(recipe))
     _warn_on_stderr()
+    for line in inert(recipe.algorithm):
+        logging.getLogger("polyrl.train").warning(line)
     tasks = load_tasks(recipe)
     models.check_tokenizers(recipe)
     if past is not None:

@@ -37,7 +37,11 @@ ARITHMETIC = "arithmetic"
 """The data source, and the reward, that ship with the package."""
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those that compare the samples of a group with each other."""
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"]
+KlEstimator = Literal["k1", "k2", "k3"]
 _USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+_USUAL_AGGREGATIONS: dict[str, Aggregation] = {"gspo": "seq-mean-token-mean", "dr_grpo": "fixed"}
+"""Of the loss, or else of the advantage, where its paper has another than the mean over tokens."""
 _USUAL_CORRECTIONS = {
     "tis-token": (0.0, 2.0),
     "tis-sequence": (0.0, 2.0),
@@ -110,11 +114,15 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     clip_high: NotNegative | None = None
     """None: 0.2; 0.0004 for gspo; 4 for cispo. Larger than `clip_low`: clip-higher."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"] = "token-mean"
+    aggregation: Aggregation | None = None
+    """None: as the paper has it, which is "seq-mean-token-mean" for loss gspo, "fixed" for advantage dr_grpo with
+    another loss, otherwise "token-mean"."""
     fixed_tokens: AtLeastOne | None = None
     """What the sum of a sample's losses is divided by, with aggregation `fixed`; none: rollout.max_new_tokens."""
     kl: Literal["none", "loss", "reward"] = "none"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KlEstimator | None = None
+    """None: "k1" in the reward, where the gradient of k3 is nearly zero close to the reference; in the loss "k3", or
+    "k2" with advantage reinforce_plus_plus_baseline."""
     kl_coef: NotNegative = 0.001
     reference: str = ""
     """A Hugging Face directory that KL is measured against; empty: the starting weights."""
@@ -126,8 +134,10 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     overlong_buffer_tokens: AtLeastOne | None = None
     """With `penalty`: the last so many tokens before the cap cost more and more, up to `overlong_penalty`."""
     overlong_penalty: NotNegative = 1.0
-    old_logprobs: Literal["recompute", "engine"] = "recompute"
-    """Whose log-probabilities the ratio starts from: the trainer's own, or those that the engine drew with."""
+    old_logprobs: Literal["recompute", "engine"] | None = None
+    """The denominator of the importance ratio: the trainer's own log-probabilities, or the engine's. None: "engine"
+    with train.mode "async", where clips then act on how far the policy has moved, unless a correction is chosen;
+    otherwise "recompute"."""
     correction: Literal["none", "tis-token", "tis-sequence", "icepop", "sequence-mask"] | None = None
     """What is done about the trainer's old log-probabilities not being the engine's. None: "tis-token" with train.mode
     "async" and `recompute`, since the engine's are of older weights there; otherwise "none"."""
@@ -141,6 +151,11 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     critic: CriticConfig = CriticConfig()
 
     def __post_init__(self) -> None:
+        if self.aggregation is None:
+            by_advantage = _USUAL_AGGREGATIONS.get(self.advantage, "token-mean")
+            force_setattr(self, "aggregation", _USUAL_AGGREGATIONS.get(self.loss, by_advantage))
+        if self.kl_estimator is None and self.kl != "none":
+            force_setattr(self, "kl_estimator", self._usual_estimator)
         if self.overlong == "penalty" and self.overlong_buffer_tokens is None:
             raise ValueError('overlong_buffer_tokens: missing, expected an integer >= 1 for overlong = "penalty"')
         if self.fixed_tokens is not None and self.aggregation != "fixed":
@@ -165,6 +180,17 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(
                 f'correction_low: is for correction = "icepop" and "sequence-mask", not for "{correction}"'
             )
+
+    @property
+    def _usual_estimator(self) -> KlEstimator:
+        if self.kl == "reward":
+            return "k1"
+        return "k2" if self.advantage == "reinforce_plus_plus_baseline" else "k3"
+
+    @property
+    def ratio_is_one(self) -> bool:
+        """Whether the importance ratio is 1 for every token: the one update of a step starts from its own weights."""
+        return self.old_logprobs != "engine" and self.mini_batches == 1
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -526,6 +552,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.train.max_staleness is not None and self.train.mode != "async":
             raise ValueError(f'train.max_staleness: is for train.mode = "async" alone, not for "{self.train.mode}"')
         self._choose_zero_variance()
+        self._choose_old_logprobs()
         self._choose_correction()
         self._check_who_generates()
         self._check_tokens()
@@ -558,6 +585,14 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"fleet.price_usd_per_hour: {price:g} is above manager.max_price_usd_per_hour = {most:g}, "
                 "and no worker would be let in"
             )
+
+    def _choose_old_logprobs(self) -> None:
+        algorithm = self.algorithm
+        if algorithm.old_logprobs is None:
+            bounds = (algorithm.correction_low, algorithm.correction_high)
+            corrects = algorithm.correction not in (None, "none") or bounds != (None, None)
+            chosen = "engine" if self.max_staleness > 0 and not corrects else "recompute"
+            force_setattr(self, "algorithm", replace(algorithm, old_logprobs=chosen))
 
     def _choose_correction(self) -> None:
         if self.algorithm.correction is None:

@@ -4,6 +4,9 @@ Most compare the samples of a group: a group's advantages need nothing but its r
 to be compared with, so that its advantage is zero. `reinforce_plus_plus` compares all samples of the step, so nothing
 is trained before the last one is there. Mean and standard deviation (n - 1) are over tokens that are trained: what goes
 into the loss has mean 0 and standard deviation 1, however long the answers are.
+
+Where the reward pays for KL, an answer pays for all of its tokens, as verl and TRL have it. With `reinforce_plus_plus`
+a token pays for itself and for those after it, as its paper (2501.03262) and verl have it.
 """
 
 import torch
@@ -39,8 +42,8 @@ def rloo(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
 
 @batch_advantage("reinforce_plus_plus")
 def reinforce_plus_plus(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
-    """(r - mean) / (std + 1e-6) of the step's tokens."""
-    return whiten(batch.rewards, batch.num_tokens)
+    """(x - mean) / (std + 1e-6) of the step's tokens, where x is what is still to come from a token on."""
+    return whiten(batch.to_come, batch.is_trained)
 
 
 @batch_advantage("reinforce_plus_plus_baseline")

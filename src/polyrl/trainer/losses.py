@@ -3,7 +3,8 @@
 With r = p / p_old and clip(r) = r held within 1 - low and 1 + high:
 
     ppo_clip   max(-A r, -A clip(r)); for A < 0 at most -A c, with dual clip c
-    gspo       the same with one r for all tokens of a sample: the geometric mean of theirs
+    gspo       the same with s, the geometric mean of a sample's r, in place of r. A token's s has the gradient of its
+               own log p alone (GSPO-token): with one A for a sample that is GSPO, and a token keeps its own weight
     cispo      -A [clip(r)] log p, where what is in brackets has no gradient: clipped tokens pull too, but no harder
 """
 
@@ -39,9 +40,10 @@ def ppo_clip(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[s
 
 @loss("gspo")
 def gspo(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Every token of a sample has the sample's loss, so that `seq-mean-token-mean` is the paper's mean over samples."""
-    log_ratio = batch.logprobs - batch.old_logprobs
-    losses, stats = _clipped(mean_of_samples(log_ratio, batch), batch.advantages, config)
+    """Every token has its sample's ratio; with `seq-mean-token-mean` it is the paper's mean over samples."""
+    log_ratio = (batch.logprobs - batch.old_logprobs).detach()
+    of_token = mean_of_samples(log_ratio, batch) + (batch.logprobs - batch.logprobs.detach())
+    losses, stats = _clipped(of_token, batch.advantages, config)
     return losses, stats | {"ppo_kl": -log_ratio}
 
 

@@ -8,7 +8,6 @@ Left out: which groups there are (filters decide before), and the loss.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -80,7 +79,7 @@ class Preparation:
 
     def prepare(self, groups: Sequence[Group]) -> list[list[Ready]]:
         samples = [sample for group in groups for sample in group]
-        if self._beforehand and self._config.old_logprobs == "recompute":
+        if self._beforehand and self._config.old_logprobs != "engine":
             samples = self.with_old_logprobs(samples)
         references: Sequence[Logprobs | None] = [None] * len(samples)
         if self._reference is not None and (self._beforehand or self._config.kl == "reward"):
@@ -154,64 +153,76 @@ class Preparation:
 
     def with_advantages(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
         """Of whole groups; of all of the step, where the advantage needs them."""
-        if self._critic is not None:
-            return self._by_critic(groups)
-        rewards = [torch.tensor([self._total(one) for one in group], dtype=torch.float64) for group in groups]
-        if self._of_step is not None:
-            gains = self._compare_all(groups, rewards)
-        else:
-            assert self._of_group is not None
-            of_group = self._of_group
-            name = self._config.advantage
-            gains = [checked_advantages(of_group(its, self._config), len(its), name, "a group") for its in rewards]
-        return [
-            [
-                one._replace(gains=np.full(len(one.sample.answer), gain, np.float32))
-                for one, gain in zip(group, its.tolist(), strict=True)
-            ]
-            for group, its in zip(groups, gains, strict=True)
-        ]
+        if self._of_group is None:
+            return self._of_all(groups)
+        name = self._config.advantage
+        compared: list[list[Ready]] = []
+        for group in groups:
+            rewards = torch.tensor([self._total(one) for one in group], dtype=torch.float64)
+            gains = checked_advantages(self._of_group(rewards, self._config), len(group), name, "a group").tolist()
+            compared.append(
+                [
+                    one._replace(gains=np.full(len(one.sample.answer), gain, np.float32))
+                    for one, gain in zip(group, gains, strict=True)
+                ]
+            )
+        return compared
 
-    def _by_critic(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
+    def _of_all(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
+        """One for each token of the step, shared out among the samples."""
         flat = [one for group in groups for one in group]
         if not flat:
             return [[] for _ in groups]
-        gains, returns = zip(*(self._estimate(one) for one in flat), strict=True)
-        counts = np.concatenate([np.full(len(one.sample.answer), not one.is_masked, np.int64) for one in flat])
-        white = whiten(torch.from_numpy(np.concatenate(gains)), torch.from_numpy(counts)).numpy().astype(np.float32)
-        parts = np.split(white, np.cumsum([len(one) for one in gains])[:-1])
-        ready = (
-            one._replace(gains=part, returns=its.astype(np.float32))
-            for one, part, its in zip(flat, parts, returns, strict=True)
-        )
+        if self._critic is not None:
+            flat, gains = self._by_critic(flat)
+        else:
+            gains = self._by_step(flat, [len(group) for group in groups])
+        ends = np.cumsum([len(one.sample.answer) for one in flat])[:-1]
+        parts = np.split(gains.numpy().astype(np.float32), ends)
+        ready = (one._replace(gains=part) for one, part in zip(flat, parts, strict=True))
         return [[next(ready) for _ in group] for group in groups]
 
-    def _estimate(self, one: Ready) -> tuple[gae.Floats, gae.Floats]:
-        """The reward is of the last token; KL, where rewards pay for it, of each."""
-        assert one.values is not None, "prepared"
+    def _by_critic(self, flat: Sequence[Ready]) -> tuple[list[Ready], Tensor]:
+        """With what the critic learns, and white advantages."""
+        critic, pairs = self._config.critic, []
+        for one in flat:
+            assert one.values is not None, "prepared"
+            values = one.values.astype(np.float64)
+            pairs.append(gae.estimate(self._rewards(one), values, critic.gamma, critic.gae_lambda))
+        gains, returns = zip(*pairs, strict=True)
+        taught = [one._replace(returns=its.astype(np.float32)) for one, its in zip(flat, returns, strict=True)]
+        return taught, whiten(torch.from_numpy(np.concatenate(gains)), _trained_tokens(flat))
+
+    def _by_step(self, flat: Sequence[Ready], sizes: Sequence[int]) -> Tensor:
+        assert self._of_step is not None
+        lengths = torch.tensor([len(one.sample.answer) for one in flat])
+        kept = torch.tensor([not one.is_masked for one in flat])
+        batch = RewardBatch(
+            rewards=torch.tensor([self._total(one) for one in flat], dtype=torch.float64),
+            group=torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
+            num_tokens=lengths * kept,
+            to_come=torch.from_numpy(np.concatenate([self._rewards(one)[::-1].cumsum()[::-1] for one in flat])),
+            is_trained=_trained_tokens(flat),
+        )
+        num_tokens = len(batch.to_come)
+        found = self._of_step(batch, self._config)
+        gains = checked_advantages(found, len(flat), self._config.advantage, "a step", num_tokens)
+        return gains if len(gains) == num_tokens else gains.repeat_interleave(lengths)
+
+    def _rewards(self, one: Ready) -> gae.Floats:
+        """Of each token: the answer's is of the last one; KL, where the reward pays for it, of each."""
         rewards = np.zeros(len(one.sample.answer))
         if one.kl is not None:
             rewards -= self._config.kl_coef * one.kl
         rewards[-1] += one.reward
-        critic = self._config.critic
-        return gae.estimate(rewards, one.values.astype(np.float64), critic.gamma, critic.gae_lambda)
+        return rewards
 
     def _total(self, one: Ready) -> float:
-        if one.kl is None:
-            return one.reward
-        return one.reward - self._config.kl_coef * float(one.kl.sum(dtype=np.float64))
+        return one.reward if one.kl is None else float(self._rewards(one).sum())
 
-    def _compare_all(self, groups: Sequence[Sequence[Ready]], rewards: Sequence[Tensor]) -> list[Tensor]:
-        assert self._of_step is not None
-        if not groups:
-            return []
-        flat = [one for group in groups for one in group]
-        sizes = [len(group) for group in groups]
-        batch = RewardBatch(
-            rewards=torch.cat(list(rewards)),
-            group=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes)),
-            num_tokens=torch.tensor([0 if one.is_masked else len(one.sample.answer) for one in flat]),
-        )
-        name, num_samples = self._config.advantage, len(batch.rewards)
-        gains = checked_advantages(self._of_step(batch, self._config), num_samples, name, "a step")
-        return [gains[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+def _trained_tokens(samples: Sequence[Ready]) -> Tensor:
+    """(tokens,) int64: 1, or 0 for those of masked samples."""
+    return torch.from_numpy(
+        np.concatenate([np.full(len(one.sample.answer), not one.is_masked, np.int64) for one in samples])
+    )

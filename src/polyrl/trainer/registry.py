@@ -42,17 +42,22 @@ class RewardBatch(NamedTuple):
     """What an advantage of the whole step sees: all its samples, group by group."""
 
     rewards: Tensor
-    """(samples,) float64."""
+    """(samples,) float64, less the KL of the whole answer where the reward pays for it."""
     group: Tensor
     """(samples,) int64: the number of each sample's group, from 0."""
     num_tokens: Tensor
     """(samples,) int64: answer tokens that are trained; 0 for a sample that its siblings alone are compared with."""
+    to_come: Tensor
+    """(tokens,) float64, of all answer tokens, sample by sample: the reward, less the KL of this token and of those
+    after it."""
+    is_trained: Tensor
+    """(tokens,) int64: 1, or 0 for the tokens of a sample that its siblings alone are compared with."""
 
 
 AdvantageFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
 """Rewards of one group, (n,) float64, to its advantages."""
 BatchAdvantageFunction = Callable[[RewardBatch, AlgorithmConfig], Tensor]
-"""Rewards of a whole step to its advantages, (samples,). Nothing is trained before the last sample is there."""
+"""Rewards of a whole step to its advantages, (samples,) or (tokens,). Nothing is trained before its last sample."""
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
 """To the loss of each token, (tokens,); and anything worth a mean over tokens in the metrics, under `actor/`."""
 
@@ -94,14 +99,18 @@ def checked_loss(found: Any, num_tokens: int, name: str) -> tuple[Tensor, dict[s
     )
 
 
-def checked_advantages(found: Any, num_samples: int, name: str, what: str) -> Tensor:
-    """What an advantage of this name gave for `what` of so many samples. Raises UserError if it is none."""
-    if isinstance(found, Tensor) and found.shape == (num_samples,):
+def checked_advantages(found: Any, num_samples: int, name: str, what: str, num_tokens: int | None = None) -> Tensor:
+    """What an advantage of this name gave for `what` of so many samples, and tokens, where it may be of each of them.
+
+    Raises UserError if it is none.
+    """
+    if isinstance(found, Tensor) and found.shape in ((num_samples,), (num_tokens,)):
         return found.detach()
     gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"one {type(found).__name__}"
+    or_tokens = "" if num_tokens is None else f" or [{num_tokens}], one for each token"
     raise UserError(
         f"algorithm.advantage: {name} gave {gave} for {what} of {num_samples} samples; expected a tensor of shape "
-        f"[{num_samples}]"
+        f"[{num_samples}]{or_tokens}"
     )
 
 

@@ -15,6 +15,7 @@ from polyrl.cli.training.sampling import caveat_of
 from polyrl.cli.training.tasks import count_prompts_of_a_step, prompt_room, too_few
 from polyrl.cli.training.workers import check_settings
 from polyrl.config import dump_toml
+from polyrl.config.inert import inert
 from polyrl.config.model_dir import check_model_dir
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.config import choose_device
@@ -80,7 +81,8 @@ def show_plan(recipe: Recipe, run_dir: Path) -> str:
     room = prompt_room(recipe, shape.context)
     num_prompts = count_prompts_of_a_step(recipe)
     rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room, sum(num_prompts)), *_memory(recipe, shape)]
-    rows += [("warning", line) for line in (*too_few(recipe, num_prompts), caveat_of(recipe)) if line]
+    warnings = (*inert(recipe.algorithm), *too_few(recipe, num_prompts), caveat_of(recipe))
+    rows += [("warning", line) for line in warnings if line]
     width = max(len(name) for name, _ in rows)
     lines = [f"# {name:<{width}}  {text}" for name, text in rows]
     return "\n".join([dump_toml(recipe), "# The plan", *lines])

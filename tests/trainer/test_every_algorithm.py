@@ -1,0 +1,51 @@
+"""Whole steps of every loss x advantage x correction x aggregation x KL, against references in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.trainer import formulas, table
+from tests.trainer.table import TOLERANCE, Table
+
+from polyrl.config.recipe import AlgorithmConfig
+from polyrl.trainer.registry import BY_CRITIC
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Table:
+    return Table(tmp_path_factory.mktemp("table"))
+
+
+def test_every_name_that_ships_has_a_reference():
+    assert set(table.all_losses()) == set(formulas.LOSSES) == set(table.CLIPS)
+    assert set(table.all_advantages()) == {*formulas.GROUP_ADVANTAGES, *formulas.STEP_ADVANTAGES, BY_CRITIC}
+    assert set(table.choices("correction")) == set(formulas.CORRECTIONS) == {"none", *table.BOUNDS}
+
+
+@pytest.mark.parametrize("advantage", table.all_advantages())
+@pytest.mark.parametrize("loss", table.all_losses())
+def test_a_step_s_values_and_gradients_are_the_references(world, loss, advantage):
+    cases = list(table.cases(loss, advantage))
+    apart = [(world.distance(case), case) for case in cases]
+    wrong = [(distance, case) for distance, case in apart if not distance < TOLERANCE]
+    assert not wrong, f"{len(wrong)} of {len(cases)}: {wrong[:3]}"
+
+
+@pytest.mark.parametrize("loss", table.all_losses())
+def test_the_clips_of_the_table_hold_some_tokens_and_not_others(world, loss):
+    case = {"loss": loss, "aggregation": "token-mean", **table.CLIPS[loss]}
+    config, wide = AlgorithmConfig(**case), AlgorithmConfig(**{**case, "clip_low": 1.0, "clip_high": 9.0})
+    held, free = (world.expected(one).gradients[0] for one in (config, wide))
+    assert np.linalg.norm(held - free) / np.linalg.norm(free) > 0.01
+    assert np.linalg.norm(held) > 0
+
+
+@pytest.mark.parametrize("correction", table.BOUNDS)
+def test_the_bounds_of_the_table_hold_some_tokens_and_not_others(world, correction):
+    config = AlgorithmConfig(correction=correction, **table.BOUNDS[correction])
+    samples = [one for group in world.known for one in group]
+    weights: list[Any] = []
+    for one in samples:
+        weights += formulas.correction(correction, one.start, one.engine, *config.correction_range).tolist()
+    held = [weight in (0.0, config.correction_range[1]) for weight in weights]
+    assert 0 < sum(held) < len(held)
