@@ -188,7 +188,7 @@ def test_ctrl_c_ends_the_run_in_good_order_and_leaves_no_process(desk: Path):
     process = start("train.steps=100000")
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("step:1"):
+        if line.startswith("step    1 "):
             break
     began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
@@ -205,9 +205,9 @@ def test_a_worker_that_ends_before_the_run_is_one_line_and_those_that_end_with_i
     said = ""
     for line in process.stdout:
         said += line
-        if line.startswith("step:0"):
+        if line.startswith("step    0 "):
             os.kill(pid_in(desk, "worker-1"), signal.SIGKILL)
-        if "worker-1" in line or line.startswith("step:200 "):
+        if "worker-1" in line or line.startswith("step  200 "):
             break
     os.kill(process.pid, signal.SIGINT)
     rest, errors = process.communicate(timeout=60)
@@ -226,7 +226,7 @@ def test_a_run_that_nobody_has_joined_says_so_once_and_when_it_goes_on(desk: Pat
     try:
         for line in process.stdout:
             lines.append(line)
-            if "goes on, after" in line or line.startswith("step:200 "):
+            if "goes on, after" in line or line.startswith("step  200 "):
                 break
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -234,7 +234,7 @@ def test_a_run_that_nobody_has_joined_says_so_once_and_when_it_goes_on(desk: Pat
         worker.kill()
         worker.communicate()
     assert process.returncode == 130, errors
-    said = [line for line in lines[2:] if not line.startswith("step:")]
+    said = [line for line in lines[2:] if not line.startswith("step ")]
     assert len(said) == 2, said
     assert said[0].startswith("waits: step 0 lacks 3 groups of 3, and the trainer has had nothing to do for 1")
     assert said[0].endswith("12 samples wait, and there is no worker; `polyrl doctor runs/tiny` says what to do\n")

@@ -127,7 +127,7 @@ def test_a_terminal_shows_the_fleet_and_keeps_the_line_of_the_step(tmp_path):
     run(watched(tmp_path, text))
     assert "arithmetic   step 0 of 1" in text.getvalue()
     assert "1 remote; " in text.getvalue()
-    assert "step:0 - reward/mean:0.5 - cost/usd_total:1.25" in text.getvalue()
+    assert "step    0  reward    0.5  usd   1.25" in text.getvalue()
 
 
 async def unanswered(text: io.StringIO) -> None:
@@ -154,4 +154,4 @@ async def without_a_terminal(text: io.StringIO) -> None:
 def test_without_a_terminal_nobody_is_asked_and_there_is_one_line():
     text = io.StringIO()
     run(without_a_terminal(text))
-    assert text.getvalue() == "step:0 - reward/mean:0.5\n"
+    assert text.getvalue() == "step    0  reward    0.5\n"

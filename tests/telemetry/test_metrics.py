@@ -201,7 +201,7 @@ def test_names_are_unique_and_a_name_is_described_by_one_of_them():
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     assert all(metric.meaning for metric in METRICS)
-    for name in (*ALIASES, *ALIASES.values(), *HEADLINES):
+    for name in (*ALIASES, *ALIASES.values(), *HEADLINES.values()):
         assert describe(name) is not None, name
     pass_at_8 = describe("validation/pass@8")
     assert pass_at_8 is not None
@@ -217,13 +217,38 @@ def test_aliases_carry_the_same_value_and_only_where_there_is_one():
 # The line
 
 
-def test_a_line_shows_the_headlines_in_order():
-    metrics = {"time/step_total": 12.34567, "perf/throughput_all_gpus": 18234.7, "reward/mean": 0.41234, "own": 1}
-    assert step_line(1, metrics) == (
-        "step:1 - reward/mean:0.4123 - perf/throughput_all_gpus:18235 - time/step_total:12.35"
-    )
+WHOLE = {
+    "reward/mean": 0.41234, "token/response_length/mean": 16.1611, "time/step_total": 12.34567,
+    "actor/entropy": 0.41234, "actor/grad_norm": 1.2, "perf/throughput_all_gpus": 18234.7,
+    "token/response_length/max": 35, "fleet/workers": 2.0, "cost/usd_total": 0.0289, "rounds/kind": "short", "own": 1,
+}  # fmt: skip
+
+
+def test_a_line_has_80_columns_and_a_wider_terminal_shows_more():
+    line = step_line(1, WHOLE)
+    assert line == "step    1  reward  0.412  len   16.2  time   12.3  entropy  0.412  grad    1.2"
+    assert len(line) <= 80
+    assert step_line(1, WHOLE, 120).startswith(line)
+    assert step_line(1, WHOLE, 200).endswith("longest     35  tok/s  18235  workers      2  usd 0.0289  round  short")
+
+
+def test_lines_stand_under_each_other_and_have_a_dash_where_a_step_trained_nothing():
+    empty = {name: None if isinstance(value, float) else value for name, value in WHOLE.items()}
+    one, other = step_line(9, WHOLE), step_line(1234, empty)
+    assert len(one) == len(other)
+    assert other == "step 1234  reward      -  len      -  time      -  entropy      -  grad      -"
+
+
+def test_a_critic_is_in_the_line_of_a_run_that_has_one():
+    line = step_line(1, {**WHOLE, "critic/vf_loss": 0.0123, "actor/kl_loss": 0.2})
+    assert "critic 0.0123" in line and "kl    0.2" in line and len(line) <= 80
+
+
+def test_imposed_lengths_are_said_in_every_line():
+    line = step_line(1, {**WHOLE, "rollout/imposed_lengths": 1})
+    assert line.endswith("(lengths of answers are imposed)") and "reward" in line and len(line) <= 80
 
 
 def test_values_read_well():
     shown = [show_value(value) for value in (7, 1e-6, 0.5, 123.456, 1234567.8, "short", None, math.nan, -math.inf)]
-    assert shown == ["7", "1e-06", "0.5", "123.5", "1234568", "short", "nan", "nan", "-inf"]
+    assert shown == ["7", "1e-06", "0.5", "123.5", "1234568", "short", "-", "nan", "-inf"]

@@ -159,9 +159,7 @@ def test_without_a_terminal_there_is_one_plain_line_a_step_and_nothing_else():
     text = io.StringIO()
     progress = play(Console(file=text, width=20))
     assert not progress.is_live
-    assert text.getvalue() == (
-        "step:12 - reward/mean:0.5 - time/step_total:6\nstep:13 - reward/mean:0.6 - time/step_total:5\n"
-    )
+    assert text.getvalue() == ("step   12  reward    0.5  time      6\nstep   13  reward    0.6  time      5\n")
 
 
 def test_in_a_terminal_lines_of_steps_stay_above_the_display():
@@ -169,9 +167,9 @@ def test_in_a_terminal_lines_of_steps_stay_above_the_display():
     progress = play(Console(file=text, width=80, force_terminal=True, color_system=None))
     assert progress.is_live
     printed = text.getvalue()
-    assert "step:12 - reward/mean:0.5" in printed
+    assert "step   12  reward    0.5" in printed
     assert "worker w0 lost: its 16 samples moved" in printed
-    assert printed.index("step:12 -") < printed.index("step:13 -")
+    assert printed.index("step   12") < printed.index("step   13")
 
 
 def test_what_stands_in_square_brackets_is_not_taken_for_a_style():

@@ -162,28 +162,25 @@ ALIASES: Mapping[str, str] = {
 }
 """What users know it by, and what we call it."""
 
-HEADLINES: tuple[str, ...] = (
-    "rounds/kind",
-    "rollout/imposed_lengths",
-    "reward/mean",
-    "validation/pass@1",
-    "token/response_length/mean",
-    "token/response_length/max",
-    "actor/pg_loss",
-    "actor/kl_loss",
-    "actor/entropy",
-    "actor/grad_norm",
-    "mismatch_kl",
-    "fleet/workers",
-    "fleet/migrations",
-    "idle/trainer_share",
-    "perf/throughput_all_gpus",
-    "time/step_generate",
-    "time/step_train",
-    "time/step_total",
-    "cost/usd_total",
-)
-"""What a step's line shows of them, in this order."""
+HEADLINES: Mapping[str, str] = {
+    "reward": "reward/mean",
+    "len": "token/response_length/mean",
+    "time": "time/step_total",
+    "critic": "critic/vf_loss",
+    "kl": "actor/kl_loss",
+    "entropy": "actor/entropy",
+    "grad": "actor/grad_norm",
+    "valid": "validation/reward/mean",
+    "longest": "token/response_length/max",
+    "tok/s": "perf/throughput_all_gpus",
+    "workers": "fleet/workers",
+    "moves": "fleet/migrations",
+    "idle": "idle/trainer_share",
+    "mismatch": "actor/mismatch_kl",
+    "usd": "cost/usd_total",
+    "round": "rounds/kind",
+}
+"""The metrics of a step's line by their labels there: the first ones at 80 columns, more on a wider terminal."""
 
 
 def describe(name: str) -> Metric | None:

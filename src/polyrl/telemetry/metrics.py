@@ -23,7 +23,7 @@ import msgspec
 from polyrl.errors import UserError
 from polyrl.ids import Step
 from polyrl.scheduling.ledger import DiscardCause, StepLine
-from polyrl.telemetry.metric_names import ALIASES, HEADLINES
+from polyrl.telemetry.metric_names import ALIASES, HEADLINES, IMPOSED_LENGTHS
 
 FILE_NAME = "metrics.jsonl"
 CUT_FILE_NAME = "metrics.cut.jsonl"
@@ -31,6 +31,8 @@ CUT_FILE_NAME = "metrics.cut.jsonl"
 MetricValue = float | int | str | None
 Metrics = Mapping[str, MetricValue]
 
+LINE_WIDTH = 80
+"""Columns of a step's line where no terminal says otherwise."""
 _STEP, _VALIDATION = "step", "validation/"
 _MILLION = 1e6
 _line_decoder = msgspec.json.Decoder(dict[str, float | int | str | None])
@@ -195,20 +197,35 @@ def with_aliases(metrics: Metrics) -> dict[str, MetricValue]:
     return {**metrics, **{alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}}
 
 
-def step_line(step: int, metrics: Metrics) -> str:
-    """`step:1 - reward/mean:0.412 - ... - time/step_total:12.3`: the headlines that there are."""
-    shown = [f"{name}:{show_value(metrics[name])}" for name in HEADLINES if name in metrics]
-    return " - ".join([f"step:{step}", *shown])
+def step_fields(step: int, metrics: Metrics, width: int) -> list[tuple[str, str]]:
+    """Return (label, figure) of the headlines that fit into `width` columns; figures of one label are equally wide."""
+    fields = [("step", f"{step:4}")]
+    room = width - len("step    0")
+    if metrics.get("rollout/imposed_lengths"):
+        room -= len(IMPOSED_LENGTHS) + 4
+    for label, name in HEADLINES.items():
+        figure = f"{show_value(metrics.get(name), digits=3):>6}"
+        needed = len(f"  {label} {figure}")
+        if name in metrics and needed <= room:
+            fields.append((label, figure))
+            room -= needed
+    return fields
 
 
-def show_value(value: MetricValue) -> str:
-    """Four digits that count, and no exponent where a person would not use one."""
+def step_line(step: int, metrics: Metrics, width: int = LINE_WIDTH) -> str:
+    """Return `step    1  reward  0.412  len   16.2  time   12.3`, with as many headlines as fit."""
+    line = "  ".join(f"{label} {figure}" for label, figure in step_fields(step, metrics, width))
+    return f"{line}  ({IMPOSED_LENGTHS})" if metrics.get("rollout/imposed_lengths") else line
+
+
+def show_value(value: MetricValue, digits: int = 4) -> str:
+    """Return so many significant digits, and no exponent where a person would not use one; `-` where there is none."""
     match value:
         case None:
-            return "nan"
+            return "-"
         case str() | int():
             return str(value)
         case float() if math.isfinite(value) and abs(value) >= 1000:
             return f"{value:.0f}"
         case float():
-            return f"{value:.4g}"
+            return f"{value:.{digits}g}"

@@ -26,7 +26,8 @@ from rich.text import Text
 
 from polyrl.ids import Seconds
 from polyrl.telemetry.looks import ACTIVITIES, KINDS, LEFT, TRAINER, show_seconds, show_tokens
-from polyrl.telemetry.metrics import Metrics, show_value, step_line
+from polyrl.telemetry.metric_names import IMPOSED_LENGTHS
+from polyrl.telemetry.metrics import Metrics, show_value, step_fields, step_line
 
 _REFRESH_PER_S = 4.0
 _MAX_WORKERS = 12
@@ -124,8 +125,17 @@ class Progress:
             self._events = (*self._events, text)[-_MAX_EVENTS:]
 
     def step_done(self, step: int, metrics: Metrics) -> None:
-        """The one line that is there with and without a terminal."""
-        self.say(step_line(step, metrics))
+        """Print the one line that is there with and without a terminal."""
+        if self._live is None:
+            self.say(step_line(step, metrics))
+            return
+        line = Text()
+        for label, figure in step_fields(step, metrics, self._console.width):
+            line.append(f"{label} ", _DIM).append(f"{figure}  ", "bold" if label == "reward" else "")
+        if metrics.get("rollout/imposed_lengths"):
+            line.append(f"({IMPOSED_LENGTHS})", "yellow")
+        line.rstrip()
+        self.say(line)
 
     def say(self, text: str | Text) -> None:
         """A line that stays, above the display."""

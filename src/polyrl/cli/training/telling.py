@@ -97,8 +97,11 @@ class Telling:
     async def validated(self, version: int, rates: dict[str, float]) -> None:
         validated.note(self._run_dir, version, rates)
         self._validated, self._version = dict(rates), version
-        shown = " - ".join(f"{name}:{rate:.3f}" for name, rate in rates.items())
-        self._display.say(f"version:{version} - {shown}")
+        shown = {name.removeprefix("validation/"): rate for name, rate in rates.items()}
+        of_all = {name: rate for name, rate in shown.items() if name == "reward/mean" or name.startswith("pass@")}
+        several = len(shown) > 2 * len(of_all)  # a single set has the same figures as all
+        parts = [f"{name} {rate:.3f}" for name, rate in {**of_all, **(shown if several else {})}.items()]
+        self._display.say("  ".join([f"version {version} validates:", *parts]))
 
     def _metrics(self, report: StepReport) -> dict[str, MetricValue]:
         rewards = np.array(report.rewards or [0.0])
