@@ -3,7 +3,7 @@
 Rules kept here: questions enter by the executor's one door, as all news does. So they are in the journal, they move
 when a worker dies, and replay and stories know them. What is asked at once is bounded here, never by letting it wait.
 
-A question does not outlive the manager: whoever asked hangs on a connection that dies with it (recovery.py).
+A question does not outlive the manager: the client's connection dies with it (recovery.py).
 """
 
 from collections.abc import Callable

@@ -42,7 +42,7 @@ class Entry(Struct, frozen=True):
 
     step: int
     num_steps: int
-    """Of the whole run, as it was then: the learning rate may hang on it."""
+    """Of the whole run, as it was then: the learning rate may depend on it."""
     batches: list[bytes]
     """What each call of `Steps.add` was given (batch.encode_groups)."""
     report: bytes = b""

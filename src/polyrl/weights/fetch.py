@@ -420,7 +420,7 @@ class Fetch:
         self._cut(source, why)
 
     def _cut(self, source: Source, why: str) -> None:
-        """Wake the threads that hang on it."""
+        """Wake the threads that wait for it."""
         with self._changed:
             links = [link for link, its in self._links.items() if its is source]
         for link in links:
