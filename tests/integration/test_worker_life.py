@@ -28,6 +28,7 @@ from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineError, EngineInfo, EngineStats, Job, Sink, Weights
 from polyrl.ids import LeaseId, Version, WorkerName
 from polyrl.manager.status import status
+from polyrl.scheduling.fleet import Worker
 from polyrl.wire import frames
 from polyrl.wire.control import JoinReply
 from polyrl.wire.dial import Dialer
@@ -260,6 +261,50 @@ def test_that_it_leaves_is_said_however_long_the_connection_takes_it():
         await asyncio.sleep(0)
         gc.collect()  # the loop itself does not hold a task
         assert len(asyncio.all_tasks() - before) == 1
+
+    run(scenario())
+
+
+def test_a_worker_with_a_notice_writes_on_and_hands_over_before_its_machine_goes(tmp_path: Path):
+    async def scenario() -> None:
+        slow = EmulatedConfig(slots=8, tokens_per_s=4.0, median_tokens=60.0, sigma=0.1)
+        async with manager(tmp_path) as live, trainer(live) as fleet:
+            worker = agent(live, engine=slow)
+            life = asyncio.create_task(worker.run())
+            await until(lambda: is_greeted(live), "it is connected")
+            await fleet.publish(0)
+            playing = asyncio.create_task(play_round(fleet, 0))
+            executor = live.service.executor
+
+            def seat() -> Worker:
+                found = executor.seat_of(executor.workers[NAME])
+                assert found is not None
+                return found
+
+            await until(lambda: bool(seat().leases), "it has samples")
+            began = time.monotonic()
+            worker.drain("SIGTERM", notice_s=6.0)
+            await until(lambda: seat().leaves_at is not None, "the notice is heard")
+            assert seat().state == "active" and seat().leases
+            left = await life
+            assert left.ok and time.monotonic() - began > 2.0, "it left at once"
+            async with honest_worker(live):
+                assert len(await playing) == 2
+            assert executor.scheduler is not None
+            assert executor.scheduler.ledger.moves.keys() == {"handed_over"}
+
+    run(scenario())
+
+
+def test_a_worker_with_a_notice_that_is_asked_again_hands_over_at_once(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live:
+            worker = agent(live)
+            life = asyncio.create_task(worker.run())
+            await until(lambda: is_greeted(live), "it is connected")
+            worker.drain("SIGTERM", notice_s=3000.0)
+            worker.drain("SIGTERM", notice_s=3000.0)
+            assert (await life).ok
 
     run(scenario())
 

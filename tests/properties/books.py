@@ -35,6 +35,7 @@ WorkerNews = (
 )
 Key = tuple[int, int, int]
 """Domain, epoch, prompt."""
+NO_TIME_S = 1e-6
 SECONDS_EVERY = 8
 """Seconds add up: a wrong one is still wrong a few events later."""
 
@@ -65,6 +66,8 @@ class Books:
         self.slots: dict[WorkerName, int] = {}
         self.local: set[WorkerName] = set()
         self.draining: set[WorkerName] = set()
+        self.hands_over_at: dict[WorkerName, float] = {}
+        """Who was given notice, until it drains."""
         self.holder: dict[LeaseId, WorkerName] = {}
         self.steps: dict[int, int] = {}
         """What each lease was for."""
@@ -154,7 +157,13 @@ class Books:
             case e.WorkerLeft():
                 self.note_gone(event.worker)
             case e.DrainRequested():
-                self.draining.add(event.worker)
+                if event.worker not in self.draining:
+                    margin_s = self.config.fleet_rules.leave_margin_s
+                    notice_s = event.notice_s if math.isfinite(event.notice_s) else 0.0
+                    self.hands_over_at[event.worker] = self.paid_until + max(0.0, notice_s - margin_s)
+                self.note_notices()
+            case e.TimePassed():
+                self.note_notices()
             case e.WeightsInstalled():
                 if event.version <= self.published:
                     self.versions[event.worker] = max(event.version, self.versions[event.worker])
@@ -212,10 +221,18 @@ class Books:
         starting_s = min(event.starting_s, self.paid_until - self.gone_at.get(name, -math.inf))
         self.paid[key] = self.paid.get(key, 0.0) + starting_s
 
+    def note_notices(self) -> None:
+        """Whose notice is over drains: it gets nothing more, whatever it has is taken back, and it is let go."""
+        due = [name for name, at in self.hands_over_at.items() if at <= self.paid_until + NO_TIME_S]
+        for name in due:
+            del self.hands_over_at[name]
+            self.draining.add(name)
+
     def note_gone(self, name: WorkerName) -> None:
         if self.alive.pop(name, None) is not None:
             self.gone_at[name] = self.missed.pop(name, self.paid_until)
         self.draining.discard(name)
+        self.hands_over_at.pop(name, None)
         self.local.discard(name)
 
     # After it

@@ -7,6 +7,7 @@ Half of the worlds are fair with a fleet, half with nothing but the trainer's ow
 seed.
 """
 
+import math
 import random
 from collections.abc import Callable
 from typing import Literal
@@ -219,7 +220,8 @@ class HostileWorld:
             self.kill(rng.choice(list(self.machines)), noticed=rng.random() < 0.5)
         elif draw < 0.72 and self.machines:
             machine = rng.choice(list(self.machines.values()))
-            self.tell(e.DrainRequested(machine.name, machine.incarnation, "a notice"))
+            notice_s = rng.choice([0.0, 0.0, -5.0, 1.0, 6.0, 40.0, 500.0, math.inf, math.nan])
+            self.tell(e.DrainRequested(machine.name, machine.incarnation, "a notice", notice_s))
         elif draw < 0.74 and self.news:
             self.news.pop(rng.randrange(len(self.news)))  # lost for ever
         elif draw < 0.80:

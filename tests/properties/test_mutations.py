@@ -163,6 +163,12 @@ MUTATIONS = [
         "    desk.state.fleet.start_drain(worker, now)\n",
     ),
     Mutation(
+        "a worker that was given notice is not drained in time",
+        "notices.py",
+        "        membership.drain(desk, worker, worker.why_leaving, now)\n",
+        "        desk.router.update(worker)\n",
+    ),
+    Mutation(
         "credit is not freed when a sample ends",
         "leases.py",
         "    else:\n        desk.router.update(worker)\n        desk.place_due = True\n",

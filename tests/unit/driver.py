@@ -104,8 +104,8 @@ class Driver:
     def turn(self, name: str, duty: e.Duty) -> list[c.Command]:
         return self.tell(e.DutyChanged(WorkerName(name), self.lives[WorkerName(name)], duty))
 
-    def drain(self, name: str) -> list[c.Command]:
-        return self.tell(e.DrainRequested(WorkerName(name), self.lives[WorkerName(name)], "a spot notice"))
+    def drain(self, name: str, notice_s: float = 0.0) -> list[c.Command]:
+        return self.tell(e.DrainRequested(WorkerName(name), self.lives[WorkerName(name)], "a spot notice", notice_s))
 
     def leave(self, name: str) -> list[c.Command]:
         self.beating.remove(WorkerName(name))

@@ -15,6 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("worker", metavar="NAME", help="as `polyrl status` shows it")
     parser.add_argument("--reason", default="asked to drain", help="what the journal says (default: %(default)s)")
+    parser.add_argument(
+        "--notice",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="its machine goes in S seconds: it generates until shortly before (default: it hands over now)",
+    )
     dialing.add_arguments(parser)
 
 
@@ -23,16 +30,22 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.errors import UserError
     from polyrl.wire.control import DrainRequest
     from polyrl.wire.dial import Unreachable
+    from polyrl.wire.frames import MAX_NOTICE_S
+
+    if not 0 <= args.notice <= MAX_NOTICE_S:
+        raise UserError(f"--notice: {args.notice:g}; expected seconds from 0 to {MAX_NOTICE_S:g}")
+    wanted = DrainRequest(reason=args.reason, notice_s=args.notice)
 
     async def ask() -> None:
         async with dialing.dialer(args) as dialer:
-            await dialer.post(
-                f"/v1/workers/{quote(args.worker, safe='')}/drain", DrainRequest(reason=args.reason), dict
-            )
+            await dialer.post(f"/v1/workers/{quote(args.worker, safe='')}/drain", wanted, dict)
 
     try:
         run_loop(ask())
     except Unreachable as error:
         raise UserError(str(error)) from error
-    print(f"{args.worker}: draining; it hands its samples over and leaves")
+    if args.notice:
+        print(f"{args.worker}: given notice; it hands over what has not ended, and leaves, within {args.notice:g} s")
+    else:
+        print(f"{args.worker}: draining; it hands its samples over and leaves")
     return 0

@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drain-deadline", type=float, default=25.0, metavar="S", help="after a signal (default: %(default)s)"
     )
+    parser.add_argument(
+        "--notice",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="SIGTERM says that the machine goes in S seconds: generate until shortly before (default: hand over now)",
+    )
     relaying = parser.add_mutually_exclusive_group()
     relaying.add_argument(
         "--relay-on",
@@ -83,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.errors import UserError
     from polyrl.weights.interfaces import listening_addresses
     from polyrl.wire.control import WORKER_NAME
+    from polyrl.wire.frames import MAX_NOTICE_S
 
     name = _default_name() if args.name is None else args.name
     if not re.fullmatch(WORKER_NAME, name):
@@ -93,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--devices: {args.devices}; expected at least 1")
     if not args.drain_deadline > 0:
         raise UserError(f"--drain-deadline: {args.drain_deadline:g}; expected seconds above 0")
+    if not 0 <= args.notice <= MAX_NOTICE_S:
+        raise UserError(f"--notice: {args.notice:g}; expected seconds from 0 to {MAX_NOTICE_S:g}")
     if args.join is None and not args.check:
         raise UserError("--join: missing; expected the manager's address, or --check to try the engine alone")
     if not 0 <= args.egress_mb_s < math.inf:
@@ -189,8 +199,8 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
     )
     agent = WorkerAgent(engine, dialer, options, peer_of=_peer_of(args))
     loop = asyncio.get_running_loop()
-    for number, reason in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl+C")):
-        loop.add_signal_handler(number, agent.drain, reason)
+    loop.add_signal_handler(signal.SIGTERM, agent.drain, "SIGTERM", args.notice)
+    loop.add_signal_handler(signal.SIGINT, agent.drain, "Ctrl+C")
     left = await agent.run()
     if left.ok:
         print(f"worker {name}: left: {left}", flush=True)

@@ -73,7 +73,7 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
         case frames.Turned():
             executor.tell(e.DutyChanged(session.name, session.incarnation, frame.duty))
         case frames.Leaving():
-            joining.drain(executor, session.name, frame.reason)
+            joining.drain(executor, session.name, frame.reason, frame.notice_s)
         case frames.Goodbye():
             if frame.is_misfit:
                 log.warning("worker %s has left: %s", session.name, frame.reason)
@@ -179,7 +179,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
         elif sample.state == "stopping":
             session.hand_over(lease)
     if hello.draining:
-        joining.drain(executor, session.name, hello.draining)
+        joining.drain(executor, session.name, hello.draining, hello.notice_s)
     if worker.state == "draining" and not worker.leases:
         session.say(frames.Release("it has handed everything over"))
 

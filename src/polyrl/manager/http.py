@@ -283,7 +283,7 @@ class Front:
     async def _drain(self, request: web.Request) -> web.Response:
         name = WorkerName(request.match_info["name"])
         wanted = await self._read(request, DrainRequest) if request.can_read_body else DrainRequest()
-        if not await self._service.ask(lambda executor: joining.drain(executor, name, wanted.reason)):
+        if not await self._service.ask(lambda executor: joining.drain(executor, name, wanted.reason, wanted.notice_s)):
             raise _BadRequest(404, "worker", f"there is no worker {name!r}")
         return web.json_response({"draining": name})
 

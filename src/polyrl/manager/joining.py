@@ -11,7 +11,7 @@ What a session is for is in sessions.py; what is said on its connections in from
 import logging
 import secrets
 
-from polyrl.ids import Incarnation, Version, WorkerName
+from polyrl.ids import Incarnation, Seconds, Version, WorkerName
 from polyrl.manager.executor import Executor
 from polyrl.manager.journal import SessionOpened
 from polyrl.manager.refusals import Refused
@@ -248,15 +248,15 @@ def _seat_all(executor: Executor) -> None:
         _tell_joined(executor, session)
 
 
-def drain(executor: Executor, name: WorkerName, reason: str) -> bool:
-    """Whether there is such a worker."""
+def drain(executor: Executor, name: WorkerName, reason: str, notice_s: Seconds = 0.0) -> bool:
+    """Have a worker hand over and leave, at the latest in `notice_s`. Whether there is such a worker."""
     session = executor.workers.get(name)
     if session is None:
         return False
     if executor.seat_of(session) is None:
         executor.forget(name, reason)
     else:
-        executor.tell(e.DrainRequested(name, session.incarnation, reason))
+        executor.tell(e.DrainRequested(name, session.incarnation, reason, notice_s))
     return True
 
 

@@ -207,7 +207,7 @@ def _age_s(executor: Executor, desk: Desk, name: str, key: int, left_s: float) -
 
 
 def _of(desk: Desk, name: str, key: int) -> str:
-    if name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "drain"):
+    if name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
         return desk.seats[key].name
     return f"lease {key}" if name == "hand_over" else f"step {key}" if name == "seed" else "the fleet"
 

@@ -10,7 +10,18 @@ from typing import Literal
 from polyrl.ids import Seconds
 
 WaitName = Literal[
-    "heartbeat", "unheard", "stall", "hand_over", "pull", "retry_pull", "switch", "drain", "reward", "seed", "balance"
+    "heartbeat",
+    "unheard",
+    "stall",
+    "hand_over",
+    "pull",
+    "retry_pull",
+    "switch",
+    "notice",
+    "drain",
+    "reward",
+    "seed",
+    "balance",
 ]
 Wait = tuple[WaitName, int]
 """What is waited for, and for whom: a worker's seat, a lease, a sample or a step."""
@@ -29,9 +40,10 @@ class Deadlines:
             heapq.heappush(self._heap, (at, wait))
 
     def postpone(self, seconds: Seconds) -> None:
-        """Move all of them."""
+        """Move all of them, but for notices: a machine that goes does not wait for us."""
         for wait in self.entries:
-            self.entries[wait] += seconds
+            if wait[0] != "notice":
+                self.entries[wait] += seconds
         self._heap = [(at, wait) for wait, at in self.entries.items()]
         heapq.heapify(self._heap)
 

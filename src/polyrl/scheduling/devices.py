@@ -60,7 +60,7 @@ def window_over(desk: Desk, step: int, now: Seconds) -> None:
 
 
 def _somebody_else_generates(desk: Desk) -> bool:
-    return any(worker.may_generate for worker in desk.state.fleet.seats.values() if not worker.local)
+    return any(worker.may_take for worker in desk.state.fleet.seats.values() if not worker.local)
 
 
 def stop_generating(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:

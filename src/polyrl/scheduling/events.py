@@ -68,6 +68,8 @@ class DrainRequested(EventStruct, frozen=True, tag=True):
     worker: WorkerName
     incarnation: Incarnation
     reason: str
+    notice_s: Seconds = 0.0
+    """How long its machine stays; 0: it hands over now."""
 
 
 class WeightsInstalled(EventStruct, frozen=True, tag=True):

@@ -118,10 +118,20 @@ class Worker(Struct):
     """The driver was away, and has not heard of it since: its seconds from then on are not in the ledger yet."""
     validating: bool = False
     """The trainer validates on its devices."""
+    leaves_at: Seconds | None = None
+    """When its machine goes, if a notice was given (notices.py)."""
+    why_leaving: str = ""
+    is_closed: bool = False
+    """It was given notice, and goes so soon that nothing more is worth beginning there."""
 
     @property
     def may_generate(self) -> bool:
         return self.state == "active" and self.duty == "generating" and not self.down and not self.unheard
+
+    @property
+    def may_take(self) -> bool:
+        """Samples may be given to it, if it has room."""
+        return self.may_generate and not self.is_closed
 
     @property
     def owes(self) -> bool:

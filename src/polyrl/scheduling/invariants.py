@@ -160,7 +160,7 @@ def _check_fleet(desk: Desk, now: Seconds) -> None:
         fleet.local_seats == [seat for seat, worker in fleet.seats.items() if worker.local],
         "the seats of local workers are not what the fleet says",
     )
-    choosable = [seat for seat, worker in fleet.seats.items() if worker.may_generate and worker.credit > 0]
+    choosable = [seat for seat, worker in fleet.seats.items() if worker.may_take and worker.credit > 0]
     _law(desk.router.valid_seats() == sorted(choosable), "the router's workers are not those with credit")
     for worker in fleet.seats.values():
         name = f"worker {worker.name}"

@@ -122,7 +122,7 @@ def let_others_go_on(desk: Desk, worker: Worker, now: Seconds) -> None:
     """It may be dead, and its samples wait for it. Whoever can write goes on with them; it may still come back."""
     if not worker.leases:
         return
-    if any(one.may_generate for one in desk.seats.values()):
+    if any(one.may_take for one in desk.seats.values()):
         _take_back_all(desk, worker, "it was not heard of since we are back", "lost", now)
     else:
         desk.deadlines.set(("unheard", worker.seat), now + _LOOK_AGAIN_S)
@@ -136,6 +136,7 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
     _stop_pull(desk, worker)
     desk.state.fleet.start_drain(worker, now)
     desk.router.update(worker)
+    desk.deadlines.clear(("notice", worker.seat))
     desk.deadlines.set(("drain", worker.seat), now + desk.config.fleet_rules.drain_timeout_s)
     for lease in list(worker.leases):
         leases.hand_over(desk, desk.leases[lease], why, now)
@@ -155,7 +156,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
     line = state.ledger.workers[worker.name]
     line.paid_until = worker.since
     line.num_losses += worker.owes
-    for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "drain"):
+    for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
         desk.deadlines.clear((name, worker.seat))
     for lease in list(worker.leases):
         sample = desk.leases[lease]

@@ -44,7 +44,7 @@ class Move(Struct, frozen=True, gc=False):
 def relieve_waiting(workers: Iterable[Worker]) -> list[tuple[Worker, int]]:
     """How many of its youngest samples each overfull worker gives up: no more than the others have credit for."""
     able = [worker for worker in workers if worker.may_generate]
-    room = sum(worker.credit for worker in able if worker.num_waiting == 0 and worker.credit > 0)
+    room = sum(worker.credit for worker in able if worker.may_take and worker.num_waiting == 0 and worker.credit > 0)
     given: list[tuple[Worker, int]] = []
     for worker in able:
         num = min(worker.num_waiting, room, len(worker.leases) - 1)
@@ -62,7 +62,9 @@ def plan_moves(
 ) -> list[Move]:
     """Moves from crowded workers to empty ones, each of which pays for itself; at most `_MAX_MOVES` at a time."""
     able = [worker for worker in workers if worker.may_generate]
-    targets = [(len(one.leases), one.spot, one.seat, one) for one in able if len(one.leases) < one.plateau]
+    targets = [
+        (len(one.leases), one.spot, one.seat, one) for one in able if one.may_take and len(one.leases) < one.plateau
+    ]
     heapq.heapify(targets)
     moves: list[Move] = []
     for source in sorted(able, key=lambda one: (-len(one.leases), one.seat)):

@@ -86,6 +86,8 @@ class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pull_timeout_s: Positive = 900.0
     switch_timeout_s: Positive = 300.0
     drain_timeout_s: Positive = 30.0
+    leave_margin_s: NotNegative = 2.0
+    """A worker that was given notice hands over this long before its machine goes."""
     max_failures: AtLeastOne = 3
     """A worker that fails this many groups in a row that others answer is given up; a sample that fails this often is
     dropped."""

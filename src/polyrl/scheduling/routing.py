@@ -38,6 +38,7 @@ class Router:
             and worker.duty == "generating"
             and not worker.down
             and not worker.unheard
+            and not worker.is_closed
             and seat in self._seats
         ):
             load = num_leases / worker.slots

@@ -16,7 +16,7 @@ import msgspec
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds
-from polyrl.scheduling import asking, balancing, devices, failures, leases, membership, rounds, scoring, steps
+from polyrl.scheduling import asking, balancing, devices, failures, leases, membership, notices, rounds, scoring, steps
 from polyrl.scheduling.commands import Abort, Command
 from polyrl.scheduling.deadlines import Wait
 from polyrl.scheduling.desk import Desk, State, new_state
@@ -187,8 +187,7 @@ class Scheduler:
             case DrainRequested():
                 worker = self._worker(event)
                 if worker is not None:
-                    membership.drain(desk, worker, event.reason, now)
-                    devices.arm_window(desk, now)
+                    notices.given(desk, worker, event.reason, event.notice_s, now)
             case GroupRejected():
                 self._group_rejected(event, now)
             case StepRestarted():
@@ -399,6 +398,8 @@ class Scheduler:
                 worker = desk.state.fleet.seats[key]
                 membership.lose(desk, worker, _WHY_LOST[name], now, tell=True)
                 devices.arm_window(desk, now)
+            case "notice":
+                notices.look(desk, desk.seats[key], now)
             case "unheard":
                 membership.let_others_go_on(desk, desk.seats[key], now)
             case "hand_over":

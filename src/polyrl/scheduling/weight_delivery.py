@@ -62,7 +62,7 @@ def plan_pulls(
 
 def _can_serve(worker: Worker, newest: Version) -> bool:
     has_it = newest in (worker.version, worker.pulling)
-    is_there = worker.state != "draining" and not worker.unheard
+    is_there = worker.state != "draining" and not worker.unheard and not worker.is_closed
     return has_it and is_there and worker.relays and not worker.local and not worker.bad_source
 
 

@@ -49,6 +49,8 @@ class FleetModel:
         self._lives: dict[WorkerName, int] = {}
         self._taken: dict[WorkerName, None] = {}
         """Machines that the market took back for good."""
+        self._goes_at: dict[WorkerName, Seconds] = {}
+        """When a machine goes that was given notice. Its worker may join, or start again, after that."""
         self._parked: dict[WorkerName, None] = {}
         """Machines that were given back because they were not worth holding."""
         self._touched: dict[WorkerName, Machine] = {}
@@ -88,6 +90,8 @@ class FleetModel:
         )
         self._agenda.later(scenario.fleet.heartbeat_s, lambda: self._heartbeat(machine))
         self._agenda.later(scenario.engine.flush_s, lambda: self._flush(machine))
+        if name in self._goes_at:
+            self._warn(machine)
 
     def _remote_engine(self, name: WorkerName) -> tuple[EngineModel, int]:
         speed = self._scenario.fleet.speed * speed_of(name, self._scenario.faults, self._seed)
@@ -151,8 +155,10 @@ class FleetModel:
             case "restart":
                 self.join(event.worker, local=False)
             case "notice":
+                assert event.goes_at_s is not None
+                self._goes_at[event.worker] = event.goes_at_s
                 if machine is not None:
-                    self._drain(machine, "the market takes it back")
+                    self._warn(machine)
             case "take":
                 self._taken[event.worker] = None
                 self.timeline.mark(event.worker, None, self._agenda.now)
@@ -199,16 +205,18 @@ class FleetModel:
         self._trainer.take_devices(machine.name)
         self.timeline.mark(machine.name, None, self._agenda.now)
 
-    def _drain(self, machine: Machine, reason: str) -> None:
-        self.timeline.mark(machine.name, "draining", self._agenda.now)
-        self._tell(e.DrainRequested(machine.name, machine.incarnation, reason))
+    def _warn(self, machine: Machine) -> None:
+        self._drain(machine, "the market takes it back", self._goes_at[machine.name] - self._agenda.now)
+
+    def _drain(self, machine: Machine, reason: str, notice_s: Seconds = 0.0) -> None:
+        self._tell(e.DrainRequested(machine.name, machine.incarnation, reason, notice_s))
 
     def kill_some(self) -> None:
         """The fault of the scenario's kill step: the newest machines die, or are taken with notice."""
         faults = self._scenario.faults
         for machine in self._remote()[-faults.kill_workers :]:
             if faults.kill_notice_s:
-                self._drain(machine, "a notice")
+                self._drain(machine, "a notice", faults.kill_notice_s)
                 self._agenda.later(faults.kill_notice_s, lambda machine=machine: self._die(machine))
             else:
                 self._die(machine)

@@ -38,12 +38,15 @@ _ORDER_AT_ONE_MOMENT = ("grant", "restart", "heal", "cut", "notice", "die", "tak
 
 
 class WorldEvent(Struct, frozen=True):
-    """Something that happens to a machine. A grant also says when the machine joins; it is paid from the grant on."""
+    """Something that happens to a machine; it is paid from its grant on."""
 
     at_s: Seconds
     kind: WorldKind
     worker: WorkerName
     joins_at_s: Seconds | None = None
+    """Of a grant: when the machine joins."""
+    goes_at_s: Seconds | None = None
+    """Of a notice: when the machine goes."""
 
 
 class _Machine(Struct):
@@ -194,7 +197,8 @@ def _life(machine: _Machine, notice_s: Seconds) -> list[WorldEvent]:
     if machine.taken_at == inf:
         return life
     if notice_s > 0:
-        life.append(WorldEvent(max(machine.granted_at, machine.taken_at - notice_s), "notice", machine.name))
+        said_at = max(machine.granted_at, machine.taken_at - notice_s)
+        life.append(WorldEvent(said_at, "notice", machine.name, goes_at_s=machine.taken_at))
     life.append(WorldEvent(machine.taken_at, "take", machine.name))
     return life
 

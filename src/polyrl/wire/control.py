@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.wire.frames import NoticeSeconds
 
 WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 """Python's `$` also matches before a last newline; elsewhere the end of the pattern says nothing new."""
@@ -89,6 +90,7 @@ class RunReply(Struct, frozen=True, kw_only=True):
 
 class DrainRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: Annotated[str, Meta(min_length=1, max_length=200, pattern=PRINTABLE)] = "asked to drain"
+    notice_s: NoticeSeconds = 0.0
 
 
 class WorkerStatus(Struct, frozen=True, kw_only=True):

@@ -40,6 +40,9 @@ Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
 """A peer's words. They go into logs and onto terminals: each frame has its own made plain, as it is decoded."""
 Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
 Duty = Literal["generating", "training"]
+MAX_NOTICE_S = 86_400.0
+NoticeSeconds = Annotated[float, Meta(ge=0, le=MAX_NOTICE_S)]
+"""How long a machine stays that was given notice; 0: it hands over now."""
 Addresses = Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=64)]
 
 
@@ -96,6 +99,8 @@ class Hello(Frame, frozen=True, tag="hello"):
     """Where others may fetch weights from it."""
     down: Text = ""
     """Why its engine is down, if it is."""
+    notice_s: NoticeSeconds = 0.0
+    """With `draining`: how long its machine stays."""
 
     def __post_init__(self) -> None:
         _make_plain(self, "draining", "down")
@@ -168,6 +173,7 @@ class Leaving(Frame, frozen=True, tag="leaving"):
     """It wants to hand everything over and go."""
 
     reason: Text
+    notice_s: NoticeSeconds = 0.0
 
     def __post_init__(self) -> None:
         _make_plain(self, "reason")

@@ -122,6 +122,8 @@ class WorkerAgent:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._welcomed = False
         self._draining = ""
+        self._goes_at: float | None = None
+        """When the machine goes, if notice was given; None while draining: it hands over at once."""
         self._saying: asyncio.Task[None] | None = None
         """That we leave."""
         self._left: asyncio.Future[Left] | None = None
@@ -224,20 +226,29 @@ class WorkerAgent:
                 until = time.monotonic() + max(self._options.name_patience_s, found.missed_in_s)
             await asyncio.sleep(next(waits))
 
-    def drain(self, reason: str) -> None:
-        """Hand everything over and leave; a second time: leave now."""
-        if self._draining:
+    def drain(self, reason: str, notice_s: float = 0.0) -> None:
+        """Hand everything over and leave: shortly before the machine goes in `notice_s` seconds, or at once.
+
+        A worker that was given notice and is asked again hands over at once; one that hands over leaves.
+        """
+        if self._draining and self._goes_at is None:
             self._leave("asked twice to leave", ok=False)
             return
+        if self._draining or not notice_s > 0:
+            notice_s, self._goes_at = 0.0, None
+            log.info("draining: %s", reason)
+        else:
+            self._goes_at = time.monotonic() + notice_s
+            log.info("%s: the machine goes in %.0f s", reason, notice_s)
         self._draining = reason
-        log.info("draining: %s", reason)
         asyncio.get_running_loop().call_later(
-            self._options.drain_deadline_s, lambda: self._leave("the drain deadline has passed", ok=False)
+            max(notice_s, self._options.drain_deadline_s),
+            lambda: self._leave("the drain deadline has passed", ok=False),
         )
         if self._has_nothing_to_hand_over and self._socket is None:  # nobody is there, and nothing is lost
             self._leave(reason, ok=True)
         else:
-            self._saying = asyncio.get_running_loop().create_task(self._send(frames.Leaving(reason)))
+            self._saying = asyncio.get_running_loop().create_task(self._send(frames.Leaving(reason, notice_s)))
 
     @property
     def _has_nothing_to_hand_over(self) -> bool:
@@ -286,7 +297,8 @@ class WorkerAgent:
             return left
         except UserError as error:
             return Left(str(error), ok=False, is_misfit=True)
-        return Left(self._draining, ok=True) if self._draining and self._has_nothing_to_hand_over else None
+        hands_over = bool(self._draining) and self._goes_at is None
+        return Left(self._draining, ok=True) if hands_over and self._has_nothing_to_hand_over else None
 
     async def _join(self) -> None:
         assert self._info is not None
@@ -331,7 +343,9 @@ class WorkerAgent:
         self._announced = self._installer.version
         peer, digest = self._installer.peer, self._installer.digest
         relayed = peer.addresses if peer is not None and self._options.relays else ()
-        await self._send(frames.Hello(self._runs, self._book.hello(), self._draining, digest, relayed, self._down))
+        left_s = 0.0 if self._goes_at is None else max(0.0, self._goes_at - time.monotonic())
+        held = self._book.hello()
+        await self._send(frames.Hello(self._runs, held, self._draining, digest, relayed, self._down, left_s))
         regular = (self._receive(), self._flush_often(), self._report_often(), self._expect_welcome())
         tasks = [asyncio.create_task(one) for one in regular]
         try:
@@ -450,7 +464,7 @@ class WorkerAgent:
         await self._send(frame)
 
     async def _released(self, frame: frames.Release) -> None:
-        if frame.rejoin and not self._draining:
+        if frame.rejoin and (not self._draining or self._goes_at is not None):
             raise SessionOver(frame.why)
         if self._draining or not frame.in_anger:
             await self._flush()
