@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 COMMANDS = {
-    "check_algorithms": ["cpu"],
+    "check_algorithms": ["--device cpu --stride 97"],
     "check_delta": ["--small"],
     "check_engine": [
         "right llama --small",

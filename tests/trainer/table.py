@@ -6,7 +6,7 @@ log-probability with the Jacobian of these, which transformers and autograd give
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -17,6 +17,7 @@ from tests.trainer.reference_step import Known, slopes
 from tests.trainer.small import Recording, load_plain, plain_logprobs
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
+from polyrl.scheduling.order import mix64
 from polyrl.trainer import advantages as _registers_advantages  # noqa: F401
 from polyrl.trainer import losses as _registers_losses  # noqa: F401
 from polyrl.trainer.batch import TrainSample
@@ -88,10 +89,16 @@ def cases(loss: str, advantage: str) -> Iterator[dict[str, Any]]:
         yield case | {"aggregation": aggregation} | kl | CLIPS.get(loss, {}) | BOUNDS.get(correction, {})
 
 
+def sample_of_cases(stride: int) -> list[dict[str, Any]]:
+    """Every so many of the whole table; each second one with two updates."""
+    table = [case for loss, advantage in product(all_losses(), all_advantages()) for case in cases(loss, advantage)]
+    return [case | {"mini_batches": 1 + number % 2} for number, case in enumerate(table[::stride])]
+
+
 class Found(NamedTuple):
     loss: float
     gradients: list["np.ndarray[Any, np.dtype[np.float64]]"]
-    """Of the policy, as one long row; and of the critic, where there is one."""
+    """Of the policy's updates, each as one long row; then of the critic's, where there is one."""
 
 
 class Table:
@@ -107,7 +114,8 @@ class Table:
         self.critic = Critic(trunk, OptimizerConfig(lr=1e-30), 1)
         head = torch.randn(SHAPE["hidden_size"], generator=torch.Generator().manual_seed(5)) * 0.3
         self.critic.parameters()["value_head.weight"].data.copy_(head)
-        self.values = self.critic.optimizer = Recording(self.critic.parameters(), OptimizerConfig(lr=1e-30), 1)
+        self.critic.optimizer.__class__ = Recording  # a second one would take a bfloat16 model's gradients twice
+        self.values: Any = self.critic.optimizer
         self._look_at(places, head)
 
     def _look_at(self, places: list[Path], head: torch.Tensor) -> None:
@@ -153,14 +161,16 @@ class Table:
         self.jacobian, self.value_jacobian = (torch.stack(one).numpy() for one in (rows, value_rows))
 
     def expected(self, config: AlgorithmConfig) -> Found:
-        found = slopes(config, self.known, CAP)
-        by_token, by_value = (
-            np.concatenate([one for group in its for one in group]) for its in (found.logprobs, found.values)
-        )
-        gradients = [by_token @ self.jacobian]
-        return Found(
-            found.loss, gradients + ([by_value @ self.value_jacobian] if config.advantage == BY_CRITIC else [])
-        )
+        """Of each mini-batch, where there are several: the weights do not move."""
+        order = sorted(range(len(self.groups)), key=lambda group: mix64(0, group))
+        num = config.mini_batches
+        ends = [len(order) * part // num for part in range(num + 1)]
+        parts = [tuple(order[first:end]) for first, end in pairwise(ends)]
+        found = [slopes(config, self.known, CAP, part) for part in parts]
+        gradients = [_flat(one.logprobs) @ self.jacobian for one in found]
+        if config.advantage == BY_CRITIC:
+            gradients += [_flat(one.values) @ self.value_jacobian for one in found]
+        return Found(sum(one.loss for one in found) / num, gradients)
 
     def step(self, config: AlgorithmConfig) -> Found:
         """A whole one, of groups that come in two calls."""
@@ -174,12 +184,16 @@ class Table:
             reference=None if config.kl == "none" else self.reference,
             critic=self.critic if has_critic else None,
         )
+        rows = [(self.optimizer, self.names), *([(self.values, self.value_names)] if has_critic else [])]
+        for one, _ in rows:
+            one.each, one.weights_before = [], []
         steps.begin(0)
         steps.add(self.groups[:1])
         steps.add(self.groups[1:])
         stats = steps.finish()
-        rows = [(self.optimizer, self.names), *([(self.values, self.value_names)] if has_critic else [])]
-        return Found(stats.metrics["actor/pg_loss"], [_in_a_row(one.last, names) for one, names in rows])
+        return Found(
+            stats.metrics["actor/pg_loss"], [_in_a_row(each, names) for one, names in rows for each in one.each]
+        )
 
     def distance(self, case: Mapping[str, Any]) -> float:
         """How far a step is from what it must give, as a share of that: the gradients' and the loss's largest."""
@@ -202,6 +216,10 @@ def jacobian(number: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tens
     found = torch.autograd.grad(number, parameters, retain_graph=True, allow_unused=True)
     flat = [torch.zeros_like(by) if one is None else one for one, by in zip(found, parameters, strict=True)]
     return torch.cat([one.flatten() for one in flat])
+
+
+def _flat(of_groups: list[list[Any]]) -> Any:
+    return np.concatenate([one for group in of_groups for one in group])
 
 
 def _in_a_row(gradient: dict[str, torch.Tensor], names: list[str]) -> Any:

@@ -31,6 +31,12 @@ def test_a_step_s_values_and_gradients_are_the_references(world, loss, advantage
     assert not wrong, f"{len(wrong)} of {len(cases)}: {wrong[:3]}"
 
 
+def test_so_are_those_of_two_updates(world):
+    apart = [(world.distance(case), case) for case in table.sample_of_cases(61) if case["mini_batches"] == 2]
+    assert len(apart) > 20
+    assert not [(distance, case) for distance, case in apart if not distance < TOLERANCE]
+
+
 @pytest.mark.parametrize("loss", table.all_losses())
 def test_the_clips_of_the_table_hold_some_tokens_and_not_others(world, loss):
     case = {"loss": loss, "aggregation": "token-mean", **table.CLIPS[loss]}
