@@ -4,6 +4,7 @@ PolyrlError                 everything we raise on purpose
 ├── UserError               the person can fix it: one line, exit code 2, no traceback   (caught by cli)
 │   ├── ConfigError         a key or a value of a TOML file or an override
 │   └── JournalError        a journal that cannot be read
+├── NoReward                an answer has none, and would have none if it were asked for again (caught by client)
 └── LawViolation            we are wrong: an invariant of the scheduler does not hold      (caught by nobody)
 """
 
@@ -22,6 +23,10 @@ class ConfigError(UserError):
 
 class JournalError(UserError):
     """A journal is missing, cut short or damaged. The message names the file and the record."""
+
+
+class NoReward(PolyrlError):
+    """An answer has no reward, and another attempt would end the same. The message is one line."""
 
 
 class LawViolation(PolyrlError):

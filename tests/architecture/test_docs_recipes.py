@@ -29,6 +29,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "data.arithmetic": r.ArithmeticTask,
     "validation": r.ValidationSection,
     "rewards": r.RewardsSection,
+    "rewards.functions": r.WeightedReward,
     "fleet": r.FleetSection,
     "manager": r.ManagerSection,
     "weights": r.WeightsSection,

@@ -110,7 +110,7 @@ sampling = st.builds(
 )
 prompts = st.builds(frames.PromptText, groups, st.sampled_from([b"", b"abc", *[b"abcdefgh"] * 9]), sampling)
 outcomes: st.SearchStrategy[frames.Outcome] = st.sampled_from(
-    ("scored", "timed_out", "crashed", "refused", "infrastructure_failed")
+    ("scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward")
 )
 seqs = st.just(1)
 trainer_frames: st.SearchStrategy[Any] = st.one_of(

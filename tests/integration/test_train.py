@@ -158,9 +158,10 @@ def test_a_reward_that_never_succeeds_is_told_from_one_that_fails_now_and_then(d
             with contextlib.suppress(RewardFailed):
                 await tasks.score(0, 0, answer, "stop")
         await asyncio.wait((watching,), timeout=0.1)
+        is_over = watching.done()
         watching.cancel()
         await tasks.close()
-        return watching.done()
+        return is_over
 
     assert asyncio.run(is_hopeless([5]))
     assert not asyncio.run(is_hopeless([5, 6]))

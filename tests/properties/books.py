@@ -190,7 +190,7 @@ class Books:
                 self.finished.add(event.sample)
             case e.RewardFinished():
                 del self.scoring[event.sample]
-                if event.outcome != "infrastructure_failed":
+                if event.outcome not in ("infrastructure_failed", "no_reward"):
                     self.scored.add(event.sample)
             case e.VersionPublished():
                 self.published = event.version

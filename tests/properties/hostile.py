@@ -35,7 +35,7 @@ TailMode = Literal["off", "race", "prompts", "designated", "predicted"]
 FAIR_SECONDS = 6000
 FAIR_STEPS = 2
 FAIR_OUTCOMES: tuple[e.RewardOutcome, ...] = ("scored", "timed_out")
-OUTCOMES: tuple[e.RewardOutcome, ...] = ("scored", "scored", "crashed", "infrastructure_failed")
+OUTCOMES: tuple[e.RewardOutcome, ...] = ("scored", "scored", "crashed", "infrastructure_failed", "no_reward")
 
 
 def random_config(rng: random.Random) -> SchedulerConfig:

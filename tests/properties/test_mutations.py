@@ -129,7 +129,7 @@ MUTATIONS = [
     Mutation(
         "a reward that could not be had counts as one",
         "scheduler.py",
-        'if event.outcome == "infrastructure_failed":',
+        'if event.outcome in ("infrastructure_failed", "no_reward"):',
         'if event.outcome == "never":',
     ),
     Mutation(

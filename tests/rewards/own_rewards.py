@@ -1,11 +1,16 @@
 """Reward functions of a person: good ones, and every way to go wrong."""
 
 import asyncio
+import contextlib
 import os
+import struct
+import subprocess
 import sys
+import threading
 import time
 
-from polyrl.rewards.reward import RewardInput
+from polyrl.rewards.messages import Scored, encode
+from polyrl.rewards.reward import Reward, RewardInput
 
 
 def length(given: RewardInput) -> float:
@@ -103,6 +108,146 @@ async def async_raises(given: RewardInput) -> float:
 
 async def async_text(given: RewardInput) -> str:
     return "good"
+
+
+async def blocks(given: RewardInput) -> float:
+    """What nobody should do in an `async def`, and everybody does."""
+    time.sleep(3600)
+    return 1.0
+
+
+async def blocks_if_told(given: RewardInput) -> float:
+    await asyncio.sleep(0.05)
+    if given.answer == "block":
+        time.sleep(3600)
+    await asyncio.sleep(0.2)
+    return float(len(given.answer))
+
+
+async def dies_if_told(given: RewardInput) -> float:
+    await asyncio.sleep(0.05)
+    if given.answer == "die":
+        os._exit(7)
+    await asyncio.sleep(0.2)
+    return float(len(given.answer))
+
+
+async def async_pid(given: RewardInput) -> float:
+    await asyncio.sleep(0.2)
+    return float(os.getpid())
+
+
+def runs_a_loop(given: RewardInput) -> float:
+    return asyncio.run(waits(given))
+
+
+def parts(given: RewardInput) -> dict[str, float]:
+    return {"format": 0.25, "length": len(given.answer)}
+
+
+def score_and_parts(given: RewardInput) -> dict[str, float]:
+    return {"score": 7, "format": 0.25}
+
+
+def a_reward(given: RewardInput) -> Reward:
+    return Reward(2.0, {"style": 0.5})
+
+
+def a_text_among_parts(given: RewardInput) -> dict[str, object]:
+    return {"format": 1.0, "extracted": "42"}
+
+
+def too_many_parts(given: RewardInput) -> dict[str, float]:
+    return {f"p{number}": 1.0 for number in range(1000)}
+
+
+def with_arguments(given: RewardInput, *, bonus: float, words: list[str]) -> float:
+    return bonus + len(words)
+
+
+def the_environment(given: RewardInput) -> float:
+    return float(given.answer in os.environ)
+
+
+def needs_a_key(given: RewardInput) -> float:
+    return float(len(os.environ["JUDGE_API_KEY"]))
+
+
+def eats_memory(given: RewardInput) -> float:
+    return float(len(bytearray(4 << 30)))
+
+
+def prints_and_raises(given: RewardInput) -> float:
+    print("looking at", given.answer)
+    return float(_inner(given))
+
+
+def _inner(given: RewardInput) -> int:
+    return int(given.row["missing"])  # the line that a person wants to see
+
+
+def prints_and_hangs(given: RewardInput) -> float:
+    print("about to hang")
+    return sleeps(given)
+
+
+# What code that a model wrote does when a function runs it in its own process
+
+
+def writes_everywhere(given: RewardInput) -> float:
+    """To every descriptor there is: a whole reply, as it was before questions had nonces, and as it is."""
+    for forged in (Scored(b"", 777.0, {}), Scored(bytes(16), 777.0, {})):
+        for number in range(3, 1024):
+            with contextlib.suppress(OSError):
+                os.write(number, encode(forged))
+    return 1.0
+
+
+def writes_late(given: RewardInput) -> float:
+    """A thread that stays, and writes while others are scored."""
+
+    def write() -> None:
+        time.sleep(0.1)
+        writes_everywhere(given)
+
+    threading.Thread(target=write, daemon=True).start()
+    return 1.0
+
+
+def writes_a_byte(given: RewardInput) -> float:
+    for number in range(3, 1024):
+        with contextlib.suppress(OSError):
+            os.write(number, b"x")
+    return 1.0
+
+
+def announces_gigabytes(given: RewardInput) -> float:
+    for number in range(3, 1024):
+        with contextlib.suppress(OSError):
+            os.write(number, struct.pack("<I", 1_500_000_000) + b"x" * 1000)
+            for _ in range(1500):
+                os.write(number, bytes(1 << 20))
+    return 1.0
+
+
+def from_a_fork(given: RewardInput) -> float:
+    child = os.fork()
+    if child == 0:
+        writes_everywhere(given)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return 1.0
+
+
+def from_a_program(given: RewardInput) -> float:
+    program = "import os\nfor number in range(3, 1024):\n try: os.write(number, b'x' * 100)\n except OSError: pass\n"
+    subprocess.run([sys.executable, "-c", program], close_fds=False, check=True)
+    return 1.0
+
+
+def closes_everything(given: RewardInput) -> float:
+    os.closerange(3, 1024)
+    return 1.0
 
 
 some_value = 3

@@ -1,9 +1,12 @@
 """The rewards that ship with the package."""
 
+import asyncio
+
 import pytest
 
 from polyrl.rewards import arithmetic, math_answers
-from polyrl.rewards.reward import RewardFailed, RewardInput
+from polyrl.rewards.pool import RewardPool
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
 
 
 def given(answer: str, expected: str) -> RewardInput:
@@ -39,3 +42,36 @@ def test_math_compares_what_the_answers_mean(answer: str, expected: str, reward:
 def test_math_fails_where_the_data_has_no_answer_to_compare_with():
     with pytest.raises(RewardFailed, match="cannot be read as mathematics"):
         math_answers.score(given("3", " "))
+
+
+HOSTILE = {
+    "a tower of powers": r"\boxed{9^{9^{9^9}}}",
+    "a large power": r"$9^{9^{9}}$",
+    "a factorial": r"\boxed{1000000!}",
+    "a power of ten digits": r"\boxed{2^{10000000000}}",
+    "nested parentheses": r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
+    "a long product": r"\boxed{" + "".join(f"(x+{number})" for number in range(200)) + "}",
+    "a power of a sum": r"\boxed{(x+y+z+w)^{300}}",
+    "many numbers": "1 2 3 " * 30_000,
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+def test_an_answer_that_takes_math_too_long_has_no_reward_and_its_process_lives(answer: str):
+    """The next answer is compared by the same process, without importing anything anew."""
+
+    async def body() -> tuple[bool, list[int], list[int], float]:
+        pool = RewardPool(1, 60.0)
+        try:
+            await pool.score("math", given("42", "42"))
+            before = pool.pids
+            (hard,) = await asyncio.gather(
+                pool.score("math", given(answer, "42"), {"limit_s": 0.5}), return_exceptions=True
+            )
+            after = await pool.score("math", given("42", "42"))
+            return isinstance(hard, RewardTimedOut) or hard == Reward(0.0), before, pool.pids, after.score
+        finally:
+            await pool.close()
+
+    is_none_or_wrong, before, after, score = asyncio.run(body())
+    assert is_none_or_wrong and before == after and score == 1.0

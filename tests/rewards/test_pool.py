@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -11,9 +13,11 @@ from typing import TypeVar
 
 import pytest
 
+from polyrl.cli.loop import run_loop
 from polyrl.errors import ConfigError
+from polyrl.rewards.line import Surroundings
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import RewardFailed, RewardInput, RewardTimedOut
+from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
 
 Result = TypeVar("Result")
 
@@ -27,11 +31,16 @@ def given(answer: str = "abc", **row: object) -> RewardInput:
     return RewardInput("1+2=", answer, "abc", dict(row), "stop", len(answer) + 1)
 
 
-def with_pool(body: Callable[[RewardPool], Awaitable[Result]], processes: int = 1, timeout_s: float = 20.0) -> Result:
+def with_pool(
+    body: Callable[[RewardPool], Awaitable[Result]],
+    processes: int = 1,
+    timeout_s: float = 20.0,
+    surroundings: Surroundings | None = None,
+) -> Result:
     """Runs, closes, and sees that no process is left."""
 
     async def run() -> Result:
-        pool = RewardPool(processes, timeout_s)
+        pool = RewardPool(processes, timeout_s, surroundings=surroundings)
         try:
             return await body(pool)
         finally:
@@ -39,7 +48,11 @@ def with_pool(body: Callable[[RewardPool], Awaitable[Result]], processes: int = 
             await pool.close()
             assert not [pid for pid in pids if is_running(pid)]
 
-    return asyncio.run(run())
+    return run_loop(run())
+
+
+async def score(pool: RewardPool, name: str, asked: RewardInput | None = None) -> float:
+    return (await pool.score(f"own_rewards:{name}", given() if asked is None else asked)).score
 
 
 def is_running(pid: int) -> bool:
@@ -61,37 +74,39 @@ def ends_soon(pid: int) -> bool:
 def test_plain_functions_get_the_whole_input_and_return_any_real_number():
     async def body(pool: RewardPool) -> list[float]:
         return [
-            await pool.score("own_rewards:length", given("four")),
-            await pool.score("own_rewards:echo_row", given("x", values=[1, 20.5], text="é", nested={"a": None})),
-            await pool.score("own_rewards:is_true", given("abc")),
-            await pool.score("arithmetic", given("1+1=abc")),
+            await score(pool, "length", given("four")),
+            await score(pool, "echo_row", given("x", values=[1, 20.5], text="é", nested={"a": None})),
+            await score(pool, "is_true", given("abc")),
+            (await pool.score("arithmetic", given("1+1=abc"))).score,
         ]
 
     assert with_pool(body) == [4.0, 22.5, 1.0, 1.0]
 
 
 def test_processes_load_neither_torch_nor_transformers_nor_numpy():
-    assert with_pool(lambda pool: pool.score("own_rewards:loaded_modules", given())) == 0.0
+    assert with_pool(lambda pool: score(pool, "loaded_modules")) == 0.0
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("raises", "KeyError: 'no such thing\\nin two lines'"),
-        ("exits", "SystemExit: 3"),
+        ("raises", "KeyError: 'no such thing\\nin two lines' (PLACE, in raises)"),
+        ("exits", "SystemExit: 3 (PLACE, in exits)"),
         ("not_a_number", "returned nan, expected a finite number"),
         ("a_text", "returned '1.0', expected a number"),
         ("nothing", "returned None, expected a number"),
         ("dies", "its process ended: exit code 1"),
-        ("async_raises", "TimeoutError: its own"),
+        ("async_raises", "TimeoutError: its own (PLACE, in async_raises)"),
+        ("a_text_among_parts", "returned extracted = '42', expected a number"),
+        ("too_many_parts", "returned 1000 parts, expected at most 32"),
         ("async_text", "returned 'good', expected a number"),
     ],
 )
 def test_what_goes_wrong_is_a_failure_with_its_reason_and_the_next_answer_is_scored(name: str, reason: str):
     async def body(pool: RewardPool) -> tuple[str, float]:
         with pytest.raises(RewardFailed) as failed:
-            await pool.score(f"own_rewards:{name}", given())
-        return str(failed.value), await pool.score("own_rewards:length", given())
+            await score(pool, name)
+        return re.sub(r"\([^()]*own_rewards\.py:\d+", "(PLACE", str(failed.value)), await score(pool, "length")
 
     assert with_pool(body) == (reason, 3.0)
 
@@ -100,27 +115,203 @@ def test_what_goes_wrong_is_a_failure_with_its_reason_and_the_next_answer_is_sco
 def test_what_takes_too_long_is_ended_and_the_next_answer_is_scored(name: str):
     async def body(pool: RewardPool) -> float:
         with pytest.raises(RewardTimedOut, match=r"took longer than 0\.5 s"):
-            await pool.score(f"own_rewards:{name}", given())
-        return await pool.score("own_rewards:length", given())
+            await score(pool, name)
+        return await score(pool, "length")
 
     assert with_pool(body, timeout_s=0.5) == 3.0
 
 
-def test_async_functions_run_beside_each_other_without_a_process():
-    async def body(pool: RewardPool) -> tuple[list[float], list[int]]:
-        return await asyncio.gather(*(pool.score("own_rewards:waits", given()) for _ in range(20))), pool.pids
+def test_async_functions_share_processes_and_none_runs_in_the_trainer():
+    async def body(pool: RewardPool) -> set[float]:
+        return set(await asyncio.gather(*(score(pool, "async_pid") for _ in range(20))))
 
-    rewards, pids = with_pool(body)
-    assert rewards == [0.5] * 20 and pids == []
+    pids = with_pool(body, processes=2)
+    assert 1 <= len(pids) <= 2 and os.getpid() not in pids
+
+
+def test_async_functions_run_beside_each_other_in_a_process():
+    async def body(pool: RewardPool) -> int:
+        asking = [asyncio.create_task(score(pool, "waits_for_ever")) for _ in range(8)]
+        most = 0
+        while most < 8:
+            await asyncio.sleep(0.01)
+            most = max(most, pool.state().running)
+        for task in asking:
+            task.cancel()
+        return most
+
+    assert with_pool(body) == 8
+
+
+def test_an_async_function_that_blocks_holds_up_neither_the_trainer_nor_its_time_limit():
+    """The caller's event loop goes on, and the answer is given up when its time is over."""
+
+    async def body(pool: RewardPool) -> tuple[int, str, float]:
+        asking = asyncio.create_task(score(pool, "blocks"))
+        num_turns = 0
+        while not asking.done():
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        return num_turns, str(asking.exception()), await score(pool, "length")
+
+    num_turns, why, after = with_pool(body, timeout_s=0.5)
+    assert num_turns > 10 and why == "took longer than 0.5 s" and after == 3.0
+
+
+@pytest.mark.parametrize(("name", "bad", "reason"), [
+    ("blocks_if_told", "block", "took longer than 1 s"),
+    ("dies_if_told", "die", "its process ended: exit code 7"),
+])  # fmt: skip
+def test_an_async_function_that_takes_its_process_along_hurts_its_own_answer_only(name: str, bad: str, reason: str):
+    async def body(pool: RewardPool) -> list[float | BaseException]:
+        answers = ["a", "bb", bad, "cccc", "ddddd", "eeeeee"]
+        await score(pool, name)  # from here on it is known to be async
+        return await asyncio.gather(*(score(pool, name, given(one)) for one in answers), return_exceptions=True)
+
+    found = with_pool(body, processes=2, timeout_s=1.0)
+    assert [one for one in found if isinstance(one, float)] == [1.0, 2.0, 4.0, 5.0, 6.0]
+    assert str(found[2]) == reason
+
+
+def test_a_plain_function_may_run_an_event_loop_of_its_own():
+    async def body(pool: RewardPool) -> list[float]:
+        return [await score(pool, name) for name in ("runs_a_loop", "waits", "runs_a_loop", "waits")]
+
+    assert with_pool(body) == [0.5] * 4
+
+
+# Code that a model wrote, run by a function in its own process
+
+
+@pytest.mark.parametrize("name", ["writes_everywhere", "writes_a_byte", "announces_gigabytes"])
+def test_a_forged_reply_scores_nobody_and_shifts_no_reward(name: str):
+    async def body(pool: RewardPool) -> tuple[float | BaseException, list[float]]:
+        (forged,) = await asyncio.gather(score(pool, name), return_exceptions=True)
+        return forged, [await score(pool, "length", given("x" * number)) for number in range(5)]
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    forged, after = with_pool(body)
+    assert isinstance(forged, RewardFailed) or forged == 1.0, "its own, or none"
+    assert after == [0.0, 1.0, 2.0, 3.0, 4.0]
+    grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown_mb < 100, "a reply that is announced as gigabytes is not read"
+
+
+def test_a_thread_that_stays_behind_and_writes_hurts_nobody_else():
+    async def body(pool: RewardPool) -> list[float]:
+        await score(pool, "writes_late")
+        rewards: list[float] = []
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            rewards.append(await score(pool, "length"))
+        return rewards
+
+    assert set(with_pool(body)) == {3.0}
+
+
+@pytest.mark.parametrize("name", ["from_a_fork", "from_a_program"])
+def test_what_a_function_starts_has_no_line_to_the_trainer(name: str):
+    async def body(pool: RewardPool) -> list[float]:
+        return [await score(pool, one) for one in (name, "own_pid", name, "own_pid")]
+
+    first, pid, second, same_pid = with_pool(body)
+    assert first == second == 1.0 and pid == same_pid, "nothing came over the line that ended the process"
+
+
+def test_a_function_that_closes_the_line_fails_by_itself():
+    async def body(pool: RewardPool) -> float:
+        with pytest.raises(RewardFailed):
+            await score(pool, "closes_everything")
+        return await score(pool, "length")
+
+    assert with_pool(body) == 3.0
+
+
+def test_secrets_of_the_environment_are_withheld_unless_the_recipe_names_them(monkeypatch: pytest.MonkeyPatch):
+    names = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "OPENAI_API_KEY"]
+    for name in (*names, "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "x")
+
+    async def body(pool: RewardPool) -> list[float]:
+        return [
+            await score(pool, "the_environment", given(name)) for name in (*names, "TOKENIZERS_PARALLELISM", "PATH")
+        ]
+
+    kept = Surroundings(environment=("OPENAI_API_KEY",))
+    assert with_pool(body, surroundings=kept) == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_function_that_misses_a_withheld_variable_says_how_to_have_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "x")
+    with pytest.raises(RewardFailed, match=r"JUDGE_API_KEY is withheld from rewards: name it in rewards.environment"):
+        with_pool(lambda pool: score(pool, "needs_a_key"))
+
+
+def test_a_function_that_wants_too_much_memory_fails_by_itself():
+    async def body(pool: RewardPool) -> float:
+        with pytest.raises(RewardFailed, match=r"MemoryError.*rewards.memory_gb = 1 is what a process may have"):
+            await score(pool, "eats_memory")
+        return await score(pool, "length")
+
+    assert with_pool(body, surroundings=Surroundings(memory_bytes=1 << 30)) == 3.0
+
+
+# What a person sees
+
+
+def test_an_exception_is_shown_with_its_file_and_line_and_what_was_printed_is_in_the_log(tmp_path: Path):
+    log = tmp_path / "rewards.log"
+    with pytest.raises(RewardFailed) as failed:
+        with_pool(lambda pool: score(pool, "prints_and_raises"), surroundings=Surroundings(log=log))
+    lines = (Path(__file__).parent / "own_rewards.py").read_text().splitlines()
+    number = next(place for place, line in enumerate(lines, 1) if "the line that a person wants to see" in line)
+    assert str(failed.value).startswith("KeyError: 'missing' (") and f"own_rewards.py:{number}, in _inner)" in str(
+        failed.value
+    )
+    assert str(log) in str(failed.value)
+    printed = log.read_text()
+    assert "looking at abc" in printed and "Traceback" in printed and f"line {number}" in printed
+
+
+def test_where_a_function_hung_is_in_the_log(tmp_path: Path):
+    log = tmp_path / "rewards.log"
+    with pytest.raises(RewardTimedOut, match=r"rewards.log"):
+        with_pool(lambda pool: score(pool, "prints_and_hangs"), timeout_s=0.5, surroundings=Surroundings(log=log))
+    assert "about to hang" in log.read_text() and "in sleeps" in log.read_text()
+
+
+def test_the_log_does_not_grow_without_end(tmp_path: Path):
+    log = tmp_path / "rewards.log"
+    log.write_bytes(bytes(17 << 20))
+    assert with_pool(lambda pool: score(pool, "length"), surroundings=Surroundings(log=log)) == 3.0
+    assert log.stat().st_size < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "reward"),
+    [
+        ("parts", Reward(3.25, {"format": 0.25, "length": 3.0})),
+        ("score_and_parts", Reward(7.0, {"format": 0.25})),
+        ("a_reward", Reward(2.0, {"style": 0.5})),
+        ("length", Reward(3.0, {})),
+    ],
+)
+def test_a_function_may_return_named_parts(name: str, reward: Reward):
+    assert with_pool(lambda pool: pool.score(f"own_rewards:{name}", given())) == reward
+
+
+def test_a_function_gets_the_arguments_of_the_recipe():
+    arguments = {"bonus": 0.5, "words": ["a", "b"]}
+    assert with_pool(lambda pool: pool.score("own_rewards:with_arguments", given(), arguments)) == Reward(2.5)
 
 
 def test_a_function_that_prints_a_lot_is_scored_and_nobody_hears_it(capfd: pytest.CaptureFixture[str]):
-    assert with_pool(lambda pool: pool.score("own_rewards:prints_a_lot", given())) == 1.0
+    assert with_pool(lambda pool: score(pool, "prints_a_lot")) == 1.0
     assert capfd.readouterr() == ("", "")
 
 
 def test_children_end_with_the_pool():
-    child = int(with_pool(lambda pool: pool.score("own_rewards:forks_and_returns", given())))
+    child = int(with_pool(lambda pool: score(pool, "forks_and_returns")))
     assert ends_soon(child)
 
 
@@ -129,7 +320,7 @@ def test_children_end_with_the_process_that_started_them(tmp_path: Path):
 
     async def body(pool: RewardPool) -> bool:
         with pytest.raises(RewardFailed, match="its process ended: exit code 1"):
-            await pool.score("own_rewards:forks_and_dies", given(pid_file=str(pid_file)))
+            await score(pool, "forks_and_dies", given(pid_file=str(pid_file)))
         return await asyncio.to_thread(ends_soon, int(pid_file.read_text()))
 
     assert with_pool(body)
@@ -137,37 +328,38 @@ def test_children_end_with_the_process_that_started_them(tmp_path: Path):
 
 def test_a_forked_child_never_answers_for_its_parent():
     async def body(pool: RewardPool) -> list[float]:
-        return [await pool.score("own_rewards:both_return", given()) for _ in range(5)]
+        return [await score(pool, "both_return") for _ in range(5)]
 
     assert with_pool(body) == [1.0] * 5
 
 
 def test_there_are_never_more_processes_than_allowed_and_they_are_used_again():
     async def body(pool: RewardPool) -> set[float]:
-        return set(await asyncio.gather(*(pool.score("own_rewards:own_pid", given()) for _ in range(30))))
+        return set(await asyncio.gather(*(score(pool, "own_pid") for _ in range(30))))
 
     assert len(with_pool(body, processes=2)) <= 2
 
 
 def test_a_process_that_was_killed_while_it_waited_hurts_nobody():
     async def body(pool: RewardPool) -> float:
-        await pool.score("own_rewards:length", given())
-        (process,) = pool._idle
+        await score(pool, "length")
+        (process,) = pool._processes
+        assert process.pid is not None
         os.kill(process.pid, 9)
-        while process.is_alive:
+        while process.is_usable:
             await asyncio.sleep(0.01)
-        return await pool.score("own_rewards:length", given())
+        return await score(pool, "length")
 
     assert with_pool(body) == 3.0
 
 
 def test_an_answer_that_nobody_waits_for_leaves_its_process_in_use():
     async def body(pool: RewardPool) -> float:
-        asking = asyncio.create_task(pool.score("own_rewards:length", given()))
+        asking = asyncio.create_task(score(pool, "length"))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        return await pool.score("own_rewards:length", given())
+        return await score(pool, "length")
 
     assert with_pool(body) == 3.0
 
@@ -175,7 +367,7 @@ def test_an_answer_that_nobody_waits_for_leaves_its_process_in_use():
 def test_closing_while_functions_run_ends_them():
     async def run() -> list[int]:
         pool = RewardPool(2, 60.0)
-        asking = [asyncio.create_task(pool.score("own_rewards:sleeps", given())) for _ in range(4)]
+        asking = [asyncio.create_task(score(pool, "sleeps")) for _ in range(4)]
         while len(pool.pids) < 2:
             await asyncio.sleep(0.01)
         pids = pool.pids
@@ -216,8 +408,8 @@ asyncio.run(main())
 def test_a_row_that_is_no_plain_data_fails_by_itself():
     async def body(pool: RewardPool) -> float:
         with pytest.raises(RewardFailed, match="the row is no plain data"):
-            await pool.score("own_rewards:length", given(huge=1 << 80))
-        return await pool.score("own_rewards:length", given())
+            await score(pool, "length", given(huge=1 << 80))
+        return await score(pool, "length")
 
     assert with_pool(body) == 3.0
 

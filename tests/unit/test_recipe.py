@@ -29,12 +29,12 @@ def test_the_smallest_recipe_is_a_model_and_data():
     small = recipe()
     assert small.run_dir == "runs/small"
     (domain,) = small.data.all_domains
-    assert (domain.name, domain.reward_name) == ("arithmetic", "arithmetic")
+    assert (domain.name, [one.function for one in small.rewards_of(domain)]) == ("arithmetic", ["arithmetic"])
 
 
 def test_a_single_domain_may_be_written_right_into_data():
     (domain,) = recipe("data.source=folder/sums.jsonl", "data.reward=my:own", "data.chat=true").data.all_domains
-    assert (domain.name, domain.source, domain.reward_name, domain.chat) == (
+    assert (domain.name, domain.source, domain.reward, domain.chat) == (
         "sums",
         "folder/sums.jsonl",
         "my:own",

@@ -199,6 +199,18 @@ def test_a_failed_reward_is_not_a_zero_but_tried_again_and_then_dropped():
     assert run.ledger.samples_discarded == {"reward_failed": 1}
 
 
+def test_an_answer_that_can_have_no_reward_is_dropped_at_the_first_attempt():
+    run = Driver(small_config(prompts=1, samples=3, rewards=RewardConfig(max_attempts=3)))
+    run.begin()
+    run.join("a")
+    run.finish("1/0", "1/1", "1/2")
+    run.reward("1/1", "1/2")
+    said = run.reward("1/0", outcome="no_reward")
+    assert only(said, c.Score) == [] and run.ledger.samples_discarded == {"reward_failed": 1}
+    (delivery,) = only(said, c.DeliverGroup)
+    assert [sample % 1024 for sample in delivery.samples] == [1, 2]
+
+
 def test_the_answer_to_an_earlier_attempt_does_not_count():
     run = Driver(small_config(prompts=1, samples=1, rewards=RewardConfig(max_attempts=3)))
     run.begin()

@@ -143,7 +143,7 @@ def start(
     _warn_on_stderr()
     for line in inert(recipe.algorithm):
         logging.getLogger("polyrl.train").warning(line)
-    tasks = load_tasks(recipe)
+    tasks = load_tasks(recipe, run_dir / "logs" / "rewards.log")
     models.check_tokenizers(recipe)
     if past is not None:
         checkpoints.check_prompts(past, recipe, tasks.digests)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyrl.client.line import Line
-from polyrl.errors import PolyrlError, UserError
+from polyrl.errors import NoReward, PolyrlError, UserError
 from polyrl.ids import show_sample
 from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
@@ -87,7 +87,8 @@ Called in a thread, one prompt after the other, so it may be slow. Workers wait 
 waited for `fleet_rules.stall_timeout_s` and half as long again is given up.
 """
 RewardOf = Callable[[Sample], Awaitable[float | Reward]]
-"""One that raises, takes too long or returns no finite number has failed: tried again, then the sample is dropped.
+"""One that raises or returns no finite number has failed: tried again, then the sample is dropped. One that takes too
+long, or raises NoReward, is not tried again.
 
 It never counts as a zero. A judge that finds an answer wanting, because it crashed its test for example, returns that.
 """
@@ -391,27 +392,34 @@ class Fleet:
         sample = _sample(one.text, one.origin)
         outcome: frames.Outcome = "scored"
         result = Reward(0.0)
+        limit = asyncio.timeout(one.timeout_s)
         try:
-            async with asyncio.timeout(one.timeout_s):
+            async with limit:
                 given = await reward_of(sample)
             result = given if isinstance(given, Reward) else Reward(float(given))
             if not math.isfinite(result.value):
                 raise ValueError(f"a reward of {result.value}")
         except (PolyrlError, TimeoutError) as error:
-            self._num_unscored += 1
-            level = logging.WARNING if self._num_unscored <= _WARNINGS else logging.INFO
-            log.log(level, "no reward for sample %s: %s", sample.name, str(error) or f"none in {one.timeout_s:g} s")
-            if self._num_unscored == _WARNINGS:
-                log.warning("further samples without a reward are counted in the ledger, and not named here")
-            outcome, result = "infrastructure_failed", Reward(0.0)
+            self._tell_of_none(sample, str(error) or f"none in {one.timeout_s:g} s")
+            is_final = isinstance(error, NoReward) or limit.expired()
+            outcome = "no_reward" if is_final else "infrastructure_failed"
         except Exception:
             log.exception("the reward of sample %s failed", sample.name)
-            outcome, result = "infrastructure_failed", Reward(0.0)
+            outcome = "infrastructure_failed"
+        if outcome != "scored":
+            result = Reward(0.0)
         await self._state(
             lambda seq: frames.Scored(
                 seq, one.text.sample, one.attempt, outcome, result.value, result.correct, result.cpu_s
             )
         )
+
+    def _tell_of_none(self, sample: Sample, why: str) -> None:
+        self._num_unscored += 1
+        level = logging.WARNING if self._num_unscored <= _WARNINGS else logging.INFO
+        log.log(level, "no reward for sample %s: %s", sample.name, why)
+        if self._num_unscored == _WARNINGS:
+            log.warning("further samples without a reward are counted in the ledger, and not named here")
 
     @property
     def _has_failed(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
+from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.scheduling.parameters import (
     FleetRules,
     HandBackConfig,
@@ -310,8 +311,9 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     source: str | None = None
     """A .jsonl or .parquet file, a directory of `datasets`, or "arithmetic"."""
-    reward: str | None = None
-    """arithmetic, math, or a function of your own: `module:function`. None: the source's own, if it has one."""
+    reward: str | tuple[str, ...] | None = None
+    """arithmetic, math, or a function of your own: `module:function`; or several, whose scores are added up. None: all
+    of rewards.functions; where there are none, the source's own, if it has one."""
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
@@ -336,8 +338,8 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Raises ValueError, `key: reason`, for what takes more than one key to see."""
         if not self.source:
             raise ValueError('source: missing, expected a file, a directory or "arithmetic"')
-        if self.reward is None and self.source != ARITHMETIC:
-            raise ValueError("reward: missing, expected arithmetic, math or module:function")
+        if not self.reward and self.reward is not None:
+            raise ValueError("reward: got none, expected arithmetic, math or module:function")
         if self.system and not self.chat:
             raise ValueError("system: is for chat = true alone; otherwise the template is the place for it")
         _check_template("template", self.template)
@@ -360,10 +362,6 @@ class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fiel
             return self.validation
         place = ARITHMETIC if self.validation is None and self.source == ARITHMETIC else self.validation
         return {} if place is None else {self.name: place}
-
-    @property
-    def reward_name(self) -> str:
-        return ARITHMETIC if self.reward is None else self.reward
 
 
 class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -427,17 +425,6 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def samples_per_prompt(self) -> int:
         return max(self.pass_at) if self.num_samples is None else self.num_samples
-
-
-class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where rewards are computed; docs/concepts/rewards.md."""
-
-    processes: Annotated[int, Meta(ge=1, le=256)] = 2
-    """Of the pool that plain functions run in."""
-    timeout_s: Positive = 30.0
-    """A reward that takes longer has failed, and its sample is dropped."""
-    slots: AtLeastOne | None = None
-    """Rewards under way at once; more than 8 a process, which is what none means, is for async functions that wait."""
 
 
 class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -562,6 +549,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_ranks()
         self._check_mooncake()
         self._check_price()
+        self._check_rewards()
 
     # What was not said is said here, so that whoever prints the recipe sees it.
 
@@ -639,6 +627,18 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether any version is validated."""
         return bool(self.validation_names) and (self.validation.at_start or self.validation.every_steps > 0)
 
+    def _check_rewards(self) -> None:
+        unused = [one.title for one in self.rewards.functions]
+        for index, domain in enumerate(self.data.all_domains):
+            key = f"data.domains.{index}.reward" if self.data.domains else "data.reward"
+            try:
+                used = [one.title for one in self.rewards_of(domain)]
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from error
+            unused = [one for one in unused if one not in used]
+        if unused:
+            raise ValueError(f"rewards.functions: no domain uses {unused[0]}; name it in data.reward, or leave it out")
+
     def _check_best(self) -> None:
         wanted, validation = self.checkpoint.keep_best, self.validation
         if not wanted:
@@ -676,6 +676,10 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"algorithm.overlong_buffer_tokens: {buffer} is more than rollout.max_new_tokens, {longest}"
             )
+
+    def rewards_of(self, domain: DomainSection) -> tuple[WeightedReward, ...]:
+        """The functions that score a domain's answers."""
+        return self.rewards.chosen(domain.reward, ARITHMETIC if domain.source == ARITHMETIC else None)
 
     @property
     def max_staleness(self) -> int:

@@ -133,7 +133,7 @@ def _scored(executor: Executor, frame: frames.Scored) -> None:
     assert executor.scheduler is not None
     desk, sample = executor.scheduler.desk, SampleId(frame.sample)
     is_awaited = sample in desk.scoring.running and desk.samples[sample].attempt == frame.attempt
-    if is_awaited and frame.outcome != "infrastructure_failed":
+    if is_awaited and frame.outcome not in ("infrastructure_failed", "no_reward"):
         executor.payload.text(sample).reward = frame.value
         executor.journal.add_note(RewardKept(frame.sample, frame.value))
     executor.tell(e.RewardFinished(sample, frame.attempt, frame.outcome, frame.correct, frame.cpu_s))

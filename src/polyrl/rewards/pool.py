@@ -4,68 +4,78 @@
     reward = await pool.score("math", given)          # or RewardFailed
     await pool.close()
 
-Async functions run on the caller's event loop; plain ones in processes, which are started when they are first needed.
+No function of a person's runs in the trainer. A plain one has a process to itself; async ones share a process, so many
+at a time. Processes are started when they are first needed. Of our own, those that cannot take long run right here.
 
 Rules kept here: a function that hangs is killed with its process, and one that takes its process along hurts its own
-answer only: the next one gets a new process. A process is the head of a group, and ends with all that it started. The
-clock of an answer starts when its function is called: not while it waits for a process, nor while modules are imported.
-An answer that nobody waits for any more is finished all the same: starting a process anew would cost more.
-
-Left out: memory, files, network (a sandbox comes later), and children that leave the group by `setsid`.
+answer only: whoever else was there is asked again, alone, in a new process. So is an answer whose process broke after
+it had scored others, since what those left behind may have done it. An answer that took too long by itself is not asked
+again. An answer that nobody waits for any more is finished all the same: starting a process anew would cost more.
 """
 
 import asyncio
-import contextlib
 import os
-import signal
-import socket
-import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import msgspec
+from polyrl.errors import ConfigError
+from polyrl.rewards import arithmetic
+from polyrl.rewards.line import Call, ProcessBroke, RewardProcess, Surroundings
+from polyrl.rewards.messages import Failed, Scored
+from polyrl.rewards.reward import Reward, RewardFailed, RewardFunction, RewardInput, RewardTimedOut, check_value
 
-from polyrl.errors import one_line
-from polyrl.rewards.process import SIZE, Ask, Began, Failed, Paths, Scored, decode_reply, encode
-from polyrl.rewards.reward import (
-    RewardFailed,
-    RewardFunction,
-    RewardInput,
-    RewardTimedOut,
-    check_value,
-    find_reward,
-    is_async,
-)
+QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
+"""Ours, that compare two texts and nothing else."""
 
-START_TIMEOUT_S = 60.0
-"""For a process to start and to import a function."""
+
+class PoolState(NamedTuple):
+    """What the pool does now."""
+
+    running: int
+    waiting: int
+    longest_s: float
+    """How long the one that has run longest has."""
+    longest: str
+    """Its function."""
 
 
 class RewardPool:
-    def __init__(self, processes: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._places = asyncio.Semaphore(processes)
-        self._idle: deque[_RewardProcess] = deque()
-        self._busy: set[_RewardProcess] = set()
-        self._asking: set[asyncio.Task[float]] = set()
-        self._functions: dict[str, RewardFunction] = {}
+    """`together`: so many async functions run at once in a process."""
 
-    async def score(self, name: str, given: RewardInput) -> float:
+    def __init__(
+        self, processes: int, timeout_s: float, *, together: int = 8, surroundings: Surroundings | None = None
+    ) -> None:
+        self._max_processes, self._timeout_s, self._together = processes, timeout_s, together
+        self._surroundings = Surroundings() if surroundings is None else surroundings
+        self._processes: list[RewardProcess] = []
+        self._queue: deque[_Place] = deque()
+        self._asking: set[asyncio.Task[Reward]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_async: dict[str, bool] = {}
+        """Functions that were called, and what they turned out to be."""
+
+    async def score(self, name: str, given: RewardInput, arguments: Mapping[str, object] | None = None) -> Reward:
         """Raises RewardFailed; ConfigError if there is no such function."""
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = find_reward(name)
-        if is_async(function):
-            return await self._score_here(function, given)
-        task = asyncio.create_task(self._score_there(name, given))
+        if name in QUICK and not arguments:
+            return check_value(QUICK[name](given))
+        call = Call(name, dict(arguments or {}), given, self._timeout_s)
+        task = asyncio.create_task(self._score(call))
         self._asking.add(task)
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
 
+    def state(self) -> PoolState:
+        now = asyncio.get_running_loop().time()
+        running = [one for process in self._processes for one in process.running()]
+        begun_at, call = min(running, key=lambda one: one[0], default=(now, None))
+        name = "" if call is None else call.function
+        return PoolState(len(running), len(self._asking) - len(running), now - begun_at, name)
+
     @property
     def pids(self) -> list[int]:
         """Of the processes there are now."""
-        return [one.pid for one in (*self._idle, *self._busy)]
+        return [one.pid for one in self._processes if one.pid is not None]
 
     async def close(self) -> None:
         """No process is left, nor anything that it started."""
@@ -73,150 +83,124 @@ class RewardPool:
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
-        left = [*self._idle, *self._busy]
-        self._idle.clear()
-        self._busy.clear()
-        await asyncio.gather(*(process.end() for process in left))
+        left, self._processes = self._processes, []
+        await asyncio.gather(*self._ending, *(process.end() for process in left))
 
-    async def _score_here(self, function: RewardFunction, given: RewardInput) -> float:
-        limit = asyncio.timeout(self._timeout_s)
+    async def _score(self, call: Call) -> Reward:
         try:
-            async with limit:
-                value = await function(given)  # type: ignore[misc]
-        except TimeoutError as error:
-            if limit.expired():
-                raise RewardTimedOut(f"took longer than {self._timeout_s:g} s") from error
-            raise RewardFailed(one_line(error)) from error
-        except RewardFailed:
-            raise
-        except Exception as error:
-            raise RewardFailed(one_line(error)) from error
-        return check_value(value)
-
-    async def _score_there(self, name: str, given: RewardInput) -> float:
-        async with self._places:
-            process = await self._take_process()
-            is_well = False
+            reply = await self._ask(call)
+        except ProcessBroke as broke:
+            if broke.is_own:
+                raise self._failure(broke) from broke
             try:
-                reply = await process.ask(name, given, self._timeout_s)
-                is_well = True
-            finally:
-                if not is_well:
-                    await process.end()
-                self._busy.discard(process)
-            self._idle.append(process)
-        if isinstance(reply, Failed):
-            raise RewardFailed(reply.reason)
-        return reply.reward
+                reply = await self._ask(call, alone=True)
+            except ProcessBroke as again:
+                raise self._failure(again) from again
+        if isinstance(reply, Scored):
+            return Reward(reply.score, reply.parts)
+        match reply.kind:
+            case "unknown":
+                raise ConfigError(reply.reason)
+            case "timed_out":
+                raise RewardTimedOut(reply.reason + self._more())
+            case "failed":
+                raise RewardFailed(reply.reason + self._hint(reply.reason) + self._more())
 
-    async def _take_process(self) -> "_RewardProcess":
-        """One that is alive: what an earlier answer left behind may have ended it meanwhile."""
-        while self._idle:
-            process = self._idle.popleft()
-            self._busy.add(process)
-            if process.is_alive:
-                return process
-            await process.end()
-            self._busy.discard(process)
-        process = await _RewardProcess.start()
-        self._busy.add(process)
+    def _failure(self, broke: ProcessBroke) -> RewardFailed:
+        return (RewardTimedOut if broke.timed_out else RewardFailed)(broke.reason + self._more())
+
+    def _more(self) -> str:
+        log = self._surroundings.log
+        return "" if log is None else f"; {log} has what it printed"
+
+    def _hint(self, reason: str) -> str:
+        """What a person would look for in vain."""
+        limit = self._surroundings.memory_bytes
+        if limit and reason.startswith("MemoryError"):
+            return f"; rewards.memory_gb = {limit / (1 << 30):g} is what a process may have"
+        named = [one for one in self._surroundings.withheld(os.environ) if one in reason]
+        return f"; {named[0]} is withheld from rewards: name it in rewards.environment" if named else ""
+
+    async def _ask(self, call: Call, *, alone: bool = False) -> Scored | Failed:
+        """`alone`: in a process that has answered nothing, and answers nothing else meanwhile."""
+        place = _Place(call.function, asyncio.get_running_loop().create_future(), alone=alone)
+        self._queue.append(place)
+        self._fill()
+        try:
+            process = await place.process
+        except asyncio.CancelledError:
+            if place.process.done() and not place.process.cancelled():
+                self._give_back(place.process.result())
+            raise
+        try:
+            return await process.ask(call)
+        finally:
+            self._give_back(process)
+
+    # Places
+
+    def _fill(self) -> None:
+        """Give out the places that are free, first come first served."""
+        while self._queue:
+            place = self._queue[0]
+            if not place.process.done():
+                process = self._place_for(place)
+                if process is None:
+                    return
+                process.num_asking += 1
+                process.is_alone = place.alone
+                process.is_shared = self._is_async.get(place.name, False) and not place.alone
+                place.process.set_result(process)
+            self._queue.popleft()
+
+    def _place_for(self, place: "_Place") -> RewardProcess | None:
+        for broken in [one for one in self._processes if not one.is_usable and not one.num_asking]:
+            self._end(broken)
+        if place.alone:
+            idle = [one for one in self._processes if not one.num_asking]
+            if len(self._processes) >= self._max_processes and idle:
+                self._end(idle[0])
+            return self._start_one()
+        usable = [one for one in self._processes if one.is_usable]
+        if self._is_async.get(place.name, False):
+            shared = [one for one in usable if one.is_shared and 0 < one.num_asking < self._together]
+            if shared:
+                return min(shared, key=lambda one: one.num_asking)
+        return next((one for one in usable if not one.num_asking), None) or self._start_one()
+
+    def _start_one(self) -> RewardProcess | None:
+        if len(self._processes) >= self._max_processes:
+            return None
+        process = RewardProcess(self._surroundings, self._learn)
+        self._processes.append(process)
         return process
 
-    def _forget(self, task: asyncio.Task[float]) -> None:
+    def _learn(self, name: str, is_async: bool) -> None:
+        if self._is_async.get(name) is not is_async:
+            self._is_async[name] = is_async
+            self._fill()
+
+    def _give_back(self, process: RewardProcess) -> None:
+        process.num_asking -= 1
+        if process in self._processes:
+            if not process.is_usable and not process.num_asking:
+                self._end(process)
+            self._fill()
+
+    def _end(self, process: RewardProcess) -> None:
+        self._processes.remove(process)
+        task = asyncio.create_task(process.end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    def _forget(self, task: asyncio.Task[Reward]) -> None:
         self._asking.discard(task)
         if not task.cancelled():
             task.exception()  # whoever asked may be gone: then nobody hears of it
 
 
-class _RewardProcess:
-    """One process, and our end of the line to it."""
+class _Place:
+    """Somebody who waits for a process."""
 
-    def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
-
-    @classmethod
-    async def start(cls) -> "_RewardProcess":
-        ours, theirs = socket.socketpair()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno()),
-                stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
-            )  # fmt: skip
-        except BaseException as error:
-            ours.close()
-            if isinstance(error, OSError):
-                raise RewardFailed(f"no process can be started: {one_line(error)}") from error
-            raise
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        try:
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            process.kill()
-            raise
-        writer.write(encode(Paths(list(sys.path))))
-        return cls(process, reader, writer)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.returncode is None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def ask(self, name: str, given: RewardInput, timeout_s: float) -> Scored | Failed:
-        """Raises RewardFailed if there is no answer; the process is then of no use any more."""
-        try:
-            question = encode(Ask(name, given))
-        except (TypeError, ValueError, OverflowError) as error:
-            return Failed(f"the row is no plain data: {one_line(error)}")
-        try:
-            return await self._converse(question, timeout_s)
-        except (ConnectionError, msgspec.DecodeError) as error:
-            raise RewardFailed(f"its process spoke nonsense: {one_line(error)}") from error
-
-    async def _converse(self, question: bytes, timeout_s: float) -> Scored | Failed:
-        self._writer.write(question)
-        reply = await self._reply(START_TIMEOUT_S, "its process was not ready within")
-        if isinstance(reply, Began):
-            reply = await self._reply(timeout_s, "took longer than")
-        if isinstance(reply, Began):
-            raise RewardFailed("its process spoke nonsense: it began twice")
-        return reply
-
-    async def _reply(self, timeout_s: float, what: str) -> Began | Scored | Failed:
-        """What is said next. A process that died says nothing, but what it forked may hold the line open."""
-        reading = asyncio.create_task(self._read())
-        dying = asyncio.create_task(self._process.wait())
-        try:
-            await asyncio.wait((reading, dying), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                    return reading.result()
-                await asyncio.wait((dying,), timeout=1.0)
-            if dying.done():
-                raise RewardFailed(f"its process ended: {_how(dying.result())}")
-            if reading.done():
-                raise RewardFailed("its process hung up")
-            raise RewardTimedOut(f"{what} {timeout_s:g} s")
-        finally:
-            reading.cancel()
-            dying.cancel()
-            await asyncio.gather(reading, dying, return_exceptions=True)
-
-    async def _read(self) -> Began | Scored | Failed:
-        head = await self._reader.readexactly(SIZE.size)
-        return decode_reply(await self._reader.readexactly(SIZE.unpack(head)[0]))
-
-    async def end(self) -> None:
-        """Now, with everything in its group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._writer.close()
-        await self._process.wait()
-
-
-def _how(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+    def __init__(self, name: str, process: "asyncio.Future[RewardProcess]", *, alone: bool) -> None:
+        self.name, self.process, self.alone = name, process, alone

@@ -2,111 +2,220 @@
 
     python -P -m polyrl.rewards.process FD          FD: a socket to the trainer
 
-Rules kept here: nothing heavy is imported but what a function imports itself. Both sides speak msgspec, never pickle:
-functions are named, inputs are plain data. What a function prints goes nowhere. The process ends with the trainer,
-however that ends. What a function forks never speaks on our behalf.
-Left out: limits. The pool ends whoever takes too long, with all that they started.
+Plain functions are called one at a time, with no event loop around them. Async ones run beside each other on a loop of
+their own, for as long as any of them is under way.
+
+Rules kept here: nothing heavy is imported but what a function imports itself. The line to the trainer is at a number
+that nobody knows, and is closed in whatever a function forks or starts; what is printed goes to the log that the pool
+opened as standard output. The process ends with the trainer, however that ends. A function that raises leaves its
+traceback in that log, and its last line of the person's own code in the reply.
+Left out: ending whoever takes too long and does not let go. The pool does, with all that they started.
 """
 
+import faulthandler
+import fcntl
 import os
+import random
+import resource
+import signal
 import socket
-import struct
 import sys
-import time
-from typing import Any
+import traceback
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from polyrl.errors import one_line
+from polyrl.errors import ConfigError, one_line
 from polyrl.parent import end_with_parent
-from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardInput, check_value, find_reward
+from polyrl.rewards.messages import Ask, Began, Failed, Reply, Scored, Setup, decode_question, encode, take_messages
+from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardTimedOut, check_value, find_reward, is_async
 
-SIZE = struct.Struct("<I")
-"""Before every message: its bytes."""
+if TYPE_CHECKING:
+    import asyncio
 
-
-class Paths(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Where modules are found, beside where they are found anyway. Said once, first."""
-
-    folders: list[str]
-
-
-class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    name: str
-    given: RewardInput
+STACK_SIGNAL = signal.SIGUSR1
+"""Has the process write where it is into its log."""
+_READ_BYTES = 1 << 18
+_MAX_FILE_BYTES = 4 << 30
+_FIRST_HIDDEN, _LAST_HIDDEN = 200, 900
+"""Between these the line is, somewhere: a number that a program does not stumble over."""
 
 
-class Began(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The function is there, and is called now: its time runs."""
+class Server:
+    """Answers until the other side is gone."""
 
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._buffer = bytearray()
+        self._pid = os.getpid()
+        self._functions: dict[str, RewardFunction] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Of the async functions, which may keep what belongs to it from one answer to the next."""
+        self._next: deque[Ask] = deque()
 
-class Scored(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    reward: float
-    seconds: float
+    def serve(self) -> None:
+        while True:
+            data = self._line.recv(_READ_BYTES)
+            if not data:
+                return
+            self._buffer += data
+            for body in take_messages(self._buffer):
+                question = decode_question(body)
+                if isinstance(question, Setup):
+                    _set_up(question)
+                else:
+                    self._answer(question)
 
-
-class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    reason: str
-
-
-Question = Paths | Ask
-Reply = Began | Scored | Failed
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=str)
-_questions = msgspec.msgpack.Decoder(Question)
-_replies = msgspec.msgpack.Decoder(Reply)
-
-
-def encode(message: Question | Reply) -> bytes:
-    """With its size before it. Raises TypeError, ValueError or OverflowError for what is no plain data."""
-    body = _encoder.encode(message)
-    return SIZE.pack(len(body)) + body
-
-
-def decode_reply(body: bytes) -> Reply:
-    return _replies.decode(body)
-
-
-def serve(connection: socket.socket) -> None:
-    """Until the other side is gone."""
-    own_pid = os.getpid()
-    functions: dict[str, RewardFunction] = {}
-    stream = connection.makefile("rb")
-    while True:
-        head = stream.read(SIZE.size)
-        if len(head) < SIZE.size:
+    def _answer(self, ask: Ask) -> None:
+        function = self._find(ask)
+        if function is None:
             return
-        question = _questions.decode(stream.read(SIZE.unpack(head)[0]))
-        if isinstance(question, Paths):
-            sys.path.extend(one for one in question.folders if one not in sys.path)
-            continue
-        reply = _answer(question, functions, connection)
-        if os.getpid() != own_pid:  # a child that the function forked and let return
+        if ask.given is None:
+            self._say(Scored(ask.nonce, 0.0, {}))
+        elif is_async(function):
+            if self._loop is None:
+                import asyncio
+
+                self._loop = asyncio.new_event_loop()
+            self._loop.run_until_complete(self._answer_together(ask, function))
+            while self._next:
+                self._answer(self._next.popleft())
+        else:
+            self._say(Began(ask.nonce, False))
+            self._say(_call(ask, function))
+
+    def _find(self, ask: Ask) -> RewardFunction | None:
+        function = self._functions.get(ask.function)
+        if function is not None:
+            return function
+        try:
+            function = self._functions[ask.function] = find_reward(ask.function, ask.key)
+        except ConfigError as error:
+            traceback.print_exc()
+            self._say(Failed(ask.nonce, str(error), "unknown"))
+        except BaseException as error:  # noqa: BLE001  a module may raise anything, SystemExit too
+            traceback.print_exc()
+            self._say(Failed(ask.nonce, f"{ask.key}: {ask.function}: {one_line(error)}", "unknown"))
+        return function
+
+    async def _answer_together(self, ask: Ask, function: RewardFunction) -> None:
+        """This one, and others that are asked for before the last has ended. The pool mixes no plain ones in."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        running = {loop.create_task(self._wait_for(ask, function))}
+
+        def hear() -> None:
+            data = self._line.recv(_READ_BYTES)
+            if not data:
+                os._exit(0)  # there is nobody to answer
+            self._buffer += data
+            for body in take_messages(self._buffer):
+                other = decode_question(body)
+                assert isinstance(other, Ask), "the other message is said once, first"
+                its = self._find(other)
+                if its is not None and is_async(its):
+                    running.add(loop.create_task(self._wait_for(other, its)))
+                elif its is not None:  # what is asked next: the last one has said its reply, and ends now
+                    self._next.append(other)
+
+        loop.add_reader(self._line, hear)
+        while running:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            running -= done
+        loop.remove_reader(self._line)
+
+    async def _wait_for(self, ask: Ask, function: RewardFunction) -> None:
+        import asyncio
+
+        self._say(Began(ask.nonce, True))
+        limit = asyncio.timeout(ask.timeout_s)
+        reply: Reply
+        try:
+            async with limit:
+                value: Any = await function(ask.given, **ask.arguments)  # type: ignore[misc]
+            reply = _reply(ask, value)
+        except TimeoutError as error:
+            reply = _timed_out(ask) if limit.expired() else _failure(ask, error)
+        except BaseException as error:  # noqa: BLE001  as of a plain one
+            reply = _failure(ask, error)
+        self._say(reply)
+
+    def _say(self, reply: Reply) -> None:
+        if os.getpid() != self._pid:  # a child that the function forked and let return
             os._exit(0)
-        connection.sendall(encode(reply))
+        self._line.sendall(encode(reply))
 
 
-def _answer(ask: Ask, functions: dict[str, RewardFunction], connection: socket.socket) -> Reply:
+def _call(ask: Ask, function: RewardFunction) -> Reply:
     try:
-        if ask.name not in functions:
-            functions[ask.name] = find_reward(ask.name)
-        connection.sendall(encode(Began()))
-        began = time.perf_counter()
-        reward = check_value(functions[ask.name](ask.given))
-        return Scored(reward, time.perf_counter() - began)
-    except RewardFailed as error:
-        return Failed(str(error))
+        return _reply(ask, function(ask.given, **ask.arguments))
     except BaseException as error:  # noqa: BLE001  a function may raise anything, SystemExit too
-        return Failed(one_line(error))
+        return _failure(ask, error)
 
 
-def main(arguments: list[str]) -> Any:
+def _reply(ask: Ask, value: Any) -> Reply:
+    reward = check_value(value)
+    return Scored(ask.nonce, reward.score, dict(reward.parts))
+
+
+def _timed_out(ask: Ask) -> Failed:
+    return Failed(ask.nonce, f"took longer than {ask.timeout_s:g} s", "timed_out")
+
+
+def _failure(ask: Ask, error: BaseException) -> Failed:
+    if isinstance(error, RewardFailed):
+        return Failed(ask.nonce, str(error)[:1000], "timed_out" if isinstance(error, RewardTimedOut) else "failed")
+    traceback.print_exception(error)
+    return Failed(ask.nonce, one_line(error) + _where(error.__traceback__))
+
+
+def _where(trace: TracebackType | None) -> str:
+    """The innermost place that is no library's: what a person can mend."""
+    places = [one for one in traceback.extract_tb(trace) if one.filename != __file__]
+    own = [one for one in places if not any(f"{os.sep}{part}" in one.filename for part in _LIBRARIES)]
+    if not places:
+        return ""
+    place = (own or places)[-1]
+    inside = os.path.relpath(place.filename)
+    return f" ({place.filename if inside.startswith('..') else inside}:{place.lineno}, in {place.name})"
+
+
+_LIBRARIES = (f"lib{os.sep}python", "site-packages", "dist-packages")
+
+
+def _set_up(setup: Setup) -> None:
+    sys.path.extend(one for one in setup.folders if one not in sys.path)
+    if setup.memory_bytes:
+        _limit(resource.RLIMIT_DATA, setup.memory_bytes)
+
+
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+
+
+def _hide(number: int) -> socket.socket:
+    """The line at another number, which neither children nor programs that they start have."""
+    hidden = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, random.SystemRandom().randint(_FIRST_HIDDEN, _LAST_HIDDEN))
+    os.close(number)
+    line = socket.socket(fileno=hidden)
+    os.register_at_fork(after_in_child=line.close)
+    return line
+
+
+def main(arguments: list[str]) -> None:
     end_with_parent()
-    number = int(arguments[0])
-    os.set_inheritable(number, False)
-    with socket.socket(fileno=number) as connection:
-        connection.setblocking(True)
-        serve(connection)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    line = _hide(int(arguments[0]))
+    line.setblocking(True)
+    with line:
+        Server(line).serve()
 
 
 if __name__ == "__main__":

@@ -3,23 +3,29 @@
     def shorter_is_better(given: RewardInput) -> float:
         return 1.0 / (1 + given.num_tokens)
 
-A recipe says `reward = "my_module:shorter_is_better"`, or names one of ours (config/functions.py).
+A recipe says `reward = "my_module:shorter_is_better"`, or names one of ours (config/functions.py). A function may also
+return named parts: as a dict, whose sum is the score unless it has a `score` of its own, or as a Reward.
 
 Rules kept here: whatever goes wrong (an exception, NaN, a text where a number belongs) is a RewardFailed. It is never a
-zero: a zero would teach the policy something false.
-Left out: where functions run and for how long (pool.py).
+zero: a zero would teach the policy something false. Parts are few and their names short: they travel with the sample.
+Left out: where functions run and for how long (pool.py), and several of them for one answer (weighing.py).
 """
 
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from polyrl.config.functions import find_function
-from polyrl.errors import PolyrlError, shorten
+from polyrl.errors import NoReward, shorten
 
 OURS = {"arithmetic": "polyrl.rewards.arithmetic:score", "math": "polyrl.rewards.math_answers:score"}
+SCORE = "score"
+"""What a dict of parts calls the reward itself, where that is not the sum of the parts."""
+MAX_PARTS = 32
+_PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class RewardInput(NamedTuple):
@@ -39,10 +45,18 @@ class RewardInput(NamedTuple):
     """Of the answer, with the token that ends it."""
 
 
-RewardFunction = Callable[[RewardInput], float | Awaitable[float]]
+class Reward(NamedTuple):
+    """What an answer is worth, and what that is made of."""
+
+    score: float
+    parts: Mapping[str, float] = {}
 
 
-class RewardFailed(PolyrlError):
+RewardFunction = Callable[..., float | Mapping[str, float] | Reward | Awaitable[Any]]
+"""Of a RewardInput, and of the arguments that the recipe gives it by name."""
+
+
+class RewardFailed(NoReward):
     """There is no reward for this answer. The message is one line."""
 
 
@@ -56,16 +70,44 @@ def find_reward(name: str, key: str = "reward") -> RewardFunction:
 
 
 def is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def check_value(value: Any) -> float:
-    """What a function returned, as a number. Raises RewardFailed."""
+def check_value(value: Any) -> Reward:
+    """What a function returned. Raises RewardFailed."""
     if inspect.isawaitable(value):
         raise RewardFailed("returned an awaitable; a function that waits is to be an `async def`")
+    if isinstance(value, Reward):
+        return Reward(_number(value.score, "score"), _parts(value.parts))
+    if isinstance(value, Mapping):
+        parts = _parts(value)
+        if not parts:
+            raise RewardFailed("returned an empty dict, expected at least one part, or `score`")
+        score = parts.pop(SCORE, None)
+        return Reward(math.fsum(parts.values()) if score is None else score, parts)
+    return Reward(_number(value, ""))
+
+
+def _parts(parts: Any) -> dict[str, float]:
+    if not isinstance(parts, Mapping):
+        raise RewardFailed(f"returned parts of {shorten(repr(parts))}, expected a dict")
+    if len(parts) > MAX_PARTS:
+        raise RewardFailed(f"returned {len(parts)} parts, expected at most {MAX_PARTS}")
+    for name in parts:
+        if not is_part_name(name):
+            raise RewardFailed(f"returned a part called {shorten(repr(name))}, expected letters, digits, _ . or -")
+    return {name: _number(value, name) for name, value in parts.items()}
+
+
+def is_part_name(name: Any) -> bool:
+    return isinstance(name, str) and _PART_NAME.fullmatch(name) is not None
+
+
+def _number(value: Any, part: str) -> float:
+    what = f"{part} = " if part else ""
     if not isinstance(value, numbers.Real):
-        raise RewardFailed(f"returned {shorten(repr(value))}, expected a number")
+        raise RewardFailed(f"returned {what}{shorten(repr(value))}, expected a number")
     number = float(value)
     if not math.isfinite(number):
-        raise RewardFailed(f"returned {number}, expected a finite number")
+        raise RewardFailed(f"returned {what}{number}, expected a finite number")
     return number

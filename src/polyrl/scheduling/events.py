@@ -13,7 +13,8 @@ from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Step, V
 from polyrl.scheduling.ledger import DiscardCause
 
 LeaseEnd = Literal["handed_over", "engine_failed", "refused"]
-RewardOutcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed"]
+RewardOutcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward"]
+"""`no_reward`: there is none, and another attempt would end the same."""
 Duty = Literal["generating", "training"]
 
 

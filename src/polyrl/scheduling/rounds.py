@@ -212,9 +212,9 @@ def sample_scored(desk: Desk, sample: Sample, now: Seconds) -> None:
     _deliver_if_complete(desk, group, desk.state.rounds[group.step], now)
 
 
-def reward_failed(desk: Desk, sample: Sample, now: Seconds) -> None:
-    """The reward could not be had: try again, and in the end drop the sample. It is never a zero."""
-    if desk.state.budgets.retry(sample.attempt).again:
+def reward_failed(desk: Desk, sample: Sample, now: Seconds, *, again: bool) -> None:
+    """The reward could not be had: try again where that may help; in the end drop the sample. It is never a zero."""
+    if again and desk.state.budgets.retry(sample.attempt).again:
         scoring.score(desk, sample, desk.groups[sample.group])
         return
     round_ = desk.state.rounds[desk.state.groups[sample.group].step]

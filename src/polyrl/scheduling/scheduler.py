@@ -360,8 +360,8 @@ class Scheduler:
         sample = scoring.accept(desk, event)
         if sample is None:
             return
-        if event.outcome == "infrastructure_failed":
-            rounds.reward_failed(desk, sample, now)
+        if event.outcome in ("infrastructure_failed", "no_reward"):
+            rounds.reward_failed(desk, sample, now, again=event.outcome == "infrastructure_failed")
             return
         if 0.0 <= event.cpu_s < float("inf"):  # the reward counts all the same; a clock that lies teaches nothing
             case = scoring.case_of(desk, desk.state.groups[sample.group])
@@ -418,7 +418,7 @@ class Scheduler:
             case "reward":
                 for sample in scoring.give_up_overdue(desk, now):
                     if sample.state == "scoring":  # a sibling's failure may have dropped its group
-                        rounds.reward_failed(desk, sample, now)
+                        rounds.reward_failed(desk, sample, now, again=True)
             case "seed":
                 devices.window_over(desk, key, now)
             case "balance":

@@ -30,7 +30,7 @@ MAX_REPLACED = 64
 
 EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
 """`stop` and `length` end the answer; the others end the lease alone."""
-Outcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed"]
+Outcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward"]
 
 Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]

@@ -317,7 +317,8 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
 
     async def reward_of(sample: Sample) -> float:
         origin = sample.origin
-        return await tasks.score(origin.domain, origin.prompt, sample.tokens.tolist(), sample.finish)
+        answer = sample.tokens.tolist()
+        return (await tasks.score(origin.domain, origin.prompt, answer, sample.finish)).score
 
     token = read_token_file(run_dir / "admin.token")
     async with connect(

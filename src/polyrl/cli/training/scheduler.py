@@ -3,12 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from polyrl.config.recipe import Recipe, RewardsSection
-from polyrl.rewards.pool import START_TIMEOUT_S
+from polyrl.config.recipe import Recipe
+from polyrl.config.rewards import RewardsSection
+from polyrl.rewards.line import START_TIMEOUT_S
 from polyrl.scheduling.parameters import DomainData, RewardConfig, SchedulerConfig
-
-_SLOTS_PER_PROCESS = 8
-"""Rewards under way per process of the pool: enough that none waits for the next to arrive."""
 
 
 def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: int = 512) -> SchedulerConfig:
@@ -47,8 +45,8 @@ def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig
     """The pool ends what takes too long; the scheduler's own limit is for a pool that does not answer at all: it is
     later than the last of the queue, if a process starts anew for each before it, and each takes all of its time.
     """
-    slots = _SLOTS_PER_PROCESS * rewards.processes if rewards.slots is None else rewards.slots
-    longest_s = (START_TIMEOUT_S + rewards.timeout_s) * (1 + math.ceil(slots / rewards.processes))
+    slots, functions = rewards.max_under_way, max(1, len(rewards.functions))
+    longest_s = functions * (START_TIMEOUT_S + rewards.timeout_s) * (1 + math.ceil(slots / rewards.processes))
     return RewardConfig(
         adaptive=False,
         t_min_s=min(2.0, longest_s),

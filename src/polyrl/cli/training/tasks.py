@@ -2,16 +2,22 @@
 
 import asyncio
 import logging
+import math
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.config.recipe import DomainSection, Recipe
+from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
 from polyrl.data.sources import Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, Tokens
 from polyrl.errors import ConfigError, UserError
+from polyrl.rewards import weighing
+from polyrl.rewards.line import Surroundings
+from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
-from polyrl.rewards.reward import OURS, RewardFailed, RewardInput, find_reward
+from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput
 
 log = logging.getLogger("polyrl.data")
 
@@ -35,7 +41,7 @@ class Tasks(Protocol):
         """Of each domain's prompts in their order; empty where they are drawn as the recipe says."""
         ...
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> float:
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
         """Raises if there is no reward: it is never a zero."""
         ...
 
@@ -61,7 +67,7 @@ class Tasks(Protocol):
 
 class Domain(NamedTuple):
     name: str
-    reward: str
+    rewards: tuple[WeightedReward, ...]
     training: Source
     validation: dict[str, Source]
 
@@ -105,21 +111,22 @@ class RecipeTasks:
     async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
         """Raises RewardFailed."""
         domain = self._domain_of(name)
-        return await self._score(domain, self._domains[domain].validation[name].task(prompt), answer, finish)
+        task = self._domains[domain].validation[name].task(prompt)
+        return (await self._score(domain, task, answer, finish)).score
 
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
 
-    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> float:
+    async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
         """Raises RewardFailed."""
         return await self._score(domain, self._domains[domain].training.task(prompt), answer, finish)
 
-    async def _score(self, domain: int, task: Task, answer: list[int], finish: str) -> float:
+    async def _score(self, domain: int, task: Task, answer: list[int], finish: str) -> Reward:
         text = self._tokenizer.text(answer)
         written = self._tokenizer.written(task.prompt)
         given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
         try:
-            reward = await self._pool.score(self._domains[domain].reward, given)
+            reward = await weighing.score(self._pool, self._domains[domain].rewards, given)
         except RewardFailed as error:
             self._count_failure(domain, str(error))
             raise
@@ -143,18 +150,21 @@ class RecipeTasks:
             self._hopeless.set()
 
     def _why(self, domain: int) -> str:
-        name, num = self._domains[domain].reward, self._num_failures[domain]
-        return f"the reward {name} failed for all of {num} answers: {self._failures[domain]}"
+        names = ", ".join(one.function for one in self._domains[domain].rewards)
+        return f"the reward {names} failed for all of {self._num_failures[domain]} answers: {self._failures[domain]}"
 
     async def close(self) -> None:
         """Leaves no process of a reward behind."""
         await self._pool.close()
 
 
-def load_tasks(recipe: Recipe) -> RecipeTasks:
-    """Find every reward, read all data. Raises UserError, with a dotted key or with file and line."""
+def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
+    """Find every reward, read all data. Raises UserError, with a dotted key or with file and line.
+
+    `reward_log` is where goes what rewards print.
+    """
     tokenizer, domains = _open_all(recipe)
-    tasks = RecipeTasks(domains, tokenizer, RewardPool(recipe.rewards.processes, recipe.rewards.timeout_s))
+    tasks = RecipeTasks(domains, tokenizer, _make_pool(recipe.rewards, reward_log))
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
@@ -162,6 +172,16 @@ def load_tasks(recipe: Recipe) -> RecipeTasks:
     for line in too_few(recipe, tasks.num_prompts):
         log.warning(line)
     return tasks
+
+
+def _make_pool(wanted: RewardsSection, log: Path | None) -> RewardPool:
+    memory_bytes = 0 if wanted.memory_gb is None else int(wanted.memory_gb * (1 << 30))
+    return RewardPool(
+        wanted.processes,
+        wanted.timeout_s,
+        together=math.ceil(wanted.max_under_way / wanted.processes),
+        surroundings=Surroundings(log, memory_bytes, wanted.environment),
+    )
 
 
 def count_prompts_of_a_step(recipe: Recipe) -> list[int]:
@@ -179,8 +199,7 @@ def count_prompts_of_a_step(recipe: Recipe) -> list[int]:
 def _open_all(recipe: Recipe, *, one_step: bool = False) -> tuple[ModelTokenizer, list[Domain]]:
     """`one_step`: read no more to train on than a step wants."""
     named = list(zip(recipe.data.all_domains, _keys(recipe), strict=True))
-    for domain, key in named:
-        find_reward(domain.reward_name, f"{key}.reward")
+    check_functions(_reward_keys(recipe), recipe.rewards.environment)
     tokenizer = ModelTokenizer(recipe.model.path)
     room = prompt_room(recipe, tokenizer.max_context)
     return tokenizer, [_open(recipe, domain, tokenizer, room, key, one_step=one_step) for domain, key in named]
@@ -202,6 +221,18 @@ def _keys(recipe: Recipe) -> list[str]:
     return [f"data.domains.{number}" for number in range(len(domains))] if domains else ["data"]
 
 
+def _reward_keys(recipe: Recipe) -> dict[str, str]:
+    """Every function that scores something, by the setting that names it."""
+    found: dict[str, str] = {}
+    for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):
+        for number, one in enumerate(recipe.rewards_of(domain)):
+            place = f"{key}.reward" if isinstance(domain.reward, str | None) else f"{key}.reward.{number}"
+            if one in recipe.rewards.functions:
+                place = f"rewards.functions.{recipe.rewards.functions.index(one)}.function"
+            found[place] = one.function
+    return found
+
+
 def prompt_room(recipe: Recipe, model_context: int | None) -> int | None:
     """Tokens that a context leaves for a prompt beside the longest answer; none: any number."""
     limits = [one for one in (recipe.model.max_context, model_context) if one is not None]
@@ -221,7 +252,8 @@ def _open(
 ) -> Domain:
     limits = [one for one in (domain.max_prompt_tokens, room) if one is not None]
     max_tokens = min(limits) if limits else None
-    needs_answer = domain.reward_name in OURS
+    rewards = recipe.rewards_of(domain)
+    needs_answer = any(one.function in OURS for one in rewards)
     seed = recipe.train.seed if recipe.data.shuffle_seed is None else recipe.data.shuffle_seed
     training = open_training(
         domain,
@@ -245,4 +277,4 @@ def _open(
         )
         for name, place in (domain.validation_sets.items() if recipe.validates else ())
     }
-    return Domain(domain.name, domain.reward_name, training, validation)
+    return Domain(domain.name, rewards, training, validation)

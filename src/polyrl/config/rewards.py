@@ -1,0 +1,81 @@
+"""What a recipe says of rewards: which functions score an answer, with which weights, and where they run."""
+
+import re
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+Positive = Annotated[float, Meta(gt=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+_SLOTS_PER_PROCESS = 8
+"""Rewards under way per process of the pool: enough that none waits for the next to arrive."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of several functions that score an answer."""
+
+    function: str
+    """arithmetic, math, or a function of your own: `module:function`."""
+    name: str = ""
+    """What it is called in metrics and samples; empty: the function's own name."""
+    weight: float = 1.0
+    """What its score is multiplied by before all are added up. 0: it is told of, and does not count."""
+    args: dict[str, Any] = {}
+    """Passed to it by name, after the answer."""
+
+    def __post_init__(self) -> None:
+        if self.name and not _NAME.fullmatch(self.name):
+            raise ValueError(f"name: got {self.name!r}, expected up to 64 letters, digits, _ . or -")
+
+    @property
+    def title(self) -> str:
+        return self.name or self.function.rpartition(":")[2]
+
+
+class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where rewards are computed, and several of them together; docs/concepts/rewards.md."""
+
+    functions: tuple[WeightedReward, ...] = ()
+    """Each scores every answer of the domains that name no reward of their own, or name it."""
+    processes: Annotated[int, Meta(ge=1, le=256)] = 2
+    """Of the pool that functions run in."""
+    timeout_s: Positive = 30.0
+    """A reward that takes longer has failed, and its sample is dropped."""
+    slots: AtLeastOne | None = None
+    """Rewards under way at once; more than 8 a process, which is what none means, is for async functions that wait."""
+    memory_gb: Positive | None = 8.0
+    """What a process may have of the machine's memory; none: any."""
+    environment: tuple[str, ...] = ()
+    """Variables of the environment that functions get although they look like secrets: a judge's API key, say."""
+
+    def __post_init__(self) -> None:
+        names = [one.title for one in self.functions]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ValueError(f"functions.{index}.name: {name!r} is there twice")
+
+    @property
+    def max_under_way(self) -> int:
+        return _SLOTS_PER_PROCESS * self.processes if self.slots is None else self.slots
+
+    def chosen(self, reward: str | tuple[str, ...] | None, own: str | None) -> tuple[WeightedReward, ...]:
+        """The functions that score a domain's answers, by what the domain says. `own` is its source's, if it has one.
+
+        Raises ValueError for a domain without any.
+        """
+        if reward is None:
+            if self.functions:
+                return self.functions
+            if own is None:
+                raise ValueError("missing, expected arithmetic, math or module:function, or [[rewards.functions]]")
+            reward = own
+        known = {one.title: one for one in self.functions}
+        names = (reward,) if isinstance(reward, str) else reward
+        found = tuple(known.get(name) or WeightedReward(function=name) for name in names)
+        titles = [one.title for one in found]
+        for title in titles:
+            if titles.count(title) > 1:
+                raise ValueError(f"{title!r} is there twice; [[rewards.functions]] gives functions names")
+        return found

@@ -1,0 +1,301 @@
+"""The trainer's end of one process of the pool: starts it, asks it, and ends it at the first thing it should not say.
+
+Rules kept here: a reply repeats the nonce of a question that waits for it; whatever else comes, a surplus byte
+included, ends the process. What a process may make us hold is bounded. A process is the head of a group, and ends with
+all that it started. Its environment has nothing that looks like a key or a token but what the recipe names. The clock
+of an answer starts when its function is called: not while modules are imported.
+Left out: which process is asked (pool.py), files and network (a sandbox comes later), children that leave the group.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+import msgspec
+
+from polyrl.errors import one_line
+from polyrl.rewards.messages import (
+    MAX_REPLY_BYTES,
+    NONCE_BYTES,
+    Ask,
+    Began,
+    Failed,
+    Reply,
+    Scored,
+    Setup,
+    TooLarge,
+    decode_reply,
+    encode,
+    take_messages,
+)
+from polyrl.rewards.process import STACK_SIGNAL
+from polyrl.rewards.reward import RewardFailed, RewardInput
+
+START_TIMEOUT_S = 60.0
+"""For a process to start and to import a function."""
+_GRACE_S = 2.0
+"""An async function ends by itself at its limit, unless something keeps its loop from it."""
+_STACK_S = 0.1
+"""To write down where it hangs."""
+_MAX_LOG_BYTES = 16 << 20
+_LOOK_EVERY = 64
+"""Answers of a process: then the log may have grown."""
+_SECRET = re.compile(
+    r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|COOKIE|_KEY$|_PAT$", re.I
+)
+
+
+class Surroundings(NamedTuple):
+    """What all processes of a pool have in common."""
+
+    log: Path | None = None
+    """Where what they print goes; none: nowhere."""
+    memory_bytes: int = 0
+    """What each may have; 0: any."""
+    environment: tuple[str, ...] = ()
+    """Variables that they get although they look like secrets."""
+
+    def withheld(self, variables: Iterable[str]) -> list[str]:
+        return [one for one in variables if _SECRET.search(one) and one not in self.environment]
+
+
+class Call(NamedTuple):
+    function: str
+    arguments: dict[str, object]
+    given: RewardInput
+    timeout_s: float
+
+
+class ProcessBroke(Exception):
+    """The process is gone before it answered. `is_own`: no other answer can be to blame."""
+
+    def __init__(self, reason: str, *, is_own: bool, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.is_own, self.timed_out = reason, is_own, timed_out
+
+
+class _Waiting:
+    """A question that is not answered."""
+
+    def __init__(self, call: Call, answer: "asyncio.Future[Scored | Failed]") -> None:
+        self.call, self.answer = call, answer
+        self.began_at: float | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class RewardProcess(asyncio.Protocol):
+    """One process. `tell` hears of each function that begins, and whether it is async."""
+
+    def __init__(self, surroundings: Surroundings, tell: Callable[[str, bool], None]) -> None:
+        self._surroundings, self._tell = surroundings, tell
+        self._loop = asyncio.get_running_loop()
+        self._process: Process | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._buffer = bytearray()
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._num_answered = 0
+        self._broken = ""
+        """Why nobody can ask it any more."""
+        self.num_asking = 0
+        """Answers that the pool has given it, by its own count."""
+        self.is_alone = False
+        """It has one answer, and is to have no other beside it."""
+        self.is_shared = False
+        """It runs async functions, any number of them."""
+        self._started = self._loop.create_task(self._start())
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_usable(self) -> bool:
+        return not self._broken
+
+    def running(self) -> list[tuple[float, Call]]:
+        """Since when which functions run."""
+        return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
+
+    async def ask(self, call: Call) -> Scored | Failed:
+        """Raises ProcessBroke; RewardFailed if it cannot be started, or the question cannot be asked."""
+        await asyncio.shield(self._started)
+        if self._broken:
+            raise ProcessBroke(self._broken, is_own=False)
+        if not self._num_answered % _LOOK_EVERY:
+            self._trim_log()
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            question = encode(Ask(nonce, "reward", call.function, call.arguments, call.given, call.timeout_s))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RewardFailed(f"the row is no plain data: {one_line(error)}") from error
+        waiting = self._waiting[nonce] = _Waiting(call, self._loop.create_future())
+        waiting.timer = self._loop.call_later(START_TIMEOUT_S, self._not_begun, nonce)
+        assert self._transport is not None
+        self._transport.write(question)
+        return await waiting.answer
+
+    async def end(self) -> None:
+        """Now, with everything in its group."""
+        self._break("it was ended", is_over=True)
+        await asyncio.gather(self._started, return_exceptions=True)
+        self._kill()
+        if self._watching is not None:
+            await self._watching
+
+    # Starting
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            with self._open_log() as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno()),
+                    stdin=DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),), start_new_session=True,
+                    env=self._environment(),
+                )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            self._broken = "it could not be started"
+            raise RewardFailed(f"no process can be started: {one_line(error)}") from error
+        finally:
+            theirs.close()
+        self._watching = self._loop.create_task(self._watch(self._process))
+        ours.setblocking(False)
+        await self._loop.create_connection(lambda: self, sock=ours)
+        if self._broken:
+            self._kill()
+            return
+        assert self._transport is not None
+        self._transport.write(encode(Setup(list(sys.path), self._surroundings.memory_bytes)))
+
+    @contextlib.contextmanager
+    def _open_log(self) -> "Iterator[BinaryIO | int]":
+        path = self._surroundings.log
+        if path is None:
+            yield DEVNULL
+            return
+        with path.open("ab") as file:
+            yield file
+
+    def _trim_log(self) -> None:
+        """They append to it: whatever it holds can be let go at any time."""
+        path = self._surroundings.log
+        with contextlib.suppress(OSError):
+            if path is not None and path.stat().st_size > _MAX_LOG_BYTES:
+                os.truncate(path, 0)
+
+    def _environment(self) -> dict[str, str]:
+        kept = dict(os.environ)
+        for name in self._surroundings.withheld(os.environ):
+            del kept[name]
+        return kept
+
+    async def _watch(self, process: Process) -> None:
+        """What it forked may hold the line open when it is gone."""
+        code = await process.wait()
+        self._break(f"its process ended: {'exit code' if code >= 0 else 'signal'} {abs(code)}")
+
+    # Hearing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._broken:
+            return
+        self._buffer += data
+        try:
+            for body in take_messages(self._buffer, MAX_REPLY_BYTES):
+                self._hear(decode_reply(body))
+                if self._broken:
+                    return
+        except (TooLarge, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._break(f"its process said what is no reply: {one_line(error)}")
+            return
+        if self._buffer and not self._waiting:
+            self._break("its process said more than was asked for")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._loop.call_later(1.0, self._break, "its process hung up")  # how it ended is known in a moment
+
+    def _hear(self, reply: Reply) -> None:
+        waiting = self._waiting.get(reply.nonce)
+        if waiting is None:
+            self._break("its process answered what nobody asked")
+            return
+        if isinstance(reply, Began):
+            if waiting.began_at is not None:
+                self._break("its process began twice")
+                return
+            self._begin(reply, waiting)
+            return
+        del self._waiting[reply.nonce]
+        self._num_answered += 1
+        self._stop_timer(waiting)
+        if not waiting.answer.done():
+            waiting.answer.set_result(reply)
+
+    def _begin(self, reply: Began, waiting: _Waiting) -> None:
+        waiting.began_at = self._loop.time()
+        self._stop_timer(waiting)
+        allowed_s = waiting.call.timeout_s + (_GRACE_S if reply.is_async else 0.0)
+        waiting.timer = self._loop.call_later(allowed_s, self._overdue, reply.nonce)
+        self.is_shared = reply.is_async and not self.is_alone
+        self._tell(waiting.call.function, reply.is_async)
+
+    # Ending
+
+    def _not_begun(self, nonce: bytes) -> None:
+        waiting = self._waiting[nonce]
+        if any(one.began_at is not None for one in self._waiting.values()):  # it waits for somebody else's turn to end
+            waiting.timer = self._loop.call_later(START_TIMEOUT_S, self._not_begun, nonce)
+            return
+        self._break(f"its process was not ready within {START_TIMEOUT_S:g} s", timed_out=True)
+
+    def _overdue(self, nonce: bytes) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(STACK_SIGNAL)
+        self._loop.call_later(_STACK_S, self._give_up, nonce)
+
+    def _give_up(self, nonce: bytes) -> None:
+        waiting = self._waiting.get(nonce)
+        if waiting is not None:  # it was not answered meanwhile
+            self._break(f"took longer than {waiting.call.timeout_s:g} s", timed_out=True)
+
+    def _break(self, reason: str, *, timed_out: bool = False, is_over: bool = False) -> None:
+        """All who wait hear of it. Of those whose functions ran, nobody knows who did it, unless it was one alone."""
+        if self._broken:
+            return
+        self._broken = reason
+        self._kill()
+        begun = [one for one in self._waiting.values() if one.began_at is not None]
+        alone = len(begun) <= 1 if timed_out else len(self._waiting) == 1 and not self._num_answered
+        for waiting in self._waiting.values():
+            self._stop_timer(waiting)
+            is_own = alone and (waiting.began_at is not None or not begun)
+            if not waiting.answer.done():
+                waiting.answer.set_exception(ProcessBroke(reason, is_own=is_own or is_over, timed_out=timed_out))
+        self._waiting.clear()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _stop_timer(self, waiting: _Waiting) -> None:
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+            waiting.timer = None

@@ -1,0 +1,63 @@
+"""Whether a recipe's functions are there: asked of a process, before the run, since no function's module is imported
+into the trainer.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from polyrl.errors import ConfigError
+from polyrl.rewards.line import START_TIMEOUT_S, Surroundings
+from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, Setup, decode_reply, encode, take_messages
+from polyrl.rewards.reward import OURS, find_reward
+
+
+def check_functions(functions: Mapping[str, str], environment: tuple[str, ...] = ()) -> None:
+    """`functions`: by the setting that names them. Raises ConfigError, which starts with that, for one that is none."""
+    theirs = {key: name for key, name in functions.items() if name not in OURS and ":" in name}
+    for key, name in functions.items():
+        if key not in theirs:
+            find_reward(name, key)
+    if theirs:
+        _check_elsewhere(theirs, Surroundings(environment=environment))
+
+
+def _check_elsewhere(functions: Mapping[str, str], surroundings: Surroundings) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in surroundings.withheld((name,))}
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=kept,
+            )
+        try:
+            ours.settimeout(START_TIMEOUT_S)
+            ours.sendall(encode(Setup(list(sys.path), 0)))
+            for key, name in functions.items():
+                _check(ours, key, name)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _check(line: socket.socket, key: str, name: str) -> None:
+    line.sendall(encode(Ask(b"", key, name, {}, None, 0.0)))
+    buffer = bytearray()
+    try:
+        while not (replies := [decode_reply(one) for one in take_messages(buffer, MAX_REPLY_BYTES)]):
+            data = line.recv(1 << 16)
+            if not data:
+                raise ConfigError(f'{key}: "{name}": importing it ended its process')
+            buffer += data
+    except (TimeoutError, OSError) as error:
+        raise ConfigError(f'{key}: "{name}": cannot be imported within {START_TIMEOUT_S:g} s') from error
+    if isinstance(replies[0], Failed):
+        raise ConfigError(replies[0].reason)
