@@ -293,6 +293,7 @@ def test_the_source_is_named_at_the_end():
         (["fleet.workers=nan"], "given as fleet.workers=nan"),
         (["fleet={workers = -3}"], "given as fleet={workers = -3}"),
         (["flet.workers=3"], "given as flet.workers=3"),
+        (["domains.0={name = 'a', quota = -1}"], "given as domains.0={name = 'a', quota = -1}"),
         (["domains.0.quota=-1"], "given as domains.0.quota=-1"),
     ],
 )

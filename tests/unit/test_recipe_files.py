@@ -35,6 +35,8 @@ def test_a_file_is_read_and_overrides_come_last(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
+        (RECIPE, ["lr=1e-4"], r"lr: unknown key; did you mean optimizer\.lr\? \(given as lr=1e-4\)"),
+        (RECIPE, ["algorithm.critic.lr=1e-4"], r"algorithm\.critic: .* \(given as algorithm\.critic\.lr=1e-4\)"),
         (RECIPE, ["train.step=3"], r"train\.step: unknown key; did you mean train\.steps\?"),
         (RECIPE, ["train.steps=0"], r"train\.steps: got 0, expected an integer >= 1"),
         (RECIPE, ["train"], "expected section.key=value"),

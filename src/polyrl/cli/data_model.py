@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +29,19 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{folder}: is there already, expected a new or an empty directory")
     began = time.monotonic()
     try:
+        _check_writable(folder)
         made = make(args, folder)
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
     print(f"{folder}: {made}, in {time.monotonic() - began:.0f} s")
     return 0
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise OSError before half a minute of work, not after it. Nothing is made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    with tempfile.TemporaryFile(dir=there):
+        pass
 
 
 def _arithmetic(args: argparse.Namespace, folder: Path) -> str:

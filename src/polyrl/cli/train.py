@@ -61,7 +61,12 @@ def run(args: argparse.Namespace) -> int:
     seat = ranks.seat_of(os.environ)
     if seat is not None and seat.rank > 0:
         return 0 if args.dry_run else ranks.follow(seat)
-    overrides = list(args.settings) + ([] if args.ranks is None else [f"train.ranks={args.ranks}"])
+    overrides = list(args.settings)
+    if args.ranks is not None:
+        said = [one for one in overrides if one.partition("=")[0].strip() == "train.ranks"]
+        if said:
+            raise UserError(f"--ranks {args.ranks} and {said[-1]}: expected one of them")
+        overrides.append(f"train.ranks={args.ranks}")
     if args.resume is not None:
         return _resume(args, overrides)
     if args.recipe is None:

@@ -37,7 +37,8 @@ def explain(error: msgspec.ValidationError, tree: Any, struct_type: type[msgspec
         return _own_reason(path, str(error.__cause__))
     root = inspect.type_info(struct_type)
     if unknown := _UNKNOWN.fullmatch(message):
-        return _unknown_key(path, unknown["name"], _known_keys(_type_at(root, tree, path), _value_at(tree, path)))
+        known = _known_keys(_type_at(root, tree, path), _value_at(tree, path))
+        return _unknown_key(path, unknown["name"], known, _places_of(unknown["name"], root))
     if missing := _MISSING.fullmatch(message):
         full = (*path, missing["name"])
         expected = _describe(_type_at(root, tree, full))
@@ -53,9 +54,23 @@ def _own_reason(path: Path, reason: str) -> str:
     return f"{show_path(path)}.{reason}" if _KEYED_REASON.match(reason) else f"{show_path(path)}: {reason}"
 
 
-def _unknown_key(path: Path, name: str, known: list[str]) -> str:
-    hint = did_you_mean(name, known, lambda near: show_path((*path, near))) or f"expected one of {', '.join(known)}"
+def _unknown_key(path: Path, name: str, known: list[str], elsewhere: list[Path]) -> str:
+    """`elsewhere`: places where the same name is a key; the nearest to the root is the likeliest."""
+    if elsewhere:
+        hint = f"did you mean {show_path(min(elsewhere, key=len))}?"
+    else:
+        hint = did_you_mean(name, known, lambda near: show_path((*path, near))) or f"expected one of {', '.join(known)}"
     return f"{show_path((*path, name))}: {UNKNOWN_KEY}; {hint}"
+
+
+def _places_of(name: str, kind: inspect.Type, path: Path = ()) -> list[Path]:
+    """Where a table within `kind` has a key of this name."""
+    if not isinstance(kind, inspect.StructType):
+        return []
+    found = [(*path, field.encode_name) for field in kind.fields if field.encode_name == name]
+    return found + [
+        place for field in kind.fields for place in _places_of(name, field.type, (*path, field.encode_name))
+    ]
 
 
 def _wrong_value(path: Path, value: Any, kind: inspect.Type | None, message: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from polyrl.config.dump import dump_toml, show_path, show_value
-from polyrl.config.explain import UNKNOWN_KEY, explain
+from polyrl.config.explain import explain
 from polyrl.errors import ConfigError
 
 __all__ = ["apply_overrides", "build", "dump_toml", "load_toml"]
@@ -78,18 +78,14 @@ def build(tree: Tree, struct_type: type[StructT], *, source: str = "", overrides
 
 
 def _with_origin(line: str, source: str, overrides: Sequence[str]) -> str:
-    """The last override wins, as its value does."""
-    for override in reversed(overrides):
-        if _is_about(line, show_path(_parse_override(override)[0])):
-            return f"{line} (given as {' '.join(override.split())})"
+    """Name the override that the mistake is in, the last one first; then one within the table that it is about."""
+    place = line.partition(": ")[0]
+    given = [(show_path(_parse_override(override)[0]), " ".join(override.split())) for override in reversed(overrides)]
+    at_it = [override for path, override in given if f"{place}.".startswith(f"{path}.")]
+    within = [override for path, override in given if path.startswith(f"{place}.")]
+    for override in (*at_it, *within):
+        return f"{line} (given as {override})"
     return f"{line} (in {source})" if source else line
-
-
-def _is_about(line: str, path: str) -> bool:
-    """Whether a mistake is what was set at a path: there, within it, or a table on the way that nobody knows."""
-    place, _, reason = line.partition(": ")
-    is_unknown = reason.startswith(UNKNOWN_KEY)
-    return f"{place}.".startswith(f"{path}.") or (is_unknown and path.startswith(f"{place}."))
 
 
 def _read_text(path: Path) -> str:

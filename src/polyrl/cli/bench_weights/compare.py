@@ -7,6 +7,7 @@ are shared with others, CPU time a GB says more than GB a second.
 
 import os
 import platform
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -34,16 +35,13 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
     receiver: list[float] = []
     for _ in range(num_rounds):
         for num_streams in STREAMS:
-            try:
-                iperf.setdefault(str(num_streams), []).append(peers.iperf3(num_streams, iperf_s))
-            except peers.CannotMeasure as why:
-                notes["iperf3"] = str(why)
+            add_iperf(iperf, num_streams, iperf_s, notes)
             found = _pulls(num_streams, num_bytes, shared_memory=False)
             pulls.setdefault(str(num_streams), []).extend(found["gb_s"])
             sender += found["sender_cpu_s_per_gb"]
             receiver += found["receiver_cpu_s_per_gb"]
         shared += _pulls(2, num_bytes, shared_memory=True)["gb_s"]
-    result = _summary(iperf, pulls, sender, receiver)
+    result = summary(iperf, pulls, sender, receiver)
     result["shared_memory_gb_s"] = round(max(shared), 2)
     if "iperf3_gb_s" in result:
         result["shared_memory_ratio_to_iperf3"] = round(max(shared) / result["iperf3_gb_s"], 2)
@@ -59,6 +57,22 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
     result["late_joiners"] = late_joiners.measure(workers, size, 1000)
     machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "python": platform.python_version()}
     return {**result, "num_bytes": num_bytes, "goals": goals, "notes": notes, "machine": machine}
+
+
+def add_iperf(
+    found: dict[str, list[peers.Iperf]],
+    num_streams: int,
+    seconds: int,
+    notes: dict[str, str],
+    measure_one: Callable[[int, int], peers.Iperf] = peers.iperf3,
+) -> None:
+    """Add a run of iperf3; where it cannot be measured, a note and nothing else."""
+    try:
+        one = measure_one(num_streams, seconds)
+    except peers.CannotMeasure as why:
+        notes["iperf3"] = str(why)
+    else:
+        found.setdefault(str(num_streams), []).append(one)
 
 
 def _pulls(num_streams: int, num_bytes: int, *, shared_memory: bool) -> dict[str, list[float]]:
@@ -82,7 +96,7 @@ def _pulls(num_streams: int, num_bytes: int, *, shared_memory: bool) -> dict[str
     return found
 
 
-def _summary(
+def summary(
     iperf: dict[str, list[peers.Iperf]], pulls: dict[str, list[float]], sender: list[float], receiver: list[float]
 ) -> dict[str, Any]:
     best = max(max(values) for values in pulls.values())
