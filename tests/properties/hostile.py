@@ -150,7 +150,8 @@ class HostileWorld:
         self.now = end
 
     def trouble_with_the_driver(self) -> None:
-        """A person pauses and resumes; the driver dies and comes back with its journal; a version is replaced."""
+        """A person pauses and resumes; the driver dies and comes back with its journal; a version is replaced; a
+        trainer comes back with other rules."""
         draw = self.driver_rng.random()
         if draw < 0.005:
             self.tell(e.PlacingPaused())
@@ -173,6 +174,8 @@ class HostileWorld:
         elif draw < 0.075:
             published = self.scheduler.desk.state.published
             self.tell(e.VersionReplaced(Version(max(0, published - self.driver_rng.choice([0, 0, 1])))))
+        elif draw < 0.08:
+            self.tell(e.RulesChanged(random_config(self.driver_rng)))
 
     def trouble_with_engines(self) -> None:
         """One dies under its worker, with or without ending what ran; one comes back, with whatever version."""

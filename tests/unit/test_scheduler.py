@@ -1,13 +1,14 @@
 """The life of a sample, end to end, in small scripts: lost, drained, restarted, raced, scored, refilled, stalled."""
 
 import pytest
+from msgspec import structs
 from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.errors import LawViolation
-from polyrl.ids import GroupId, Incarnation, LeaseId, Step, Version, WorkerName
+from polyrl.ids import GroupId, Incarnation, LeaseId, Step, Version, WorkerName, show_sample
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import RewardConfig, RoundsConfig
+from polyrl.scheduling.parameters import FleetRules, RewardConfig, RoundsConfig
 from polyrl.scheduling.scheduler import Scheduler
 
 
@@ -476,3 +477,38 @@ def test_tokens_that_were_not_told_before_an_abort_are_discarded_for_its_cause()
     run.tell(e.TokensDiscarded("speculation", -7))
     assert run.ledger.tokens_discarded == {"speculation": 5}
     assert run.ledger.tokens_arrived == 15
+
+
+def test_a_run_goes_on_with_other_rules_and_only_with_rules():
+    run = Driver(small_config(prompts=1, samples=4, rewards=RewardConfig(slots=4)))
+    before = run.scheduler.desk.config
+    other = structs.replace(
+        before,
+        seed=9,
+        max_new_tokens=7,
+        rounds=RoundsConfig(samples_per_prompt=1),
+        rewards=RewardConfig(slots=1, t_max_s=99.0, as_finished=False),
+        fleet_rules=FleetRules(heartbeat_timeout_s=60.0),
+    )
+    run.tell(e.RulesChanged(other))
+    now = run.scheduler.desk.config
+    assert (now.seed, now.max_new_tokens, now.rounds) == (before.seed, before.max_new_tokens, before.rounds)
+    assert (now.rewards.slots, now.rewards.t_max_s, now.rewards.as_finished) == (1, 99.0, True)
+    assert now.fleet_rules.heartbeat_timeout_s == 60.0
+    assert Scheduler.load(run.scheduler.save()).desk.config == now
+
+
+def test_who_is_scored_when_there_are_fewer_places_waits_again():
+    run = Driver(small_config(prompts=1, samples=4, rewards=RewardConfig(slots=4)))
+    run.begin()
+    run.join("a")
+    names = [f"1/{index}" for index in range(4)]
+    run.finish(*names)
+    running = run.scheduler.desk.scoring.running
+    assert len(running) == 4
+    said = run.tell(e.RulesChanged(structs.replace(run.scheduler.desk.config, rewards=RewardConfig(slots=1))))
+    assert len(only(said, c.CancelScore)) == 3 and len(running) == 1
+    delivered: list[c.Command] = []
+    while running:
+        delivered += run.reward(show_sample(next(iter(running))))
+    assert len(only(delivered, c.DeliverGroup)) == 1

@@ -158,11 +158,13 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
         _check_carried_out(request.config)
         executor.set_caveat(request.caveat)
         _begin(executor, request.config)
-    elif request.config != executor.scheduler.desk.config:
-        differs = _difference(request.config, executor.scheduler.desk.config)
+    elif (ours := executor.scheduler.desk.config).with_rules_of(request.config) != request.config:
+        differs = _difference(request.config, ours.with_rules_of(request.config))
         raise Refused("run", f"the run is open with another configuration: {differs}")
     elif executor.trainer is not None and executor.trainer.has_weights != request.has_weights:
         raise Refused("run", f"the run is open {'without' if request.has_weights else 'with'} weights, and stays so")
+    if executor.scheduler is not None and request.config != executor.scheduler.desk.config:
+        executor.tell(e.RulesChanged(request.config))
     if executor.trainer is not None:
         executor.tell(e.TrainerReplaced())
         if executor.trainer.link is not None:

@@ -138,6 +138,12 @@ class Desk:
         self.devices_due = False
         """What the trainer's own devices should do may have changed."""
 
+    def change_rules(self, config: SchedulerConfig) -> None:
+        """Go on with the rules of another configuration; what rounds are made of stays."""
+        self.config = self.config.with_rules_of(config)
+        self.budgets.config, self.num_rewards = self.config.rewards, self.config.rewards.slots
+        self.router.config = self.config.routing
+
     def round_of(self, sample: Sample) -> Round:
         """Where a sample is counted."""
         return self.asked if sample.group in self.asked.groups else self.rounds[self.groups[sample.group].step]

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Step, Version, WorkerName
 from polyrl.scheduling.ledger import DiscardCause
+from polyrl.scheduling.parameters import SchedulerConfig
 
 LeaseEnd = Literal["handed_over", "engine_failed", "refused"]
 RewardOutcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward"]
@@ -256,6 +257,12 @@ class TrainerReplaced(EventStruct, frozen=True, tag=True):
     """Another process goes on in its place: it was gone, not only out of reach."""
 
 
+class RulesChanged(EventStruct, frozen=True, tag=True):
+    """A run goes on with other rules: those parts of this configuration that an open run may change, and no others."""
+
+    config: SchedulerConfig
+
+
 class DriverResumed(EventStruct, frozen=True, tag=True):
     """The driver was away and is back with its journal: what was due meanwhile could not be heard."""
 
@@ -306,4 +313,5 @@ Event = (
     | TrainerLeft
     | TrainerReturned
     | TrainerReplaced
+    | RulesChanged
 )

@@ -6,7 +6,7 @@ What can be measured is no knob: speeds, plateaus, length distributions, seeding
 import math
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from polyrl.ids import MAX_SAMPLES_PER_GROUP
 from polyrl.scheduling.bounds import AtLeastOne, Count, Factor, NotNegative, Positive, Seed, Share, Tokens
@@ -161,3 +161,18 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         extra = 1.0 if rounds.tail_batching == "off" else rounds.prompt_factor * rounds.sample_factor
         if num_prompts * rounds.samples_per_prompt * extra > MAX_SAMPLES_PER_ROUND:
             raise ValueError(f"domains: a round would start more than {MAX_SAMPLES_PER_ROUND} samples")
+
+    def with_rules_of(self, other: "SchedulerConfig") -> "SchedulerConfig":
+        """This configuration with those parts of another that a run may change while it is open: how long is waited for
+        whom, how many at once, who is chosen. What rounds are made of stays."""
+        rewards = structs.replace(other.rewards, as_finished=self.rewards.as_finished)
+        fleet_rules = structs.replace(other.fleet_rules, migrate=self.fleet_rules.migrate)
+        return structs.replace(
+            self,
+            routing=other.routing,
+            hand_back=other.hand_back,
+            rewards=rewards,
+            fleet_rules=fleet_rules,
+            weight_delivery=other.weight_delivery,
+            scaling=other.scaling,
+        )

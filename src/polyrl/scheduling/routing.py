@@ -20,7 +20,7 @@ Entry = tuple[float, bool, int]
 
 class Router:
     def __init__(self, config: RoutingConfig, seats: dict[int, Worker]) -> None:
-        self._config = config
+        self.config = config
         self._seats = seats
         self._heap: list[Entry] = []
         self.loads: dict[int, float] = {}
@@ -65,7 +65,7 @@ class Router:
                 continue
             chosen = worker
             its_load = self.loads.get(prefix_worker)
-            if its_load is not None and its_load <= load + self._config.prefix_imbalance:
+            if its_load is not None and its_load <= load + self.config.prefix_imbalance:
                 holder = self._seats[prefix_worker]
                 chosen = holder if holder.version >= min_version else worker
             break

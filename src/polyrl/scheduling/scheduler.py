@@ -37,6 +37,7 @@ from polyrl.scheduling.events import (
     PlacingResumed,
     RewardFinished,
     RoundRequested,
+    RulesChanged,
     SampleFinished,
     SampleStopped,
     StepRestarted,
@@ -231,6 +232,10 @@ class Scheduler:
                 if desk.state.trainer_away_since is not None:
                     scoring.postpone(desk, now - desk.state.trainer_away_since)
                     desk.state.trainer_away_since = None
+            case RulesChanged():
+                desk.change_rules(event.config)
+                scoring.fit(desk, "the run goes on with fewer places")
+                desk.place_due = desk.pulls_due = desk.devices_due = True
             case DriverResumed():
                 scoring.postpone(desk, max(0.0, event.away_s))
                 left_at = max(now - max(0.0, event.away_s), self._before)  # it was there when it last told us something

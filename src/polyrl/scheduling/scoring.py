@@ -79,6 +79,16 @@ def cancel(desk: Desk, sample: Sample, why: str) -> None:
         _free_place(desk, sample.id)
 
 
+def fit(desk: Desk, why: str) -> None:
+    """The pool may have other places than before: who began last, and has none, waits again."""
+    scoring = desk.scoring
+    while len(scoring.running) > desk.num_rewards:
+        sample = desk.samples[next(reversed(scoring.running))]
+        cancel(desk, sample, why)
+        score(desk, sample, desk.groups[sample.group])
+    desk.scores_due = bool(scoring.queue)
+
+
 def postpone(desk: Desk, seconds: Seconds) -> None:
     """Nobody could answer for so long."""
     running = desk.scoring.running

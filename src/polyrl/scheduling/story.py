@@ -36,6 +36,7 @@ from polyrl.scheduling.events import (
     GroupsTaken,
     LeaseEnded,
     RewardFinished,
+    RulesChanged,
     SampleFinished,
     StepTrained,
     WorkerLeft,
@@ -121,6 +122,8 @@ class _Teller:
 
     def hear(self, event: Event, commands: Sequence[Command], state: State, now: Seconds) -> None:
         self._now = now
+        if isinstance(event, RulesChanged):
+            self._config = self._config.with_rules_of(event.config)
         if self._opened_at is None:
             self._look_for_opening(commands, now)
             if self._opened_at is None:
