@@ -16,6 +16,7 @@ from tests.integration.test_train import desk, model, start
 from polyrl.cli import train
 from polyrl.cli.main import main
 from polyrl.cli.training.checkpoints import read_recipe
+from polyrl.telemetry import breaks, metrics
 from polyrl.trainer import checkpoint, redo
 
 __all__ = ["desk", "model"]  # fixtures
@@ -113,7 +114,7 @@ def test_killed_as_its_manager_hears_of_it_a_run_goes_on_from_any_folder_and_kee
     assert code == 2 and "address already in use" in errors and errors.count("\n") == 1
     code, said, errors = go_on("train.steps=1", run=run, folder=elsewhere)
     assert code == 0 and "done: all 1 steps are trained" in said, errors
-    assert read_recipe(run, []).train.steps == 1
+    assert read_recipe(run, [])[0].train.steps == 1
 
 
 def test_a_run_whose_data_has_ended_says_so_and_keeps_no_more_than_it_was_asked_to(
@@ -132,7 +133,8 @@ def test_a_run_whose_data_has_ended_says_so_and_keeps_no_more_than_it_was_asked_
     )  # as one leaves it who is killed
     assert refused(capsys, "train", "--resume", str(RUN)) == (
         f"polyrl: error: data.num_epochs: the data of {RUN} has ended, after {num_steps} steps, and a run that goes on "
-        "cannot have more; begin anew"
+        f"cannot have more; begin anew with `polyrl train {RUN}/recipe.toml --run-dir OTHER`, from its weights with "
+        f"model.path=DIR after `polyrl export {RUN} DIR`"
     )
     assert [checkpoint.step_of(one) for one in checkpoint.found(RUN)] == [num_steps]
     shutil.rmtree(RUN / checkpoint.FOLDER)
@@ -161,3 +163,36 @@ def test_a_command_that_is_told_can_be_copied_whatever_the_directory_is_called(
     assert train.conclude(run_dir, why) == (130 if why is None else 0)
     commands = capsys.readouterr().out.split("`")[1::2]
     assert commands and all(shlex.split(one)[-1] == str(run_dir) for one in commands)
+
+
+def test_a_run_goes_on_with_another_learning_rate_as_a_break_that_is_written_down(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Killed while steps are in the log alone: they come out as they were, and what follows is trained otherwise."""
+    (desk / "own.py").write_text("def score(given):\n    return float(given.num_tokens % 3)\n")
+    process = start("train.steps=50", *SETTINGS[1:], "checkpoint.every_steps=50")
+    until = time.monotonic() + 90
+    while len(list((RUN / checkpoint.FOLDER / "redo").glob("step-*"))) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    num = redo.num_after(RUN, 0)
+    assert num >= 2
+    shutil.copytree(RUN, plain := Path("runs/plain"))
+    code, _, errors = go_on(f"train.steps={num}", run=plain)
+    assert code == 0, errors
+    changes = ("optimizer.lr=0.5", "rollout.temperature=0.7", "rewards.timeout_s=7", "rewards.processes=1")
+    code, said, errors = go_on(f"train.steps={num + 1}", *changes)
+    assert code == 0, errors
+    shown = f"optimizer.lr {read_recipe(plain, [])[0].optimizer.lr:g} -> 0.5, rollout.temperature 1 -> 0.7"
+    assert f"from step {num} on, the curve has a break: {shown}" in " ".join(said.split())
+    expected, found = (checkpoint.load(one / checkpoint.FOLDER / checkpoint.name_of(num))[1] for one in (plain, RUN))
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+    line = metrics.read_steps(RUN / metrics.FILE_NAME)[num]
+    assert (line["step"], line["actor/lr"], line["run/breaks"], line["run/changed"]) == (num, 0.5, 2, shown)
+    assert [str(one) for one in breaks.read(RUN)] == shown.split(", ")
+    capsys.readouterr()
+    assert main(["replay", str(RUN)]) == 0  # the manager's journal says that its rules were changed
+    assert "begin anew with `polyrl train" in refused(
+        capsys, "train", "--resume", str(RUN), "rounds.samples_per_prompt=7"
+    )

@@ -1,4 +1,4 @@
-"""What may be changed in a run that goes on: nothing that its manager's journal was written with."""
+"""What may be changed in a run that goes on: freely, as a break in its curve, or not at all."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.trainer.small import save_small
 
-from polyrl.cli.training.changes import WHY_NOT
+from polyrl.cli.training.changes import RULES, breaks
 from polyrl.cli.training.checkpoints import (
     Past,
     check_past,
@@ -61,41 +61,69 @@ def run_dir(tmp_path: Path) -> Path:
         "checkpoint.keep_every=9",
         "checkpoint.every_steps=3",
         "train.ranks=2",
+        "train.local_generation=false",
+        "rewards.processes=3",
+        "rewards.timeout_s=5",
+        "rewards.slots=5",
+        "fleet_rules.heartbeat_timeout_s=9",
+        "weight_delivery.trainer_uploads=9",
+        "scaling.max_workers=9",
     ],
 )
-def test_what_may_be_changed_leaves_what_the_manager_was_told(run_dir: Path, override: str):
-    before, after = read_recipe(run_dir, []), read_recipe(run_dir, [override])
+def test_what_is_free_changes_no_step_and_nothing_that_the_manager_cannot_change(run_dir: Path, override: str):
+    before, after = read_recipe(run_dir, [override])
     assert before != after
+    assert breaks(before, after, 3) == []
+    told = scheduler_config(after, [50])
+    assert scheduler_config(before, [50]).with_rules_of(told) == told
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lr=0.5", "optimizer.lr 1e-06 -> 0.5"),
+        ("algorithm.kl=loss", "algorithm.kl none -> loss"),
+        ("algorithm.kl_coef=0.5", "algorithm.kl_coef 0.001 -> 0.5"),
+        ("algorithm.clip_high=0.28", "algorithm.clip_high none -> 0.28"),
+        ("rollout.temperature=0.5", "rollout.temperature 1 -> 0.5"),
+        ("rollout.top_k=5", "rollout.top_k 0 -> 5"),
+    ],
+)
+def test_what_trains_otherwise_is_a_break_with_its_name_and_both_values(tmp_path: Path, override: str, said: str):
+    write_recipe(tmp_path, load_recipe("arithmetic", ["optimizer.lr=1e-6"]))
+    before, after = read_recipe(tmp_path, [override])
+    assert [str(one) for one in breaks(before, after, 3)] == [said]
     assert scheduler_config(before, [50]) == scheduler_config(after, [50])
 
 
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("train.price_usd_per_hour=3", "the manager opened the run with it"),
-        ("rewards.processes=3", "the manager opened the run with it"),
-        ("rewards.timeout_s=5", "the manager opened the run with it"),
+        ("train.price_usd_per_hour=3", "the ledger prices all of the run with it"),
+        ("train.seed=4", "what the run draws at random follows from it"),
+        ("train.mode=synchronous", "the manager opened the run with it"),
+        ("fleet_rules.migrate=false", "the manager opened the run with it"),
+        ("algorithm.advantage=dr_grpo", "with gae the checkpoint holds a critic"),
+        ("optimizer.kind=adamw8bit", "the checkpoint holds the tensors"),
         ("rounds.samples_per_prompt=5", "the manager opened the run with it"),
         ("rollout.max_new_tokens=5", "the manager opened the run with it"),
-        ("rollout.temperature=0.5", "steps since the last checkpoint are trained again"),
-        ("rollout.top_k=5", "the open round is half made with it"),
         ("data.template={prompt} =", "the open round is half made with it"),
-        ("optimizer.lr=0.5", "steps since the last checkpoint are trained again"),
-        ("algorithm.kl=loss", "steps since the last checkpoint are trained again"),
-        ("train.seed=4", "steps since the last checkpoint are trained again"),
         ("lora.rank=4", "the checkpoint holds the tensors"),
         ("checkpoint.enabled=false", "nobody could go on"),
     ],
 )
 def test_everything_else_is_refused_by_its_name_with_the_reason(run_dir: Path, override: str, why: str):
-    with pytest.raises(UserError, match=f"^{override.partition('=')[0]}: cannot be changed in a run .*: {why}"):
+    with pytest.raises(
+        UserError, match=f"^{override.partition('=')[0]}: cannot be changed in a run .*: {why}"
+    ) as error:
         read_recipe(run_dir, [override])
+    assert f"or begin anew with `polyrl train {run_dir}/recipe.toml --run-dir OTHER`, from its" in str(error.value)
 
 
 def test_every_section_of_the_recipe_is_free_or_has_a_reason():
     recipe = msgspec.to_builtins(load_recipe("arithmetic"))
-    assert recipe.keys() <= WHY_NOT.keys()
-    for key in WHY_NOT:
+    assert recipe.keys() <= RULES.keys()
+    for key in RULES:
         section, *rest = key.split(".")
         known = recipe[section]
         for name in rest:
@@ -159,17 +187,18 @@ def test_the_reference_of_kl_stays_what_it_was(tmp_path: Path, *, named: bool):
     with pytest.raises(UserError, match=f"^{changed}: its files are not those of the reference that .*step-000003 was"):
         check_past(before, recipe, policy)
     check_past(unmeasured, without, policy)
+    check_past(before, without, policy)  # it is measured no more, and may be again later
 
 
 def test_a_prompt_keeps_its_number(tmp_path: Path):
     recipe = load_recipe("arithmetic", ["data.source=rows.jsonl", "data.reward=math"])
     state = TrainerState(next_step=3, prompts=("ab",))
     past = Past(tmp_path / "step-000003", state, {}, [], {}, 0)
-    check_prompts(past, recipe, ("ab",))
+    check_prompts(past, recipe, ("ab",), tmp_path)
     with pytest.raises(
         UserError, match=r"^rows.jsonl: its prompts are not those that .*step-000003 was trained with, or"
     ):
-        check_prompts(past, recipe, ("ba",))
+        check_prompts(past, recipe, ("ba",), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +225,7 @@ def test_ranks_divide_all_weights_and_the_plain_optimizer():
 
 
 def test_a_disk_that_is_full_leaves_the_recipe_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    before = read_recipe(run_dir, [])
+    before, _ = read_recipe(run_dir, [])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -204,7 +233,7 @@ def test_a_disk_that_is_full_leaves_the_recipe_whole(run_dir: Path, monkeypatch:
     monkeypatch.setattr(checkpoint.os, "fsync", full)
     with pytest.raises(UserError, match=r"recipe\.toml: cannot be written: No space left on device"):
         write_recipe(run_dir, load_recipe("arithmetic", ["train.steps=7"]))
-    assert read_recipe(run_dir, []) == before
+    assert read_recipe(run_dir, [])[0] == before
 
 
 def report(step: int) -> StepReport:
@@ -266,7 +295,8 @@ def test_a_run_is_over_when_its_last_step_has_a_checkpoint_and_is_told_and_valid
     checkpoint.note_data_ended(tmp_path, 2)
     assert refused("train.steps=3", "validation.every_steps=0") == (
         f"data.num_epochs: the data of {tmp_path} has ended, after 2 steps, and a run that goes on cannot have more; "
-        "begin anew"
+        f"begin anew with `polyrl train {tmp_path}/recipe.toml --run-dir OTHER`, from its weights with model.path=DIR "
+        f"after `polyrl export {tmp_path} DIR`"
     )
     (tmp_path / "metrics.jsonl").write_text('{"step":0,"reward/mean":1.0}\n')
     check(*unvalidated)  # nobody has told of step 1

@@ -84,7 +84,7 @@ def _examine_remains(run_dir: Path, steps: "Sequence[Mapping[str, MetricValue]]"
         return Diagnosis(False, (Finding(f"the run is done: {why}", "nothing"),))
     what = f"nobody runs it: {len(steps)} of {recipe.get('train', {}).get('steps')} steps are trained"
     kept = recipe.get("checkpoint", {}).get("enabled", True)
-    do = f"go on with it: {_resume(str(run_dir))}" if kept else "begin anew: checkpoint.enabled = false kept nothing"
+    do = f"go on with it: {_resume(str(run_dir))}" if kept else _begin_anew(run_dir)
     return Diagnosis(False, (Finding(what, "nothing", do, needs_help=True),))
 
 
@@ -101,6 +101,12 @@ def _why_done(run_dir: Path, recipe: dict[str, Any], steps: "Sequence[Mapping[st
     from polyrl.trainer import checkpoint
 
     return f"the data has ended, after {num_steps} steps" if checkpoint.has_data_ended(run_dir, num_steps) else None
+
+
+def _begin_anew(run_dir: Path) -> str:
+    from polyrl.cli.training.changes import begin_anew
+
+    return f"{begin_anew(run_dir, has_weights=False)}: checkpoint.enabled = false kept nothing"
 
 
 def _resume(run_dir: str) -> str:

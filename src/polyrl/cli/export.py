@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from polyrl.cli.training import checkpoints
     from polyrl.trainer import checkpoint, exporting, redo
 
-    recipe = checkpoints.read_recipe(run_dir, [])
+    recipe, _ = checkpoints.read_recipe(run_dir, [])
     folder = exporting.choose(run_dir, _best(run_dir, recipe.model.path) if args.best else args.step)
     exporting.export(folder, recipe, out, adapter=args.adapter)
     what = "the adapter" if args.adapter else "the weights"

@@ -92,7 +92,8 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.recipe is not None:  # the first override was taken for one
         overrides.insert(0, args.recipe)
     run_dir = Path(args.resume)
-    recipe = ranks.with_ranks(checkpoints.read_recipe(run_dir, overrides), ranks.seat_of(os.environ))
+    before, after = checkpoints.read_recipe(run_dir, overrides)
+    recipe = ranks.with_ranks(after, ranks.seat_of(os.environ))
     checkpoints.wait_for_manager_to_end(run_dir)
     if not checkpoint.found(run_dir) and not checkpoints.has_begun(run_dir):  # killed before it had written more
         print(f"beginning with {run_dir}: nothing is trained there yet", flush=True)
@@ -102,7 +103,7 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
         tidy(run_dir, checkpoints.keep_of(recipe))
     checkpoints.check_that_something_is_left(past, recipe, run_dir)
     print(f"going on with {run_dir} at step {past.next_step}", flush=True)
-    return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past))
+    return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet, past=past, before=before))
 
 
 def conclude(run_dir: Path, why: str | None) -> int:
@@ -124,11 +125,15 @@ def start(
     *,
     quiet: bool = False,
     past: "Past | None" = None,
+    before: "Recipe | None" = None,
     beside: "Beside | None" = None,
 ) -> str | None:
-    """Train to the end, and say why it ended; None if it was interrupted. `past`: what the run goes on from."""
+    """Train to the end, and say why it ended; None if it was interrupted.
+
+    `past`: what the run goes on from; `before`: the recipe that it had until now.
+    """
     from polyrl.cli.loop import run_loop
-    from polyrl.cli.training import checkpoints, models, ranks, workers
+    from polyrl.cli.training import checkpoints, crews, models, workers
     from polyrl.cli.training.encryption import encryption
     from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
     from polyrl.cli.training.tasks import load_tasks
@@ -151,10 +156,9 @@ def start(
     tasks = load_tasks(recipe, run_dir / "logs" / "rewards.log")
     models.check_tokenizers(recipe)
     if past is not None:
-        checkpoints.check_prompts(past, recipe, tasks.digests)
-    folder = None if past is None else past.folder
+        checkpoints.check_prompts(past, recipe, tasks.digests, run_dir)
 
-    async def train_and_close(crew: "Crew", team: "Team | None") -> str:
+    async def train_and_close(crew: "Crew", team: "Team | None", past: "Past | None") -> str:
         try:
             training = train(recipe, run_dir, crew, tasks, tls=tls, past=past, team=team, beside=beside)
             return await until_interrupted(training)
@@ -162,21 +166,31 @@ def start(
             await tasks.close()
 
     try:
-        with (
-            _logging_to(run_dir, logging.WARNING if quiet else logging.INFO),
-            ranks.assembled(recipe, run_dir, ranks.seat_of(os.environ), folder) as team,
-        ):
-            crew = models.load_crew(recipe, None if team is None else team.ranks)
-            if team is not None:
-                team.check()
-            if past is not None:
-                checkpoints.check_past(past, recipe, crew.policy)
-                if past.tensors:
-                    crew.restore(past.tensors)
-                    past.tensors.clear()  # they lie in the file, which would stay on the disk for as long as they do
-            return run_loop(train_and_close(crew, team))
+        with _logging_to(run_dir, logging.WARNING if quiet else logging.INFO):
+            if past is not None and before is not None:
+                past = _with_breaks(before, recipe, run_dir, past)
+            with crews.restored(recipe, run_dir, past) as (crew, team):
+                return run_loop(train_and_close(crew, team, past))
     except Interrupted:
         return None
+
+
+def _with_breaks(before: "Recipe", after: "Recipe", run_dir: Path, past: "Past") -> "Past":
+    """What is trained otherwise from here on; steps that are in the log alone are finished as they were first."""
+    from polyrl.cli.training import changes, checkpoints, ranks
+    from polyrl.cli.training.settling import settle
+    from polyrl.errors import UserError
+
+    changed = tuple(changes.breaks(before, after, past.next_step)) if past.next_step else ()
+    if changed and past.log:
+        if ranks.seat_of(os.environ) is not None:
+            raise UserError(
+                f"{changed[0].key}: the last {len(past.log)} steps are in the log alone, and are first trained again "
+                "as they were, which torchrun's ranks cannot do: use --ranks, or go on once without the change"
+            )
+        settle(before, run_dir, past)
+        past = checkpoints.read_past(run_dir)
+    return past._replace(breaks=changed)
 
 
 def _warn_on_stderr() -> None:

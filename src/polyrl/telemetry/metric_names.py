@@ -146,6 +146,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/max", "versions", "the oldest of them"),
     Metric("staleness/tokens/<age>", "share", "of the answer tokens trained, those that are so many versions old"),
     Metric("staleness/mixed_samples", "share", "samples trained that more than one version wrote"),
+    # What was changed in a run that went on
+    Metric("run/breaks", "", "of the first step after a `--resume` with other settings: how many train it otherwise"),
+    Metric("run/changed", "", "the same step: which they are, with the values before and after"),
     # Weights
     Metric("weights/version", "", "the version that the step made"),
 )

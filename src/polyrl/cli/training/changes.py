@@ -1,53 +1,59 @@
-"""What may be another in a run that goes on, and why the rest may not.
+"""What may be another in a run that goes on: freely, as a break in its curve that is written down, or not at all.
 
 The nearest name decides: a key's own, or its section's. A section of the recipe that is new must be named here; a test
 sees to it.
+
+    free        nothing that was trained or is in the journal depends on it
+    a break     steps from here on are trained otherwise: steps before it are finished as they were (settling.py), and
+                the change is told by its name, in the run's directory and in its metrics (telemetry/breaks.py)
+    a reason    it is refused with that
 """
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
+from polyrl.telemetry.breaks import Break
 
 _FREE = ""
+_BREAK = "a break"
 _OPENED = "the manager opened the run with it, and its journal is replayed with that alone"
-_TRAINED = "steps since the last checkpoint are trained again, and must come out as they did"
+_DRAWN = "what the run draws at random follows from it"
 _KEPT = "the checkpoint holds the tensors of what it was"
 _HALF_DONE = "the open round is half made with it: its prompts, or what is drawn for them and scored"
 
-WHY_NOT: dict[str, str] = {
+RULES: dict[str, str] = {
     "name": _FREE,
     "about": _FREE,
     "model": _KEPT,
     "lora": _KEPT,
-    "train": _TRAINED,
+    "train": _FREE,
     "train.mode": _OPENED,
     "train.max_staleness": _OPENED,
-    "train.price_usd_per_hour": _OPENED,
+    "train.price_usd_per_hour": "the ledger prices all of the run with it",
     "train.run_dir": "the run goes on where it is",
-    "train.steps": _FREE,
-    "train.stop_at_reward": _FREE,
-    "train.micro_batch_tokens": _FREE,
-    "train.min_micro_batch_samples": _FREE,
-    "train.mismatch_warning": _FREE,
-    "train.ranks": _FREE,
-    "algorithm": _TRAINED,
+    "train.seed": _DRAWN,
+    "algorithm": _BREAK,
+    "algorithm.advantage": "with gae the checkpoint holds a critic, and otherwise none",
     "algorithm.critic.path": _KEPT,
-    "optimizer": _TRAINED,
+    "optimizer": _BREAK,
     "optimizer.kind": _KEPT,
     "optimizer.offload": _FREE,
-    "rollout": _HALF_DONE,
+    "rollout": _BREAK,
     "rollout.max_new_tokens": _OPENED,
-    "rollout.temperature": _TRAINED,
+    "rollout.impose_lengths": _HALF_DONE,
     "data": _HALF_DONE,
+    "data.validation": _FREE,
     "data.prompts_per_step": _OPENED,
     "data.num_prompts": _OPENED,
     "data.num_epochs": _OPENED,
     "data.shuffle_seed": _OPENED,
     "validation": _FREE,
-    "rewards": _OPENED,
+    "rewards": _FREE,
     "fleet": _FREE,
     "manager": _FREE,
     "weights": _FREE,
@@ -55,26 +61,43 @@ WHY_NOT: dict[str, str] = {
     "checkpoint.enabled": "nobody could go on from what comes next",
     "track": _FREE,
     "rounds": _OPENED,
-    "routing": _OPENED,
+    "routing": _FREE,
     "seeding": _OPENED,
-    "hand_back": _OPENED,
-    "fleet_rules": _OPENED,
-    "weight_delivery": _OPENED,
-    "scaling": _OPENED,
+    "hand_back": _FREE,
+    "fleet_rules": _FREE,
+    "fleet_rules.migrate": _OPENED,
+    "weight_delivery": _FREE,
+    "scaling": _FREE,
 }
 
 
-def check_changes(before: Recipe, after: Recipe) -> None:
+def check_changes(before: Recipe, after: Recipe, run_dir: Path) -> None:
     """Raises UserError, by its name, for the first key that may not be another."""
     for key in _differences(msgspec.to_builtins(before), msgspec.to_builtins(after)):
-        if why_not := _why_not(key):
-            raise UserError(f"{key}: cannot be changed in a run that goes on: {why_not}; put it back, or begin anew")
+        if (rule := _rule(key)) not in (_FREE, _BREAK):
+            raise UserError(
+                f"{key}: cannot be changed in a run that goes on: {rule}; put it back, or {begin_anew(run_dir)}"
+            )
 
 
-def _why_not(key: str) -> str:
-    while key not in WHY_NOT:
+def breaks(before: Recipe, after: Recipe, step: int) -> list[Break]:
+    """What is trained otherwise from this step on."""
+    old, new = msgspec.to_builtins(before), msgspec.to_builtins(after)
+    keys = [key for key in _differences(old, new) if _rule(key) == _BREAK]
+    return [Break(step, key, _at(old, key), _at(new, key)) for key in keys]
+
+
+def begin_anew(run_dir: Path, *, has_weights: bool = True) -> str:
+    """How, in words that follow an `or`."""
+    run = shlex.quote(str(run_dir))
+    begin = f"begin anew with `polyrl train {shlex.quote(str(run_dir / 'recipe.toml'))} --run-dir OTHER`"
+    return f"{begin}, from its weights with model.path=DIR after `polyrl export {run} DIR`" if has_weights else begin
+
+
+def _rule(key: str) -> str:
+    while key not in RULES:
         key = key.rpartition(".")[0]
-    return WHY_NOT[key]
+    return RULES[key]
 
 
 def _differences(before: Any, after: Any, path: str = "") -> list[str]:
@@ -84,3 +107,9 @@ def _differences(before: Any, after: Any, path: str = "") -> list[str]:
             one for key in keys for one in _differences(before.get(key), after.get(key), f"{path}.{key}".lstrip("."))
         ]
     return [] if before == after else [path]
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree

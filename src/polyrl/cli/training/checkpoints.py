@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import blake3
 from msgspec.structs import replace
 
-from polyrl.cli.training.changes import check_changes
-from polyrl.cli.training.tasks import Tasks
+from polyrl.cli.training.changes import begin_anew, check_changes
 from polyrl.config import apply_overrides, build, load_toml
 from polyrl.config.dump import dump_toml
 from polyrl.config.recipe import Recipe
@@ -29,6 +28,7 @@ from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.disk import write_whole
 from polyrl.errors import UserError
 from polyrl.telemetry import metrics, validated
+from polyrl.telemetry.breaks import Break
 from polyrl.trainer import checkpoint, redo
 from polyrl.trainer.checkpoint import Keep, TrainerState
 from polyrl.trainer.loop import StepReport, why_enough
@@ -60,6 +60,8 @@ class Past(NamedTuple):
     last: StepReport | None = None
     """Of the last step, where there was one; `is_told`: as somebody has told of it already."""
     is_told: bool = True
+    breaks: tuple[Break, ...] = ()
+    """What is trained otherwise from here on."""
 
     @property
     def next_step(self) -> int:
@@ -75,8 +77,8 @@ def write_recipe(run_dir: Path, recipe: Recipe) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
-    """The recipe of a run, with overrides. Raises UserError for one that the run cannot go on with."""
+def read_recipe(run_dir: Path, overrides: list[str]) -> tuple[Recipe, Recipe]:
+    """The recipe of a run as it was, and with overrides. Raises UserError for one that the run cannot go on with."""
     path = run_dir / _RECIPE_FILE
     if not path.is_file():
         raise UserError(
@@ -86,8 +88,8 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> Recipe:
     before = with_whole_paths(build(tree, Recipe, source=str(path)))
     changed = apply_overrides(tree, overrides)
     after = with_whole_paths(build(changed, Recipe, source=str(path), overrides=overrides))
-    check_changes(before, after)
-    return after
+    check_changes(before, after, run_dir)
+    return before, after
 
 
 def read_past(run_dir: Path) -> Past:
@@ -96,7 +98,7 @@ def read_past(run_dir: Path) -> Past:
     if not found:
         raise UserError(
             f"{run_dir}: no checkpoint there to go on from: it was removed, or the run keeps none (checkpoint.enabled "
-            "= false); begin anew, in another directory"
+            f"= false); {begin_anew(run_dir, has_weights=False)}"
         )
     try:
         state, tensors = checkpoint.load(found[-1])
@@ -147,7 +149,7 @@ def check_that_something_is_left(past: Past, recipe: Recipe, run_dir: Path) -> N
         if checkpoint.has_data_ended(run_dir, version):
             raise UserError(
                 f"data.num_epochs: the data of {run_dir} has ended, after {version} steps, and a run that goes on "
-                "cannot have more; begin anew"
+                f"cannot have more; {begin_anew(run_dir)}"
             )
         return
     raise UserError(
@@ -203,14 +205,15 @@ def describe(recipe: Recipe, policy: Policy, prompts: tuple[str, ...]) -> Traine
 def make_saver(
     recipe: Recipe,
     run_dir: Path,
-    policy: Policy,
-    tasks: Tasks,
+    about: TrainerState,
     gather: Callable[[], Iterable[tuple[str, Any]]],
     past: Past | None,
 ) -> Saver:
-    """`gather` gives all tensors of a checkpoint, whole."""
+    """`about` is what must be the same whenever it goes on; `gather` gives all tensors of a checkpoint, whole."""
     wanted = recipe.checkpoint
-    about = describe(recipe, policy, tasks.digests) if past is None else replace(past.state, next_step=past.next_step)
+    if past is not None:
+        reference = reference_digest(recipe) or about.reference  # it may be measured against one from now on
+        about = replace(about, next_step=past.next_step, reference=reference)
     validates_every = recipe.validation.every_steps if wanted.keep_best else 0
     return Saver(
         run_dir,
@@ -238,13 +241,13 @@ async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> 
     await redo.train_again(steps, past.log, lambda line: print(line, flush=True), after)
 
 
-def check_prompts(past: Past, recipe: Recipe, digests: tuple[str, ...]) -> None:
+def check_prompts(past: Past, recipe: Recipe, digests: tuple[str, ...], run_dir: Path) -> None:
     """Raises UserError if a number means another prompt than it did."""
     for domain, before, now in zip(recipe.data.all_domains, past.state.prompts, digests, strict=False):
         if before != now:
             raise UserError(
                 f"{domain.source}: its prompts are not those that {past.folder} was trained with, or not in their "
-                "order; put the file back, or begin anew"
+                f"order; put the file back, or {begin_anew(run_dir)}"
             )
 
 
@@ -257,9 +260,10 @@ def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
     if past.state.models and past.state.models != models_digest(recipe):
         raise UserError(
             f"{path}: its files, or those of another model of the recipe, are not the ones that {past.folder} began "
-            "with, and no weights are kept yet; put those back, or begin anew"
+            "with, and no weights are kept yet; put those back, or begin anew in another directory (--run-dir)"
         )
-    if past.state.reference and past.state.reference != reference_digest(recipe):
+    reference = reference_digest(recipe)
+    if past.state.reference and reference and past.state.reference != reference:
         raise UserError(
             f"{recipe.algorithm.reference or path}: its files are not those of the reference that {past.folder} was "
             "trained with; put those back, or name a copy of them in the run's recipe.toml: algorithm.reference"

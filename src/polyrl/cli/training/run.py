@@ -38,6 +38,7 @@ from polyrl.cli.training.waiting import tell_of_waits
 from polyrl.client import Fleet, Prompt, Sample, connect
 from polyrl.config.recipe import Recipe
 from polyrl.errors import PolyrlError, UserError
+from polyrl.telemetry import breaks
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.leading import Crew
 from polyrl.trainer.loop import Loop, NothingCameError
@@ -108,7 +109,8 @@ async def train(
         saver: Saver | None = None
         if recipe.checkpoint.enabled:
             gather = (crew if leader is None else leader).whole_state
-            saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, policy, tasks, gather, past)
+            about = checkpoints.describe(recipe, policy, tasks.digests) if past is None else past.state
+            saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, about, gather, past)
             stack.push_async_callback(saver.stop)
         if past is not None:  # before there is an engine that takes memory; workers dial again meanwhile
             assert saver is not None, "who keeps no checkpoints has nothing to go on from"
@@ -139,6 +141,8 @@ async def train(
             local_worker.joined(recipe, _dialer(run_dir, address), fleet, engine, devices)
         )
         started = await stack.enter_async_context(workers.started(recipe, run_dir, address))
+        if past is not None and past.breaks:
+            breaks.note(run_dir, past.breaks)
         title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)
         display = Display(title, recipe.train.steps, _dialer(run_dir, address), local_worker.NAME)
         telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))

@@ -13,7 +13,7 @@ from polyrl.cli.training.workers import join_command, status_command
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.scheduling.ledger import StepLine
-from polyrl.telemetry import validated
+from polyrl.telemetry import breaks, validated
 from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
@@ -38,6 +38,7 @@ class Telling:
             project=track.project,
             recipe=msgspec.to_builtins(recipe),
         )
+        self._breaks = {first_step: breaks.read(run_dir, first_step)} if first_step else {}
         self._fleet: Fleet | None = None
         self._far: dict[str, float] = {}
         """Kinds of engines that were too far from the trainer in the last step."""
@@ -53,6 +54,10 @@ class Telling:
             say(Text("tokens and weights cross the network in clear: use a private network, or a tunnel", "yellow"))
         if caveat := caveat_of(self._recipe):
             say(Text(caveat, style="yellow"))
+        for step, changed in self._breaks.items():
+            if changed:
+                line = f"from step {step} on, the curve has a break: {', '.join(map(str, changed))}"
+                say(Text(line, style="yellow"))
 
     async def step_begins(self, step: int) -> None:
         self._display.step_begins(step)
@@ -135,6 +140,9 @@ class Telling:
             metrics["fleet/useful"] = self._fleet.advice[0]
         if caveat_of(self._recipe):
             metrics["rollout/imposed_lengths"] = 1
+        if changed := self._breaks.get(report.step):
+            metrics["run/breaks"] = len(changed)
+            metrics["run/changed"] = ", ".join(map(str, changed))
         return metrics
 
     def _of_the_scheduler(self, report: StepReport) -> dict[str, MetricValue]:

@@ -1,0 +1,40 @@
+"""Before a run goes on with other settings, steps that only the log has are trained again as they were, and kept."""
+
+import asyncio
+import gc
+from pathlib import Path
+
+import torch
+
+from polyrl.cli.loop import run_loop
+from polyrl.cli.training import checkpoints, crews
+from polyrl.cli.training.checkpoints import Past
+from polyrl.cli.training.ranks import Team
+from polyrl.cli.training.run import until_interrupted
+from polyrl.config.recipe import Recipe
+from polyrl.trainer.leading import Crew
+
+
+def settle(before: Recipe, run_dir: Path, past: Past) -> None:
+    """Ends with a checkpoint of the last logged step. `before` is the recipe that the steps were trained with.
+
+    Raises UserError; and Interrupted, then the log is as it was.
+    """
+    with crews.restored(before, run_dir, past) as (crew, team):
+        run_loop(until_interrupted(_train_again(before, run_dir, past, crew, team)))
+    del crew, team
+    gc.collect()  # the models that come next need the room
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+async def _train_again(recipe: Recipe, run_dir: Path, past: Past, crew: Crew, team: Team | None) -> str:
+    leader = None if team is None else team.lead(crew)
+    gather = (crew if leader is None else leader).whole_state
+    saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, past.state, gather, past)
+    try:
+        await checkpoints.train_again(past, crew.steps if leader is None else leader, saver, run_dir)
+        await saver.finish()
+    finally:
+        await saver.stop()
+    return "settled"
