@@ -207,7 +207,7 @@ def test_a_prompt_keeps_its_number(tmp_path: Path):
         (["validation.every_steps=0"], "nothing is compared while validation.every_steps = 0"),
         (
             ["validation.every_steps=2", "checkpoint.keep_best=reward/mean"],
-            'got "reward/mean", expected validation/pass@1',
+            'got "reward/mean", expected validation/reward/mean, validation/pass@1',
         ),
     ],
 )
