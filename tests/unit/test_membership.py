@@ -55,7 +55,8 @@ def test_a_peer_that_failed_may_be_asked_again_for_the_next_version():
     run = Driver(small_config(weight_delivery=ONE_UPLOAD, fleet_rules=FleetRules()))
     publish(run, 0)
     run.join("w1")
-    run.scheduler.desk.seats[1].bad_source = True
+    run.scheduler.desk.seats[1].accused_by = [WorkerName("x"), WorkerName("y")]
+    assert run.scheduler.desk.seats[1].bad_source
     publish(run, 1)
     assert not run.scheduler.desk.seats[1].bad_source
 

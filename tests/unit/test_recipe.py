@@ -235,3 +235,28 @@ def test_two_sets_for_validation_have_names_of_their_own():
         recipe("data.domains.0.validation={sums = 'v.jsonl'}", tree=TWO_DOMAINS)
     with pytest.raises(ConfigError, match="validation: a set has no name"):
         recipe("data.validation={'' = 'v.jsonl'}", tree=FILE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hash"),
+    [
+        ({}, "xxh3-128"),
+        ({"manager": {"host": "localhost"}}, "xxh3-128"),
+        ({"manager": {"host": "0.0.0.0"}}, "blake3"),
+        ({"manager": {"host": "10.0.0.5"}}, "blake3"),
+        ({"manager": {"host": "trainer.example"}}, "blake3"),
+        ({"weights": {"interfaces": ["10.0.0.0/8"]}}, "blake3"),
+        ({"weights": {"interfaces": ["127.0.0.0/8"]}}, "xxh3-128"),
+        ({"weights": {"hash": "blake3"}}, "blake3"),
+        ({"manager": {"host": "0.0.0.0"}, "weights": {"hash": "xxh3-128"}}, "blake3"),
+        ({"manager": {"host": "0.0.0.0"}, "weight_delivery": {"relay": False}}, "xxh3-128"),
+        ({"manager": {"host": "0.0.0.0", "tls_cert": "c", "tls_key": "k"}}, "xxh3-128"),
+    ],
+)
+def test_chunks_are_known_by_blake3_wherever_another_machines_worker_could_touch_them(changes, hash):
+    assert build({**SMALLEST, **changes}, Recipe).weights_hash == hash
+
+
+def test_a_fleet_that_would_be_refused_for_its_price_is_refused_with_the_recipe():
+    with pytest.raises(ConfigError, match=r"fleet.price_usd_per_hour: 2000 is above manager.max_price_usd_per_hour"):
+        build({**SMALLEST, "fleet": {"price_usd_per_hour": 2000.0}}, Recipe)

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.driver import Driver, only, small_config
 from tests.unit.workers import worker
 
-from polyrl.ids import Version
+from polyrl.ids import Version, WorkerName
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.fleet import Worker
@@ -61,7 +61,7 @@ def test_the_trainer_sends_a_version_four_times_however_large_the_fleet(num_work
 
 def test_no_peer_serves_more_than_its_uploads():
     config = WeightDeliveryConfig(trainer_uploads=1, peer_uploads=2)
-    fleet = [worker(1, version=1), *(worker(seat, version=0, bad_source=True) for seat in range(2, 20))]
+    fleet = [worker(1, version=1), *(worker(seat, version=0, accused_by=["x", "y"]) for seat in range(2, 20))]
     start(fleet, config)
     sources = [one.source for one in fleet if one.pulling == NEW]
     assert sorted(sources) == [TRAINER, 1, 1]
@@ -84,7 +84,7 @@ def test_who_passes_nothing_on_does_not_hold_up_who_does():
 
 def test_a_bad_peer_is_not_asked_again():
     config = WeightDeliveryConfig(trainer_uploads=1, peer_uploads=8)
-    fleet = [worker(1, version=1, bad_source=True), worker(2, version=1), *outdated(9)[2:]]
+    fleet = [worker(1, version=1, accused_by=["x", "y"]), worker(2, version=1), *outdated(9)[2:]]
     start(fleet, config)
     assert {one.source for one in fleet if one.pulling == NEW} <= {TRAINER, 2, 3, 4, 5, 6, 7, 8, 9}
 
@@ -123,17 +123,65 @@ def test_whoever_pulls_from_a_worker_that_dies_gets_another_source():
     assert (pull.worker, pull.source) == ("b", None)
 
 
-def test_a_peer_whose_transfer_failed_is_not_asked_again_by_anybody():
+def fail(run: Driver, name: str) -> list[c.Command]:
+    """The worker says that its pull of the newest version failed; and what came of it within three seconds."""
+    fleet = run.scheduler.desk.state.fleet
+    seat = fleet.seats[fleet.by_name[WorkerName(name)]]
+    return run.tell(e.WeightsFailed(seat.name, seat.incarnation, seat.pulling, "a digest is wrong")) + run.wait(3.0)
+
+
+def relayed() -> Driver:
+    """`a` has the version, `b` gets it from the trainer, which serves one at a time; whoever is next goes to `a`."""
     run = Driver(small_config(prompts=1, samples=1, weight_delivery=WeightDeliveryConfig(trainer_uploads=1)))
     run.begin()
     run.join("a")
     run.join("b", ready=False)
-    (pull,) = only(run.join("c", ready=False), c.PullWeights)
-    assert pull.source == "a"
-    seat = run.scheduler.desk.state.fleet.seats[3]
-    run.tell(e.WeightsFailed(seat.name, seat.incarnation, Version(0), "a digest is wrong"))
-    (pull,) = only(run.wait(3.0), c.PullWeights)
-    assert (pull.worker, pull.source) == ("c", "b")
+    return run
+
+
+def sources(commands: list[c.Command]) -> dict[str, str | None]:
+    return {pull.worker: pull.source for pull in only(commands, c.PullWeights)}
+
+
+def is_bad(run: Driver, name: str) -> bool:
+    fleet = run.scheduler.desk.state.fleet
+    return fleet.seats[fleet.by_name[WorkerName(name)]].bad_source
+
+
+def test_who_failed_with_a_peer_gets_the_version_from_the_trainer_however_busy_that_is():
+    run = relayed()
+    assert sources(run.join("c", ready=False)) == {"c": "a"}
+    assert sources(fail(run, "c")) == {"c": None}
+
+
+def test_one_workers_word_makes_no_peer_bad_and_a_second_ones_does():
+    run = relayed()
+    run.join("c", ready=False)
+    fail(run, "c")
+    assert not is_bad(run, "a")
+    assert sources(run.join("d", ready=False)) == {"d": "a"}
+    fail(run, "d")
+    assert is_bad(run, "a")
+    assert sources(run.join("e", ready=False))["e"] != "a"
+
+
+def test_who_fails_with_the_trainer_too_accuses_nobody():
+    run = relayed()
+    run.join("c", ready=False)
+    fail(run, "c")
+    fail(run, "c")
+    run.join("d", ready=False)
+    fail(run, "d")
+    assert not is_bad(run, "a")
+
+
+def test_the_same_worker_accuses_once_however_often_it_joins_under_one_name():
+    run = relayed()
+    for _ in range(3):
+        run.join("c", ready=False)
+        fail(run, "c")
+    assert run.scheduler.desk.state.fleet.seats[1].accused_by == ["c"]
+    assert not is_bad(run, "a")
 
 
 def test_a_pull_that_takes_fifteen_minutes_has_failed():

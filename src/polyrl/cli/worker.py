@@ -178,7 +178,12 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
 
     loopback = ("127.0.0.0/8",) if args.no_relay or is_loopback(args.join) else ()
     networks = loopback if args.relay_on is None else tuple(args.relay_on)
-    settings = WeightSettings(interfaces=networks, egress_mb_s=args.egress_mb_s, mooncake=args.mooncake)
+    settings = WeightSettings(
+        interfaces=networks,
+        egress_mb_s=args.egress_mb_s,
+        mooncake=args.mooncake,
+        one_machine=is_loopback(args.join),
+    )
     context = client_tls(args.join, args.ca)
     tls = None if context is None else Tls(None, context, urlsplit(args.join).hostname or "")
     return lambda key: WeightPeer(settings, key, tls)

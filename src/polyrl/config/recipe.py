@@ -8,6 +8,7 @@ Left out: whether files and registered names exist. Those who open and look them
 
 import math
 import string
+from ipaddress import ip_network
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -477,7 +478,8 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     egress_mb_s: Positive | None = None
     """At most so many megabytes a second leave this process; none: all it can."""
     hash: Literal["xxh3-128", "blake3"] = "xxh3-128"
-    """What chunks are known by. blake3 where a worker that passes them on may lie on purpose."""
+    """What chunks are known by, where they come from the trainer alone or stay on its machine. Where workers pass them
+    on to other machines it is blake3, whatever stands here: the other one can be forged."""
     mooncake: Literal["", "tcp", "rdma"] = ""
     """Offer full versions through mooncake's transfer engine too, to workers that are started with --mooncake."""
     encode_on: Literal["host", "device"] = "host"
@@ -689,12 +691,27 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return 1 if self.train.max_staleness is None else self.train.max_staleness
 
     @property
+    def weights_hash(self) -> Literal["xxh3-128", "blake3"]:
+        """By who could touch the bytes between the trainer and a worker: over https nobody relays."""
+        are_relayed = self.weight_delivery.relay and not self.manager.tls_cert
+        stay_here = _is_loopback(self.manager.host) and all(map(_is_loopback, self.weights.interfaces))
+        return "blake3" if are_relayed and not stay_here else self.weights.hash
+
+    @property
     def run_dir(self) -> str:
         return f"runs/{self.name}" if self.train.run_dir is None else self.train.run_dir
 
 
 def _of_attempts(validation: ValidationSection) -> list[str]:
     return [f"pass@{k}" for k in validation.pass_at]
+
+
+def _is_loopback(network: str) -> bool:
+    """Of a host, or of a network written as CIDR."""
+    try:
+        return ip_network(network, strict=False).is_loopback
+    except ValueError:
+        return network == "localhost"
 
 
 def _check_template(key: str, template: str) -> None:

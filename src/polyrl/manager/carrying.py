@@ -9,6 +9,8 @@ import logging
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of
 from polyrl.manager.executor import Executor
+from polyrl.manager.relay_addresses import reachable
+from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.order import mix64
@@ -33,7 +35,7 @@ def carry_out(executor: Executor, command: c.Command) -> None:
         case c.PullWeights():
             if (session := executor.session(command.worker)) is not None:
                 held = NO_VERSION if command.held is None else command.held
-                session.say(pull(executor, command.version, command.source or "", held))
+                session.say(pull(executor, session, command.version, command.source or "", held))
         case c.ReleaseWorker():
             if (session := executor.session(command.worker)) is not None:
                 session.say(frames.Release(command.why))
@@ -79,13 +81,16 @@ def _turn(executor: Executor, name: WorkerName, duty: frames.Duty, why: str) -> 
         session.say(frames.Turn(duty, why))
 
 
-def pull(executor: Executor, version: Version, source: str, held: int) -> frames.Pull:
+def pull(executor: Executor, session: WorkerSession, version: Version, source: str, held: int) -> frames.Pull:
     """Where a version is fetched: at the peer that the scheduler chose, if it has said where; or at the trainer."""
     offer = executor.payload.offers.get(version)
     if offer is None:
         return frames.Pull(version, source, held)
     peer = executor.workers.get(WorkerName(source))
-    addresses = offer.addresses if peer is None or not peer.weight_addresses else peer.weight_addresses
+    seen_at = "" if session.link is None else session.link.seen_at
+    addresses = () if peer is None else reachable(peer.weight_addresses, seen_at)
+    if not addresses:
+        return frames.Pull(version, "", held, offer.digest, offer.addresses)
     return frames.Pull(version, source, held, offer.digest, addresses)
 
 

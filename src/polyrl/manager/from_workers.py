@@ -8,14 +8,17 @@ progress every few seconds, and of an answer's end at once. Tokens are taken in 
 import logging
 from typing import assert_never
 
+from polyrl.errors import plain, shorten
 from polyrl.ids import LeaseId, Version
 from polyrl.manager import carrying, intake, joining
 from polyrl.manager.executor import Executor
 from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused
+from polyrl.manager.relay_addresses import own_addresses
 from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling import events as e
 from polyrl.scheduling.samples import NO_VERSION, Sample
+from polyrl.scheduling.weight_delivery import TRAINER
 from polyrl.wire import columns, frames
 
 log = logging.getLogger("polyrl.manager")
@@ -108,7 +111,7 @@ def _install_failed(executor: Executor, session: WorkerSession, failed: frames.I
         return
     if (often := session.failures.again(failed.reason)) is not None:
         log.warning("worker %s could not install version %d: %s%s", session.name, version, failed.reason, often)
-    session.num_failed_installs += 1
+    session.num_failed_installs += worker.source == TRAINER  # a peer that gives nothing is not its fault
     is_trainer_here = executor.trainer is not None and executor.trainer.link is not None
     if session.num_failed_installs >= _MOST_FAILED_INSTALLS and not session.has_installed and is_trainer_here:
         tries = f"{session.num_failed_installs} tries"
@@ -145,7 +148,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     if session.greeted:
         raise Refused("order", "a second Hello on one connection")
     session.greeted = executor.is_urgent = True
-    session.weight_addresses = hello.weight_addresses
+    session.weight_addresses = _own_addresses(executor, session, hello.weight_addresses)
     worker = executor.seat_of(session)
     if worker is None or executor.scheduler is None:
         session.say(frames.Welcome(()))
@@ -168,7 +171,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     if worker.pulling != NO_VERSION:
         source = desk.seats.get(worker.source)
         name = "" if source is None else source.name
-        session.say(carrying.pull(executor, worker.pulling, name, worker.version))
+        session.say(carrying.pull(executor, session, worker.pulling, name, worker.version))
     if worker.duty == "to_training" or worker.duty == "to_generating":
         session.say(frames.Turn(_DUTIES[worker.duty], "it was to turn"))
     known = frozenset(theirs)
@@ -182,6 +185,19 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
         joining.drain(executor, session.name, hello.draining, hello.notice_s)
     if worker.state == "draining" and not worker.leases:
         session.say(frames.Release("it has handed everything over"))
+
+
+def _own_addresses(executor: Executor, session: WorkerSession, claimed: tuple[str, ...]) -> tuple[str, ...]:
+    seen_at = "" if session.link is None else session.link.seen_at
+    own = own_addresses(claimed, seen_at, executor.settings.limits.relay_networks)
+    if len(own) < len(claimed):
+        executor.refused["address"] += len(claimed) - len(own)
+        strange = plain(", ".join(one for one in claimed if one not in own))
+        log.warning(
+            "worker %s at %s: nobody is sent to fetch weights at %s, which is not its own (limits.relay_networks)",
+            session.name, seen_at, shorten(strange),
+        )  # fmt: skip
+    return own
 
 
 def _order_again(executor: Executor, lease: LeaseId, sample: Sample) -> None:

@@ -353,7 +353,7 @@ class Front:
         if not socket.can_prepare(request):
             raise _BadRequest(400, "websocket", "expected a WebSocket")
         await socket.prepare(request)
-        link = Link(socket, int(service.settings.stream.max_queued_mb * _MB))
+        link = Link(socket, int(service.settings.stream.max_queued_mb * _MB), request.remote or "")
         self._links.add(link)
         service.post(lambda _: session.connect(link))
         pump = asyncio.create_task(link.pump(request.transport, service.settings.stream.send_timeout_s))

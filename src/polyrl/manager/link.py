@@ -26,8 +26,10 @@ _BROKEN = (ConnectionError, ClientConnectionResetError, RuntimeError)
 
 
 class Link:
-    def __init__(self, socket: web.WebSocketResponse, max_queued_bytes: int) -> None:
+    def __init__(self, socket: web.WebSocketResponse, max_queued_bytes: int, seen_at: str = "") -> None:
+        """`seen_at`: the peer's address, without its port."""
         self._socket = socket
+        self.seen_at = seen_at
         self._max_queued_bytes = max_queued_bytes
         self._queue: deque[frames.ToWorker | frames.ToTrainer] = deque()
         self._num_queued_bytes = 0

@@ -36,7 +36,7 @@ class WorkerSession:
         self.greeted = False
         """It has said Hello on its present connection."""
         self.weight_addresses: tuple[str, ...] = ()
-        """Where others may fetch weights from it, as it says on its present connection."""
+        """Where others may fetch weights from it, of what it says on its present connection."""
         self.report: frames.Report | None = None
         self.heard_at = 0.0
         self.told_at = 0.0

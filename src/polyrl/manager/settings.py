@@ -1,5 +1,6 @@
 """What can be set about a manager, in a TOML file or as `section.key=value`."""
 
+from ipaddress import ip_network
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -37,10 +38,20 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
     connections_per_address: Annotated[int, Meta(ge=1)] = 256
     """That bring no request with a token: one more, and the oldest of them is cut. Streams do not count."""
+    relay_networks: tuple[str, ...] = ()
+    """Networks, written as CIDR, in which workers may name addresses to fetch weights at, beside the one that each
+    of them dials from."""
     max_price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 1000.0
     """A worker that says it costs more is refused: the ledger adds up what workers say."""
     max_starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 3600.0
     """At most so much time before a worker joined is in the ledger, however long its start was by its own word."""
+
+    def __post_init__(self) -> None:
+        for place, text in enumerate(self.relay_networks):
+            try:
+                ip_network(text, strict=False)
+            except ValueError as error:
+                raise ValueError(f"relay_networks.{place}: {text!r}; expected a network like 10.0.0.0/8") from error
 
 
 class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

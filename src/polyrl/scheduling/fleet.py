@@ -29,6 +29,7 @@ WorkerDuty = Literal["generating", "stopping", "to_training", "training", "to_ge
 _GAIN_DOWN = 0.3
 _GAIN_UP = 0.03
 """How much an observation moves its bin. Prefilling and pauses only ever add time, so a shorter one tells more."""
+_NUM_ACCUSERS = 2
 _FIXED_SHARE = 0.5
 """Of a decode step's time, as long as no smaller number of samples has been seen."""
 
@@ -91,8 +92,11 @@ class Worker(Struct):
     source: int = -1
     """The seat of the peer it pulls from; -1 is the trainer, or nobody when it does not pull."""
     num_pull_failures: int = 0
-    bad_source: bool = False
-    """A pull from it failed: others take their weights elsewhere."""
+    accused_by: list[WorkerName] = []
+    """Workers whose pulls of the newest version from it failed, and from nobody else since. By name, which is one
+    however often it joins."""
+    failed_with_peer: bool = False
+    """To pull the newest version: it gets that from the trainer."""
     relays: bool = True
     failed_groups: list[GroupId] = []
     """Groups of which it failed samples since its last answer. Whose fault that is, is not known yet (failures.py)."""
@@ -123,6 +127,11 @@ class Worker(Struct):
     why_leaving: str = ""
     is_closed: bool = False
     """It was given notice, and goes so soon that nothing more is worth beginning there."""
+
+    @property
+    def bad_source(self) -> bool:
+        """Others take their weights elsewhere. One worker's word is not enough: it may lie, or be at fault itself."""
+        return len(self.accused_by) >= _NUM_ACCUSERS
 
     @property
     def may_generate(self) -> bool:

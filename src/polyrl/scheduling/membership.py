@@ -238,7 +238,7 @@ def publish(desk: Desk, version: Version, now: Seconds) -> bool:
         return False
     desk.state.published = version
     for worker in desk.state.fleet.seats.values():
-        worker.bad_source = False
+        worker.accused_by, worker.failed_with_peer = [], False
         if worker.local:
             worker.version = version
         _refresh_state(desk, worker, now)
@@ -339,13 +339,21 @@ def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: 
 
 
 def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Seconds) -> None:
-    """The worker keeps what it has and tries again later; its source, if a peer, is not asked again."""
+    """The worker keeps what it has and tries again later; at the trainer, if it was with a peer.
+
+    Nobody is sent to that peer once another worker has failed with it too. A worker that fails with several sources
+    accuses the last one alone, and one that fails with the trainer accuses nobody: it has itself to blame.
+    """
     if worker.pulling != event.version:
         desk.state.ledger.late_news += 1
         return
     source = desk.state.fleet.seats.get(worker.source)
+    for other in desk.state.fleet.seats.values():
+        if worker.name in other.accused_by:
+            other.accused_by.remove(worker.name)
     if source is not None:
-        source.bad_source = True
+        source.accused_by.append(worker.name)
+        worker.failed_with_peer = True
     _stop_pull(desk, worker)
     worker.num_pull_failures += 1
     pause = weight_delivery.retry_after_s(worker.num_pull_failures, desk.config.weight_delivery)

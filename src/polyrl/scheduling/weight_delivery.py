@@ -2,8 +2,9 @@
 
 The trainer serves `trainer_uploads` workers at once; everyone else takes the version from a peer that has it, or is
 just receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. Who finds no source waits
-for one; who passes nothing on comes after those who do, or all would wait for it. A peer whose transfer failed or lied
-is not asked again for that version. A worker whose pull failed tries again after a growing pause, keeps its old version
+for one; who passes nothing on comes after those who do, or all would wait for it. A worker that failed to pull from a
+peer gets that version from the trainer, however many others do; nobody is sent to a peer with which two have failed. A
+worker whose pull failed tries again after a growing pause, keeps its old version
 meanwhile and is still alive.
 """
 
@@ -30,8 +31,8 @@ class Pull(Struct, frozen=True, gc=False):
 def plan_pulls(
     wanting: Iterable[Worker], fleet: Iterable[Worker], newest: Version, config: WeightDeliveryConfig
 ) -> list[Pull]:
-    """A source for each worker in `wanting` that can have one now, in their order, relays first."""
-    wanting = sorted(wanting, key=lambda worker: not worker.relays)
+    """A source for each worker in `wanting` that can have one now: who failed with a peer first, then relays."""
+    wanting = sorted(wanting, key=lambda worker: (not worker.failed_with_peer, not worker.relays))
     if not wanting:
         return []
     fleet = list(fleet)
@@ -47,7 +48,7 @@ def plan_pulls(
     from_trainer = uploads[TRAINER]
     pulls: list[Pull] = []
     for worker in wanting:
-        if from_trainer < config.trainer_uploads:
+        if worker.failed_with_peer or from_trainer < config.trainer_uploads:
             from_trainer += 1
             pulls.append(Pull(worker.seat, TRAINER, "from the trainer"))
         else:

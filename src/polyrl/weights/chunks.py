@@ -1,8 +1,8 @@
 """A blob as fixed-size chunks with a digest each: what is verified, asked for again, and passed on.
 
 A blob is a run of bytes that has a name: a full version, or a delta. Two hashes. `xxh3-128` finds every fault of
-hardware and software at the speed of memory; it does not stop somebody who makes wrong bytes on purpose. `blake3` does,
-for relays that are strangers.
+hardware and software at the speed of memory; it does not stop somebody who makes wrong bytes on purpose, which takes
+milliseconds. `blake3` does: what another machine's worker passes on is known by that alone.
 
 A table that does not fit its own numbers cannot be built, and so cannot be decoded. What a table belongs to, and who
 vouches for it, is the manifest's business.
@@ -35,6 +35,10 @@ def _blake3(view: View) -> bytes:
 
 
 _HASHES: dict[HashName, tuple[int, Callable[[View], bytes]]] = {"xxh3-128": (16, _xxh3_128), "blake3": (32, _blake3)}
+
+
+UNFORGEABLE: tuple[HashName, ...] = ("blake3",)
+"""Nobody can make other bytes of the same digest."""
 
 
 class ChunkTable(msgspec.Struct, frozen=True):

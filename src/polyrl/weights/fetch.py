@@ -81,7 +81,18 @@ class Source:
 class Fetch:
     """One blob, once. The caller's thread coordinates; every stream has a thread of its own."""
 
-    def __init__(self, blob: Blob, store: Store, sources: list[Source], dialer: Dialer, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        blob: Blob,
+        store: Store,
+        sources: list[Source],
+        dialer: Dialer,
+        stop: threading.Event,
+        *,
+        relayed: bool = False,
+    ) -> None:
+        """`relayed`: no source is the trainer, which has it too. So these must be fast enough."""
+        self._relayed = relayed
         self._blob, self._store, self._dialer, self._stop = blob, store, dialer, stop
         num_chunks = blob.table.num_chunks
         self._sources = sources
@@ -136,6 +147,8 @@ class Fetch:
 
     def _wait(self, deadline: float, on_progress: OnProgress | None) -> None:
         table = self._blob.table
+        began, num_before = time.monotonic(), self._blob.num_right
+        least = self._least_bytes_per_s(deadline - began)
         while True:
             with self._changed:
                 if not self._blob.complete:
@@ -151,10 +164,21 @@ class Fetch:
                 raise self._failed("no source is left")
             if self._stop.is_set():
                 raise self._failed("broken off")
+            arrived, took_s = (num_right - num_before) * table.chunk_bytes, time.monotonic() - began
+            if arrived < least * (took_s - self._dialer.settings.relay_patience_s):
+                rate = f"{arrived / took_s / 1e6:.2f} MB/s, expected at least {least / 1e6:.2f}"
+                raise self._failed(f"too slow for a relay, which the trainer can do without: {rate}")
             if time.monotonic() > deadline:
                 raise self._failed("the deadline has passed")
             if quiet_s > max(APPEAR_S, 2 * self._dialer.settings.stall_s):
                 raise self._failed(f"nothing came for {quiet_s:.0f} s")
+
+    def _least_bytes_per_s(self, left_s: float) -> float:
+        """What relays must give: enough to be done while there is as much time again, for the trainer."""
+        if not self._relayed:
+            return 0.0
+        left = (self._blob.table.num_chunks - self._blob.num_right) * self._blob.table.chunk_bytes
+        return max(self._dialer.settings.min_relay_mb_s * 1e6, left / max(1.0, left_s / 2))
 
     def _failed(self, what: str) -> TransferError:
         bad = tuple(source.address for source in self._sources if source.is_bad)

@@ -66,11 +66,14 @@ class WeightPeer:
         deadline_s: float,
         on_progress: OnProgress | None = None,
         *,
+        relayed: bool = False,
         stop: threading.Event | None = None,
     ) -> HostCopy:
         """Get a version, from any of these addresses: several of one source, or of several. Raises TransferError.
 
         Blocks, so call it in a thread. Whatever happens, what was held is held until the new version is complete.
+        `relayed`: the sources are other workers, not the trainer. Then what they give must be known by a hash that they
+        cannot forge, and they must be fast enough: the trainer has it too.
         `stop`, when it is set, breaks it off; what has come is there for the next one, from whichever source.
         """
         deadline = time.monotonic() + deadline_s
@@ -83,7 +86,7 @@ class WeightPeer:
                 raise TransferError("broken off")
             if self._shelf.held is not None and self._shelf.held[1].digest == digest:
                 return HostCopy(*self._shelf.held)
-            pull = Pull(self._shelf, self._dialer, self._number, stop, self.bad_sources)
+            pull = Pull(self._shelf, self._dialer, self._number, stop, self.bad_sources, relayed=relayed)
             return pull.run(version, digest, addresses, deadline, on_progress)
 
     def offered(self, addresses: Sequence[str], deadline_s: float) -> list[BlobEntry]:

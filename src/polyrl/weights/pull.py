@@ -18,7 +18,7 @@ import numpy as np
 import polyrl
 from polyrl.weights import delta as codec
 from polyrl.weights.chains import Chain, Delta, Full, Step, cheapest
-from polyrl.weights.chunks import bad_chunks
+from polyrl.weights.chunks import UNFORGEABLE, bad_chunks
 from polyrl.weights.fetch import IDLE_S, Fetch, OnProgress, Source
 from polyrl.weights.manifest import (
     BadManifest,
@@ -100,8 +100,16 @@ class _BadDelta(Exception):
 
 class Pull:
     def __init__(
-        self, shelf: Shelf, dialer: Dialer, number: int, stop: threading.Event, bad_sources: dict[str, str]
+        self,
+        shelf: Shelf,
+        dialer: Dialer,
+        number: int,
+        stop: threading.Event,
+        bad_sources: dict[str, str],
+        *,
+        relayed: bool = False,
     ) -> None:
+        self._relayed = relayed
         self._shelf, self._dialer, self._number, self._stop, self._bad = shelf, dialer, number, stop, bad_sources
         self._sources: list[Contact] = []
         self._lied: list[str] = []
@@ -113,6 +121,7 @@ class Pull:
         try:
             self._sources = self._scout(addresses, deadline)
             manifest, canonical = self._find_manifest(version, digest, deadline)
+            self._check_hash(manifest)
             self._shelf.store.announce(digest, canonical)
             chain = self._find_chain(manifest, deadline)
             try:
@@ -249,6 +258,16 @@ class Pull:
             self._wait(until, f"no source holds version {version}, {digest[:16]}...")
             self._ask_again()
 
+    def _check_hash(self, manifest: Manifest) -> None:
+        """By who could have touched the bytes. The manifest has the manager's word; chunks have that of their hash."""
+        hash = manifest.chunks.hash
+        if self._relayed and hash not in UNFORGEABLE and not self._dialer.settings.one_machine:
+            expected = ", ".join(UNFORGEABLE)
+            raise TransferError(
+                f"version {manifest.version} is known by {hash}, which a worker that passes it on can forge; "
+                f"expected {expected}, or the trainer as the source"
+            )
+
     def _manifest_from(self, source: Contact, name: str) -> bytes | None:
         try:
             return source.manifest(name)
@@ -369,7 +388,7 @@ class Pull:
             sources.append(Source(one.address, one.node, origin=one.catalog.origin, complete=complete))
         if not sources:
             raise self._error("no source is left")
-        fetch = Fetch(blob, self._shelf.store, sources, self._dialer, self._stop)
+        fetch = Fetch(blob, self._shelf.store, sources, self._dialer, self._stop, relayed=self._relayed)
         try:
             fetch.run(deadline, on_progress)
         except TransferError as error:

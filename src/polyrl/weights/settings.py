@@ -26,7 +26,7 @@ class WeightSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     streams: Annotated[int, Meta(ge=1, le=64)] = 4
     """Connections of one pull, over all of its sources."""
     chunk_bytes: Annotated[int, Meta(ge=1024, le=MAX_CHUNK_BYTES)] = CHUNK_BYTES
-    hash: HashName = "xxh3-128"
+    hash: HashName = "blake3"
     num_full: Annotated[int, Meta(ge=2, le=16)] = 2
     """Full versions that the trainer keeps, in as many buffers of a version's size."""
     num_deltas: Annotated[int, Meta(ge=0, le=256)] = 16
@@ -40,6 +40,12 @@ class WeightSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Read full versions through mooncake's transfer engine in this mode, where both sides have it. Empty: do not."""
     stall_s: Positive = 10.0
     """A peer that takes or gives less than 128 KiB in this long is cut."""
+    one_machine: bool = False
+    """Whoever passes weights on runs on this machine, and is believed: xxh3-128 is taken from relays too."""
+    min_relay_mb_s: Annotated[float, Meta(ge=0)] = 1.0
+    """A relay that gives less on average is left; so is one that would not be done in half of the time there is."""
+    relay_patience_s: Positive = 20.0
+    """How far behind that a relay may be."""
     grace_s: Annotated[float, Meta(ge=0)] = 2.0
     """How long the readers of a version that is given up may go on."""
 

@@ -123,8 +123,9 @@ class Installer:
             self._digests[version] = pull.digest
         began = time.monotonic()
         copy = await asyncio.to_thread(
-            self.peer.pull, version, pull.digest, pull.addresses, self._deadline_s, stop=break_off
-        )
+            self.peer.pull, version, pull.digest, pull.addresses, self._deadline_s,
+            relayed=bool(pull.source), stop=break_off,
+        )  # fmt: skip
         log.info("version %d from %s in %.2f s", version, pull.source or "the trainer", time.monotonic() - began)
         return Weights(version, copy=copy)
 

@@ -346,7 +346,7 @@ def weight_settings(recipe: Recipe) -> WeightSettings:
         interfaces=wanted.interfaces or own,
         port=wanted.port,
         groups=wanted.groups,
-        hash=wanted.hash,
+        hash=recipe.weights_hash,
         mooncake=wanted.mooncake,
         egress_mb_s=0.0 if wanted.egress_mb_s is None else wanted.egress_mb_s,
     )
