@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -198,6 +199,34 @@ def test_ctrl_c_ends_the_run_in_good_order_and_leaves_no_process(desk: Path):
     assert "stopped; go on with `polyrl train --resume runs/tiny`" in said and "Traceback" not in errors
     assert time.monotonic() - began < 30, "who does not end by then is killed"
     assert processes_in(desk) == []
+
+
+def test_after_ctrl_c_nothing_of_the_display_stays(desk: Path):
+    """A warning that went through the display would shift it, and its upper lines would stay for good."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "polyrl", "train", "recipe.toml", "train.steps=100000", "manager.port=0"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "TERM": "xterm",
+    }
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment
+    )
+    os.close(theirs)
+    said, interrupted = b"", False
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(ours, 65536):
+            said += chunk
+            if not interrupted and b"step    1 " in re.sub(rb"\x1b\[[0-9;]*m", b"", said):
+                os.kill(process.pid, signal.SIGINT)
+                interrupted = True
+    os.close(ours)
+    assert process.wait(60) == 130
+    text = said.decode(errors="replace")
+    warning = text.index("polyrl.train: SIGINT: stopping")
+    assert text[:warning].rpartition("\n")[2].endswith("\x1b[2K"), "the line above the display, which was erased before"
 
 
 def test_a_worker_that_ends_before_the_run_is_one_line_and_those_that_end_with_it_are_none(desk: Path):

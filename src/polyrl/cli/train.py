@@ -193,8 +193,15 @@ def _with_breaks(before: "Recipe", after: "Recipe", run_dir: Path, past: "Past")
     return past._replace(breaks=changed)
 
 
+class _Stderr(logging.Handler):
+    """Looks stderr up for every line: while there is a display, lines go above it, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def _warn_on_stderr() -> None:
-    console = logging.StreamHandler(sys.stderr)
+    console = _Stderr()
     console.setLevel(logging.WARNING)
     console.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logging.getLogger().addHandler(console)
