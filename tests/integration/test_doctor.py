@@ -26,7 +26,9 @@ from tests.integration.live import (
 from polyrl.cli import doctor
 from polyrl.cli.diagnosis import Diagnosis, diagnose
 from polyrl.cli.main import main
+from polyrl.cli.training.checkpoints import write_recipe
 from polyrl.client import Fleet, Sample
+from polyrl.config.recipe_files import load_recipe
 from polyrl.manager import status
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import FleetRules
@@ -270,3 +272,16 @@ def test_advice_follows_from_what_took_long(metrics: dict[str, float], words: st
     assert words in advice
     assert len(last_steps.tell([step()])) == 2
     assert last_steps.tell([]) == []
+
+
+def test_doctor_prints_the_command_with_which_a_worker_joins(tmp_path: Path, capsys):
+    recipe = load_recipe("arithmetic", ["model.path=models/tiny"])
+    with manager_in_thread(tmp_path) as live:
+        write_recipe(tmp_path, recipe)
+        (tmp_path / "manager.json").write_text(json.dumps({"url": live.url, "pid": 1}))
+        assert main(["doctor", str(tmp_path)]) == 1
+        said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(
+        f"a worker joins with: polyrl worker --join {live.url} --token-file {tmp_path}/worker.token "
+    )
+    assert said.split(" --model ")[1].split()[0].endswith("/models/tiny")

@@ -20,7 +20,7 @@ METRICS = {"reward/mean": 0.5, "validation/pass@1": 0.25, "rounds/kind": "short"
 class Broken:
     """Fails at everything, from its `fails_at`-th call on."""
 
-    name = "broken"
+    name = where = "broken"
 
     def __init__(self, fails_at=1):
         self.num_calls = 0
@@ -36,7 +36,7 @@ class Broken:
 
 
 class Kept:
-    name = "kept"
+    name = where = "kept"
 
     def __init__(self):
         self.steps = []
@@ -185,3 +185,12 @@ def test_wandb_that_cannot_be_reached_is_kept_offline_and_the_run_begins(tmp_pat
     assert "wandb cannot be reached, the run is kept offline" in caplog.text
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_trackers_say_where_they_write(tmp_path):
+    trackers = open_trackers(tmp_path, tensorboard=True, wandb="offline")
+    trackers.close()
+    assert trackers.where == (
+        f"{tmp_path}/metrics.jsonl; TensorBoard: tensorboard --logdir {tmp_path}/tensorboard; W&B: offline in "
+        f"{tmp_path}/wandb, `wandb sync` uploads it"
+    )

@@ -9,6 +9,7 @@ from polyrl.cli.training.plan import Memory, estimate_memory, read_shape, show_p
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
 from polyrl.data.characters import save_tokenizer
+from polyrl.data.tokens import ModelTokenizer
 from polyrl.errors import ConfigError, UserError
 from polyrl.trainer import lora
 from polyrl.trainer.model import Policy
@@ -105,3 +106,17 @@ def test_a_row_or_a_reward_that_a_run_would_refuse_is_refused_by_the_plan(folder
     with pytest.raises(UserError) as refused:
         show_plan(build(tree, Recipe, source="test"), Path("run"))
     assert words in str(refused.value)
+
+
+def test_the_plan_shows_the_first_prompt_of_each_domain_as_the_model_sees_it(folder: Path, tmp_path: Path):
+    (tmp_path / "sums.jsonl").write_text('{"problem": "a1b2=", "total": 3}\n{"problem": "a3b4=", "total": 7}\n')
+    own = {"source": str(tmp_path / "sums.jsonl"), "prompt_key": "problem", "answer_key": "total", "reward": "math"}
+    tree = {"name": "x", "model": {"path": str(folder)}, "rollout": {"max_new_tokens": 64}, "data": own}
+    tokens = ModelTokenizer(str(folder)).tokens(["a1b2="])[0].tolist()
+    assert show_plan(build(tree, Recipe, source="test"), Path("run")).splitlines()[-5:] == [
+        "#",
+        f"# The first prompt of sums, {len(tokens)} tokens, as the model sees it",
+        "#   | a1b2=",
+        f"#   tokens: {' '.join(map(str, tokens))}",
+        "#   expected: 3",
+    ]

@@ -53,13 +53,31 @@ def run(args: argparse.Namespace) -> int:
     else:
         runs, found = False, _examine_remains(run_dir, steps)
     past = last_steps.tell(steps)
+    join = _join_command(run_dir) if runs and run_dir is not None else ""
     if args.json:
         findings = [one._asdict() for one in found.findings]
         tree = {"running": runs, "moving": found.is_moving, "needs_help": found.needs_help, "findings": findings}
-        print(json.dumps({**tree, "last_steps": past}, indent=2))
+        print(json.dumps({**tree, "last_steps": past, "join": join}, indent=2))
     else:
-        _print(found, past, runs=runs)
+        _print(found, [*past, *([f"a worker joins with: {join}"] if join else [])], runs=runs)
     return EXIT_NEEDS_HELP if found.needs_help else EXIT_OK
+
+
+def _join_command(run_dir: Path) -> str:
+    """How a worker joins a run that `polyrl train` runs; empty where that is not known here."""
+    from polyrl.cli.training import workers
+    from polyrl.cli.training.encryption import encryption
+    from polyrl.config import build, load_toml
+    from polyrl.config.recipe import Recipe
+
+    try:
+        recipe = build(load_toml(run_dir / "recipe.toml"), Recipe)
+        url = json.loads((run_dir / "manager.json").read_text())["url"]
+        tls = encryption(recipe.manager)
+        url = url if tls is None else tls.url(int(url.rpartition(":")[2]))
+    except (UserError, OSError, ValueError, KeyError):
+        return ""
+    return workers.join_command(recipe, run_dir, url)
 
 
 def _read_steps(run_dir: Path) -> "list[dict[str, MetricValue]]":

@@ -133,12 +133,11 @@ def start(
     `past`: what the run goes on from; `before`: the recipe that it had until now.
     """
     from polyrl.cli.loop import run_loop
-    from polyrl.cli.training import checkpoints, crews, models, workers
+    from polyrl.cli.training import checkpoints, crews, models, ports, workers
     from polyrl.cli.training.encryption import encryption
     from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
     from polyrl.cli.training.tasks import load_tasks
     from polyrl.config.inert import inert
-    from polyrl.manager import http
     from polyrl.telemetry.trackers import check_libraries
     from polyrl.weights import sender
 
@@ -148,7 +147,7 @@ def start(
     workers.check_settings(recipe)
     tls = encryption(recipe.manager)
     check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)
-    run_loop(http.check_that_it_can_listen(recipe.manager.host, recipe.manager.port))
+    run_loop(ports.choose(recipe.manager, 0 if past is None else past.port))
     sender.check_that_it_can_listen(weight_settings(recipe))
     _warn_on_stderr()
     for line in inert(recipe.algorithm):

@@ -445,8 +445,8 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     """0.0.0.0 for workers on other machines."""
-    port: Annotated[int, Meta(ge=0, le=65535)] = 5000
-    """0: any that is free."""
+    port: Annotated[int, Meta(ge=0, le=65535)] | None = None
+    """0: any that is free. None: 5000, or any that is free where another run has that."""
     tls_cert: str = ""
     """A file with the certificate (PEM) that workers know this machine by; empty: all of it travels in clear."""
     tls_key: str = ""

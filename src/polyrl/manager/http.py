@@ -451,12 +451,17 @@ def openapi_text() -> str:
     return importlib.resources.files("polyrl.manager").joinpath("openapi.json").read_text(encoding="utf-8")
 
 
+class PortTaken(UserError):
+    """Somebody else listens there."""
+
+
 async def check_that_it_can_listen(host: str, port: int) -> None:
-    """Raises UserError if a manager could not have the port now."""
+    """Raises UserError if a manager could not have the port now; PortTaken if somebody else has it."""
     try:
         listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as failure:
-        raise UserError(_cannot_listen(host, port, failure)) from failure
+        kind = PortTaken if failure.errno == errno.EADDRINUSE else UserError
+        raise kind(_cannot_listen(host, port, failure)) from failure
     listener.close()
     await listener.wait_closed()
 

@@ -46,6 +46,7 @@ class MetricsFile:
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         """Go on at `first_step`, 0 for a new run. Raises UserError if the file is not one of ours, or cannot be had."""
         self.path = path
+        self.where = str(path)
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:

@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import math
 import os
+import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,11 @@ class Tracker(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def where(self) -> str:
+        """Where a person finds them."""
+        ...
+
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
@@ -56,6 +62,10 @@ class Trackers:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
         self._failed: set[str] = set()
+
+    @property
+    def where(self) -> str:
+        return "; ".join(one.where for one in self._trackers)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for tracker in self._trackers:
@@ -121,6 +131,7 @@ class TensorBoardTracker:
         from tensorboardX import RecordWriter
         from tensorboardX.proto import event_pb2
 
+        self.where = f"TensorBoard: {shlex.join(['tensorboard', '--logdir', str(folder)])}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Files are read in the order of their names; two of one second, by one process, would be one file.
@@ -177,11 +188,13 @@ class WandbTracker:
             "config": None if recipe is None else dict(recipe),
             "settings": settings,
         }
+        self.where = f"W&B: offline in {run_dir / 'wandb'}, `wandb sync` uploads it"
         if mode == "offline":
             self._run = wandb.init(mode="offline", id=_run_id(run_dir), **about)
             return
         try:
             self._run = wandb.init(mode="online", id=_run_id(run_dir), resume="allow", **about)
+            self.where = f"W&B: {self._run.url}"
         except (wandb.Error, TimeoutError) as error:
             reason = str(error).partition("\n")[0]
             log.warning("wandb cannot be reached, the run is kept offline: %s", reason)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from polyrl.cli.training.encryption import encryption
 from polyrl.cli.training.models import check_device, check_tokenizers, others, uses_engine
 from polyrl.cli.training.sampling import caveat_of
-from polyrl.cli.training.tasks import count_prompts_of_a_step, prompt_room, too_few
+from polyrl.cli.training.tasks import DomainOfStep, look_at_a_step, prompt_room, too_few
 from polyrl.cli.training.workers import check_settings
 from polyrl.config import dump_toml
 from polyrl.config.inert import inert
@@ -21,7 +21,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.config import choose_device
 from polyrl.engines.builtin.models import check_headers
 from polyrl.engines.engine import EngineError
-from polyrl.errors import ConfigError
+from polyrl.errors import ConfigError, plain, shorten
 from polyrl.weights import folder as folders
 from polyrl.weights.shards import is_table
 
@@ -29,6 +29,8 @@ _FLOAT32_BYTES = 4
 _BLOCK = 256
 """Elements that share a scale in eight bits."""
 _GIB = 1 << 30
+_SHOWN_TOKENS = 64
+_SHOWN_LINES = 40
 
 
 class ModelShape(NamedTuple):
@@ -79,13 +81,30 @@ def show_plan(recipe: Recipe, run_dir: Path) -> str:
         read_shape(path, key)
     check_tokenizers(recipe)
     room = prompt_room(recipe, shape.context)
-    num_prompts = count_prompts_of_a_step(recipe)
+    step = look_at_a_step(recipe)
+    num_prompts = [one.num_prompts for one in step]
     rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room, sum(num_prompts)), *_memory(recipe, shape)]
     warnings = (*inert(recipe.algorithm), *too_few(recipe, num_prompts), caveat_of(recipe))
     rows += [("warning", line) for line in warnings if line]
     width = max(len(name) for name, _ in rows)
     lines = [f"# {name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([dump_toml(recipe), "# The plan", *lines])
+    return "\n".join([dump_toml(recipe), "# The plan", *lines, *_first_prompts(step)])
+
+
+def _first_prompts(step: list[DomainOfStep]) -> list[str]:
+    """What the model would see first of each domain."""
+    lines: list[str] = []
+    for one in step:
+        ids = " ".join(map(str, one.tokens[:_SHOWN_TOKENS]))
+        more = f" and {len(one.tokens) - _SHOWN_TOKENS} more" if len(one.tokens) > _SHOWN_TOKENS else ""
+        shown = [*one.written.splitlines()[:_SHOWN_LINES]]
+        if len(one.written.splitlines()) > _SHOWN_LINES:
+            shown.append("...")
+        lines += ["#", f"# The first prompt of {one.name}, {len(one.tokens)} tokens, as the model sees it"]
+        lines += [f"#   | {shorten(plain(line))}" for line in shown]
+        lines.append(f"#   tokens: {ids}{more}")
+        lines.append(f"#   expected: {shorten(plain(one.expected)) or 'nothing'}")
+    return lines
 
 
 def read_shape(path: str, key: str = "model.path") -> ModelShape:
@@ -188,7 +207,7 @@ def _changed(recipe: Recipe, shape: ModelShape) -> list[tuple[int, int]]:
 def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
     device = choose_device(recipe.model.device)
     generates = "trains and generates" if recipe.train.local_generation else "trains"
-    port = recipe.manager.port or "any free port"
+    port = recipe.manager.port or ("any free port" if recipe.manager.port == 0 else "5000, or any free port")
     wanted = recipe.fleet
     workers = f"{wanted.workers} on this machine, {wanted.engine} engine" if wanted.workers else "none to start with"
     ranks = "" if recipe.train.ranks == 1 else f"{recipe.train.ranks} ranks, "

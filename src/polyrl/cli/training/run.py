@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from rich.text import Text
 
-from polyrl.cli.training import checkpoints, local_worker, workers
+from polyrl.cli.training import checkpoints, local_worker, ports, workers
 from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.display import Display
 from polyrl.cli.training.encryption import Encryption, check_reachable
@@ -98,7 +98,7 @@ async def train(
     leader = None if team is None else team.lead(crew)
     steps = crew.steps if leader is None else leader
     async with AsyncExitStack() as stack:
-        port = recipe.manager.port if past is None or recipe.manager.port else past.port
+        port = await ports.choose(recipe.manager, 0 if past is None else past.port)
         manager = ManagerProcess(run_dir, recipe.manager.host, port, _manager_options(recipe))
         stack.push_async_callback(manager.stop)
         address = await manager.start()

@@ -184,16 +184,31 @@ def _make_pool(wanted: RewardsSection, log: Path | None) -> RewardPool:
     )
 
 
-def count_prompts_of_a_step(recipe: Recipe) -> list[int]:
-    """Of each domain: as many as a step wants, or all that there are; no more rows are read than it takes to find them.
+class DomainOfStep(NamedTuple):
+    """A domain's part of a step, and its first prompt."""
+
+    name: str
+    num_prompts: int
+    """As many as a step wants, or all that there are."""
+    written: str
+    """The first prompt as the model sees it; `tokens` and `expected` are its own too."""
+    tokens: list[int]
+    expected: str
+
+
+def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
+    """What each domain brings to a step; no more rows are read than it takes to find that.
 
     Raises UserError as `load_tasks`, for a row among them.
     """
-    _, domains = _open_all(recipe, one_step=True)
-    return [
-        min(domain.prompts_per_step, opened.training.num_prompts)
-        for domain, opened in zip(recipe.data.all_domains, domains, strict=True)
-    ]
+    tokenizer, domains = _open_all(recipe, one_step=True)
+    found: list[DomainOfStep] = []
+    for domain, opened in zip(recipe.data.all_domains, domains, strict=True):
+        first, source = opened.training.task(0), opened.training
+        num = min(domain.prompts_per_step, source.num_prompts)
+        written = tokenizer.written(first.prompt)
+        found.append(DomainOfStep(domain.name, num, written, source.tokens(0).tolist(), first.expected))
+    return found
 
 
 def _open_all(recipe: Recipe, *, one_step: bool = False) -> tuple[ModelTokenizer, list[Domain]]:

@@ -48,6 +48,7 @@ class Telling:
         say = self._display.say
         url = self._address.url
         say(f"run: {self._run_dir}   manager: {url}   status: {status_command(self._recipe, self._run_dir, url)}")
+        say(f"metrics: {self._trackers.where}")
         command = join_command(self._recipe, self._run_dir, url)
         say(Text.assemble("a worker joins with:  ", (command, "bold green")))
         if self._address.tls is None and not is_loopback(url):
