@@ -2,16 +2,19 @@
 
 import json
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polyrl.config.recipe import DomainSection
+from polyrl.config.recipe import ArithmeticTask, DomainSection
 from polyrl.data.characters import save_tokenizer
+from polyrl.data.prompts import Messages
 from polyrl.data.rows import DataError
-from polyrl.data.sources import Source, open_training, open_validation
-from polyrl.data.tokens import ModelTokenizer
+from polyrl.data.sources import _PROMPTS_AT_HAND, Source, open_training, open_validation
+from polyrl.data.tokens import ModelTokenizer, Tokens
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +136,32 @@ def test_a_sum_can_be_asked_for_as_written(tokenizer: ModelTokenizer):
     task = train_on(tokenizer, source="arithmetic", prompt_key="sum", template="What is {prompt}?").task(0)
     assert task.prompt == f"What is {' + '.join(map(str, task.fields['terms']))}?"
     assert task.expected == str(sum(task.fields["terms"]))
+
+
+class CountingTokenizer(ModelTokenizer):
+    """Counts how often each prompt is tokenised."""
+
+    def __init__(self, folder: str) -> None:
+        self.asked: Counter[str] = Counter()
+        super().__init__(folder)
+
+    def tokens(self, prompts: Sequence[str | Messages]) -> list[Tokens]:
+        self.asked.update(str(prompt) for prompt in prompts)
+        return super().tokens(prompts)
+
+
+def test_problems_of_the_rounds_under_way_are_kept_and_older_ones_drawn_again_the_same(
+    tmp_path: Path,
+):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_tokenizer(tmp_path)
+    counting = CountingTokenizer(str(tmp_path))
+    source = train_on(counting, source="arithmetic", arithmetic=ArithmeticTask(max_terms=20))
+    first, text = source.tokens(7).tolist(), str(source.task(7).prompt)
+    for _ in range(8):
+        source.tokens(7)
+    assert counting.asked[text] == 1
+    for prompt in range(100, 100 + _PROMPTS_AT_HAND):
+        source.tokens(prompt)
+    assert source.tokens(7).tolist() == first
+    assert counting.asked[text] == 2

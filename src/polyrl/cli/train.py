@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,12 +72,13 @@ def run(args: argparse.Namespace) -> int:
         return _resume(args, overrides)
     if args.recipe is None:
         raise UserError("a recipe is missing: expected a TOML file, a name of `polyrl train --list`, or --resume DIR")
-    recipe = ranks.with_ranks(load_recipe(args.recipe, overrides), seat)
+    recipe = ranks.with_ranks(partial(load_recipe, args.recipe), overrides, seat)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
     if args.dry_run:
+        from polyrl.cli.training.fitting import fit
         from polyrl.cli.training.plan import show_plan
 
-        print(show_plan(recipe, run_dir))
+        print(show_plan(fit(recipe), run_dir))
         return 0
     return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet))
 
@@ -92,8 +94,9 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.recipe is not None:  # the first override was taken for one
         overrides.insert(0, args.recipe)
     run_dir = Path(args.resume)
-    before, after = checkpoints.read_recipe(run_dir, overrides)
-    recipe = ranks.with_ranks(after, ranks.seat_of(os.environ))
+    seat = ranks.seat_of(os.environ)
+    recipe = ranks.with_ranks(lambda given: checkpoints.read_recipe(run_dir, given)[1], overrides, seat)
+    before, _ = checkpoints.read_recipe(run_dir, [])
     checkpoints.wait_for_manager_to_end(run_dir)
     if not checkpoint.found(run_dir) and not checkpoints.has_begun(run_dir):  # killed before it had written more
         print(f"beginning with {run_dir}: nothing is trained there yet", flush=True)
@@ -135,6 +138,7 @@ def start(
     from polyrl.cli.loop import run_loop
     from polyrl.cli.training import checkpoints, crews, models, ports, workers
     from polyrl.cli.training.encryption import encryption
+    from polyrl.cli.training.fitting import fit
     from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
     from polyrl.cli.training.tasks import load_tasks
     from polyrl.config.inert import inert
@@ -144,6 +148,7 @@ def start(
     if past is None:
         _check_that_none_is_there(run_dir)
     models.check_device(recipe)
+    recipe = fit(recipe)
     workers.check_settings(recipe)
     tls = encryption(recipe.manager)
     check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)

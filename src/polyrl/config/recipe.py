@@ -55,7 +55,8 @@ _USUAL_CORRECTIONS = {
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str
     """A Hugging Face directory: the weights that training starts from, and the tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` is bfloat16 on a GPU, where flash attention needs it, and float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     max_context: Annotated[int, Meta(ge=2)] | None = None
@@ -79,8 +80,12 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     CPU, and on a GPU only tokens count."""
     ranks: AtLeastOne = 1
     """Processes on this machine that share the model, a GPU each."""
-    local_generation: bool = True
-    """The trainer's own device generates too. With no workers it is the only one that does."""
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    """Of the CPU, for a model that is trained on it; none: one for each core that the process may use, less those of
+    `fleet.workers` and one for everything else; a single one for less than ten million parameters."""
+    local_generation: bool | None = None
+    """The trainer's own device generates too. With no workers it is the only one that does. None: it does, but for
+    `ranks` whose GPU has no room for a whole model beside its part."""
     mismatch_warning: NotNegative = 0.01
     """Warn when an engine's log-probabilities are so many nats from the trainer's for the same weights
     (`actor/mismatch_kl/<engine>/0`); 0: never."""
@@ -402,8 +407,8 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     every_steps: Count = 0
     """0: at the start alone, if `at_start`."""
-    at_start: bool = True
-    """Also before the first step."""
+    at_start: bool | None = None
+    """Also before the first step. None: as train.local_generation."""
     num_prompts: AtLeastOne = 64
     """Of each set, the first ones."""
     solved_above: float = 0.5
@@ -421,7 +426,7 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"num_samples: {self.num_samples} is below {max(self.pass_at)}, the largest of pass_at")
 
     def is_due(self, version: int) -> bool:
-        return self.every_steps > 0 and version % self.every_steps == 0 if version else self.at_start
+        return self.every_steps > 0 and version % self.every_steps == 0 if version else bool(self.at_start)
 
     @property
     def samples_per_prompt(self) -> int:
@@ -540,6 +545,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"name: got {self.name!r}, expected a name that a directory can have")
         if self.train.max_staleness is not None and self.train.mode != "async":
             raise ValueError(f'train.max_staleness: is for train.mode = "async" alone, not for "{self.train.mode}"')
+        self._choose_who_generates()
         self._choose_zero_variance()
         self._choose_old_logprobs()
         self._choose_correction()
@@ -554,6 +560,14 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_rewards()
 
     # What was not said is said here, so that whoever prints the recipe sees it.
+
+    def _choose_who_generates(self) -> None:
+        """Of several ranks, memory decides (cli/training/fitting.py)."""
+        train, validation = self.train, self.validation
+        if train.local_generation is None and (train.ranks == 1 or train.mode == "synchronous"):
+            force_setattr(self, "train", replace(train, local_generation=True))
+        if validation.at_start is None and train.ranks == 1:
+            force_setattr(self, "validation", replace(validation, at_start=True))
 
     def _choose_zero_variance(self) -> None:
         algorithm = self.algorithm
@@ -594,7 +608,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             force_setattr(self, "algorithm", chosen)
 
     def _check_who_generates(self) -> None:
-        if self.train.mode == "synchronous" and not self.train.local_generation:
+        if self.train.mode == "synchronous" and self.train.local_generation is False:
             raise ValueError("train.local_generation: expected true, since a synchronous run generates there")
 
     def _check_ranks(self) -> None:
@@ -627,7 +641,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def validates(self) -> bool:
         """Whether any version is validated."""
-        return bool(self.validation_names) and (self.validation.at_start or self.validation.every_steps > 0)
+        return bool(self.validation_names and (self.validation.at_start or self.validation.every_steps))
 
     def _check_rewards(self) -> None:
         unused = [one.title for one in self.rewards.functions]

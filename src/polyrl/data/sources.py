@@ -7,6 +7,7 @@ are asked for, and again where one is too long. A source may be asked from any t
 
 import logging
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from polyrl.data.tokens import ModelTokenizer, Tokens
 log = logging.getLogger("polyrl.data")
 
 _BATCH_PROMPTS = 1000
+_PROMPTS_AT_HAND = 4096
+"""Problems that are kept: of the rounds under way. Any other is drawn again, the same."""
 
 
 class Source(Protocol):
@@ -96,7 +99,7 @@ class ArithmeticSource:
         self._domain = structs.replace(domain, answer_key="answer")
         self._tokenizer, self._seed, self._num_prompts, self._max_tokens = tokenizer, seed, num_prompts, max_tokens
         self._split: Split = split
-        self._drawn: dict[int, tuple[Problem, Tokens]] = {}
+        self._draw = lru_cache(_PROMPTS_AT_HAND)(self._draw_anew)
         draw_problem(domain.arithmetic, seed, split, 0)
         self._draw(0)
 
@@ -113,16 +116,12 @@ class ArithmeticSource:
     def digest(self) -> str:
         return ""
 
-    def _draw(self, prompt: int) -> tuple[Problem, Tokens]:
-        if prompt not in self._drawn:
-            for problem in draw_problems(self._domain.arithmetic, self._seed, self._split, prompt):
-                (tokens,) = self._tokenizer.tokens([self._task(prompt, problem).prompt])
-                if _can_be_used(tokens, self._max_tokens):
-                    self._drawn[prompt] = problem, tokens
-                    break
-            else:
-                raise DataError(f"{ARITHMETIC}: no problem was found with at most {self._max_tokens} tokens")
-        return self._drawn[prompt]
+    def _draw_anew(self, prompt: int) -> tuple[Problem, Tokens]:
+        for problem in draw_problems(self._domain.arithmetic, self._seed, self._split, prompt):
+            (tokens,) = self._tokenizer.tokens([self._task(prompt, problem).prompt])
+            if _can_be_used(tokens, self._max_tokens):
+                return problem, tokens
+        raise DataError(f"{ARITHMETIC}: no problem was found with at most {self._max_tokens} tokens")
 
     def _task(self, prompt: int, problem: Problem) -> Task:
         fields = {

@@ -13,7 +13,6 @@ Rules kept here:
 - A choice that gets stuck or breaks a law is shown and never recommended.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -22,6 +21,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from polyrl.cores import num_cores
 from polyrl.ids import Seconds
 from polyrl.scheduling.ledger import StepLine
 from polyrl.sim.result import Result, summarize
@@ -197,11 +197,6 @@ def play_all(
         futures = {pool.submit(play, *job): index for index, job in enumerate(jobs)}
         done = {futures[future]: future.result() for future in _counted(as_completed(futures), on_done)}
     return [done[index] for index in range(len(jobs))]
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_plan(scenario: Scenario, outcomes: Sequence[Outcome], prices: Sequence[float], seed: int, steps: int) -> Plan:

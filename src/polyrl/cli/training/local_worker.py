@@ -20,7 +20,7 @@ from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
 
 NAME = "trainer"
 _DRAIN_S = 2.0
-_CPU_SLOTS, _GPU_SLOTS = 32, 256
+_CPU_SLOTS, _GPU_SLOTS = 128, 256
 _PROMPT_ROOM = 512
 """Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
 
@@ -47,7 +47,7 @@ def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
     slots = min(_GPU_SLOTS if policy.device.type == "cuda" else _CPU_SLOTS, num)
     config = BuiltinConfig(
         model=recipe.model.path,
-        dtype=recipe.model.dtype,
+        dtype=None if recipe.model.dtype == "auto" else recipe.model.dtype,
         device=str(policy.device),
         version=None,
         max_context=recipe.model.max_context,

@@ -1,6 +1,5 @@
 """The models of a training run: the policy, the reference that KL is measured against, the critic; what moves them."""
 
-import os
 from typing import Any
 
 import torch
@@ -42,8 +41,8 @@ def load_crew(recipe: Recipe, ranks: Ranks | None = None) -> Crew:
 def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | None]:
     """The policy, and the reference if the recipe has a use for one. Raises UserError."""
     device = choose_device(recipe.model.device)
-    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # two on a busy machine have been seen to be 20 times slower than one
+    if recipe.train.threads is not None:
+        torch.set_num_threads(recipe.train.threads)
     model, wanted = recipe.model, recipe.algorithm
     unchanged: Scorer | None = None
     if recipe.lora.rank:
@@ -84,6 +83,11 @@ def check_device(recipe: Recipe) -> None:
         raise ConfigError("model.device: cuda: no GPU is visible here; expected cpu, or auto")
 
 
+def gpu_bytes() -> int:
+    """Of the GPU that rank zero would have."""
+    return torch.cuda.mem_get_info(0)[1]
+
+
 def check_tokenizers(recipe: Recipe) -> None:
     """A model of other tokens would score, or judge, nonsense, and nobody would see it. Raises ConfigError."""
     for key, path in others(recipe).items():
@@ -92,7 +96,7 @@ def check_tokenizers(recipe: Recipe) -> None:
 
 def uses_engine(recipe: Recipe) -> bool:
     """Whether the trainer's own device generates anything."""
-    return recipe.train.local_generation or recipe.validates
+    return bool(recipe.train.local_generation or recipe.validates)
 
 
 def _load(

@@ -205,19 +205,24 @@ def _changed(recipe: Recipe, shape: ModelShape) -> list[tuple[int, int]]:
 
 
 def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
-    device = choose_device(recipe.model.device)
     generates = "trains and generates" if recipe.train.local_generation else "trains"
     port = recipe.manager.port or ("any free port" if recipe.manager.port == 0 else "5000, or any free port")
     wanted = recipe.fleet
     workers = f"{wanted.workers} on this machine, {wanted.engine} engine" if wanted.workers else "none to start with"
     ranks = "" if recipe.train.ranks == 1 else f"{recipe.train.ranks} ranks, "
+    trains = f"{generates}, {_mode(recipe)}, {recipe.train.steps} steps"
     return [
         ("run", str(run_dir)),
-        ("trainer", f"{ranks}{device}: {generates}, {_mode(recipe)}, {recipe.train.steps} steps; serves weights"),
+        ("trainer", f"{ranks}{_device(recipe)}: {trains}; serves weights"),
         ("manager", f"a process, CPU, {recipe.manager.host}, {port}{_encrypted(recipe)}"),
         ("workers", f"{workers}; others may join at any time"),
         ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
     ]
+
+
+def _device(recipe: Recipe) -> str:
+    device, threads = choose_device(recipe.model.device), recipe.train.threads
+    return device if device != "cpu" or threads is None else f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _encrypted(recipe: Recipe) -> str:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,18 +73,18 @@ def seat_of(environment: Mapping[str, str]) -> "Seat | None":
     return Seat(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
 
 
-def with_ranks(recipe: Recipe, seat: "Seat | None") -> Recipe:
-    """The recipe with as many ranks as there are. Raises UserError if it says another number."""
-    if seat is None:
+def with_ranks(read: Callable[[list[str]], Recipe], overrides: list[str], seat: "Seat | None") -> Recipe:
+    """The recipe that `read` gives for these overrides, with as many ranks as there are. What it leaves to the number
+    of ranks is chosen as it is read. Raises UserError if it says another number.
+    """
+    recipe = read(overrides)
+    if seat is None or recipe.train.ranks == seat.size:
         return recipe
-    if recipe.train.ranks not in (1, seat.size):
+    if recipe.train.ranks != 1:
         raise UserError(
             f"train.ranks: {recipe.train.ranks}, and torchrun has started {seat.size}; leave one of them out"
         )
-    try:
-        return msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, ranks=seat.size))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return read([*overrides, f"train.ranks={seat.size}"])
 
 
 class Team:

@@ -135,7 +135,7 @@ async def train(
         )
         server.start()
         stack.callback(server.close)
-        devices = Devices(engine, generates=recipe.train.local_generation)
+        devices = Devices(engine, generates=bool(recipe.train.local_generation))
         stack.callback(devices.close)
         worker = await stack.enter_async_context(
             local_worker.joined(recipe, _dialer(run_dir, address), fleet, engine, devices)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput
 
 log = logging.getLogger("polyrl.data")
 
+_PROMPTS_AT_HAND = 1024
 _HOPELESS = 32
 """A reward that has failed so often, and never once succeeded, is not going to."""
 
@@ -77,6 +79,8 @@ class RecipeTasks:
 
     def __init__(self, domains: list[Domain], tokenizer: ModelTokenizer, pool: RewardPool) -> None:
         self._domains, self._tokenizer, self._pool = domains, tokenizer, pool
+        self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
+        """Read once for all samples of a prompt: a chat template is a program."""
         self._num_failures = [0] * len(domains)
         """Of each domain's reward."""
         self._is_proven = [False] * len(domains)
@@ -111,19 +115,18 @@ class RecipeTasks:
     async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
         """Raises RewardFailed."""
         domain = self._domain_of(name)
-        task = self._domains[domain].validation[name].task(prompt)
-        return (await self._score(domain, task, answer, finish)).score
+        return (await self._score(domain, name, prompt, answer, finish)).score
 
     def _domain_of(self, validation: str) -> int:
         return next(number for number, domain in enumerate(self._domains) if validation in domain.validation)
 
     async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
         """Raises RewardFailed."""
-        return await self._score(domain, self._domains[domain].training.task(prompt), answer, finish)
+        return await self._score(domain, None, prompt, answer, finish)
 
-    async def _score(self, domain: int, task: Task, answer: list[int], finish: str) -> Reward:
+    async def _score(self, domain: int, validation: str | None, prompt: int, answer: list[int], finish: str) -> Reward:
+        task, written = self._asked(domain, validation, prompt)
         text = self._tokenizer.text(answer)
-        written = self._tokenizer.written(task.prompt)
         given = RewardInput(written, text, task.expected, task.fields, finish, len(answer))
         try:
             reward = await weighing.score(self._pool, self._domains[domain].rewards, given)
@@ -132,6 +135,12 @@ class RecipeTasks:
             raise
         self._is_proven[domain] = True
         return reward
+
+    def _read(self, domain: int, validation: str | None, prompt: int) -> tuple[Task, str]:
+        """The task, and its prompt as the model sees it; of a set for validation, where one is named."""
+        of = self._domains[domain]
+        task = (of.training if validation is None else of.validation[validation]).task(prompt)
+        return task, self._tokenizer.written(task.prompt)
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""

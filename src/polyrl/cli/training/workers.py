@@ -52,8 +52,8 @@ def check_settings(recipe: Recipe) -> None:
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """What somebody types on another machine."""
-    settings = [] if recipe.model.dtype == "float32" else [f"dtype={recipe.model.dtype}"]
-    return shlex.join(["polyrl", *_joining(recipe, run_dir, _from_elsewhere(url), "builtin"), *settings])
+    joining = _joining(recipe, run_dir, _from_elsewhere(url), "builtin")
+    return shlex.join(["polyrl", *joining, f"dtype={recipe.model.dtype}"])
 
 
 def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:

@@ -14,9 +14,11 @@ With a `pack` the function attends as a trainer needs it (packed.py); with neith
 Left out: the CUDA kernels (cuda.py), and who has which cells (kv_cache.py, batching.py).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface
@@ -74,7 +76,7 @@ class PagedKeysAndValues:
     ) -> None:
         shape = (2, num_heads, num_blocks * block_tokens, head_dim)
         self._block = block_tokens * head_dim
-        self._layers = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers)]
+        self._layers = [_untouched_zeros(shape, like.dtype) for _ in range(num_layers)]
         """Keys, then values."""
         self.has_numbers = True
         """All keys are numbers, those that nobody looks at too."""
@@ -105,6 +107,13 @@ class PagedKeysAndValues:
         torch.index_select(both.view(-1, self._block), 0, part.gather, out=found)
         found = found.view(2, both.shape[1] * part.num_contexts, -1, both.shape[3])
         return found[0, :, : part.padded], found[1, :, : part.padded]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that the system clears page by page, as it is used: a cache is made at every waking, for the most that a
+    round may need, and `torch.zeros` would write all of it.
+    """
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def attend(
