@@ -78,8 +78,8 @@ def test_whole_paths_are_the_same_from_every_folder_and_what_is_no_path_stays(tm
     domain = {"name": "sums", "source": "sums.jsonl", "reward": "math"}
     two = build({"name": "two", "model": {"path": "m"}, "data": {"domains": [domain]}}, Recipe)
     assert with_whole_paths(two).data.domains[0].source == "/sums.jsonl"
-    domain["validation"] = {"easy": "e.jsonl", "sums": "arithmetic"}
-    two = build({"name": "two", "model": {"path": "m"}, "data": {"domains": [domain]}}, Recipe)
+    several = {**domain, "validation": {"easy": "e.jsonl", "sums": "arithmetic"}}
+    two = build({"name": "two", "model": {"path": "m"}, "data": {"domains": [several]}}, Recipe)
     assert with_whole_paths(two).data.domains[0].validation == {"easy": "/e.jsonl", "sums": "arithmetic"}
 
 
