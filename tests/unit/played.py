@@ -51,6 +51,7 @@ class Line(Link):
     """A connection that keeps what is sent."""
 
     def __init__(self) -> None:
+        self.seen_at = "127.0.0.1"
         self.sent: list[bytes] = []
 
     def send(self, frame: frames.ToWorker | frames.ToTrainer) -> None:

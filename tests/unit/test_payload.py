@@ -1,5 +1,6 @@
 """The payload: texts that grow by offset, and what the next manager has of them when one is killed."""
 
+import random
 import shutil
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from tests.unit.played import SMALL_FILES, Manager, cells, kept, tokens_frame
 from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, Step, parse_sample, sample_id
 from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
-from polyrl.manager.payload import Payload, PayloadReader, Text, append_cells
+from polyrl.manager.payload import Payload, Text, append_cells
+from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.service import Service
 from polyrl.telemetry.journal import LIVE_FOLDER, PAYLOAD, segments
-from polyrl.wire import columns, frames
-from polyrl.wire.frames import Ended, PromptText, Sampling, Segment
+from polyrl.wire import columns
+from polyrl.wire.frames import Ended, PromptText, Sampling, Segment, Tokens
 
 OLD_RUN = Path(__file__).parent / "recorded" / "run-before-fleet-reports"
 FIRST, SECOND = parse_sample("1/0"), parse_sample("1/1")
@@ -102,14 +104,26 @@ def test_a_step_that_is_over_takes_its_groups_with_it_and_no_others():
 # Reading it again
 
 
+class Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
 class Reader(PayloadReader):
     """Takes frames as they are, and names workers and samples in few words."""
+
+    def __init__(self) -> None:
+        super().__init__(Everything())
+
+    @property
+    def payload(self) -> Payload:
+        return self.finish(None)
 
     def grant(self, lease: int, sample: SampleId, worker: str, from_token: int = 0) -> None:
         self.note(Granted([lease], [sample], [from_token], [worker]))
 
     def hear(self, lease: int, offset: int, *tokens: int, version: int = 0, end: Ended | None = None) -> None:
-        self.tokens(frames.encode(tokens_frame(lease, offset, [*tokens], version, end)))
+        self.tokens([tokens_frame(lease, offset, [*tokens], version, end)])
 
     def has(self, sample: SampleId) -> list[int]:
         return tokens_in(self.payload.text(sample))
@@ -186,10 +200,91 @@ def test_prompts_and_rewards_are_kept_as_they_came_last():
 
 
 def test_without_a_run_nothing_is_kept():
-    reader = Reader()
-    reader.grant(1, FIRST, "a")
-    reader.hear(1, 0, 10)
+    reader = PayloadReader(())
+    reader.note(Granted([1], [FIRST], [0], ["a"]))
+    reader.tokens([tokens_frame(1, 0, [10])])
     assert reader.finish(None).num_bytes == 0
+
+
+class RowByRow:
+    """What reading must come to, the plain way: one row after the other."""
+
+    def __init__(self) -> None:
+        self.texts: dict[SampleId, Text] = {}
+        self._sample_of: dict[int, SampleId] = {}
+        self._lease_of: dict[SampleId, int] = {}
+
+    def grant(self, lease: int, sample: SampleId, worker: str, from_token: int) -> None:
+        former = self._sample_of.get(lease)
+        if former is not None:
+            del self._lease_of[former]
+        self._sample_of.pop(self._lease_of.get(sample, 0), None)
+        self._sample_of[lease], self._lease_of[sample] = sample, lease
+        self.texts.setdefault(sample, Text()).lease_to(worker, "", from_token)
+
+    def hear(self, frame: Tokens) -> None:
+        column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
+        start = 0
+        for lease, offset, _, version, end in zip(*column, strict=True):
+            if (sample := self._sample_of.get(lease)) is not None:
+                append_cells(self.texts[sample], offset, version, frame.cells[start:end])
+            start = end
+        for ended in frame.ended:
+            sample = self._sample_of.pop(ended.lease, None)
+            if sample is not None:
+                del self._lease_of[sample]
+                self.texts[sample].finish = ended.reason if ended.reason == "stop" else self.texts[sample].finish
+
+
+def random_frame(rng: random.Random, at: dict[int, int], *, is_wild: bool) -> Tokens:
+    """Most rows go on where their lease stopped; some say it again, leave a gap, or are of nobody's lease."""
+    leases = sorted(rng.sample(sorted(at), min(len(at), rng.randint(1, 6))))
+    offsets = [
+        max(0, at[one] + (rng.choice([-2, -1, 0, 1]) if is_wild and rng.random() < 0.1 else 0)) for one in leases
+    ]
+    counts = [rng.randint(1, 3) if is_wild else 2 for _ in leases]
+    for lease, offset, count in zip(leases, offsets, counts, strict=True):
+        at[lease] = max(at[lease], offset + count)
+    versions = [rng.randint(0, 1) if is_wild and rng.random() < 0.05 else 0 for _ in leases]
+    ended = [Ended(one, at[one], rng.choice(["stop", "handed_over"])) for one in leases if rng.random() < 0.05]
+    num = sum(counts)
+    return Tokens(
+        1,
+        columns.pack_column("<u8", leases),
+        columns.pack_column("<u4", offsets),
+        columns.pack_column("<u4", counts),
+        columns.pack_column("<i4", versions),
+        cells(*(rng.randrange(1000) for _ in range(num))),
+        tuple(ended),
+    )
+
+
+@given(st.integers(0, 10**9), st.booleans())
+@settings(max_examples=150)
+def test_many_rows_at_once_come_to_what_one_after_the_other_does(seed: int, is_wild: bool):
+    rng = random.Random(seed)
+    bulk, plain = Reader(), RowByRow()
+    at: dict[int, int] = {}
+    next_lease = 1
+    for _ in range(rng.randint(1, 120)):
+        if not at or rng.random() < 0.2:
+            next_lease += rng.choice([0, 1, 1, 1, 10**7]) if is_wild else 1
+            sample, from_token = SampleId(1024 + rng.randrange(8)), rng.choice([0, 0, 3])
+            at[next_lease] = from_token
+            bulk.note(Granted([next_lease], [sample], [from_token], ["a"]))
+            plain.grant(next_lease, sample, "a", from_token)
+        batch = [random_frame(rng, at, is_wild=is_wild) for _ in range(rng.randint(1, 4))]
+        bulk.tokens(batch)
+        for frame in batch:
+            plain.hear(frame)
+        if rng.random() < 0.1:
+            at.pop(rng.choice(sorted(at)))
+        if rng.random() < 0.05:
+            bulk.finish(None)  # as when enough is gathered
+    texts = bulk.payload.texts
+    assert {sample: (bytes(one.cells), one.segments, one.finish) for sample, one in texts.items()} == {
+        sample: (bytes(one.cells), one.segments, one.finish) for sample, one in plain.texts.items()
+    }
 
 
 # A manager that is killed after any commit: the next one has what it had

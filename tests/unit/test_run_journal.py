@@ -99,7 +99,15 @@ def started(run_dir: Path, settings: JournalSettings = WHOLE) -> LiveRun:
 def recovered(run_dir: Path, settings: JournalSettings = WHOLE) -> tuple[Recovered, list[AnyNote | bytes]]:
     found = RunJournal(run_dir, settings).recover()
     assert found is not None
-    return found, list(found.payload)
+    return found, read(found)
+
+
+def read(found: Recovered) -> list[AnyNote | bytes]:
+    """Its payload, with tokens as they came."""
+    items: list[AnyNote | bytes] = []
+    for one in found.payload:
+        items += map(encode, one) if isinstance(one, list) else [one]
+    return items
 
 
 def files(run_dir: Path, stem: str) -> list[Path]:
@@ -151,7 +159,7 @@ def test_a_run_goes_on_in_the_same_files(tmp_path):
     again = RunJournal(tmp_path, WHOLE)
     found = again.recover()
     assert found is not None
-    assert list(found.payload) == [RUN]
+    assert read(found) == [RUN]
     again.go_on(())
     commands = run.scheduler.handle(e.TimePassed(), run.now + 1)
     again.add_event(run.now + 1, e.TimePassed(), commands)
@@ -195,7 +203,7 @@ def goes_on(run_dir: Path, settings: JournalSettings = WHOLE) -> None:
     journal = RunJournal(run_dir, settings)
     found = journal.recover()
     assert found is not None
-    before = [*found.payload]
+    before = read(found)
     journal.go_on(())
     if found.scheduler is None:
         scheduler = Scheduler(small_config())
@@ -398,7 +406,7 @@ def test_a_manager_that_goes_on_keeps_old_payload_until_its_steps_are_over(tmp_p
     run.journal = RunJournal(tmp_path, TINY)
     found = run.journal.recover()
     assert found is not None
-    payload = [*found.payload]
+    payload = read(found)
     run.journal.go_on(tuple(run.scheduler.desk.rounds))
     run.wait(1.0)
     assert recovered(tmp_path, TINY)[1][: len(payload)] == payload

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-PARTS = ("scheduler", "relay", "engine", "train", "weights", "served")
+PARTS = ("scheduler", "relay", "recovery", "engine", "train", "weights", "served")
 
 EXAMPLE = """\
 examples:
@@ -13,6 +13,7 @@ examples:
   polyrl bench scheduler --quick    seconds; shows that it runs, its figures mean little
   polyrl bench relay                a quarter of an hour: the manager beside nginx, sglang-router and vllm-router, which
                                     are installed into a cache of their own; what cannot be is said
+  polyrl bench recovery             about two minutes: how fast a manager that was killed has its run again
   polyrl bench engine --arch qwen3-1.7b --batch 256 --prompt 256 --new 512 --peer transformers
                                     the builtin engine against what memory allows, and a peer
   polyrl bench train                two minutes: the trainer against the matrix limit and plain loops
@@ -64,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
 
         result = compare.measure(args.workers, quick=args.quick)
         lines = compare.table(result)
+    elif args.part == "recovery":
+        from polyrl.cli import bench_recovery
+
+        result = bench_recovery.measure(quick=args.quick)
+        lines = bench_recovery.table(result)
     elif args.part == "weights":
         from polyrl.cli.bench_weights import compare as weights
 

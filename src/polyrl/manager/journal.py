@@ -1,7 +1,7 @@
 """A live run on disk: what the scheduler was told (events), and the tokens, prompts and rewards themselves (payload).
 
     RUN_DIR/journal/events-000001.bin     scheduling/records.py: replay and stories read these, and these alone
-    RUN_DIR/journal/payload-000001.bin    frames: `T` and a worker's Tokens frame as it came, or `N` and a note
+    RUN_DIR/journal/payload-000001.bin    frames: `B` and workers' Tokens frames as they came, or `N` and a note
 
 Rules kept here:
 - `commit` writes the payload first, then the events, and only then may anything be acknowledged or sent. So whatever a
@@ -13,6 +13,7 @@ Rules kept here:
 """
 
 import os
+import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from polyrl.scheduling.records import digest_commands, encode_header, encode_rec
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, PAYLOAD, segments
 from polyrl.wire.control import JoinRequest
-from polyrl.wire.frames import PromptText
+from polyrl.wire.frames import PromptText, Tokens
 
 _PAYLOAD_FIRST_LINE = b"polyrl-payload 1\n"
 _CHUNK_BYTES = 1 << 20
@@ -88,6 +89,10 @@ class RewardKept(Note, frozen=True, tag="reward"):
 
 AnyNote = SessionOpened | RunOpened | VersionOffered | Granted | PromptsSupplied | RewardKept
 _note_decoder = msgspec.msgpack.Decoder(AnyNote)
+_batch_decoder = msgspec.msgpack.Decoder(list[Tokens])
+_tokens_decoder = msgspec.msgpack.Decoder(Tokens)
+_ARRAY = struct.Struct(">BI")
+"""How msgpack begins an array of up to 2^32 - 1 values."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -99,7 +104,7 @@ class Recovered(NamedTuple):
     now: Seconds
     away_s: Seconds
     num_records: int
-    payload: Iterator[AnyNote | bytes]
+    payload: Iterator[AnyNote | list[Tokens]]
     """Notes and Tokens frames, in order."""
 
 
@@ -123,6 +128,8 @@ class RunJournal:
         """How much of the file of events that a run goes on with is its header."""
         self._event_parts: list[bytes] = []
         self._payload_parts: list[bytes] = []
+        self._tokens: list[bytes] = []
+        """Tokens frames that no note has come after."""
         self._synced_at = time.monotonic()
         self._spare = Spare(_SPARE_DESCRIPTORS)
 
@@ -163,10 +170,17 @@ class RunJournal:
         self._event_parts.append(encode_record(now, event, commands))
 
     def add_tokens(self, raw: bytes) -> None:
-        self._add_payload(b"T" + raw)
+        self._tokens.append(raw)
 
     def add_note(self, note: AnyNote) -> None:
+        self._end_batch()
         self._add_payload(b"N" + _encode(note))
+
+    def _end_batch(self) -> None:
+        """Tokens frames in a row are one frame, which is one value of msgpack: what is read again is read at once."""
+        if self._tokens:
+            self._add_payload(b"".join((b"B", _ARRAY.pack(0xDD, len(self._tokens)), *self._tokens)))
+            self._tokens = []
 
     def _add_payload(self, data: bytes) -> None:
         self._payload_parts.append(frame_head(data))
@@ -174,6 +188,7 @@ class RunJournal:
 
     def commit(self) -> None:
         """Give all that was added to the operating system, payload first; to the disk too, if that is the policy."""
+        self._end_batch()
         if not self._payload_parts and not self._event_parts:
             return
         if self._payload_parts and self._payload is not None:
@@ -357,7 +372,7 @@ def _replay_last(events: Sequence[Path]) -> _Replayed:
     return _Replayed(scheduler, max(0.0, scheduler.now), num_records, beginning_bytes or path.stat().st_size)
 
 
-def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | bytes]:
+def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | list[Tokens]]:
     for path in paths:
         try:
             yield from _read_payload_file(path)
@@ -367,7 +382,7 @@ def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | bytes]:
             os.truncate(path, cut.offset)
 
 
-def _read_payload_file(path: Path) -> Iterator[AnyNote | bytes]:
+def _read_payload_file(path: Path) -> Iterator[AnyNote | list[Tokens]]:
     with path.open("rb") as file:
         source = FrameSource(iter(lambda: file.read(_CHUNK_BYTES), b""), str(path))
         first = source.peek(len(_PAYLOAD_FIRST_LINE))
@@ -378,12 +393,16 @@ def _read_payload_file(path: Path) -> Iterator[AnyNote | bytes]:
         source.skip(len(first))
         source.number = 1
         while (data := read_frame(source)) is not None:
+            item = _decode(data, source)
             source.skip_frame(data)
-            yield data[1:] if data[:1] == b"T" else _decode_note(data, source)
+            yield item
 
 
-def _decode_note(data: bytes, source: FrameSource) -> AnyNote:
+def _decode(data: bytes, source: FrameSource) -> AnyNote | list[Tokens]:
+    kind, rest = data[:1], memoryview(data)[1:]
     try:
-        return _note_decoder.decode(memoryview(data)[1:])
+        if kind == b"B":
+            return _batch_decoder.decode(rest)
+        return [_tokens_decoder.decode(rest)] if kind == b"T" else _note_decoder.decode(rest)
     except msgspec.MsgspecError as error:
-        raise source.error(f"not a note that this version knows: {error}") from error
+        raise source.error(f"not a note, and not tokens, that this version knows: {error}") from error

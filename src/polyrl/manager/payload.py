@@ -10,18 +10,9 @@ from typing import Any
 from msgspec import structs
 
 from polyrl.ids import GroupId, SampleId, Step, group_of
-from polyrl.manager.journal import (
-    AnyNote,
-    Granted,
-    PromptsSupplied,
-    RewardKept,
-    RunOpened,
-    SessionOpened,
-    VersionOffered,
-)
+from polyrl.manager.journal import VersionOffered
 from polyrl.manager.stride import Stride
-from polyrl.scheduling.scheduler import Scheduler
-from polyrl.wire import columns, frames
+from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES
 from polyrl.wire.frames import Ended, PromptText, SampleText, Segment, Tokens
 
@@ -51,7 +42,7 @@ class Text:
             self.stride.end()
         return self._cells
 
-    def add_settled(self, cells: bytes) -> None:
+    def add_settled(self, cells: bytes | memoryview) -> None:
         """What waited in its stride."""
         self._cells += cells
 
@@ -137,11 +128,6 @@ class Payload:
         for group in self._groups.pop(step, ()):
             self.drop_group(group)
 
-    def keep(self, groups: Container[GroupId]) -> None:
-        """Forget all but these groups."""
-        for group in [one for one in {**self.prompts, **self._samples} if one not in groups]:
-            self.drop_group(group)
-
     def sample_text(self, sample: SampleId) -> SampleText:
         """An answer that has ended, as the trainer is sent it. The cells are the text's own: they grow no more."""
         text = self.text(sample)
@@ -185,64 +171,3 @@ def without_rows(frame: Tokens, column: columns.Columns, idle: Container[int], e
         b"".join(frame.cells[starts[row] : column.ends[row]] for row in rows),
         ended,
     )
-
-
-class PayloadReader:
-    """Rebuilds the payload of a run that was killed, from what its journal holds."""
-
-    def __init__(self) -> None:
-        self.payload = Payload()
-        self._sample_of: dict[int, SampleId] = {}
-        self._lease_of: dict[SampleId, int] = {}
-        self._engine_of: dict[str, str] = {}
-
-    def granted(self, note: Granted) -> None:
-        rows = zip(note.leases, note.samples, note.from_tokens, note.workers, strict=True)
-        for lease, sample, from_token, worker in rows:
-            sample = SampleId(sample)
-            former = self._sample_of.get(lease)
-            if former is not None:  # who was killed between payload and events wrote a lease that nobody got
-                del self._lease_of[former]
-            self._sample_of.pop(self._lease_of.get(sample, 0), None)
-            self._sample_of[lease] = sample
-            self._lease_of[sample] = lease
-            self.payload.text(sample).lease_to(worker, self._engine_of.get(worker, ""), from_token)
-
-    def tokens(self, raw: bytes) -> None:
-        frame = frames.decode_from_worker(raw)
-        assert isinstance(frame, Tokens)
-        column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
-        start = 0
-        for lease, offset, _, version, end in zip(*column, strict=True):
-            sample = self._sample_of.get(lease)
-            if sample is not None:
-                append_cells(self.payload.text(sample), offset, version, frame.cells[start:end])
-            start = end
-        for ended in frame.ended:
-            sample = self._sample_of.pop(ended.lease, None)  # whatever else comes under it is late
-            if sample is not None and ended.reason in ("stop", "length"):
-                self.payload.text(sample).finish = ended.reason
-
-    def note(self, note: AnyNote) -> None:
-        match note:
-            case Granted():
-                self.granted(note)
-            case PromptsSupplied():
-                for prompt in note.prompts:
-                    self.payload.prompts[GroupId(prompt.group)] = prompt
-            case RewardKept():
-                self.payload.text(SampleId(note.sample)).reward = note.value
-            case VersionOffered():
-                self.payload.offer(note)
-            case SessionOpened():
-                self._engine_of[note.facts.name] = note.facts.engine
-            case RunOpened():
-                pass
-
-    def finish(self, scheduler: Scheduler | None) -> Payload:
-        """Keep what the scheduler still knows of."""
-        groups = {} if scheduler is None else scheduler.desk.groups
-        self.payload.keep(groups)
-        for group in groups.values():
-            self.payload.expect(group.step, group.id)
-        return self.payload

@@ -4,11 +4,14 @@ Rules kept here: what peers did while nobody listened is nobody's fault, so wait
 holds is written down anew, whatever half of a batch was on file. Peers bring the rest when they dial.
 """
 
+import gc
+
 from polyrl.errors import JournalError
 from polyrl.ids import Incarnation, show_sample
 from polyrl.manager.executor import Executor
 from polyrl.manager.journal import RunOpened, SessionOpened
-from polyrl.manager.payload import Payload, PayloadReader
+from polyrl.manager.payload import Payload
+from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.scheduling import events as e
 from polyrl.scheduling.desk import Desk
@@ -21,10 +24,11 @@ def recover(executor: Executor) -> str:
     if found is None:
         journal.begin()
         return "a new run"
-    reader = PayloadReader()
+    gc.disable()  # millions of objects are made, and none of them is garbage; the service looks for it when it runs
+    reader = PayloadReader(() if found.scheduler is None else found.scheduler.desk.groups)
     for item in found.payload:
         match item:
-            case bytes():
+            case list():
                 reader.tokens(item)
             case SessionOpened():
                 _reopen(executor, item)
@@ -37,6 +41,7 @@ def recover(executor: Executor) -> str:
             case _:
                 reader.note(item)
     executor.payload = reader.finish(found.scheduler)
+    gc.enable()
     if found.scheduler is not None:
         _check_answers(found.scheduler.desk, executor.payload)
     executor.scheduler = found.scheduler

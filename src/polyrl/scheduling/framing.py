@@ -48,8 +48,8 @@ class FrameSource:
         self.offset = 0
         self.number = 0
 
-    def peek(self, num_bytes: int) -> bytes:
-        """The next bytes, fewer only at the end."""
+    def peek(self, num_bytes: int, after: int = 0) -> bytes:
+        """The next bytes but the first `after`, fewer only at the end."""
         while len(self._buffer) - self._start < num_bytes:
             chunk = next(self._chunks, None)
             if chunk is None:
@@ -57,7 +57,8 @@ class FrameSource:
             del self._buffer[: self._start]
             self._start = 0
             self._buffer += chunk
-        return bytes(self._buffer[self._start : self._start + num_bytes])
+        with memoryview(self._buffer) as view:  # a slice of the buffer itself would be copied twice
+            return bytes(view[self._start + after : self._start + num_bytes])
 
     def skip(self, num_bytes: int) -> None:
         self._start += num_bytes
@@ -88,7 +89,7 @@ def read_frame(source: FrameSource) -> bytes | None:
     length, length_crc, payload_crc = _FRAME.unpack(head)
     if zlib.crc32(head[: _LENGTH.size]) != length_crc:
         raise source.error("the checksum of its length does not match")
-    payload = source.peek(_FRAME.size + length)[_FRAME.size :]
+    payload = source.peek(_FRAME.size + length, _FRAME.size)
     if len(payload) < length:
         raise source.cut_short(f"{len(payload)} of its {length} bytes are there")
     if zlib.crc32(payload) != payload_crc:

@@ -1,0 +1,320 @@
+"""Reading a run's payload again: what a killed manager wrote becomes the texts that it held.
+
+Rows of tokens are many, and each concerns a few bytes. So they are gathered, as columns, until there are enough; then
+the rows of each lease are brought together, and what goes on where its sample's text ends, as nearly all does, is added
+in one piece. The rest (repeated tokens, another version, a lease that ended before) is taken row by row.
+
+Rules kept here: the order in the journal tells late rows from timely ones. A lease that ended, or was followed by
+another of its sample, is closed at the row where that happened: what comes under it later is not taken. What belongs to
+no group that the scheduler still knows is not even gathered.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyrl.errors import JournalError
+from polyrl.ids import GroupId, SampleId, group_of
+from polyrl.manager.journal import (
+    AnyNote,
+    Granted,
+    PromptsSupplied,
+    RewardKept,
+    RunOpened,
+    SessionOpened,
+    VersionOffered,
+)
+from polyrl.manager.payload import Payload, Text, append_cells
+from polyrl.scheduling.scheduler import Scheduler
+from polyrl.wire.columns import CELL_BYTES
+from polyrl.wire.frames import Ended, Tokens
+
+_ROWS_A_LANE = 64
+_MIN_ROWS = 1 << 16
+_GATHERED_BYTES = 32 << 20
+"""Rows are shared out when there are so many for each lease, or this much in all: a lease costs as much as many."""
+_MAX_SPAN = 1 << 23
+"""Leases that are no further apart than this are found in a table, and others by bisection."""
+_NEVER = 1 << 62
+_COLUMNS = {"leases": "<u8", "offsets": "<u4", "counts": "<u4", "versions": "<i4", "cells": "<u8"}
+_EMPTY = np.uint64((1 << 64) - 1)
+"""No cell: its token would be -1."""
+
+
+class _Lane:
+    """A lease: which rows under its number are its sample's."""
+
+    __slots__ = ("by", "closed_at", "from_token", "lease", "opened_at", "sample", "text")
+
+    def __init__(self, lease: int, sample: SampleId, text: Text, from_token: int, by: tuple[str, str]) -> None:
+        self.lease, self.sample, self.text = lease, sample, text
+        self.from_token, self.by = from_token, by
+        """Where it begins, until its text knows, and who has it."""
+        self.opened_at, self.closed_at = 0, _NEVER
+
+    def begin(self) -> None:
+        if self.from_token >= 0:
+            self.text.lease_to(*self.by, self.from_token)
+            self.from_token = -1
+
+    def is_in_time(self, row: int) -> bool:
+        return self.opened_at <= row < self.closed_at
+
+
+class _Rows(NamedTuple):
+    """Gathered rows, as columns, in the order in which they came."""
+
+    lanes: Any
+    """Where its lease stands among those that are known; -1 for one that is not."""
+    offsets: Any
+    counts: Any
+    versions: Any
+    cells: Any
+
+
+class _Run(NamedTuple):
+    """Rows of one lease and one version: what they bring in all, if they go on from each other."""
+
+    lane: int
+    version: int
+    first_row: int
+    last_row: int
+    offset: int
+    """Of the first."""
+    start: int
+    end: int
+    """Of its cells among those of all runs."""
+    goes_on: bool
+
+
+class PayloadReader:
+    """Rebuilds the payload of a run that was killed, from what its journal holds."""
+
+    def __init__(self, wanted: Container[GroupId]) -> None:
+        """`wanted`: groups whose payload somebody may still ask for."""
+        self._wanted = wanted
+        self._payload = Payload()
+        self._lanes: dict[int, _Lane] = {}
+        """Open ones, by lease."""
+        self._lane_of: dict[SampleId, _Lane] = {}
+        """The newest of each sample."""
+        self._engine_of: dict[str, str] = {}
+        self._touched: dict[int, _Lane] = {}
+        """Lanes that opened or closed since rows were shared out last."""
+        self._parts: dict[str, list[bytes]] = {name: [] for name in _COLUMNS}
+        self._num_rows = self._num_bytes = 0
+
+    def granted(self, note: Granted) -> None:
+        rows = zip(note.leases, note.samples, note.from_tokens, note.workers, strict=True)
+        for lease, sample, from_token, worker in rows:
+            self._open(lease, SampleId(sample), from_token, worker)
+
+    def _open(self, lease: int, sample: SampleId, from_token: int, worker: str) -> None:
+        if lease in self._lanes or lease in self._touched:  # a manager started again, and says all that holds
+            self._share_out()
+        former = self._lanes.pop(lease, None)
+        if former is not None and self._lane_of.get(former.sample) is former:
+            del self._lane_of[former.sample]
+        if group_of(sample) not in self._wanted:
+            return
+        if (before := self._lane_of.get(sample)) is not None:
+            self._close(before)
+        lane = _Lane(lease, sample, self._payload.text(sample), from_token, (worker, self._engine_of.get(worker, "")))
+        lane.opened_at = self._num_rows
+        self._lanes[lease] = self._touched[lease] = self._lane_of[sample] = lane
+
+    def _close(self, lane: _Lane) -> None:
+        """Whatever else comes under it is late."""
+        if self._lanes.get(lane.lease) is lane:
+            del self._lanes[lane.lease]
+            lane.closed_at = self._num_rows
+            self._touched[lane.lease] = lane
+
+    def tokens(self, frames: Sequence[Tokens]) -> None:
+        num_rows = self._num_rows
+        for frame in frames:
+            num_rows += len(frame.leases) // 8
+            if frame.ended:
+                self._num_rows = num_rows
+                self._end(frame.ended)
+        self._num_rows = num_rows
+        for name, parts in self._parts.items():  # of those that came together at once: they are still at hand
+            parts.append(b"".join([getattr(one, name) for one in frames]))
+        self._num_bytes += len(self._parts["cells"][-1])
+        enough = max(_MIN_ROWS, _ROWS_A_LANE * (len(self._lanes) + len(self._touched)))
+        if num_rows > enough or self._num_bytes > _GATHERED_BYTES:
+            self._share_out()
+
+    def _end(self, ended: Sequence[Ended]) -> None:
+        for one in ended:
+            lane = self._lanes.get(one.lease)
+            if lane is not None:
+                self._close(lane)
+                if one.reason in ("stop", "length"):
+                    lane.text.finish = one.reason
+
+    def note(self, note: AnyNote) -> None:
+        match note:
+            case Granted():
+                self.granted(note)
+            case PromptsSupplied():
+                for prompt in note.prompts:
+                    if (group := GroupId(prompt.group)) in self._wanted:
+                        self._payload.prompts[group] = prompt
+            case RewardKept():
+                if group_of(SampleId(note.sample)) in self._wanted:
+                    self._payload.text(SampleId(note.sample)).reward = note.value
+            case VersionOffered():
+                self._share_out()  # what the version has written so far keeps the digest that it had
+                self._payload.offer(note)
+            case SessionOpened():
+                self._engine_of[note.facts.name] = note.facts.engine
+            case RunOpened():
+                pass
+
+    def finish(self, scheduler: Scheduler | None) -> Payload:
+        """All that was read."""
+        self._share_out()
+        for group in {} if scheduler is None else scheduler.desk.groups.values():
+            self._payload.expect(group.step, group.id)
+        return self._payload
+
+    # Sharing out what was gathered
+
+    def _share_out(self) -> None:
+        """Give every text its rows, lease by lease: of two leases of a sample, the older has the smaller number."""
+        lanes = {**self._lanes, **self._touched} if self._num_rows else self._touched
+        in_order = [lanes[lease] for lease in sorted(lanes)]
+        if self._num_rows and in_order:
+            rows = _columns_of(self._parts, [lane.lease for lane in in_order])
+            runs, cells = _runs_of(rows)
+            self._add(in_order, rows, runs, cells)
+        for lane in in_order:
+            lane.begin()
+        for lane in self._touched.values():
+            lane.opened_at = 0
+        self._parts = {name: [] for name in _COLUMNS}
+        self._touched, self._num_rows, self._num_bytes = {}, 0, 0
+
+    def _add(self, lanes: Sequence[_Lane], rows: _Rows, runs: Sequence[_Run], cells: memoryview) -> None:
+        num_begun = 0
+        odd: dict[int, list[int]] | None = None
+        for run in runs:
+            for lane in lanes[num_begun : run.lane + 1]:
+                lane.begin()
+            num_begun = run.lane + 1
+            lane = lanes[run.lane]
+            text = lane.text
+            in_time = lane.is_in_time(run.first_row) and lane.is_in_time(run.last_row)
+            if run.goes_on and in_time and run.offset == text.num_tokens:
+                if run.version != text.version:
+                    text.begin_segment(run.version)
+                text.add_settled(cells[run.start : run.end])
+            else:
+                odd = _rows_by_lane(rows) if odd is None else odd
+                _add_one_by_one(lane, rows, odd.pop(run.lane, ()))
+
+
+def _columns_of(parts: Mapping[str, Sequence[bytes]], leases: Sequence[int]) -> _Rows:
+    """All rows, and where each one's lease stands among these, which rise."""
+    columns: list[Any] = [np.frombuffer(b"".join(parts[name]), kind) for name, kind in _COLUMNS.items()]
+    under, offsets, counts, versions, cells = columns
+    if not len(under) == len(offsets) == len(counts) == len(versions) or counts.sum(dtype=np.int64) != len(cells):
+        raise JournalError("the payload has tokens whose columns do not fit each other")
+    known: Any = np.array(leases, np.uint64)
+    return _Rows(_places_of(under, known), offsets.astype(np.int64), counts.astype(np.int64), versions, cells)
+
+
+def _places_of(under: Any, leases: Any) -> Any:
+    """Where each number stands among the leases; -1 for what is none of them."""
+    span = int(leases[-1] - leases[0]) + 1
+    if span > _MAX_SPAN:
+        places = np.minimum(np.searchsorted(leases, under), len(leases) - 1)
+        return np.where(leases[places] == under, places, -1)
+    table = np.full(span + 1, -1, np.int64)
+    table[(leases - leases[0]).view(np.int64)] = np.arange(len(leases))
+    which = under - leases[0]  # what is below the first wraps to far above the last
+    if len(which) and which.max() >= span:
+        which = np.minimum(which, np.uint64(span))
+    return table[which.view(np.int64)]
+
+
+def _runs_of(rows: _Rows) -> tuple[list[_Run], memoryview]:
+    """What each lease brings with each version, leases and versions rising, and the cells of all, run by run.
+
+    A row says where in its text it belongs, so its cells are put there at once. What is left empty was not brought: a
+    run with such a place has rows that overlap, or miss some between them.
+    """
+    keys, versions = _keys_of(rows)
+    numbers = np.arange(len(keys))
+    known = keys >= 0
+    if not known.all():
+        cells = rows.cells[np.repeat(known, rows.counts)]
+        rows = _Rows(rows.lanes[known], rows.offsets[known], rows.counts[known], rows.versions[known], cells)
+        keys, numbers = keys[known], numbers[known]
+    brought = np.bincount(keys, rows.counts).astype(np.int64)
+    ends = np.cumsum(brought)
+    begins = ends - brought
+    firsts, lasts = np.zeros(len(brought), np.int64), np.zeros(len(brought), np.int64)
+    firsts[keys[::-1]] = np.arange(len(keys))[::-1]  # of those that are put into one place, the last stays
+    lasts[keys] = numbers
+    offsets = rows.offsets[firsts] if len(keys) else firsts
+    places = rows.offsets + (begins - offsets)[keys]
+    strays = (places < begins[keys]) | (places + rows.counts > ends[keys])
+    goes_on = np.ones(len(brought), bool)
+    if strays.any():
+        goes_on[keys[strays]] = False
+        places = np.where(goes_on[keys], places, begins[keys])
+    text: Any = np.full(len(rows.cells), _EMPTY)
+    text[_each_cell(places, rows.counts, len(text))] = rows.cells
+    goes_on[np.searchsorted(ends, np.flatnonzero(text == _EMPTY), side="right")] = False
+    present = np.flatnonzero(brought)
+    firsts, lasts = numbers[firsts[present]], lasts[present]
+    lanes, goes_on = present // len(versions), goes_on[present]
+    again = lanes[1:][
+        (lanes[1:] == lanes[:-1]) & (firsts[1:] < lasts[:-1])
+    ]  # a version that came between two of another
+    goes_on[np.isin(lanes, again)] = False
+    columns = (
+        lanes,
+        versions[present % len(versions)],
+        firsts,
+        lasts,
+        *(one[present] for one in (offsets, begins * CELL_BYTES, ends * CELL_BYTES)),
+        goes_on,
+    )
+    return list(map(_Run, *(one.tolist() for one in columns))), memoryview(text).cast("B")
+
+
+def _keys_of(rows: _Rows) -> tuple[Any, Any]:
+    """A number for each lease and version, in their order; -1 where the lease is not known. And the versions."""
+    least = int(rows.versions.min())
+    if least == int(rows.versions.max()):  # nearly always
+        return rows.lanes, np.array([least])
+    versions, which = np.unique(rows.versions, return_inverse=True)
+    return np.where(rows.lanes < 0, -1, rows.lanes * len(versions) + which), versions
+
+
+def _each_cell(begins: Any, counts: Any, most: int) -> Any:
+    """Where each cell of rows that begin there belongs. Rows that overlap may say more than there is room for."""
+    if len(counts) and counts.min() == counts.max():  # engines decode in lock step
+        cells = (begins[:, None] + np.arange(counts[0])).ravel()
+    else:
+        cells = np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+    return np.minimum(cells, most - 1) if len(cells) and cells.max() >= most else cells
+
+
+def _rows_by_lane(rows: _Rows) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for row, lane in enumerate(rows.lanes.tolist()):
+        found.setdefault(lane, []).append(row)
+    return found
+
+
+def _add_one_by_one(lane: _Lane, rows: _Rows, numbers: Sequence[int]) -> None:
+    ends = np.cumsum(rows.counts)
+    for row in numbers:
+        if lane.is_in_time(row):
+            cells = rows.cells[ends[row] - rows.counts[row] : ends[row]].tobytes()
+            append_cells(lane.text, int(rows.offsets[row]), int(rows.versions[row]), cells)
