@@ -182,7 +182,13 @@ class DiesInStep(Publisher):
     async def offered(self, version: int, digest: str) -> bool:
         return False
 
-    async def trained(self, step: int, batches: Sequence[Sequence[Group]], report: bytes) -> None:
+    async def trained(
+        self,
+        step: int,
+        batches: Sequence[Sequence[Group]],
+        report: bytes = b"",
+        rejected: Sequence[Group] = (),
+    ) -> None:
         self.report = report
         if self._when_safe:
             raise Killed

@@ -326,6 +326,7 @@ def test_a_run_that_an_older_version_wrote_goes_on(tmp_path):
     """Its journal has a record a heartbeat. If decisions have changed since, that is one clear line."""
     shutil.copytree(OLD_RUN, tmp_path / "run" / LIVE_FOLDER)
     expected = msgspec.msgpack.decode((OLD_RUN / "kept.msgpack").read_bytes())
+    expected = {name: [*one, {}] if name.startswith("sample") else one for name, one in expected.items()}
     try:
         service = Service(tmp_path / "run", SMALL_FILES)
     except JournalError as error:

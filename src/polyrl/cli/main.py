@@ -56,6 +56,7 @@ COMMANDS: Mapping[str, Command] = {
     "ledger": Command("say what became of every prompt, sample, token and dollar of a run", "polyrl.cli.ledger"),
     "plot": Command("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),
     "replay": Command("run a journal again and compare every command", "polyrl.cli.replay"),
+    "samples": Command("show what the model answered, and what each answer was worth", "polyrl.cli.samples"),
     "story": Command("say why a sample took as long as it did", "polyrl.cli.story"),
 }
 

@@ -12,7 +12,7 @@ import math
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -55,6 +55,8 @@ class Sample(NamedTuple):
     reward: float
     origin: Origin
     """Which prompt of the data it answers."""
+    parts: Mapping[str, float] = {}
+    """What the reward is made of, by name."""
 
     @property
     def name(self) -> str:
@@ -74,6 +76,8 @@ class Reward(NamedTuple):
     value: float
     correct: bool = False
     cpu_s: float = 0.0
+    parts: Mapping[str, float] = {}
+    """What it is made of, by name: they stay with the sample."""
 
 
 class RoundOver(PolyrlError):
@@ -410,7 +414,14 @@ class Fleet:
             result = Reward(0.0)
         await self._state(
             lambda seq: frames.Scored(
-                seq, one.text.sample, one.attempt, outcome, result.value, result.correct, result.cpu_s
+                seq,
+                one.text.sample,
+                one.attempt,
+                outcome,
+                result.value,
+                result.correct,
+                result.cpu_s,
+                dict(result.parts),
             )
         )
 
@@ -466,4 +477,4 @@ def _ask_for_some(prompt_of: PromptOf, plans: list[frames.GroupPlan]) -> tuple[f
 def _sample(text: frames.SampleText, origin: Origin) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
-    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin)
+    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts)

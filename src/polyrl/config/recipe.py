@@ -513,6 +513,8 @@ class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = "polyrl"
+    samples_gb: NotNegative = 1.0
+    """How much is kept of what older steps were trained on, for `polyrl samples`; the oldest go first. 0: nothing."""
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

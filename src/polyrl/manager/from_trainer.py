@@ -130,12 +130,16 @@ def _supply(executor: Executor, frame: frames.SupplyPrompts) -> None:
 def _scored(executor: Executor, frame: frames.Scored) -> None:
     if not math.isfinite(frame.value):
         raise Refused("reward", f"sample {frame.sample}: a reward of {frame.value}")
+    for name, value in frame.parts.items():
+        if not math.isfinite(value):
+            raise Refused("reward", f"sample {frame.sample}: a part of its reward is {value}: {name!r}")
     assert executor.scheduler is not None
     desk, sample = executor.scheduler.desk, SampleId(frame.sample)
     is_awaited = sample in desk.scoring.running and desk.samples[sample].attempt == frame.attempt
     if is_awaited and frame.outcome not in ("infrastructure_failed", "no_reward"):
-        executor.payload.text(sample).reward = frame.value
-        executor.journal.add_note(RewardKept(frame.sample, frame.value))
+        text = executor.payload.text(sample)
+        text.reward, text.parts = frame.value, frame.parts
+        executor.journal.add_note(RewardKept(frame.sample, frame.value, frame.parts))
     executor.tell(e.RewardFinished(sample, frame.attempt, frame.outcome, frame.correct, frame.cpu_s))
 
 

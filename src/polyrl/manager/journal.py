@@ -12,6 +12,7 @@ Rules kept here:
   over, and the disk knows that they are.
 """
 
+import contextlib
 import os
 import struct
 import time
@@ -85,6 +86,7 @@ class PromptsSupplied(Note, frozen=True, tag="prompts"):
 class RewardKept(Note, frozen=True, tag="reward"):
     sample: int
     value: float
+    parts: dict[str, float] = {}
 
 
 AnyNote = SessionOpened | RunOpened | VersionOffered | Granted | PromptsSupplied | RewardKept
@@ -370,6 +372,13 @@ def _replay_last(events: Sequence[Path]) -> _Replayed:
             return _replay_last(events[:-1])
         os.truncate(path, cut.offset)
     return _Replayed(scheduler, max(0.0, scheduler.now), num_records, beginning_bytes or path.stat().st_size)
+
+
+def read_payload(run_dir: Path) -> Iterator[AnyNote | list[Tokens]]:
+    """Notes and Tokens frames of a run that may be written meanwhile: what is cut short is not there yet."""
+    for path in segments(run_dir / LIVE_FOLDER, PAYLOAD):
+        with contextlib.suppress(CutShort, FileNotFoundError):  # steps that are over take theirs along
+            yield from _read_payload_file(path)
 
 
 def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | list[Tokens]]:

@@ -21,7 +21,7 @@ _OFFERS_KEPT = 64
 
 
 class Text:
-    __slots__ = ("_cells", "engine", "finish", "reward", "row", "segments", "stride", "version", "worker")
+    __slots__ = ("_cells", "engine", "finish", "parts", "reward", "row", "segments", "stride", "version", "worker")
 
     def __init__(self) -> None:
         self._cells = bytearray()
@@ -34,6 +34,7 @@ class Text:
         self.worker = self.engine = ""
         self.finish = ""
         self.reward = 0.0
+        self.parts: dict[str, float] = {}
 
     @property
     def cells(self) -> bytearray:
@@ -137,7 +138,7 @@ class Payload:
             segments = [
                 one if one.digest else structs.replace(one, digest=self.digest_of(one.version)) for one in segments
             ]
-        return SampleText(sample, cells, tuple(segments), text.finish, text.reward)
+        return SampleText(sample, cells, tuple(segments), text.finish, text.reward, text.parts)
 
     @property
     def num_bytes(self) -> int:

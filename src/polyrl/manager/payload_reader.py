@@ -164,7 +164,8 @@ class PayloadReader:
                         self._payload.prompts[group] = prompt
             case RewardKept():
                 if group_of(SampleId(note.sample)) in self._wanted:
-                    self._payload.text(SampleId(note.sample)).reward = note.value
+                    text = self._payload.text(SampleId(note.sample))
+                    text.reward, text.parts = note.value, note.parts
             case VersionOffered():
                 self._share_out()  # what the version has written so far keeps the digest that it had
                 self._payload.offer(note)

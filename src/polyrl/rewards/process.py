@@ -25,7 +25,7 @@ from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from polyrl.errors import ConfigError, one_line
+from polyrl.errors import ConfigError, one_line, plain, shorten
 from polyrl.parent import end_with_parent
 from polyrl.rewards.messages import Ask, Began, Failed, Reply, Scored, Setup, decode_question, encode, take_messages
 from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardTimedOut, check_value, find_reward, is_async
@@ -165,7 +165,9 @@ def _timed_out(ask: Ask) -> Failed:
 
 def _failure(ask: Ask, error: BaseException) -> Failed:
     if isinstance(error, RewardFailed):
-        return Failed(ask.nonce, str(error)[:1000], "timed_out" if isinstance(error, RewardTimedOut) else "failed")
+        return Failed(
+            ask.nonce, shorten(plain(str(error))), "timed_out" if isinstance(error, RewardTimedOut) else "failed"
+        )
     traceback.print_exception(error)
     return Failed(ask.nonce, one_line(error) + _where(error.__traceback__))
 

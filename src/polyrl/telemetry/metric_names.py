@@ -25,6 +25,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "", "their standard deviation"),
     Metric("reward/max", "", "the highest of them"),
     Metric("reward/min", "", "the lowest of them"),
+    Metric(
+        "reward/<name>/mean", "", "mean of one of several rewards, or of a named part of the only one; not weighted"
+    ),
+    Metric("reward/<name>/<part>/mean", "", "mean of a named part of one of several rewards"),
     Metric("validation/reward/mean", "", "mean reward of validation prompts, each the mean of its attempts"),
     Metric("validation/<set>/reward/mean", "", "the same, of one set"),
     Metric("validation/pass@<k>", "share", "validation prompts that k attempts solve at least once"),

@@ -3,7 +3,7 @@
 Plain values: numpy in, numbers out. Nothing here knows a model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +24,7 @@ class Turn(NamedTuple):
     num_tokens: int
     engine: str = ""
     """What kind the worker's engine is."""
+    worker: str = ""
 
 
 class TrainSample(NamedTuple):
@@ -40,6 +41,8 @@ class TrainSample(NamedTuple):
     """The turns at it, in order."""
     old_logprobs: Logprobs | None = None
     """Of the weights at the step's start, where they were computed beforehand; the ratio's denominator."""
+    parts: Mapping[str, float] = {}
+    """What the reward is made of, by name."""
 
     @property
     def num_tokens(self) -> int:

@@ -84,10 +84,12 @@ class TrainerState(Struct, frozen=True, kw_only=True):
 
 
 class Keep(NamedTuple):
-    """Which checkpoints stay: the `last` ones, those of every so many steps, and the best."""
+    """Which checkpoints stay: the `last` ones, those of every so many steps, and the best. And so many bytes of what
+    older steps were trained on."""
 
     last: int = 2
     every: int | None = None
+    samples_bytes: int = 1 << 30
 
     def is_for_good(self, step: int) -> bool:
         return bool(self.every and step and step % self.every == 0)

@@ -15,9 +15,10 @@ Left out: where processes come from (cli/train), what rewards are, what the numb
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -74,7 +75,13 @@ class Safety(Protocol):
 
     async def rejected_before(self, step: int) -> Rejected: ...
 
-    async def trained(self, step: int, batches: Sequence[Sequence[TrainedGroup]], report: bytes) -> None: ...
+    async def trained(
+        self,
+        step: int,
+        batches: Sequence[Sequence[TrainedGroup]],
+        report: bytes = b"",
+        rejected: Sequence[TrainedGroup] = (),
+    ) -> None: ...
 
     async def data_ended(self, step: int) -> None: ...
 
@@ -101,6 +108,8 @@ class StepReport(NamedTuple):
     """Groups that were rejected because they teach nothing."""
     seconds: dict[str, float]
     """total, generate, train, idle (its turn, and nothing to train); save and publish when they are known."""
+    parts: Mapping[str, float] = {}
+    """The mean of each named part of the rewards, over the samples that came to this process and have it."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self, enc_hook=float)  # some numbers are numpy's
@@ -141,6 +150,8 @@ class Loop:
         self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
+        self._rejected: list[list[TrainSample]] = []
+        """Groups of the open step that were rejected here."""
 
     async def run(self, first_step: int = 0, last: StepReport | None = None, *, is_told: bool = False) -> str:
         """Train to the end. Returns why it ended, in a line.
@@ -200,6 +211,7 @@ class Loop:
         turn_before, trained_before = self._devices.turn_s, self._devices.trained_s
         await self._events.step_begins(step)
         self._steps.begin(step)
+        self._rejected = []
         batches, filtered = await self._train_round(step)
         if not batches and not filtered:
             raise NothingCameError(
@@ -216,7 +228,7 @@ class Loop:
                 "train": self._devices.trained_s - trained_before,
                 "idle": max(0.0, idle_s),  # work that began in a turn may end after it
             }
-            report = _report(stats, batches, filtered, seconds)
+            report = _report(stats, batches, filtered, self._rejected, seconds)
             save_s = await self._make_safe(report, batches)
             await self._fleet.step_done(step)
             publish_s = await self._publish(step + 1)
@@ -229,7 +241,7 @@ class Loop:
         began = time.monotonic()
         if self._safety is not None:
             await self._fleet.settled()  # what was taken is on file there, before it is on file here
-            await self._safety.trained(report.step, batches, report.encode())
+            await self._safety.trained(report.step, batches, report.encode(), self._rejected)
         return time.monotonic() - began
 
     async def _line(self, step: int) -> StepLine:
@@ -264,6 +276,7 @@ class Loop:
         async for group in self._fleet.round(step):
             if self._teaches_nothing(group):
                 rewards = filtered[group.id] = [one.reward for one in group.samples]
+                self._rejected.append(self._train_samples(group))
                 if self._safety is not None:  # before: who is rejected is not handed out again
                     await self._safety.rejected(step, group.id, rewards)
                 await self._fleet.reject(group, ZERO_VARIANCE)
@@ -301,6 +314,7 @@ class Loop:
                 group=group.id,
                 finish=sample.finish,
                 written_by=_turns(sample),
+                parts=sample.parts,
             )
             for sample in group.samples
         ]
@@ -341,7 +355,11 @@ def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, devic
 
 
 def _report(
-    stats: StepStats, batches: list[list[list[TrainSample]]], filtered: Rejected, seconds: dict[str, float]
+    stats: StepStats,
+    batches: list[list[list[TrainSample]]],
+    filtered: Rejected,
+    rejected: Sequence[TrainedGroup],
+    seconds: dict[str, float],
 ) -> StepReport:
     samples = [sample for batch in batches for group in batch for sample in group]
     rewards = [one.reward for one in samples]
@@ -357,13 +375,22 @@ def _report(
         sum(len({turn.version for turn in one.written_by}) > 1 for one in samples),
         len(filtered),
         seconds,
+        _means_of_parts([*samples, *(sample for group in rejected for sample in group)]),
     )
+
+
+def _means_of_parts(samples: Iterable[TrainSample]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.parts.items():
+            found.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
 def _turns(sample: Sample) -> tuple[Turn, ...]:
     ends = [segment.from_token for segment in sample.segments[1:]] + [len(sample.tokens)]
     return tuple(
-        Turn(segment.version, end - segment.from_token, segment.engine)
+        Turn(segment.version, end - segment.from_token, segment.engine, segment.worker)
         for segment, end in zip(sample.segments, ends, strict=True)
     )
 

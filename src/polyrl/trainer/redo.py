@@ -10,7 +10,8 @@ last bit; on a GPU, whose sums have no fixed order, to rounding.
 
 Rules kept here: an entry is on the disk, whole, before anyone is told that its step is done. It is verified when it is
 read, and a step that is missing among them is an error: nobody goes on from half of a run. Entries go when two
-checkpoints cover them, where two are kept, so that one of them may be damaged (saving.py). A rejection is on file
+checkpoints cover them, where two are kept, so that one of them may be damaged (saving.py); they are kept among the
+run's samples then (entries.py). A rejection is on file
 before the manager hears of it; it is not flushed, since a machine that loses its power costs a figure, and no step.
 """
 
@@ -20,43 +21,35 @@ import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-import blake3
 import msgspec
 import torch
 from msgspec import Struct
 
 from polyrl.disk import sync_folder, write_whole
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint
-from polyrl.trainer.batch import Group, decode_groups, encode_groups
+from polyrl.trainer import checkpoint, entries
+from polyrl.trainer.batch import Group, decode_groups
 from polyrl.trainer.devices import Devices
+from polyrl.trainer.entries import Entry
 from polyrl.trainer.step import Steps
 
-_FOLDER = "redo"
-_FIRST_LINE = b"polyrl-redo 1\n"
-_DIGEST_BYTES = 32
 
-
-class Entry(Struct, frozen=True):
-    """One step."""
-
-    step: int
-    num_steps: int
-    """Of the whole run, as it was then: the learning rate may depend on it."""
-    batches: list[bytes]
-    """What each call of `Steps.add` was given (batch.encode_groups)."""
-    report: bytes = b""
-    """What is told of the step when it is done (loop.StepReport): who dies before leaves it to the next process."""
-
-
-def append(run_dir: Path, step: int, num_steps: int, batches: Sequence[Sequence[Group]], report: bytes = b"") -> None:
+def append(
+    run_dir: Path,
+    step: int,
+    num_steps: int,
+    batches: Sequence[Sequence[Group]],
+    report: bytes = b"",
+    rejected: Sequence[Group] = (),
+) -> None:
     """Raises OSError; what is there is whole then."""
-    body = msgspec.msgpack.encode(Entry(step, num_steps, [encode_groups(one) for one in batches], report))
     folder = _folder(run_dir)
     if not folder.exists():
         folder.mkdir(parents=True)
         sync_folder(folder.parent)
-    write_whole(folder / checkpoint.name_of(step), _FIRST_LINE + blake3.blake3(body).digest() + body)
+    write_whole(
+        folder / checkpoint.name_of(step), entries.encode(entries.make(step, num_steps, batches, report, rejected))
+    )
 
 
 def read(run_dir: Path, first_step: int) -> list[Entry]:
@@ -86,11 +79,9 @@ def num_after(run_dir: Path, checkpoint_step: int) -> int:
     return sum(checkpoint.step_of(one) >= checkpoint_step for one in _found(run_dir))
 
 
-def forget(run_dir: Path, before: int) -> None:
-    """Let go of the steps before this one. Raises OSError."""
-    for path in _found(run_dir):
-        if checkpoint.step_of(path) < before:
-            path.unlink(missing_ok=True)
+def forget(run_dir: Path, before: int, samples_bytes: int = entries.DEFAULT_SAMPLES_BYTES) -> None:
+    """The steps before this one are not trained again: let them go to the run's samples. Raises OSError."""
+    entries.retire(run_dir, [one for one in _found(run_dir) if checkpoint.step_of(one) < before], samples_bytes)
 
 
 class Rejection(Struct, frozen=True):
@@ -132,18 +123,18 @@ def _rejections_of(run_dir: Path, step: int) -> Path:
 
 async def train_again(
     steps: Steps,
-    entries: Sequence[Entry],
+    log: Sequence[Entry],
     say: Callable[[str], None],
     after: Callable[[int], Awaitable[None]] | None = None,
 ) -> None:
     """Move the weights as they were moved before. Nobody else uses the devices meanwhile, but `after` each step."""
-    if not entries:
+    if not log:
         return
-    first, last = entries[0].step, entries[-1].step
+    first, last = log[0].step, log[-1].step
     say(f"trains steps {first} to {last} again from the log" if first < last else f"trains step {first} again")
     devices = Devices()
     try:
-        for entry in entries:
+        for entry in log:
             steps.begin(entry.step, entry.num_steps)
             for batch in entry.batches:
                 groups = await asyncio.to_thread(decode_groups, batch)
@@ -160,25 +151,20 @@ async def train_again(
 
 
 def _folder(run_dir: Path) -> Path:
-    return run_dir / checkpoint.FOLDER / _FOLDER
+    return run_dir / entries.REDO_FOLDER
 
 
 def _found(run_dir: Path) -> list[Path]:
-    """In order."""
-    names = (one for one in _folder(run_dir).glob("step-*") if one.name.removeprefix("step-").isdecimal())
-    return sorted(names, key=checkpoint.step_of)
+    return entries.found(_folder(run_dir))
 
 
 def _read(path: Path, run_dir: Path) -> Entry:
     try:
-        data = path.read_bytes()
+        return entries.read(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; {_what_is_left(run_dir)}") from error
-    head = len(_FIRST_LINE)
-    body = data[head + _DIGEST_BYTES :]
-    if not data.startswith(_FIRST_LINE) or data[head : head + _DIGEST_BYTES] != blake3.blake3(body).digest():
-        raise UserError(f"{path}: is damaged, or cut short; {_what_is_left(run_dir)}")
-    return msgspec.msgpack.decode(body, type=Entry)
+    except entries.Damaged as error:
+        raise UserError(f"{error}; {_what_is_left(run_dir)}") from error
 
 
 def _what_is_left(run_dir: Path) -> str:

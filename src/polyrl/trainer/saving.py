@@ -137,13 +137,15 @@ class Saver:
         with _disk(f"{self._run_dir}: what was rejected of step {step} cannot be read"):
             return {one.group: one.rewards for one in redo.read_rejections(self._run_dir, step)}
 
-    async def trained(self, step: int, batches: Sequence[Sequence[Group]], report: bytes = b"") -> None:
+    async def trained(
+        self, step: int, batches: Sequence[Sequence[Group]], report: bytes = b"", rejected: Sequence[Group] = ()
+    ) -> None:
         """Make a step safe; nobody moves the weights meanwhile. Raises UserError if the disk does not take it.
 
-        `report` is what will be told of it.
+        `report` is what will be told of it; `rejected` came and was not trained on.
         """
         with _disk(f"{self._run_dir}: what step {step} was trained on cannot be written"):
-            await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches, report)
+            await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches, report, rejected)
             redo.forget_rejections(self._run_dir, step)
         self._next_step = step + 1
         is_asked_for = self._rules.is_asked_for(self._next_step)
@@ -237,7 +239,8 @@ def tidy(run_dir: Path, keep: Keep) -> None:
     checkpoint.prune(run_dir, keep)
     steps = [checkpoint.step_of(one) for one in checkpoint.found(run_dir)]
     if steps:  # the last entry stays, whatever covers it: what it says of its step may still be untold
-        redo.forget(run_dir, min(steps[-min(2, keep.last, len(steps))], steps[-1] - 1))
+        covered = min(steps[-min(2, keep.last, len(steps))], steps[-1] - 1)
+        redo.forget(run_dir, covered, keep.samples_bytes)
 
 
 @contextmanager

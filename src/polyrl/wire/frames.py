@@ -40,6 +40,8 @@ Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
 """A peer's words. They go into logs and onto terminals: each frame has its own made plain, as it is decoded."""
 Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
 Duty = Literal["generating", "training"]
+Parts = Annotated[dict[Annotated[str, Meta(max_length=130)], float], Meta(max_length=1024)]
+"""What a reward is made of, by name."""
 MAX_NOTICE_S = 86_400.0
 NoticeSeconds = Annotated[float, Meta(ge=0, le=MAX_NOTICE_S)]
 """How long a machine stays that was given notice; 0: it hands over now."""
@@ -306,6 +308,7 @@ class Scored(Frame, frozen=True, tag="scored"):
     value: float
     correct: bool
     cpu_s: float
+    parts: Parts = {}
 
 
 class Took(Frame, frozen=True, tag="took"):
@@ -409,6 +412,8 @@ class SampleText(Struct, frozen=True, array_like=True, gc=False):
     segments: tuple[Segment, ...]
     finish: str
     reward: float
+    parts: dict[str, float] = {}
+    """What the reward is made of, by name."""
 
 
 class Origin(Struct, frozen=True, array_like=True, gc=False):

@@ -123,7 +123,8 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def keep_of(recipe: Recipe) -> Keep:
-    return Keep(recipe.checkpoint.keep_last, recipe.checkpoint.keep_every)
+    wanted = recipe.checkpoint
+    return Keep(wanted.keep_last, wanted.keep_every, int(recipe.track.samples_gb * (1 << 30)))
 
 
 def _is_told(run_dir: Path, step: int) -> bool:

@@ -35,7 +35,7 @@ from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.cli.training.validation import validator
 from polyrl.cli.training.waiting import tell_of_waits
-from polyrl.client import Fleet, Prompt, Sample, connect
+from polyrl.client import Fleet, Prompt, Reward, Sample, connect
 from polyrl.config.recipe import Recipe
 from polyrl.errors import PolyrlError, UserError
 from polyrl.telemetry import breaks
@@ -319,10 +319,11 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
     def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
         return Prompt(tasks.tokens(domain, prompt).tolist(), sampling)
 
-    async def reward_of(sample: Sample) -> float:
+    async def reward_of(sample: Sample) -> Reward:
         origin = sample.origin
         answer = sample.tokens.tolist()
-        return (await tasks.score(origin.domain, origin.prompt, answer, sample.finish)).score
+        score, parts = await tasks.score(origin.domain, origin.prompt, answer, sample.finish)
+        return Reward(score, parts=parts)
 
     token = read_token_file(run_dir / "admin.token")
     async with connect(

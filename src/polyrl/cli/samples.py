@@ -1,0 +1,185 @@
+"""`polyrl samples`: what a run's model answered, and what each answer was worth."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyrl.errors import UserError, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from polyrl.cli.kept_samples import Kept, KeptSample
+    from polyrl.data.tokens import ModelTokenizer
+
+EXAMPLE = """\
+examples:
+  polyrl samples runs/first
+  polyrl samples runs/first --step 12 --worst --limit 3
+  polyrl samples runs/first --grep "I cannot" --json
+
+RUN is the directory of a run, live, ended or killed. Without --step, the newest step that was trained is shown; --grep
+looks through all that are kept, the newest first."""
+
+_LIMIT = 8
+_SHOWN_CHARACTERS = 1200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", metavar="RUN", help="the directory of a run")
+    parser.add_argument("--step", type=int, metavar="N", help="answers of this step's round; of the open one too")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", action="store_true", help="the lowest rewards first")
+    order.add_argument("--best", action="store_true", help="the highest rewards first")
+    parser.add_argument("--grep", metavar="TEXT", help="only those whose prompt or answer has this text")
+    parser.add_argument("--limit", type=int, metavar="N", help=f"at most so many (default: {_LIMIT}; with --json, all)")
+    parser.add_argument("--full", action="store_true", help="long texts to their end")
+    parser.add_argument("--tokenizer", metavar="DIR", help="a model's directory, where the run has no recipe")
+    parser.add_argument("--json", action="store_true", help="one line a sample, for machines")
+
+
+def run(args: argparse.Namespace) -> int:
+    from polyrl.cli.kept_samples import Kept
+
+    run_dir = Path(args.run)
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir}: there is no such directory; expected that of a run")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit: got {args.limit}, expected at least 1")
+    kept = Kept(run_dir)
+    texts = _Texts(_tokenizer(run_dir, args.tokenizer))
+    limit = args.limit if args.limit is not None else None if args.json else _LIMIT
+    found = list(_chosen(kept, args, texts, limit))
+    if args.json:
+        for sample in found:
+            sys.stdout.write(json.dumps(_as_json(sample, texts)) + "\n")  # ASCII alone: harmless anywhere
+        return 0
+    _show(found, texts, kept, full=args.full)
+    return 0
+
+
+class _Texts:
+    """What tokens say."""
+
+    def __init__(self, tokenizer: "ModelTokenizer | None") -> None:
+        self._tokenizer = tokenizer
+
+    def prompt(self, sample: "KeptSample") -> str:
+        return self._say(sample.prompt)
+
+    def answer(self, sample: "KeptSample") -> str:
+        return self._say(sample.answer)
+
+    def _say(self, tokens: "Any") -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, tokens))
+        return self._tokenizer.text(list(tokens))
+
+
+def _tokenizer(run_dir: Path, folder: str | None) -> "ModelTokenizer | None":
+    """None: the run has no recipe, and tokens are shown as numbers."""
+    from polyrl.config import load_toml
+    from polyrl.data.tokens import ModelTokenizer
+
+    recipe = run_dir / "recipe.toml"
+    if folder is None and recipe.is_file():
+        folder = load_toml(recipe).get("model", {}).get("path")
+    return None if folder is None else ModelTokenizer(folder)
+
+
+def _chosen(kept: "Kept", args: argparse.Namespace, texts: _Texts, limit: int | None) -> "Iterator[KeptSample]":
+    num = 0
+    for step in _steps(kept, args):
+        samples = kept.of_step(step)
+        if args.grep is not None:
+            samples = [one for one in samples if args.grep in texts.prompt(one) or args.grep in texts.answer(one)]
+        if args.worst or args.best:
+            scored = [one for one in samples if one.reward is not None]
+            samples = sorted(scored, key=lambda one: one.reward or 0.0, reverse=args.best)
+        for sample in samples:
+            if num == limit:
+                return
+            num += 1
+            yield sample
+
+
+def _steps(kept: "Kept", args: argparse.Namespace) -> list[int]:
+    if args.step is not None:
+        return [args.step]
+    if args.grep is not None:
+        return kept.steps[::-1]
+    return [kept.trained_steps[-1] if kept.trained_steps else kept.steps[-1]]
+
+
+def _as_json(sample: "KeptSample", texts: _Texts) -> dict[str, Any]:
+    return {
+        "step": sample.step,
+        "sample": sample.name,
+        "state": sample.state,
+        "prompt": texts.prompt(sample),
+        "answer": texts.answer(sample),
+        "reward": sample.reward,
+        "parts": sample.parts,
+        "num_tokens": len(sample.answer),
+        "finish": sample.finish,
+        "written_by": [
+            {"version": one.version, "worker": one.worker, "engine": one.engine, "num_tokens": one.num_tokens}
+            for one in sample.turns
+        ],
+    }
+
+
+# For people
+
+
+def _show(found: "list[KeptSample]", texts: _Texts, kept: "Kept", *, full: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    for sample in found:
+        _show_one(console, sample, texts, full=full)
+    first, last = kept.steps[0], kept.steps[-1]
+    there = f"step {first}" if first == last else f"steps {first} to {last}"
+    console.print(f"{len(found)} shown; {there} are kept. --step, --worst, --best, --grep and --limit choose")
+
+
+def _show_one(console: "Console", sample: "KeptSample", texts: _Texts, *, full: bool) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    reward = "not scored yet" if sample.reward is None else f"reward {sample.reward:g}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
+    state = "" if sample.state == "trained" else ", rejected: its group teaches nothing"
+    state = ", not trained yet" if sample.state == "open" else state
+    head = f"step {sample.step}  {sample.name}  {reward}{f' ({parts})' if parts else ''}{state}"
+    console.print(Text(visible(head), style="bold"))
+    how = f"{len(sample.answer):,} tokens, {sample.finish}; {_writers(sample)}"
+    console.print(Text(visible(how), style="dim"))
+    for title, text in (("prompt", texts.prompt(sample)), ("answer", texts.answer(sample))):
+        console.print(Text(title, style="cyan"))
+        console.print(Padding(Text(_cut(visible(text), full=full)), (0, 0, 0, 2)))
+    console.print()
+
+
+def _writers(sample: "KeptSample") -> str:
+    by = [f"version {one.version} on {one.worker or one.engine or 'a worker'}" for one in sample.turns]
+    return ", then ".join(dict.fromkeys(by)) or "nobody knows by whom"
+
+
+def _cut(text: str, *, full: bool) -> str:
+    if full or len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return f"{text[:half]}\n... {left_out:,} characters are left out; --full shows them ...\n{text[-half:]}"
+
+
+def visible(text: str) -> str:
+    """A model's words as a terminal can take them: what is not printable, but for the ends of lines, is written out."""
+    return "\n".join(map(plain, text.replace("\t", "    ").split("\n")))

@@ -1,0 +1,107 @@
+"""What a step was trained on, as a file: an entry of the redo log, and afterwards a page of the run's samples.
+
+    RUN/checkpoints/redo/step-000012     while a run that goes on may have to train the step again (redo.py)
+    RUN/samples/step-000012              after that, for whoever looks at answers (`polyrl samples`)
+
+Rules kept here: a file is verified when it is read. An entry that nobody trains again is moved, not copied; when all
+of them together are larger than they may be, the oldest go. Nothing here knows a model.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import blake3
+import msgspec
+from msgspec import Struct
+
+from polyrl.errors import UserError
+from polyrl.trainer.batch import Group, decode_groups, encode_groups
+
+REDO_FOLDER = "checkpoints/redo"
+SAMPLES_FOLDER = "samples"
+DEFAULT_SAMPLES_BYTES = 1 << 30
+
+_FIRST_LINE = b"polyrl-redo 1\n"
+_DIGEST_BYTES = 32
+_STEP = "step-"
+
+
+class Entry(Struct, frozen=True):
+    """One step."""
+
+    step: int
+    num_steps: int
+    """Of the whole run, as it was then: the learning rate may depend on it."""
+    batches: list[bytes]
+    """What each call of `Steps.add` was given (batch.encode_groups)."""
+    report: bytes = b""
+    """What is told of the step when it is done (loop.StepReport): who dies before leaves it to the next process."""
+    rejected: bytes = b""
+    """Groups that came and taught nothing (batch.encode_groups). Nobody trains on them."""
+
+    def groups(self) -> list[Group]:
+        """All that came of the step, trained or not."""
+        parts = [*self.batches, *([self.rejected] if self.rejected else [])]
+        return [group for part in parts for group in decode_groups(part)]
+
+
+class Damaged(UserError):
+    """A file is not what was written."""
+
+
+def make(
+    step: int, num_steps: int, batches: Sequence[Sequence[Group]], report: bytes, rejected: Sequence[Group]
+) -> Entry:
+    return Entry(step, num_steps, [encode_groups(one) for one in batches], report, encode_groups(rejected))
+
+
+def encode(entry: Entry) -> bytes:
+    body = msgspec.msgpack.encode(entry)
+    return _FIRST_LINE + blake3.blake3(body).digest() + body
+
+
+def read(path: Path) -> Entry:
+    """Raises Damaged, and OSError."""
+    data = path.read_bytes()
+    head = len(_FIRST_LINE)
+    body = data[head + _DIGEST_BYTES :]
+    if not data.startswith(_FIRST_LINE) or data[head : head + _DIGEST_BYTES] != blake3.blake3(body).digest():
+        raise Damaged(f"{path}: is damaged, or cut short")
+    return msgspec.msgpack.decode(body, type=Entry)
+
+
+def name_of(step: int) -> str:
+    return f"{_STEP}{step:06}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_STEP))
+
+
+def found(folder: Path) -> list[Path]:
+    """In order."""
+    names = (one for one in folder.glob(f"{_STEP}*") if one.name.removeprefix(_STEP).isdecimal())
+    return sorted(names, key=step_of)
+
+
+def of_run(run_dir: Path) -> dict[int, Path]:
+    """All that is kept of a run's steps, by step."""
+    files = (*found(run_dir / SAMPLES_FOLDER), *found(run_dir / REDO_FOLDER))
+    return dict(sorted((step_of(one), one) for one in files))
+
+
+def retire(run_dir: Path, paths: Sequence[Path], most_bytes: int) -> None:
+    """Nobody trains these again: they are looked at, if at all. 0: they go. Raises OSError."""
+    folder = run_dir / SAMPLES_FOLDER
+    if most_bytes and paths:
+        folder.mkdir(exist_ok=True)
+    for path in paths:
+        if most_bytes:
+            path.replace(folder / path.name)
+        else:
+            path.unlink(missing_ok=True)
+    kept = found(folder)
+    sizes = [one.stat().st_size for one in kept]
+    while kept and sum(sizes) > most_bytes:
+        kept.pop(0).unlink(missing_ok=True)
+        sizes.pop(0)

@@ -1,0 +1,130 @@
+"""Rewards in live runs: several with weights, those that block, what a person sees of them; and `polyrl samples`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.builtin.tiny_models import save_tiny
+
+from polyrl.cli.main import main
+from polyrl.telemetry.metrics import read_metrics
+
+LETTERS = [chr(0x4E00 + number) for number in range(3, 60)]
+RECIPE = """
+name = "tiny"
+model.path = "model"
+train.steps = 2
+rollout.max_new_tokens = 16
+data = { source = "rows.jsonl", prompts_per_step = 3, PROMPTS }
+validation.at_start = false
+rounds.samples_per_prompt = 4
+manager.port = 0
+seeding = { initial_s = 0.2, max_step_s = 1.0 }
+checkpoint.every_steps = 1
+"""
+SEVERAL = """
+[[rewards.functions]]
+name = "length"
+function = "mine:length"
+
+[[rewards.functions]]
+name = "style"
+function = "mine:style"
+weight = 0.5
+args = { bonus = 2.0 }
+
+[[rewards.functions]]
+function = "mine:told_only"
+weight = 0
+"""
+MINE = """
+import asyncio, time
+
+def length(given):
+    return given.num_tokens % 3
+
+def style(given, bonus):
+    return {"bonus": bonus, "stops": given.finish == "stop"}
+
+async def told_only(given):
+    await asyncio.sleep(0.01)
+    return 7.0
+
+async def blocks(given):
+    time.sleep(3600)
+
+def raises(given):
+    print("hello from", given.num_tokens)
+    raise KeyError("nothing")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen3", tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=64)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model)
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = [{"prompt": "".join(LETTERS[number : number + 4]), "number": number} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def start(reward: str = "", *settings: str) -> "subprocess.Popen[str]":
+    """One reward, or several."""
+    prompts = f'reward = "{reward}"' if reward else 'prompt_key = "prompt"'
+    Path("recipe.toml").write_text(RECIPE.replace("PROMPTS", prompts) + ("" if reward else SEVERAL))
+    return subprocess.Popen(
+        [sys.executable, "-m", "polyrl", "train", "recipe.toml", *settings],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+    )  # fmt: skip
+
+
+def samples(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    assert main(["samples", "runs/tiny", "--json", *options]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_several_rewards_are_weighted_and_each_is_told_and_stays_with_its_sample(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    process = start()
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    told = read_metrics(desk / "runs/tiny/metrics.jsonl")
+    assert [line["reward/told_only/mean"] for line in told] == [7.0, 7.0]
+    assert all(line["reward/style/bonus/mean"] == 2.0 and "reward/length/mean" in line for line in told)
+    found = [*samples(capsys, "--step", "0"), *samples(capsys, "--step", "1")]
+    assert len(found) >= 2 * 3 * 4
+    for one in found:
+        parts = one["parts"]
+        assert parts["length"] == one["num_tokens"] % 3 and parts["style"] == 2.0 + (one["finish"] == "stop")
+        assert one["reward"] == pytest.approx(parts["length"] + 0.5 * parts["style"])
+        assert one["written_by"][0] == {
+            "version": one["step"], "worker": "trainer", "engine": "builtin", "num_tokens": one["num_tokens"]
+        }  # fmt: skip
+        assert one["prompt"] and len(one["answer"]) > 0
+    for step in (0, 1):
+        rewards = [one["reward"] for one in found if one["step"] == step]
+        assert sum(rewards) / len(rewards) == pytest.approx(told[step]["reward/mean"])
+    worst = samples(capsys, "--step", "0", "--worst")
+    assert [one["reward"] for one in worst] == sorted(one["reward"] for one in worst)
+    assert [one["reward"] for one in samples(capsys, "--step", "0", "--best", "--limit", "2")] == [
+        one["reward"] for one in worst[::-1][:2]
+    ]
+    text = found[0]["answer"][:3]
+    assert all(text in one["answer"] or text in one["prompt"] for one in samples(capsys, "--grep", text))
+    assert main(["samples", "runs/tiny", "--step", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "(length " in shown and "version 0 on trainer" in shown and max(map(len, shown.splitlines())) <= 80
+    assert main(["samples", "runs/tiny", "--step", "9"]) == 2
+    assert "--step: 9 is not kept; expected one from 0 to 1" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""`polyrl samples` without a run: what a model may write, what a person may ask, what is kept on the disk."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polyrl.cli.main import main
+from polyrl.cli.samples import visible
+from polyrl.trainer import entries
+from polyrl.trainer.batch import TrainSample, Turn
+
+HOSTILE = {
+    "an escape sequence": "\x1b[2J\x1b]0;title\x07",
+    "a carriage return": "good\rbad",
+    "a mark of direction": "abc\u202edcba\u2066x\u2069",
+    "a C1 control": "a\x9b31mb",
+    "a null": "\0",
+    "a line separator": "a\u2028b",
+    "half a character": "\ud800",
+    "a zero-width joiner": "a\u200db",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_what_a_terminal_would_act_on_is_written_out(text: str):
+    shown = visible(f"before\n{text}\nafter")
+    assert shown.startswith("before\n") and shown.endswith("\nafter")
+    assert all(line.isprintable() for line in shown.split("\n"))
+
+
+def sample(reward: float, group: int = 1, **more: object) -> TrainSample:
+    return TrainSample(
+        np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32), np.zeros(3, np.float32), reward, group,
+        written_by=(Turn(0, 3, "builtin", "spot-1"),), **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def write(run_dir: Path, step: int) -> Path:
+    folder = run_dir / entries.REDO_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    groups, rejected = [[sample(0.25, parts={"style": 0.5}), sample(1.0)]], [[sample(0.0, 2), sample(0.0, 2)]]
+    path = folder / entries.name_of(step)
+    path.write_bytes(entries.encode(entries.make(step, 10, [groups], b"", rejected)))
+    return path
+
+
+def test_a_run_without_a_recipe_shows_tokens_with_rewards_parts_and_writers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write(tmp_path, 3)
+    assert main(["samples", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 3  1/0  reward 0.25 (style 0.5)" in shown and "version 0 on spot-1" in shown
+    assert "5 6 7" in shown and "rejected: its group teaches nothing" in shown
+    assert main(["samples", str(tmp_path), "--grep", "5 6", "--best", "--limit", "1", "--json"]) == 0
+    assert '"reward": 1.0' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: there is no such directory; expected that of a run"),
+        (["."], ".: no samples there; expected the directory of a run that has answered something"),
+        ([".", "--limit", "0"], "--limit: got 0, expected at least 1"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["samples", *arguments]) == 2
+    assert capsys.readouterr().err == f"polyrl: error: {message}\n"
+
+
+def test_a_file_that_is_damaged_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write(tmp_path, 0)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert main(["samples", str(tmp_path)]) == 2
+    assert f"{path}: is damaged, or cut short" in capsys.readouterr().err
+
+
+def test_steps_that_nobody_trains_again_are_kept_up_to_a_size_the_newest_longest(tmp_path: Path):
+    paths = [write(tmp_path, step) for step in range(5)]
+    size = paths[0].stat().st_size
+    entries.retire(tmp_path, paths[:4], 2 * size)
+    assert list(entries.of_run(tmp_path)) == [2, 3, 4]
+    entries.retire(tmp_path, paths[4:], 0)
+    assert list(entries.of_run(tmp_path)) == []
+
+
+def test_an_entry_of_before_there_were_parts_and_writers_is_read(tmp_path: Path):
+    """Fields are told by their place, and those at the end may be missing."""
+    import msgspec
+
+    from polyrl.trainer.batch import decode_groups, encode_groups
+
+    (group,) = msgspec.msgpack.decode(encode_groups([[sample(1.0)]]), ext_hook=msgspec.msgpack.Ext)
+    old = [[[*one[:6], [turn[:3] for turn in one[6]], one[7]] for one in group]]
+    ((found,),) = decode_groups(msgspec.msgpack.encode(old))
+    assert found.parts == {} and found.written_by == (Turn(0, 3, "builtin"),)
