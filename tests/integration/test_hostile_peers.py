@@ -37,13 +37,16 @@ from tests.integration.live import (
 
 from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
+from polyrl.engines.emulated.text import EOS
 from polyrl.engines.engine import EngineInfo, Sink
+from polyrl.errors import UserError
 from polyrl.manager import sessions
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
+from polyrl.scheduling.parameters import DomainData, FleetRules
 from polyrl.wire import columns, frames
-from polyrl.wire.control import JoinReply, NameReply, RunReply, RunRequest
+from polyrl.wire.control import MAX_SLOTS, AnswerRules, JoinReply, NameReply, RunReply, RunRequest
 from polyrl.wire.dial import Dialer, NameTaken
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
@@ -59,11 +62,18 @@ class Scene:
         self.refused: dict[str, int] = {}
 
 
-async def beside_an_honest_worker(run_dir: Path, act: Act, *, stays: bool = False) -> Scene:
+async def beside_an_honest_worker(
+    run_dir: Path, act: Act, *, stays: bool = False, answers: AnswerRules | None = None
+) -> Scene:
     """One round, in which a peer gets half of the samples and then acts. The round must come out right."""
     scene = Scene()
     prompts: dict[int, Prompt] = {}
-    async with manager(run_dir) as live, honest_worker(live), trainer(live) as fleet, Peer(live) as peer:
+    async with (
+        manager(run_dir) as live,
+        honest_worker(live),
+        trainer(live, answers=answers) as fleet,
+        Peer(live) as peer,
+    ):
         playing, order = await begin_round(fleet, peer, 0)
         note_prompts(live, prompts)
         await act(peer, order)
@@ -156,7 +166,7 @@ LIES: dict[str, tuple[str, str, Lie]] = {
         lambda one: tokens(one.lease, ids=beginning(one), ended=(frames.Ended(one.lease, 1, "length"),)),
     ),
     "an answer without a token": (
-        "budget",
+        "end",
         "without a token",
         lambda one: frames.Tokens(1, b"", b"", b"", b"", b"", (frames.Ended(one.lease, 0, "stop"),)),
     ),
@@ -179,6 +189,64 @@ def test_what_cannot_be_true_is_refused(tmp_path: Path, name: str):
     assert scene.fate.why.startswith("refused: ")
     assert words in scene.fate.why
     assert scene.refused == {kind: 1}
+
+
+MODEL = AnswerRules(vocab=ENGINE.vocab, end_ids=(EOS,), max_context=4096)
+"""Of the model that the emulated engine would have."""
+
+
+def whole(order: frames.Order) -> list[int]:
+    """The answer that an honest engine gives."""
+    return expected_tokens(order.sample, Prompt(columns.unpack_tokens(order.prompt)), CONFIG, ENGINE)
+
+
+def ending(order: frames.Order, ids: list[int], reason: frames.EndReason) -> frames.Tokens:
+    return tokens(order.lease, ids=ids, ended=(frames.Ended(order.lease, len(ids), reason),))
+
+
+NO_ANSWERS: dict[str, tuple[str, str, Lie]] = {
+    "the first id beyond the vocabulary": (
+        "columns",
+        "token id 32000; the vocabulary's are 0 to 31999",
+        lambda one: tokens(one.lease, ids=[7, ENGINE.vocab]),
+    ),
+    "the largest id there is": ("columns", "token id 2147483647", lambda one: tokens(one.lease, ids=[2**31 - 1])),
+    "a log-probability of -3e38": ("columns", "of -3e+38", lambda one: tokens(one.lease, logprobs=[-3e38])),
+    "a log-probability of -101": ("columns", "of -101", lambda one: tokens(one.lease, logprobs=[-101.0])),
+    "an answer cut off before the cap": (
+        "end",
+        "cut off after 2 tokens; the cap is 64",
+        lambda one: ending(one, beginning(one), "length"),
+    ),
+    "a stop with a token that ends nothing": (
+        "end",
+        "which ends none",
+        lambda one: ending(one, beginning(one), "stop"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+def test_what_the_model_cannot_have_written_is_refused(tmp_path: Path, name: str):
+    kind, words, lie = NO_ANSWERS[name]
+    scene = run(beside_an_honest_worker(tmp_path, lambda peer, order: peer.say(lie(order)), answers=MODEL))
+    assert scene.fate.why.startswith("refused: ")
+    assert words in scene.fate.why
+    assert scene.refused == {kind: 1}
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_in_the_midst_of_a_stride_too(tmp_path: Path):
+    """Frames that go on from each other are taken by their columns, on a path of their own."""
+
+    async def act(peer: Peer, order: frames.Order) -> None:
+        honest = whole(order)
+        for number, one in enumerate(honest[:3]):
+            await peer.say(tokens(order.lease, offset=number, ids=[one]))
+        await peer.say(tokens(order.lease, offset=3, ids=[40_000]))
+
+    scene = run(beside_an_honest_worker(tmp_path, act, answers=MODEL))
+    assert "token id 40000" in scene.fate.why
+    assert scene.refused == {"columns": 1}
 
 
 async def says_text(peer: Peer, _: frames.Order) -> None:
@@ -286,7 +354,7 @@ def test_a_flood_of_leases_is_refused_before_they_are_looked_up(tmp_path: Path):
         await peer.say(flood)
 
     scene = run(beside_an_honest_worker(tmp_path, act))
-    assert scene.fate.why == "refused: news of 100000 leases in one frame; it has 4 slots"
+    assert scene.fate.why == "refused: news of 100000 leases in one frame; it had 4 at once"
     assert scene.refused == {"lease": 1}
 
 
@@ -315,6 +383,127 @@ def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(
     assert set(scene.refused) <= {"late_news"}
     assert len(caplog.records) < 30
     assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 1 << 20
+
+
+def rows(leases: list[int], count: int) -> frames.Tokens:
+    """So many tokens of each of these leases, from their beginning."""
+    num = len(leases)
+    return frames.Tokens(
+        1,
+        columns.pack_column("<u8", leases),
+        columns.pack_column("<u4", [0] * num),
+        columns.pack_column("<u4", [count] * num),
+        columns.pack_column("<i4", [0] * num),
+        columns.pack_cells([7] * count, [-1.0] * count) * num,
+    )
+
+
+VAIN: dict[str, Callable[[int], frames.Tokens]] = {
+    "tokens of a lease that is over": lambda over: rows([over] * 60, 64),
+    "ends of leases that are over": lambda over: frames.Tokens(
+        1, b"", b"", b"", b"", b"", tuple(frames.Ended(over, 0, "stop") for _ in range(60))
+    ),
+    "frames of nothing": lambda _: frames.Tokens(1, b"", b"", b"", b"", b""),
+}
+
+
+@pytest.mark.parametrize("name", VAIN)
+def test_a_flood_of_tokens_that_bring_nothing_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    """They are looked up, and go nowhere: nobody would notice, but the others wait meanwhile."""
+    monkeypatch.setattr(sessions, "_MOST_SMALL_FRAMES", 20)
+
+    async def act(peer: Peer, order: frames.Order) -> None:
+        over = frames.Ended(order.lease, 2, "engine_failed")
+        await peer.say(tokens(order.lease, ids=beginning(order), ended=(over,)))
+        with contextlib.suppress(ConnectionError):  # it is cut off before it has said all
+            for _ in range(3000):
+                await peer.say(VAIN[name](order.lease))
+
+    scene = run(beside_an_honest_worker(tmp_path, act))
+    assert scene.fate.why == "refused: too many tokens of leases that are over"
+    assert scene.refused.pop("flood") == 1
+    assert set(scene.refused) <= {"late_lease"}
+    assert scene.refused.get("late_lease", 0) < 60 * 600
+
+
+# Samples that they do not want, or keep
+
+MANY = msgspec.structs.replace(CONFIG, domains=(DomainData(name="d", prompts_per_step=8, num_prompts=50),))
+
+
+async def hand_everything_over(peer: Peer) -> list[int]:
+    """Answer every order with a hand-over that nobody asked for, until the connection ends. Returns whose they were."""
+    returned: list[int] = []
+    with contextlib.suppress(TypeError, ConnectionError):  # the connection was closed
+        while True:
+            for order in (await peer.hear(frames.Generate)).orders:
+                returned.append(order.sample)
+                num = len(order.so_far) // 4
+                ended = (frames.Ended(order.lease, num, "handed_over"),)
+                await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ended))
+    return returned
+
+
+def test_a_worker_that_hands_everything_over_unasked_gets_no_sample_twice_and_is_given_up(tmp_path: Path, caplog):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live), trainer(live, MANY) as fleet, Peer(live) as peer:
+            await fleet.publish(0)
+            await peer.enter()
+            returning = asyncio.create_task(hand_everything_over(peer))
+            groups = await play_round(fleet, 0)
+            assert len(groups) == 8 and all(len(group.samples) == 4 for group in groups)
+            returned = await returning
+            assert returned and len(set(returned)) == len(returned), "it got a sample back that it had returned"
+            assert not is_connected(live, "mallory") and is_connected(live, "honest")
+
+    run(scenario())
+    (given_up,) = (one.getMessage() for one in caplog.records if "mallory is given up" in one.getMessage())
+    assert "failed samples of 3 groups in a row that others answered" in given_up
+    assert given_up.endswith("the last: handed_over: nobody asked for it")
+    assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 1 << 20
+
+
+def test_a_worker_that_claims_many_slots_and_brings_nothing_keeps_few_samples_and_fewer_the_next_time(tmp_path: Path):
+    rules = FleetRules(heartbeat_timeout_s=600.0, stall_timeout_s=4.0)
+    config = msgspec.structs.replace(MANY, fleet_rules=rules)
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            honest_worker(live),
+            trainer(live, config) as fleet,
+            Peer(live, slots=MAX_SLOTS) as peer,
+        ):
+            await fleet.publish(0)
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 0))
+            await peer.until_ordered()
+            fate = await peer.fate()
+            assert fate.why == "it has samples and brings no token"
+            assert len(peer.orders) <= 8
+            assert len(await playing) == 8
+            peer.orders.clear()
+            await peer.enter()
+            playing = asyncio.create_task(play_round(fleet, 1))
+            await fleet.publish(1)
+            await peer.hear(frames.Pull)
+            await peer.say(frames.Installed(1))
+            await peer.until_ordered()
+            await peer.fate()
+            assert len(peer.orders) <= 2
+            assert len(await playing) == 8
+
+    run(scenario(), timeout_s=90.0)
+
+
+def test_more_slots_than_any_engine_has_are_refused(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, Peer(live, slots=1_000_000) as peer:
+            with pytest.raises(UserError, match="worker mallory: slots: got 1000000, expected at most 65536"):
+                await peer.join()
+            assert live.refused == {"slots": 1}
+
+    run(scenario())
 
 
 # Versions that they do not have
@@ -427,7 +616,7 @@ def test_who_was_refused_cannot_come_back_with_its_session(tmp_path: Path):
 
 
 HELLOS = {
-    "news of 100000 leases in one frame; it has 4 slots": [3] * 100_000,
+    "news of 100000 leases in one frame; it had 4 at once": [3] * 100_000,
     "it holds lease 4611686018427387904, which was never given": [1 << 62],
 }
 

@@ -170,6 +170,7 @@ def test_columns_of_any_bytes_fit_each_other_or_are_refused(frame: frames.Tokens
 def check_columns(frame: frames.Tokens) -> None:
     try:
         column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
+        columns.check_cells(frame.cells, columns.ANY_VOCABULARY)
     except BadColumns as error:
         assert "\n" not in str(error)
         return
@@ -178,7 +179,7 @@ def check_columns(frame: frames.Tokens) -> None:
     assert min(column.counts, default=1) >= 1
     view = columns.view_cells(frame.cells)
     assert all(token >= 0 for token in view["token"].tolist())
-    assert all(-1e39 < logprob <= columns.MAX_LOGPROB for logprob in view["logprob"].tolist())
+    assert all(columns.MIN_LOGPROB <= logprob <= columns.MAX_LOGPROB for logprob in view["logprob"].tolist())
 
 
 @pytest.mark.parametrize("depth", [50, 5_000, 500_000])

@@ -7,6 +7,8 @@ a rule that is wrong in one place, and wrong the same way in the check, is still
 - a sample is resumed exactly at the last token that its own worker brought, and runs at one worker;
 - a group is delivered with samples that were finished and scored, each prompt once an epoch, none left out;
 - no round and no lease breaks the staleness that was promised;
+- nobody has more samples than it has shown that it can run, and what it gave back unasked goes to another, if there is
+  one;
 - every second of every worker is in the ledger under what the worker did then.
 """
 
@@ -19,6 +21,7 @@ import msgspec
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName, group_of, show_sample
 from polyrl.scheduling import commands as c
+from polyrl.scheduling import credit, failures
 from polyrl.scheduling import events as e
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -72,6 +75,12 @@ class Books:
         self.steps: dict[int, int] = {}
         """What each lease was for."""
         self.asked_back: set[LeaseId] = set()
+        self.from_tokens: dict[LeaseId, int] = {}
+        """Tokens of its sample when a lease was given."""
+        self.shown: dict[WorkerName, int] = {}
+        """What a worker has done in this life: its answers, and twice the most samples that it ran at once."""
+        self.returned: set[tuple[SampleId, WorkerName, Incarnation]] = set()
+        """Who handed which sample over, and nobody had asked."""
         self.tokens: dict[SampleId, int] = {}
         self.finished: set[SampleId] = set()
         self.scored: set[SampleId] = set()
@@ -176,15 +185,16 @@ class Books:
                     if self.versions[name] == event.version:
                         self.versions[name] = Version(-1)
             case e.TokensArrived():
-                for lease, num in zip(event.leases, event.num_tokens, strict=True):
-                    sample = scheduler.desk.leases.get(lease)
-                    if sample is not None and self.holder[lease] == event.worker:
-                        self.tokens[sample.id] = max(self.tokens.get(sample.id, 0), min(cap, num))
+                self.note_progress(scheduler, event)
             case e.SampleFinished() | e.LeaseEnded():
                 sample = scheduler.desk.leases[event.lease].id
+                worker = self.holder[event.lease]
                 self.tokens[sample] = max(self.tokens.get(sample, 0), min(cap, event.num_tokens))
                 if isinstance(event, e.SampleFinished):
                     self.finished.add(sample)
+                    self.shown[worker] += 1
+                elif event.reason == "handed_over" and event.lease not in self.asked_back:
+                    self.returned.add((sample, worker, self.alive[worker]))
             case e.SampleStopped():
                 self.tokens[event.sample] = max(self.tokens.get(event.sample, 0), min(cap, event.num_tokens))
                 self.finished.add(event.sample)
@@ -207,11 +217,22 @@ class Books:
             case _:
                 pass
 
+    def note_progress(self, scheduler: Scheduler, event: e.TokensArrived) -> None:
+        cap = self.config.max_new_tokens
+        for lease, num in zip(event.leases, event.num_tokens, strict=True):
+            sample = scheduler.desk.leases.get(lease)
+            if sample is not None and self.holder[lease] == event.worker:
+                self.tokens[sample.id] = max(self.tokens.get(sample.id, 0), min(cap, num))
+        running = [lease for lease in scheduler.desk.leases if self.holder[lease] == event.worker]
+        grown = [one for one in running if self.tokens.get(scheduler.desk.leases[one].id, 0) > self.from_tokens[one]]
+        self.shown[event.worker] = max(self.shown[event.worker], 2 * len(grown))
+
     def note_join(self, event: e.WorkerJoined) -> None:
         name = event.worker
         self.note_gone(name)
         self.alive[name] = self.newest_life[name] = event.incarnation
-        self.slots[name] = event.slots
+        self.slots[name] = max(1, event.slots)
+        self.shown[name] = 0
         known = event.version is not None and event.version <= self.published
         self.versions[name] = event.version if known and event.version is not None else Version(-1)
         if event.local:
@@ -262,6 +283,8 @@ class Books:
                 self.check_generate(scheduler, command)
             case c.Abort():
                 law(command.lease not in scheduler.desk.leases, f"lease {command.lease} was aborted and goes on")
+            case c.ForgetTokens():
+                self.tokens[command.sample] = 0
             case c.HandOver():
                 self.asked_back.add(command.lease)
                 self.check_hand_over(scheduler, command, commands)
@@ -311,6 +334,7 @@ class Books:
         law(worker not in self.draining, f"{name} went to {worker}, which is draining")
         law(command.lease not in self.holder, f"lease {command.lease} was given before")
         self.holder[command.lease] = worker
+        self.from_tokens[command.lease] = command.from_token
         restarts = not self.config.fleet_rules.migrate and group_of(command.sample) not in self.asked
         if command.from_token == 0 and restarts:
             self.tokens[command.sample] = 0  # its worker was lost
@@ -318,6 +342,10 @@ class Books:
         law(command.from_token == known, f"{name} has {known} tokens and is resumed at {command.from_token}")
         held = sum(self.holder.get(lease) == worker for lease in scheduler.desk.leases)
         law(held <= self.slots[worker], f"{worker} has {self.slots[worker]} slots and {held} samples")
+        if worker not in self.local:
+            trusted = credit.START + self.shown[worker]
+            law(held <= trusted, f"{worker} has {held} samples, and has shown nothing that would be worth {trusted}")
+            self.check_returned(scheduler, command)
         if group_of(command.sample) in self.asked:
             self.steps[command.lease] = -1
             law(worker not in self.local, f"{name} was asked for and went to the trainer's own {worker}")
@@ -327,6 +355,14 @@ class Books:
         oldest = step - self.config.max_staleness
         version = self.versions[worker]
         law(oldest <= version <= self.published, f"{name} of step {step} is written by version {version}")
+
+    def check_returned(self, scheduler: Scheduler, command: c.Generate) -> None:
+        if (command.sample, command.worker, self.alive[command.worker]) not in self.returned:
+            return
+        willing = failures.others(scheduler.desk, scheduler.desk.groups[group_of(command.sample)])
+        others = [one.name for one in willing if one.name != command.worker]
+        name = f"sample {show_sample(command.sample)}"
+        law(not others, f"{name} goes back to {command.worker}, which returned it unasked, and not to {others}")
 
     def check_hand_over(self, scheduler: Scheduler, command: c.HandOver, commands: list[c.Command]) -> None:
         """Nothing is taken from a worker that may stay unless somebody can go on with it, or training comes first."""

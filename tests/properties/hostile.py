@@ -1,6 +1,7 @@
 """A hostile world for the scheduler: news is late, repeated, reordered or lost; workers die and come back at any point;
-weights, rewards and hand-overs fail or stay unanswered; the fleet goes to zero. After every event all laws are checked:
-those of the state (polyrl.scheduling.invariants) and those of what was said (books.py).
+weights, rewards and hand-overs fail or stay unanswered; the fleet goes to zero. Some workers lie: they claim absurd
+slots, hand over what nobody asked for, forge ends, flood, and are blamed by the trainer. After every event all laws are
+checked: those of the state (polyrl.scheduling.invariants) and those of what was said (books.py).
 
 Then the world turns fair, and the run must go on: a scheduler that keeps all laws by standing still is caught here.
 Half of the worlds are fair with a fleet, half with nothing but the trainer's own devices. Everything follows from one
@@ -89,6 +90,7 @@ class HostileWorld:
         self.driver_rng = random.Random(seed + 77)
         self.engine_rng = random.Random(seed + 78)
         self.asker_rng = random.Random(seed + 79)
+        self.liar_rng = random.Random(seed + 80)
         self.num_askers = self.asker_rng.choice([0, 0, 3])
         """How much is asked at once, beside the trainer."""
         self.asked: dict[GroupId, int] = {}
@@ -193,6 +195,38 @@ class HostileWorld:
                 self.news.append(e.LeaseEnded(lease, num, "engine_failed"))
         machine.running.clear()
 
+    def liars(self) -> None:
+        """Somebody returns what nobody asked for, forges an end, floods, or is blamed for what it wrote."""
+        rng = self.liar_rng
+        draw = rng.random()
+        if draw > 0.12 or not self.machines:
+            return
+        machine = rng.choice(list(self.machines.values()))
+        if draw < 0.05:
+            self.hand_over_unasked(machine, rng.choice([1, 1, 99]))
+        elif draw < 0.07 and machine.running:
+            lease = rng.choice(list(machine.running))
+            del machine.running[lease]
+            num = rng.choice([-1, 0, 1, self.config.max_new_tokens + 1, 1 << 62])
+            self.tell(rng.choice([e.SampleFinished(lease, num), e.LeaseEnded(lease, num, "refused")]))
+        elif draw < 0.09:
+            leases = tuple(LeaseId(one) for one in range(max(0, self.leases_seen - 500), self.leases_seen + 3))
+            self.tell(e.TokensArrived(machine.name, machine.incarnation, leases, (1 << 40,) * len(leases)))
+        elif draw < 0.10:
+            for _ in range(20):
+                self.tell(e.WorkerReported(machine.name, machine.incarnation, rng.choice([-1, 1 << 40]), 1 << 60))
+        elif self.delivered:
+            blamed = tuple(rng.choices([*self.machines, WorkerName("nobody")], k=rng.randint(1, 3)))
+            group = rng.choice(list(self.delivered))
+            self.to_take = {step: [one for one in some if one != group] for step, some in self.to_take.items()}
+            self.tell(e.GroupRejected(group, "its tokens are not of this model", blamed))
+
+    def hand_over_unasked(self, machine: Machine, most: int) -> None:
+        for lease in list(machine.running)[:most]:
+            if lease in machine.running:  # the end before may have ended this one too
+                _, num = machine.running.pop(lease)
+                self.tell(e.LeaseEnded(lease, num, "handed_over"))
+
     def askers(self) -> None:
         """Somebody asks, has enough, or hangs up; now and then of what is long over."""
         rng = self.asker_rng
@@ -208,6 +242,7 @@ class HostileWorld:
     def malice(self) -> None:
         self.trouble_with_the_driver()
         self.trouble_with_engines()
+        self.liars()
         self.askers()
         rng = self.rng
         draw = rng.random()
@@ -282,7 +317,7 @@ class HostileWorld:
         event = e.WorkerJoined(
             name,
             machine.incarnation,
-            slots=self.rng.randint(1, 6),
+            slots=self.claimed_slots(),
             spot=self.rng.random() < 0.5,
             local=local,
             price_usd_per_hour=1.0,
@@ -291,6 +326,10 @@ class HostileWorld:
             starting_s=self.rng.choice([0.0, 7.0]),
         )
         self.tell(event)
+
+    def claimed_slots(self) -> int:
+        honest = self.rng.randint(1, 6)
+        return self.liar_rng.choice([-1, 0, 40, 1 << 20, 1 << 62]) if self.liar_rng.random() < 0.15 else honest
 
     def kill(self, name: WorkerName, *, noticed: bool) -> None:
         machine = self.machines.pop(name)

@@ -57,6 +57,27 @@ class WorldOfBadWorkers(HostileWorld):
         machine.running.clear()
 
 
+class WorldOfBouncers(HostileWorld):
+    """Some workers answer every order with a hand-over that nobody asked for, also when the world is fair."""
+
+    def progress(self, machine: Machine) -> None:
+        if machine.name in ("w0", "w1"):
+            self.hand_over_unasked(machine, 1 << 30)
+        else:
+            super().progress(machine)
+
+
+class WorldOfSitters(HostileWorld):
+    """Some workers claim a million slots and bring nothing, however fair the world is to the others."""
+
+    def claimed_slots(self) -> int:
+        return 1_000_000
+
+    def progress(self, machine: Machine) -> None:
+        if machine.name not in ("w0", "w1"):
+            super().progress(machine)
+
+
 def first_seeds_of(mode: str, num: int) -> list[int]:
     """The first worlds whose configuration has this mode, half of them with overlapping rounds."""
     found: dict[bool, list[int]] = {False: [], True: []}
@@ -78,6 +99,13 @@ def test_all_laws_hold_in_a_hostile_world_and_it_goes_on_when_the_world_is_fair(
 def test_all_laws_hold_where_some_workers_fail_all_that_they_are_given(first):
     for seed in range(first, first + CHUNK):
         WorldOfBadWorkers(seed).play(250)
+
+
+@pytest.mark.parametrize("world", [WorldOfBouncers, WorldOfSitters])
+@pytest.mark.parametrize("first", range(0, 100, CHUNK))
+def test_all_laws_hold_and_the_run_goes_on_where_some_workers_only_return_or_keep_what_they_get(first, world):
+    for seed in range(first, first + CHUNK):
+        world(seed).play(250)
 
 
 def test_a_draining_worker_whose_last_lease_fails_is_released_and_not_given_up_as_well():

@@ -303,6 +303,30 @@ MUTATIONS = [
         "migrate and round_ is not desk.asked:",
         "migrate:",
     ),
+    Mutation(
+        "what a worker returned unasked goes back to it",
+        "failures.py",
+        'return sample.state != "stopping" and desk.state.rules > 0',
+        "return False",
+    ),
+    Mutation(
+        "a worker is given as many samples as it claims to have slots",
+        "credit.py",
+        "return UNBOUNDED if local or start >= slots or not desk.state.rules else start",
+        "return UNBOUNDED",
+    ),
+    Mutation(
+        "a worker that brings nothing earns more",
+        "credit.py",
+        "sum(sample.num_tokens > sample.moved_at for sample in held)",
+        "sum(sample.num_tokens >= 0 for sample in held)",
+    ),
+    Mutation(
+        "tokens that a worker refused to go on from are thrown away and not in the ledger",
+        "leases.py",
+        'desk.ledger.discard_tokens("refused", sample.num_tokens)',
+        "pass",
+    ),
 ]
 
 

@@ -8,9 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyrl.wire.columns import (
+    ANY_VOCABULARY,
     CELL_BYTES,
     MAX_LOGPROB,
+    MIN_LOGPROB,
     BadColumns,
+    Vocabulary,
     check,
     check_cells,
     pack_cells,
@@ -125,22 +128,26 @@ LEASES, OFFSETS, COUNTS, VERSIONS, CELLS = packed((1, 0, 0, [(5, -1.0), (6, -1.0
 def test_a_frame_that_cannot_be_true_is_refused_with_the_reason(columns, why):
     with pytest.raises(BadColumns, match=why):
         check(*columns)
+        check_cells(columns[-1], ANY_VOCABULARY)
 
 
 EDGES = [0, 1, 1 << 31, 0x3A83126E, 0x3A83126F, 0x3A831270, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0xFF7FFFFF, 0xFF800000]
-BITS = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**32 - 1))
+AROUND_THE_LEAST = [0xC2000000, 0xC2C7FFFF, 0xC2C80000, 0xC2C80001, 0xC3000000]
+BITS = st.one_of(st.sampled_from(EDGES + AROUND_THE_LEAST), st.integers(0, 2**32 - 1))
+SIZES = [1, 2, 255, 256, 257, 32_000, 65_535, 65_536, 65_537, 151_936, 1 << 24, (1 << 24) + 1, 1 << 31]
+IDS = st.one_of(BITS, st.sampled_from([size + more for size in SIZES for more in (-1, 0, 1)]))
 
 
 @settings(max_examples=300)
-@given(st.lists(st.tuples(BITS, BITS), max_size=6), st.integers(0, 200))
-def test_cells_are_good_or_not_whatever_their_bits_are_and_however_many_there_are(odd, num_others):
+@given(st.lists(st.tuples(IDS, BITS), max_size=6), st.integers(0, 200), st.sampled_from(SIZES))
+def test_cells_are_good_or_not_whatever_their_bits_are_and_however_many_there_are(odd, num_others, size):
     def is_good(cell: bytes) -> bool:
         token, logprob = struct.unpack("<if", cell)
-        return token >= 0 and -math.inf < logprob <= MAX_LOGPROB
+        return 0 <= token < size and MIN_LOGPROB <= logprob <= MAX_LOGPROB
 
-    made = [struct.pack("<II", *one) for one in odd] + [pack_cells([7], [-0.5])] * num_others
+    made = [struct.pack("<II", *one) for one in odd] + [pack_cells([0], [-0.5])] * num_others
     try:
-        check_cells(b"".join(made))
+        check_cells(b"".join(made), Vocabulary(size))
     except BadColumns:
         assert not all(map(is_good, made))
     else:
@@ -148,7 +155,12 @@ def test_cells_are_good_or_not_whatever_their_bits_are_and_however_many_there_ar
 
 
 def test_a_certain_token_may_be_a_little_more_than_certain():
-    check_cells(pack_cells([5, 6], [0.0, 1e-4]))
+    check_cells(pack_cells([5, 6], [0.0, 1e-4]), ANY_VOCABULARY)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_what_was_expected():
+    with pytest.raises(BadColumns, match="token id 32000; the vocabulary's are 0 to 31999"):
+        check_cells(pack_cells([5, 32_000], [-1.0, -1.0]), Vocabulary(32_000))
 
 
 @given(st.tuples(*[st.binary(max_size=40)] * 5))

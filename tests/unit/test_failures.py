@@ -67,11 +67,11 @@ def test_who_failed_it_gets_it_again_once_nobody_else_can_write():
 
 
 def test_a_worker_that_refuses_everything_costs_no_sample_and_is_given_up_for_good_when_others_answer():
-    run = fleet("good", "bad", prompts=8)
+    run = fleet("good", "bad", prompts=4)
     refuse(run, "bad")
     assert is_there(run, "bad"), "it may be the prompts that are to blame"
     groups = sorted({one.split("/")[0] for one in run.workers})
-    assert len(groups) == 8 and set(run.workers.values()) == {"good"}
+    assert len(groups) == 4 and set(run.workers.values()) == {"good"}
     said = run.finish(*(f"{group}/{index}" for group in groups for index in range(2)))
     (forgotten,) = only(said, c.ForgetWorker)
     assert (forgotten.worker, forgotten.rejoin) == ("bad", False)

@@ -10,6 +10,7 @@ from tests.properties.hostile import play
 from polyrl.ids import GroupId, Incarnation, SampleId, Step, Version, WorkerName, parse_sample, sample_id
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
+from polyrl.scheduling.desk import RULES
 from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig, SeedingConfig
 from polyrl.scheduling.records import Journal, JournalHeader, Record
 from polyrl.scheduling.reward_budgets import RewardConfig
@@ -75,7 +76,7 @@ class Run:
 
 def journal(config: SchedulerConfig, history: list[tuple[float, e.Event]]) -> Journal:
     records = [Record(number, 0, now, event, b"", b"") for number, (now, event) in enumerate(history, 1)]
-    return JournalHeader(config), records
+    return JournalHeader(config, rules=RULES), records
 
 
 def sums(story: list[str]) -> dict[str, float]:

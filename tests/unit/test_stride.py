@@ -11,7 +11,7 @@ from polyrl.manager.payload import Text, append_cells
 from polyrl.manager.stride import Stride
 from polyrl.scheduling.fleet import Worker
 from polyrl.wire import columns
-from polyrl.wire.columns import CELL_BYTES, BadColumns
+from polyrl.wire.columns import ANY_VOCABULARY, CELL_BYTES, BadColumns
 from polyrl.wire.frames import Ended, Tokens
 
 MAX_TOKENS = 1000
@@ -63,7 +63,7 @@ class Rows:
 
     def go_on(self, counts: list[int]) -> None:
         frame = self.frame(counts)
-        assert self.stride.takes(frame, self.worker)
+        assert self.stride.takes(frame, self.worker, ANY_VOCABULARY)
         self.append(frame, self.plain)
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ def test_counting_tokens_ends_no_stride_and_looking_at_them_does():
     assert rows.texts[1].num_tokens == 4
     rows.go_on([1, 1])
     assert tokens_in(rows.texts[0]) == tokens_in(rows.plain[0])
-    assert not rows.stride.takes(rows.frame([1, 1]), rows.worker)
+    assert not rows.stride.takes(rows.frame([1, 1]), rows.worker, ANY_VOCABULARY)
     rows.check()
 
 
@@ -118,7 +118,7 @@ def test_a_new_lease_of_a_sample_keeps_what_waited():
 )
 def test_a_frame_that_does_not_go_on_is_not_taken(change):
     rows = Rows(2)
-    assert not rows.stride.takes(structs.replace(rows.frame([2, 2]), **change), rows.worker)
+    assert not rows.stride.takes(structs.replace(rows.frame([2, 2]), **change), rows.worker, ANY_VOCABULARY)
     rows.check()
 
 
@@ -126,7 +126,7 @@ def test_a_sample_that_may_be_full_is_not_for_a_stride():
     rows = Rows(2)
     rows.go_on([1, MAX_TOKENS - 2])
     rows.go_on([1, 1])
-    assert not rows.stride.takes(rows.frame([1, 1]), rows.worker)
+    assert not rows.stride.takes(rows.frame([1, 1]), rows.worker, ANY_VOCABULARY)
     rows.check()
 
 
@@ -134,7 +134,7 @@ def test_cells_are_checked():
     rows = Rows(1)
     lie = structs.replace(rows.frame([1]), cells=columns.pack_cells([5], [float("nan")]))
     with pytest.raises(BadColumns):
-        rows.stride.takes(lie, rows.worker)
+        rows.stride.takes(lie, rows.worker, ANY_VOCABULARY)
     rows.check()
 
 
@@ -147,5 +147,5 @@ def test_a_worker_whose_version_or_leases_have_changed_is_looked_at_row_by_row()
         structs.replace(rows.worker, leases={LeaseId(1): SampleId(101)}),
         structs.replace(rows.worker, leases={LeaseId(2): SampleId(102), LeaseId(3): SampleId(7)}),
     ):
-        assert not rows.stride.takes(rows.frame([1, 1]), changed)
+        assert not rows.stride.takes(rows.frame([1, 1]), changed, ANY_VOCABULARY)
     rows.check()

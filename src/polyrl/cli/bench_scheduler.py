@@ -22,7 +22,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyrl.cli.bench_world import REPORT_EVERY_S, Clock, Load, World, config_of, names_of
+from polyrl.cli.bench_world import REPORT_EVERY_S, Clock, Load, World, config_of, names_of, trust_all
 from polyrl.errors import LawViolation
 from polyrl.ids import Incarnation, Step, Version
 from polyrl.scheduling import events as e
@@ -164,6 +164,7 @@ def _measure_memory(num_held: int) -> float:
     scheduler.handle(e.VersionPublished(Version(0)), 0.0)
     for name in names_of(load):
         scheduler.handle(e.WorkerJoined(name, Incarnation(1), slots=load.slots, version=Version(0)), 0.0)
+    trust_all(scheduler)
     gc.collect()
     before = tracemalloc.get_traced_memory()[0]
     scheduler.handle(e.RoundRequested(Step(0)), 0.0)

@@ -1,8 +1,8 @@
 """A fleet from the trainer's seat: rounds and their groups, prompts, rewards, versions. client/__init__.py shows it.
 
 A group is handed out once; a group that was handed out and not taken when this process died comes again to the next
-one. A group with a token of a version that we did not publish is not handed out: it is rejected, another takes its
-place.
+one. A group with a token of a version that we did not publish, or one that is no token of the model (checking.py), is
+not handed out: it is rejected, its writer is named, and another takes its place.
 """
 
 import asyncio
@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyrl.client.checking import Fault, find_fault, find_stranger
 from polyrl.client.line import Line
 from polyrl.errors import NoReward, PolyrlError, UserError
 from polyrl.ids import show_sample
 from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.wire import columns, frames
-from polyrl.wire.control import RunReply, RunRequest, Status
+from polyrl.wire.control import AnswerRules, RunReply, RunRequest, Status
 from polyrl.wire.dial import Dialer
 from polyrl.wire.frames import Origin, Sampling, Segment
 from polyrl.wire.pieces import PIECE_BYTES
@@ -109,6 +110,7 @@ async def connect(
     has_weights: bool = False,
     caveat: str = "",
     trains: bool = False,
+    answers: AnswerRules | None = None,
     tls: ssl.SSLContext | None = None,
     give_up_after_s: float = 600.0,
 ) -> AsyncIterator["Fleet"]:
@@ -116,10 +118,19 @@ async def connect(
 
     `has_weights`: every version is published with where its weights are, and no worker writes without them. `caveat` is
     repeated by whatever tells of the run: status, ledger, stories, pictures. `trains`: emulated workers are refused.
+    `answers`: what tokens and ends of the model can be; workers that send others are refused, and groups with them too.
     """
     async with Dialer(url, token, tls) as dialer:
         fleet = Fleet(
-            dialer, config, prompts, reward, give_up_after_s, has_weights=has_weights, caveat=caveat, trains=trains
+            dialer,
+            config,
+            prompts,
+            reward,
+            give_up_after_s,
+            has_weights=has_weights,
+            caveat=caveat,
+            trains=trains,
+            answers=answers,
         )
         await fleet._open()
         try:
@@ -142,9 +153,10 @@ class Fleet:
         has_weights: bool = False,
         caveat: str = "",
         trains: bool = False,
+        answers: AnswerRules | None = None,
     ) -> None:
         self._dialer = dialer
-        self._has_weights, self._caveat, self._trains = has_weights, caveat, trains
+        self._has_weights, self._caveat, self._trains, self._answers = has_weights, caveat, trains, answers
         self.digests: dict[int, tuple[str, ...]] = {}
         """Of the versions that were published with weights, the newest last: a version that is made again after a
         restart may come out otherwise. A trainer that goes on puts those of its past in."""
@@ -214,12 +226,12 @@ class Fleet:
                 if not round_.ready:
                     return
                 group = round_.ready.popleft()
-            stranger = self._stranger(group)
-            if stranger is not None:
-                log.warning("group %d is rejected: a token of %s, which we did not publish", group.id, stranger)
-                await self.reject(group, f"a token of {stranger}, which the trainer did not publish")
+            fault = next(filter(None, map(self._fault, group.samples)), None)
+            if fault is None:
+                yield group
                 continue
-            yield group
+            log.warning("group %d is rejected: %s", group.id, fault)
+            await self.reject(group, str(fault), workers=[fault.worker] if fault.is_lie else [])
 
     async def take(self, *groups: Group) -> None:
         """These groups are trained with their step: acknowledge them. A micro-batch of them begins."""
@@ -227,10 +239,14 @@ class Fleet:
             ids = tuple(group.id for group in groups if group.step == step)
             await self._state(lambda seq, step=step, ids=ids: frames.Took(seq, step, ids))
 
-    async def reject(self, group: Group, reason: str) -> None:
-        """This group is not to be trained; a fresh prompt takes its place, and the round goes on."""
+    async def reject(self, group: Group, reason: str, *, workers: Sequence[str] = ()) -> None:
+        """This group is not to be trained; a fresh prompt takes its place, and the round goes on.
+
+        `workers`: those whose tokens it is rejected for. A worker that is named again and again is given up.
+        """
         self._rounds[group.step].rejected.add(group.id)
-        await self._state(lambda seq: frames.Rejected(seq, group.id, reason))
+        named = tuple(workers)[: frames.MAX_REPLACED]
+        await self._state(lambda seq: frames.Rejected(seq, group.id, reason, named))
 
     async def micro_batch_done(self, step: int) -> None:
         await self._state(lambda seq: frames.MicroBatchDone(seq, step))
@@ -287,6 +303,7 @@ class Fleet:
             has_weights=self._has_weights,
             caveat=self._caveat,
             trains=self._trains,
+            answers=self._answers,
         )
         opened: RunReply = await self._line.again(lambda: self._dialer.post("/v1/run", request, RunReply))
         self.opened = opened
@@ -376,15 +393,13 @@ class Fleet:
         round_.seen.add(frame.group)
         round_.ready.append(Group(frame.step, frame.group, samples, frame.origin))
 
-    def _stranger(self, group: Group) -> str | None:
-        """A version among a group's that is not one of ours."""
-        if not self._has_weights:
-            return None
-        for sample in group.samples:
-            for segment in sample.segments:
-                if not segment.digest or segment.digest not in self.digests.get(segment.version, ()):
-                    return f"version {segment.version} ({segment.digest[:12] or 'no digest'})"
-        return None
+    def _fault(self, sample: Sample) -> Fault | None:
+        """What of a sample cannot be trained on, and who wrote it."""
+        vocab = columns.ANY_ID if self._answers is None else self._answers.vocab
+        fault = find_fault(sample.tokens, sample.logprobs, sample.segments, vocab)
+        if fault is None and self._has_weights:
+            fault = find_stranger(sample.segments, self.digests)
+        return fault
 
     def _score(self, one: frames.ScoreThis) -> None:
         key = (one.text.sample, one.attempt)
@@ -399,7 +414,7 @@ class Fleet:
         limit = asyncio.timeout(one.timeout_s)
         try:
             async with limit:
-                given = await reward_of(sample)
+                given = 0.0 if self._fault(sample) else await reward_of(sample)  # no tokenizer knows ids that are none
             result = given if isinstance(given, Reward) else Reward(float(given))
             if not math.isfinite(result.value):
                 raise ValueError(f"a reward of {result.value}")

@@ -7,8 +7,9 @@ connected hears it when it dials again, from the state (from_workers.py, from_tr
 import logging
 
 from polyrl.errors import LawViolation
-from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of, show_sample
 from polyrl.manager.executor import Executor
+from polyrl.manager.journal import Granted
 from polyrl.manager.relay_addresses import reachable
 from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling import commands as c
@@ -29,6 +30,8 @@ def carry_out(executor: Executor, command: c.Command) -> None:
             if (session := executor.session(command.worker)) is not None:
                 session.abort(command.lease)
             _account(executor, command)
+        case c.ForgetTokens():
+            _forget_tokens(executor, command)
         case c.HandOver():
             if (session := executor.session(command.worker)) is not None:
                 session.hand_over(command.lease)
@@ -74,6 +77,16 @@ def _account(executor: Executor, command: c.Abort) -> None:
     more = 0 if text is None else text.num_tokens - command.num_tokens
     if more > 0 and command.discarded_for is not None:
         executor.tell(e.TokensDiscarded(command.discarded_for, more))
+
+
+def _forget_tokens(executor: Executor, command: c.ForgetTokens) -> None:
+    """On file it is a lease that is given from the first token on, and ends at once."""
+    text = executor.payload.texts.get(command.sample)
+    if text is not None:
+        log.warning("sample %s begins anew: %s", show_sample(command.sample), command.why)
+        text.lease_to("", "", 0)
+        executor.note_grants()
+        executor.journal.add_note(Granted([command.lease], [command.sample], [0], [""]))
 
 
 def _turn(executor: Executor, name: WorkerName, duty: frames.Duty, why: str) -> None:
@@ -155,26 +168,33 @@ def order(executor: Executor, lease: LeaseId) -> None:
     sample = desk.leases.get(lease)
     if sample is None:
         return
-    session = executor.session(desk.seats[sample.worker].name)
+    worker = desk.seats[sample.worker]
+    session = executor.session(worker.name)
     prompt = executor.payload.prompts.get(sample.group)
     if session is None or prompt is None:
         return
+    session.most_held = max(session.most_held, len(worker.leases))
     executor.is_urgent = True  # also when no event led to it, but a prompt that came
     question = executor.questions.get(sample.group)
-    max_tokens, seed = (
-        (desk.max_new_tokens, desk.config.seed) if question is None else (question.max_tokens, question.seed)
-    )
+    seed = desk.config.seed if question is None else question.seed
     session.order(
         frames.Order(
             lease,
             sample.id,
             prompt.tokens,
             columns.tokens_of(executor.payload.text(sample.id).cells),
-            max_tokens,
+            max_tokens(executor, sample.id),
             mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
         )
     )
+
+
+def max_tokens(executor: Executor, sample: SampleId) -> int:
+    """Where an answer is cut off."""
+    assert executor.scheduler is not None
+    question = executor.questions.get(group_of(sample))
+    return executor.scheduler.desk.max_new_tokens if question is None else question.max_tokens
 
 
 def score(executor: Executor, sample: SampleId, attempt: int, timeout_s: Seconds) -> None:

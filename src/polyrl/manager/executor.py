@@ -30,6 +30,8 @@ from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.records import CAVEAT
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import frames
+from polyrl.wire.columns import ANY_VOCABULARY, Vocabulary
+from polyrl.wire.control import AnswerRules
 
 log = logging.getLogger("polyrl.manager")
 
@@ -149,7 +151,9 @@ class Executor:
         return [*notes, *self.payload.offers.values()]
 
     def opened_by(self, trainer: TrainerSession) -> RunOpened:
-        return RunOpened(trainer.key, trainer.has_reward, trainer.has_weights, self.caveat, trainer.trains)
+        return RunOpened(
+            trainer.key, trainer.has_reward, trainer.has_weights, self.caveat, trainer.trains, trainer.answers
+        )
 
     @property
     def caveat(self) -> str:
@@ -167,6 +171,16 @@ class Executor:
             self.granted = Granted([], [], [], [])
 
     # Peers
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Whose ids workers may send."""
+        return ANY_VOCABULARY if self.trainer is None else self.trainer.vocabulary
+
+    @property
+    def answers(self) -> AnswerRules | None:
+        """What answers can be; None where no trainer has said so."""
+        return None if self.trainer is None else self.trainer.answers
 
     def engine_of(self, name: str) -> str:
         """What kind of engine a worker said that it has; empty when it is gone."""

@@ -8,7 +8,7 @@ import logging
 import math
 from typing import assert_never
 
-from polyrl.ids import GroupId, SampleId, Step, Version
+from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
 from polyrl.manager import carrying
 from polyrl.manager.executor import Executor
 from polyrl.manager.journal import PromptsSupplied, RewardKept, VersionOffered
@@ -64,7 +64,7 @@ def _state(executor: Executor, frame: frames.Statement) -> None:
         case frames.Took():
             executor.tell(e.GroupsTaken(Step(frame.step), tuple(map(GroupId, frame.groups))))
         case frames.Rejected():
-            executor.tell(e.GroupRejected(GroupId(frame.group), frame.reason))
+            _rejected(executor, frame)
         case frames.MicroBatchDone():
             executor.tell(e.MicroBatchTrained(Step(frame.step)))
         case frames.RestartStep():
@@ -77,6 +77,12 @@ def _state(executor: Executor, frame: frames.Statement) -> None:
             _published(executor, frame)
         case _:
             assert_never(frame)
+
+
+def _rejected(executor: Executor, frame: frames.Rejected) -> None:
+    if frame.workers:
+        log.warning("group %d is rejected for what %s wrote: %s", frame.group, ", ".join(frame.workers), frame.reason)
+    executor.tell(e.GroupRejected(GroupId(frame.group), frame.reason, tuple(map(WorkerName, frame.workers))))
 
 
 def _published(executor: Executor, frame: frames.Published) -> None:

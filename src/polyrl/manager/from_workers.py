@@ -144,7 +144,7 @@ def _is_ours(executor: Executor, version: int, digest: str) -> bool:
 def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> None:
     if len(hello.leases) % 8:
         raise Refused("columns", "a column ends inside a number")
-    intake.check_amount(session, len(hello.leases) // 8)
+    intake.check_amount(session, executor.seat_of(session), len(hello.leases) // 8)
     if session.greeted:
         raise Refused("order", "a second Hello on one connection")
     session.greeted = executor.is_urgent = True

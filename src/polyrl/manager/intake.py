@@ -2,12 +2,13 @@
 
 Rules kept here: what was taken in goes into the journal as it came, and nothing else does. Late tokens of a lease that
 is over are counted and go nowhere; a gap, an unknown version, a lease that was never given, a token too many is a lie.
+So is an answer that ends where its tokens do not: cut off before the cap, or stopped with a token that ends nothing.
 """
 
 import logging
 
-from polyrl.ids import LeaseId, show_sample
-from polyrl.manager import stride
+from polyrl.ids import LeaseId, SampleId, group_of, show_sample
+from polyrl.manager import carrying, stride
 from polyrl.manager.executor import Executor
 from polyrl.manager.payload import append_cells, without_rows
 from polyrl.manager.refusals import Refused
@@ -15,13 +16,13 @@ from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling import events as e
 from polyrl.scheduling.fleet import Worker
 from polyrl.wire import columns, frames
-from polyrl.wire.columns import CELL_BYTES, BadColumns
+from polyrl.wire.columns import CELL_BYTES, TOKEN_IDS, BadColumns
 
 log = logging.getLogger("polyrl.manager")
 
-_ROWS_A_SLOT = 4
+_ROWS_A_LEASE = 4
 _MORE_ROWS = 64
-"""A worker has no more leases than slots. Some have rows of two versions, and some are over without its knowing."""
+"""Of as many leases as a worker had at once, some have rows of two versions, and some are over without its knowing."""
 
 
 def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, raw: bytes) -> None:
@@ -30,11 +31,12 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
         raise Refused("order", "tokens before any lease")
     desk = executor.scheduler.desk
     try:
-        if session.stride is not None and session.stride.takes(frame, worker):
+        if session.stride is not None and session.stride.takes(frame, worker, executor.vocabulary):
             _took_stride(executor, session, frame, raw)
             return
-        check_amount(session, len(frame.leases) // 8 + len(frame.ended))
+        check_amount(session, worker, len(frame.leases) // 8 + len(frame.ended))
         column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
+        columns.check_cells(frame.cells, executor.vocabulary)
     except BadColumns as error:
         raise Refused("columns", str(error)) from error
     if column.leases:
@@ -42,7 +44,7 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
             raise Refused("budget", f"more than {desk.max_new_tokens} tokens of a sample")
         _check_versions(executor, worker, column)
     session.acknowledge(frame.seq, has_ends=bool(frame.ended))
-    idle, num_gaps, num_invented = _append(executor, worker, column, frame.cells)
+    idle, num_missing, num_gaps, num_invented = _append(executor, worker, column, frame.cells)
     session.stride = None
     if column.leases and not idle and not frame.ended:
         session.stride = _begin_stride(executor, worker, frame, column)
@@ -52,17 +54,27 @@ def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, ra
         _ended(executor, session, worker, ended)
     if lie is not None:
         raise lie
+    num_vain = len(idle) + len(frame.ended) - len(ends)
+    if num_vain or not column.leases:
+        _check_waste(executor, session, num_vain, num_missing, brings=bool(ends) or len(idle) < len(column.leases))
     if num_invented:
         raise Refused("lease", f"tokens of {num_invented} leases that were never given")
     if num_gaps:
         raise Refused("offset", f"{num_gaps} samples with a gap in their tokens")
 
 
-def check_amount(session: WorkerSession, num_leases: int) -> None:
+def check_amount(session: WorkerSession, worker: Worker | None, num_leases: int) -> None:
     """Looking each of a million leases up takes time that others wait for."""
-    slots = session.facts.slots
-    if num_leases > _ROWS_A_SLOT * slots + _MORE_ROWS:
-        raise Refused("lease", f"news of {num_leases} leases in one frame; it has {slots} slots")
+    most = session.facts.slots if worker is None else max(session.most_held, len(worker.leases))
+    if num_leases > _ROWS_A_LEASE * most + _MORE_ROWS:
+        raise Refused("lease", f"news of {num_leases} leases in one frame; it had {most} at once")
+
+
+def _check_waste(executor: Executor, session: WorkerSession, num_rows: int, num_tokens: int, *, brings: bool) -> None:
+    if brings and num_rows < _MORE_ROWS and num_tokens < _MORE_ROWS:  # nearly always: a sample was aborted just now
+        return
+    if not session.may_waste(num_rows, num_tokens, session.heard_at, executor.settings.stream.heartbeat_interval_s):
+        raise Refused("flood", "too many tokens of leases that are over")
 
 
 def _took_stride(executor: Executor, session: WorkerSession, frame: frames.Tokens, raw: bytes) -> None:
@@ -117,11 +129,13 @@ def _journal_tokens(
     executor.journal.add_tokens(raw)
 
 
-def _append(executor: Executor, worker: Worker, column: columns.Columns, cells: bytes) -> tuple[list[int], int, int]:
+def _append(
+    executor: Executor, worker: Worker, column: columns.Columns, cells: bytes
+) -> tuple[list[int], int, int, int]:
     """Add a frame's tokens to their samples.
 
-    Returns the rows that brought nothing, by where their cells start; how many of them left a gap, and how many are of
-    leases that never were.
+    Returns the rows that brought nothing, by where their cells start; how many tokens were in vain; and how many of the
+    rows left a gap, or are of leases that never were.
     """
     assert executor.scheduler is not None
     leases, texts, seat = executor.scheduler.desk.leases, executor.payload.texts, worker.seat
@@ -151,7 +165,7 @@ def _append(executor: Executor, worker: Worker, column: columns.Columns, cells: 
                     idle.append(start)
         start = end
     executor.num_tokens += start // CELL_BYTES - num_missing
-    return idle, num_gaps, num_invented
+    return idle, num_missing, num_gaps, num_invented
 
 
 def _check_ends(
@@ -173,11 +187,32 @@ def _check_ends(
         if one.num_tokens != num_tokens:
             lie = Refused("offset", f"an end after {one.num_tokens} tokens; {num_tokens} have come")
             break
-        if num_tokens == 0 and one.reason in ("stop", "length"):
-            lie = Refused("budget", "an answer without a token")
+        if one.reason in ("stop", "length") and (why := _why_no_end(executor, sample, one)):
+            lie = Refused("end", why)
             break
         known[one.lease] = one
     return tuple(known.values()), lie
+
+
+def _why_no_end(executor: Executor, sample: SampleId, ended: frames.Ended) -> str:
+    """Why an answer that has these tokens did not end so; empty where it may have."""
+    if ended.num_tokens == 0:
+        return "an answer without a token"
+    rules, prompt = executor.answers, executor.payload.prompts.get(group_of(sample))
+    if rules is None or prompt is None:
+        return ""
+    if ended.reason == "length":
+        most = min(carrying.max_tokens(executor, sample), rules.max_context - len(prompt.tokens) // TOKEN_IDS.itemsize)
+        if ended.num_tokens >= most:
+            return ""
+        return f"an answer cut off after {ended.num_tokens} tokens; the cap is {most}: is its engine's context shorter?"
+    sampling = prompt.sampling
+    if sampling.stop or sampling.imposed is not None:  # who has a tokenizer knows; so does who imposes a length
+        return ""
+    last = int.from_bytes(executor.payload.text(sample).cells[-CELL_BYTES:][:4], "little")
+    if last in sampling.stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
+        return ""
+    return f"an answer that stopped with token id {last}, which ends none"
 
 
 def _ended(executor: Executor, session: WorkerSession, worker: Worker, ended: frames.Ended) -> None:
@@ -190,8 +225,9 @@ def _ended(executor: Executor, session: WorkerSession, worker: Worker, ended: fr
         executor.payload.text(sample.id).finish = ended.reason
         executor.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
-        if ended.reason != "handed_over":
-            session.last_failure = f"{ended.reason}: {ended.detail}"
+        if ended.reason != "handed_over" or sample.state != "stopping":
+            detail = ended.detail if ended.reason != "handed_over" else "nobody asked for it"
+            session.last_failure = f"{ended.reason}: {detail}"
             if (often := session.failures.again(session.last_failure)) is not None:
                 log.warning("sample %s on %s: %s%s", show_sample(sample.id), worker.name, session.last_failure, often)
             if (question := executor.questions.get(sample.group)) is not None:

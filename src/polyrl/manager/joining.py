@@ -20,7 +20,7 @@ from polyrl.manager.settings import MISSED_BEATS
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.wire.control import EMULATED, JoinReply, JoinRequest, NameReply, RunReply, RunRequest
+from polyrl.wire.control import EMULATED, MAX_SLOTS, JoinReply, JoinRequest, NameReply, RunReply, RunRequest
 
 log = logging.getLogger("polyrl.manager")
 
@@ -41,6 +41,8 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
     if request.engine == EMULATED and _is_of_a_model(executor):
         raise Refused("engine", _NO_MODEL)
     _check_price(executor, request)
+    if request.slots > MAX_SLOTS:
+        raise Refused("slots", f"worker {name}: slots: got {request.slots}, expected at most {MAX_SLOTS}")
     former = executor.workers.get(name)
     outranks = request.local and former is not None and not former.facts.local
     if former is not None and _is_here(executor, former) and not outranks:
@@ -174,6 +176,7 @@ def open_run(executor: Executor, request: RunRequest) -> RunReply:
         has_reward=request.has_reward,
         has_weights=request.has_weights,
         trains=request.trains,
+        answers=request.answers,
     )
     executor.trainer = trainer
     executor.journal.add_note(executor.opened_by(trainer))

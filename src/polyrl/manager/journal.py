@@ -34,7 +34,7 @@ from polyrl.scheduling.parameters import SchedulerConfig
 from polyrl.scheduling.records import digest_commands, encode_header, encode_record, read_records, resume_scheduler
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, PAYLOAD, segments
-from polyrl.wire.control import JoinRequest
+from polyrl.wire.control import AnswerRules, JoinRequest
 from polyrl.wire.frames import PromptText, Tokens
 
 _PAYLOAD_FIRST_LINE = b"polyrl-payload 1\n"
@@ -60,6 +60,7 @@ class RunOpened(Note, frozen=True, tag="run"):
     has_weights: bool = False
     caveat: str = ""
     trains: bool = False
+    answers: AnswerRules | None = None
 
 
 class VersionOffered(Note, frozen=True, tag="offered"):
@@ -259,9 +260,14 @@ class RunJournal:
             for note in standing:
                 self.add_note(note)
         if self._events is not None and scheduler is not None and self._is_large(self._events):
-            beginning = encode_header(scheduler.desk.config, about, scheduler.save())
-            self._events = self._follow(self._events, beginning)
+            self.follow_events(scheduler, about)
         self.commit()
+
+    def follow_events(self, scheduler: Scheduler, about: dict[str, str]) -> None:
+        """Start a file of events from the state that the last one ends with."""
+        assert self._events is not None, "the run is open"
+        beginning = encode_header(scheduler.desk.config, about, scheduler.save())
+        self._events = self._follow(self._events, beginning)
 
     def _follow(self, full: "_Segment", beginning: bytes) -> "_Segment":
         """The file after one that is full. Where it cannot be made, the full one is still the last."""

@@ -14,7 +14,7 @@ from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.scheduling import events as e
-from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.desk import RULES, Desk
 
 
 def recover(executor: Executor) -> str:
@@ -35,7 +35,11 @@ def recover(executor: Executor) -> str:
                 reader.note(item)
             case RunOpened():
                 executor.trainer = TrainerSession(
-                    item.key, has_reward=item.has_reward, has_weights=item.has_weights, trains=item.trains
+                    item.key,
+                    has_reward=item.has_reward,
+                    has_weights=item.has_weights,
+                    trains=item.trains,
+                    answers=item.answers,
                 )
                 executor.set_caveat(item.caveat)
             case _:
@@ -50,6 +54,9 @@ def recover(executor: Executor) -> str:
     executor.set_clock(found.now + found.away_s)
     if found.scheduler is None:
         return f"going on: {len(executor.workers)} workers, no run was opened"
+    if found.scheduler.rules < RULES:  # its events were told again as the version decided that wrote them
+        found.scheduler.adopt(RULES)
+        journal.follow_events(found.scheduler, executor.about)
     fleet = found.scheduler.desk.state.fleet
     executor.lives.update(fleet.last_incarnations)  # also of those whose sessions are in files long deleted
     gone = [one for one in executor.workers.values() if fleet.find(one.name, one.incarnation) is None]

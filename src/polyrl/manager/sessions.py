@@ -11,7 +11,8 @@ from polyrl.manager.link import Link
 from polyrl.manager.stride import Stride
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
-from polyrl.wire.control import JoinRequest
+from polyrl.wire.columns import ANY_ID, Vocabulary
+from polyrl.wire.control import AnswerRules, JoinRequest
 from polyrl.wire.pieces import in_pieces
 
 _ACK_EVERY_S = 1.0
@@ -22,6 +23,10 @@ _MOST_SMALL_FRAMES = 600
 (more when workers report more than once a second)."""
 _SMALL_FRAMES_A_BEAT = 8
 """And from then on, or so many a second if beats are rarer. An honest worker sends a Report, and seldom another."""
+_LATE_ROWS_A_FRAME = 256
+_LATE_TOKENS_A_FRAME = 4096
+"""What a frame of tokens brings in vain counts as so many small frames. An honest worker goes on with a sample that was
+aborted until it hears of it: a moment, and for all its samples at once where a round ends."""
 
 
 class WorkerSession:
@@ -49,6 +54,8 @@ class WorkerSession:
         self.num_failed_installs = 0
         self.has_installed = False
         """A version of this run."""
+        self.most_held = 0
+        """Leases that it had at once, at most: it has no more to tell of, whatever number of slots it claims."""
         self._num_small = 0.0
         """Its small frames, less those that time has made good."""
         self._counted_at = 0.0
@@ -75,10 +82,18 @@ class WorkerSession:
         if self._num_owed and isinstance(frame, frames.Turned | frames.Installed | frames.InstallFailed):
             self._num_owed -= 1  # how many come is up to us: steps may be short
             return True
+        return self._spend(1.0, now, heartbeat_interval_s)
+
+    def may_waste(self, num_rows: int, num_tokens: int, now: float, heartbeat_interval_s: float) -> bool:
+        """Count what a frame of tokens brought in vain; False when that is far too much."""
+        cost = num_rows / _LATE_ROWS_A_FRAME + num_tokens / _LATE_TOKENS_A_FRAME
+        return self._spend(1.0 + cost, now, heartbeat_interval_s)
+
+    def _spend(self, cost: float, now: float, heartbeat_interval_s: float) -> bool:
         beat_s = min(1.0, heartbeat_interval_s)
         beats = max(0.0, now - self._counted_at) / beat_s  # a run that opens sets the clock back
         self._counted_at = now
-        self._num_small = max(0.0, self._num_small - beats * _SMALL_FRAMES_A_BEAT) + 1.0
+        self._num_small = max(0.0, self._num_small - beats * _SMALL_FRAMES_A_BEAT) + cost
         return self._num_small <= _MOST_SMALL_FRAMES / beat_s
 
     def order(self, order: frames.Order) -> None:
@@ -123,11 +138,21 @@ def _order_bytes(order: frames.Order) -> int:
 
 
 class TrainerSession:
-    def __init__(self, key: str, *, has_reward: bool, has_weights: bool = False, trains: bool = False) -> None:
+    def __init__(
+        self,
+        key: str,
+        *,
+        has_reward: bool,
+        has_weights: bool = False,
+        trains: bool = False,
+        answers: AnswerRules | None = None,
+    ) -> None:
         self.key = key
         self.has_reward = has_reward
         self.has_weights = has_weights
         self.trains = trains
+        self.answers = answers
+        self.vocabulary = Vocabulary(ANY_ID if answers is None else answers.vocab)
         self.link: Link | None = None
         self.greeted = False
         self.away_since: float | None = 0.0

@@ -18,7 +18,7 @@ import numpy as np
 
 from polyrl.scheduling.fleet import Worker
 from polyrl.wire import columns
-from polyrl.wire.columns import CELL_BYTES
+from polyrl.wire.columns import CELL_BYTES, Vocabulary
 from polyrl.wire.frames import Tokens
 
 _MAX_FRAMES = 64
@@ -50,8 +50,8 @@ class Stride:
         for row, text in enumerate(texts):
             text.stride, text.row = self, row
 
-    def takes(self, frame: Tokens, worker: Worker) -> bool:
-        """Whether the frame goes on as the last one did. If so, all of it is taken."""
+    def takes(self, frame: Tokens, worker: Worker, vocabulary: Vocabulary) -> bool:
+        """Whether the frame goes on as the last one did. If so, all of it is taken. Raises BadColumns."""
         if (
             self._is_over
             or frame.ended
@@ -65,7 +65,7 @@ class Stride:
         least, most, num_bytes = _tally(frame.counts)
         if least == 0 or most > self._room or num_bytes != len(frame.cells):
             return False
-        columns.check_cells(frame.cells)
+        columns.check_cells(frame.cells, vocabulary)
         self._room -= most
         self._offsets = _after(frame.offsets, frame.counts)
         self._counts.append(frame.counts)

@@ -48,6 +48,15 @@ class Abort(CommandStruct, frozen=True, tag=True):
     """None: it goes on elsewhere."""
 
 
+class ForgetTokens(CommandStruct, frozen=True, tag=True):
+    """Throw all tokens of a sample away, whoever wrote them: it begins anew. Only tells."""
+
+    sample: SampleId
+    lease: LeaseId
+    """The last one that it had. It is over."""
+    why: str
+
+
 class HandOver(CommandStruct, frozen=True, tag=True):
     """Stop it at its current token and deliver all of them. Ends in LeaseEnded, or SampleFinished if that was first."""
 
@@ -216,6 +225,7 @@ class Reshape(CommandStruct, frozen=True, tag=True):
 Command = (
     Generate
     | Abort
+    | ForgetTokens
     | HandOver
     | PullWeights
     | ReleaseWorker

@@ -24,6 +24,13 @@ from polyrl.scheduling.scaling import ScalingState
 from polyrl.scheduling.seeding import SeedingState
 from polyrl.scheduling.tail_batching import Planner, TailBatching
 
+RULES = 1
+"""The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
+
+    0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's fault
+    1    credit is earned (credit.py), and both are failures (failures.py)
+"""
+
 
 class TrainerClock(Struct):
     """How the trainer and the fleet spent the step so far."""
@@ -93,13 +100,16 @@ class State(Struct):
     scoring: Scoring = field(default_factory=Scoring)
     clock: TrainerClock = field(default_factory=TrainerClock)
     ledger: Ledger = field(default_factory=Ledger)
+    rules: int = 0
+    """Those of `RULES` that it is made by."""
     last_line: StepLine | None = None
     """Of the step that was trained last: a trainer that was away has not heard it."""
     deadlines: dict[Wait, Seconds] = {}
 
 
-def new_state(config: SchedulerConfig) -> State:
+def new_state(config: SchedulerConfig, rules: int = RULES) -> State:
     return State(
+        rules=rules,
         tail=tail_batching.start(config.rounds, len(config.domains)),
         seeding={"short": seeding.start(config.seeding), "long": seeding.start(config.seeding)},
         budgets=RewardBudgets(config=config.rewards),

@@ -207,6 +207,8 @@ class GroupRejected(EventStruct, frozen=True, tag=True):
 
     group: GroupId
     reason: str
+    blamed: tuple[WorkerName, ...] = ()
+    """Workers whose tokens it is rejected for."""
 
 
 class MicroBatchTrained(EventStruct, frozen=True, tag=True):

@@ -1,9 +1,12 @@
 """Whose fault it is that a lease failed: the worker's, the group's or the sample's.
 
     a sample fails on a worker --> it waits for one that has not failed its group, if such a one can write
+        it is handed over, and nobody asked             --> a failure too: it would come back at once, for ever
+        it is refused with tokens that others wrote     --> it begins anew without them: whose fault they are, shows too
         another worker answers the group                --> the worker's: given up after `max_failures` such groups
         another refuses it too, or nobody else is there --> the group's: dropped as a whole
         the sample fails `max_failures` times           --> the sample's: its group goes on without it
+    the trainer rejects `max_failures` groups for what a worker wrote --> the worker's: given up
 
 Rules kept here: a failure is held against a worker once a group, and only when somebody else has answered the group;
 an answer of its own clears it of all. So neither a prompt that engines refuse nor weights that give no numbers cost
@@ -12,6 +15,7 @@ anybody its place. What an engine's death takes along is held against nobody (me
 
 from polyrl.ids import Version
 from polyrl.scheduling.desk import Desk
+from polyrl.scheduling.events import LeaseEnd
 from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.samples import ASKED, Group, Sample
 from polyrl.scheduling.staleness import oldest_version
@@ -24,6 +28,25 @@ def note(desk: Desk, worker: Worker, group: Group) -> None:
     if group.id not in worker.failed_groups:
         worker.failed_groups = [one for one in worker.failed_groups if one in desk.groups]  # others were dropped
         worker.failed_groups.append(group.id)
+
+
+def has_failed(desk: Desk, worker: Worker, sample: Sample, reason: LeaseEnd) -> bool:
+    """Whether somebody is to blame that a lease has ended so."""
+    if reason == "handed_over":
+        return sample.state != "stopping" and desk.state.rules > 0
+    return not (worker.down and sample.num_tokens > sample.moved_at)  # what kills an engine does so at its start
+
+
+def is_inherited(desk: Desk, sample: Sample, reason: LeaseEnd) -> bool:
+    """Whether the tokens that a worker was to go on from may be what it refused: it writes none before it refuses."""
+    asked = sample.group in desk.asked.groups  # these were shown already
+    return reason == "refused" and sample.num_tokens > 0 and not asked and desk.state.rules > 0
+
+
+def rejected(desk: Desk, worker: Worker) -> bool:
+    """The trainer has rejected a group for what this worker wrote. Returns whether it is to be given up."""
+    worker.num_rejected += 1
+    return worker.num_rejected >= desk.config.fleet_rules.max_failures and worker.state != "draining"
 
 
 def answered(desk: Desk, worker: Worker, group: Group) -> list[Worker]:
@@ -65,7 +88,7 @@ def choose(desk: Desk, sample: Sample, group: Group) -> Worker | None:
     if not with_room:
         return None
     wanted = next((one for one in with_room if one.seat == sample.target), None)
-    return wanted or min(with_room, key=lambda one: (len(one.leases) / one.slots, one.spot, one.seat))
+    return wanted or min(with_room, key=lambda one: (len(one.leases) / one.capacity, one.spot, one.seat))
 
 
 def _able(desk: Desk, group: Group) -> list[Worker]:

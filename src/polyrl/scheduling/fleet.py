@@ -34,6 +34,10 @@ _FIXED_SHARE = 0.5
 """Of a decode step's time, as long as no smaller number of samples has been seen."""
 
 
+UNBOUNDED = 1 << 30
+"""More samples than any worker has."""
+
+
 class Speed(Struct):
     """Seconds of one decode step by number of running samples, as seen: one moving mean a doubling.
 
@@ -102,6 +106,8 @@ class Worker(Struct):
     """Groups of which it failed samples since its last answer. Whose fault that is, is not known yet (failures.py)."""
     num_faults: int = 0
     """Such groups that another worker has answered."""
+    num_rejected: int = 0
+    """Groups that the trainer has rejected for what it wrote."""
     num_waiting: int = 0
     """Samples that its engine itself holds back, and not only because it computes prompts."""
     held_back_at: int = -1
@@ -114,6 +120,8 @@ class Worker(Struct):
     speed: Speed = field(default_factory=Speed)
     plateau: int = 0
     """Samples that its engine runs at once without holding any back; balancing.py learns it."""
+    earned: int = UNBOUNDED
+    """Samples that it is trusted with at once, whatever number of slots it claims (credit.py)."""
     num_granted: int = 0
     """Leases given to it since it last brought tokens."""
     down: bool = False
@@ -153,8 +161,18 @@ class Worker(Struct):
         return bool(self.failed_groups) or self.num_faults > 0
 
     @property
+    def limit(self) -> int:
+        """Samples that it may have at once."""
+        return min(self.plateau, self.earned)
+
+    @property
+    def capacity(self) -> int:
+        """The slots that it is believed to have: what its load is measured against."""
+        return min(self.slots, self.earned)
+
+    @property
     def credit(self) -> int:
-        return self.plateau - len(self.leases)
+        return self.limit - len(self.leases)
 
     @property
     def activity(self) -> Activity:

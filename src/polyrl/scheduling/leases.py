@@ -9,7 +9,7 @@ import heapq
 
 from polyrl.ids import LeaseId, SampleId, Seconds, Version
 from polyrl.scheduling import failures
-from polyrl.scheduling.commands import Abort, Generate, HandOver, ReleaseWorker
+from polyrl.scheduling.commands import Abort, ForgetTokens, Generate, HandOver, ReleaseWorker
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker, settle
 from polyrl.scheduling.ledger import DiscardCause
@@ -199,7 +199,9 @@ def release_if_drained(desk: Desk, worker: Worker) -> None:
 
 def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str) -> None:
     """End a sample's lease before the answer ended; it waits for another worker, from the tokens that have arrived."""
-    end_lease(desk, sample, round_, now)
+    worker = end_lease(desk, sample, round_, now)
+    if sample.num_tokens > sample.moved_at:
+        sample.writer = worker.seat
     state = desk.state
     sample.state = "waiting"
     round_.num_waiting += 1
@@ -217,6 +219,14 @@ def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str)
     else:
         round_.fresh.append(sample.id)
     desk.place_due = True
+
+
+def forget_tokens(desk: Desk, sample: Sample, why: str) -> None:
+    """Have a sample begin anew when its lease ends."""
+    desk.commands.append(ForgetTokens(sample.id, sample.lease, why))
+    desk.ledger.discard_tokens("refused", sample.num_tokens)
+    sample.num_tokens = sample.moved_at = 0
+    sample.version = NO_VERSION
 
 
 def hand_over(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:

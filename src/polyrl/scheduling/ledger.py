@@ -69,6 +69,8 @@ class WorkerLine(Struct):
     usd: float = 0.0
     num_joins: int = 0
     num_losses: int = 0
+    num_stalls: int = 0
+    """How often in a row, without an answer, all its samples stalled."""
     paid_until: Seconds | None = None
     """When its last life ended: a process that was started before that is paid from then on."""
 

@@ -9,7 +9,7 @@ After the driver was away, nobody is given anything, or paid for the absence, be
 import math
 
 from polyrl.ids import Seconds, Step, Version
-from polyrl.scheduling import leases, weight_delivery
+from polyrl.scheduling import credit, leases, weight_delivery
 from polyrl.scheduling.commands import Abort, ForgetWorker, PullWeights, StartGenerating
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.events import EngineBack, WeightsFailed, WeightsInstalled, WorkerJoined
@@ -33,11 +33,13 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         # Not told: a command goes by name, and would hit the newer process. Who said it joined knows the old is over.
         lose(desk, fleet.seats[seat], "a newer process joined under its name", now, tell=False)
     unknown = event.version is None or event.version > desk.state.published
+    line = desk.state.ledger.worker_line(event.worker, _sane(event.price_usd_per_hour))
+    slots = max(1, event.slots)
     worker = Worker(
         seat=fleet.next_seat,
         name=event.worker,
         incarnation=event.incarnation,
-        slots=max(1, event.slots),
+        slots=slots,
         spot=event.spot,
         local=event.local,
         num_devices=event.num_devices,
@@ -45,12 +47,12 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         since=now,
         version=NO_VERSION if unknown or event.version is None else event.version,
         last_tokens_at=now,
-        plateau=max(1, event.slots),
+        plateau=slots,
+        earned=credit.at_join(desk, line, slots, local=event.local),
         relays=event.relays,
     )
     fleet.next_seat += 1
     fleet.add(worker, now)
-    line = desk.state.ledger.worker_line(worker.name, _sane(event.price_usd_per_hour))
     line.num_joins += 1
     unpaid_s = math.inf if line.paid_until is None else now - line.paid_until  # no second of a name is paid twice
     desk.state.ledger.pay(worker.name, "starting", min(_sane(event.starting_s), unpaid_s))
@@ -180,8 +182,11 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
     for sample in held:
         sample.seen_tokens = sample.num_tokens
     if len(stalled) == len(worker.leases):
-        lose(desk, worker, "it has samples and brings no token", now, tell=True)
+        rejoin = credit.may_rejoin(desk, worker)
+        lose(desk, worker, "it has samples and brings no token", now, tell=True, rejoin=rejoin)
         return
+    if stalled:
+        credit.halve(desk, worker)
     for sample in stalled:
         desk.commands.append(
             Abort(worker.name, sample.lease, "it brought no token for too long", sample.id, sample.num_tokens)

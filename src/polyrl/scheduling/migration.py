@@ -63,7 +63,7 @@ def plan_moves(
     """Moves from crowded workers to empty ones, each of which pays for itself; at most `_MAX_MOVES` at a time."""
     able = [worker for worker in workers if worker.may_generate]
     targets = [
-        (len(one.leases), one.spot, one.seat, one) for one in able if one.may_take and len(one.leases) < one.plateau
+        (len(one.leases), one.spot, one.seat, one) for one in able if one.may_take and len(one.leases) < one.limit
     ]
     heapq.heapify(targets)
     moves: list[Move] = []
@@ -101,7 +101,7 @@ def _move_from(
             continue
         moves.append(Move(seat, candidate.lease, f"saves about {saved:.0f} s, costs {cost:.1f} s"))
         num_here -= 1
-        if num_there + 1 < target.plateau:
+        if num_there + 1 < target.limit:
             heapq.heapreplace(targets, (num_there + 1, spot, seat, target))
         else:
             heapq.heappop(targets)

@@ -22,6 +22,7 @@ import msgspec
 from polyrl.errors import JournalError
 from polyrl.ids import Seconds
 from polyrl.scheduling.commands import Command
+from polyrl.scheduling.desk import RULES
 from polyrl.scheduling.events import Event
 from polyrl.scheduling.framing import FRAME_BYTES, FrameSource, frame, read_frame
 from polyrl.scheduling.parameters import SchedulerConfig
@@ -43,6 +44,8 @@ class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
     """Whatever the driver wants to say: scenario, host, version. Nothing depends on it."""
     saved: bytes = b""
     """What `Scheduler.save` gave where this journal starts; empty where the run does."""
+    rules: int = 0
+    """By which the run decides (desk.RULES), where the journal starts with it. A saved state knows its own."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -74,7 +77,7 @@ _EVENT_NAMES = frozenset(event.__name__ for event in get_args(Event))
 
 def encode_header(config: SchedulerConfig, about: dict[str, str] | None = None, saved: bytes = b"") -> bytes:
     """What a journal starts with."""
-    header = JournalHeader(config, {} if about is None else about, saved)
+    header = JournalHeader(config, {} if about is None else about, saved, RULES)
     return _MAGIC + str(FORMAT).encode() + b"\n" + frame(_encoder.encode(header))
 
 
@@ -233,12 +236,16 @@ def replay(journals: Iterable[Journal]) -> ReplayReport:
 def resume_scheduler(header: JournalHeader, before: Scheduler | None) -> Scheduler:
     """The scheduler that a journal starts with; `before` is how the journal before it ended, if that was read."""
     if not header.saved:
-        return Scheduler(header.config)
+        if header.rules > RULES:
+            raise JournalError(f"a journal of rules {header.rules}; this version of PolyRL knows those up to {RULES}")
+        return Scheduler(header.config, rules=header.rules)
+    try:
+        saved = Scheduler.load(header.saved)
+    except msgspec.MsgspecError as error:
+        raise JournalError(f"a journal starts from a state that this version does not know: {error}") from error
     if before is None:
-        try:
-            return Scheduler.load(header.saved)
-        except msgspec.MsgspecError as error:
-            raise JournalError(f"a journal starts from a state that this version does not know: {error}") from error
-    if before.save() != header.saved:
+        return saved
+    before.adopt(saved.rules)
+    if before.save() != saved.save():
         raise JournalError("a journal does not start from the state that the one before it ended with")
     return before

@@ -1,7 +1,8 @@
 """Which worker a sample goes to: the least loaded of those with credit, or the one that knows its prompt already.
 
-A worker's credit is what its measured plateau leaves beside the samples it has. Samples that find no credit wait with
-us, not in an engine's queue, so a worker that joins late finds work. A fresh sample whose siblings run on a worker
+A worker's credit is what its measured plateau, or what it has earned if that is less (credit.py), leaves beside the
+samples it has. Samples that find no credit wait with us, not in an engine's queue, so a worker that joins late finds
+work. A fresh sample whose siblings run on a worker
 follows them (their prompt's cache is there) while that worker is loaded by at most `prefix_imbalance` more than the
 least loaded one.
 
@@ -32,8 +33,10 @@ class Router:
         """Say that a worker's load, plateau, state or duty has changed, or that it is gone."""
         seat = worker.seat
         num_leases = len(worker.leases)
+        earned = worker.earned
         if (
             num_leases < worker.plateau
+            and num_leases < earned
             and worker.state == "active"
             and worker.duty == "generating"
             and not worker.down
@@ -41,7 +44,8 @@ class Router:
             and not worker.is_closed
             and seat in self._seats
         ):
-            load = num_leases / worker.slots
+            slots = worker.slots
+            load = num_leases / (slots if slots < earned else earned)
             if self.loads.get(seat) != load:
                 self.loads[seat] = load
                 heapq.heappush(self._heap, (load, worker.spot, seat))

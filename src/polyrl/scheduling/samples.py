@@ -53,6 +53,8 @@ class Sample(Struct, gc=False):
     """Of scoring it. Only the answer to the latest one counts."""
     num_failures: int = 0
     """How often a worker failed it. One that failed waits in a queue of its own (failures.py)."""
+    writer: int = -1
+    """The seat of the worker that last brought tokens of it, of those that no longer have it."""
     seen_tokens: int = -1
     """Its tokens at the last look for stalled leases; -1 when there was none under its present lease."""
 

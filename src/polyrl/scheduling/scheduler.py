@@ -16,10 +16,22 @@ import msgspec
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds
-from polyrl.scheduling import asking, balancing, devices, failures, leases, membership, notices, rounds, scoring, steps
+from polyrl.scheduling import (
+    asking,
+    balancing,
+    credit,
+    devices,
+    failures,
+    leases,
+    membership,
+    notices,
+    rounds,
+    scoring,
+    steps,
+)
 from polyrl.scheduling.commands import Abort, Command
 from polyrl.scheduling.deadlines import Wait
-from polyrl.scheduling.desk import Desk, State, new_state
+from polyrl.scheduling.desk import RULES, Desk, State, new_state
 from polyrl.scheduling.events import (
     DrainRequested,
     DriverResumed,
@@ -72,8 +84,9 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, state: State | None = None) -> None:
-        self.desk = Desk(config, new_state(config) if state is None else state)
+    def __init__(self, config: SchedulerConfig, state: State | None = None, rules: int = RULES) -> None:
+        """A new run, by these rules of ours; or one that goes on from a state, by its own."""
+        self.desk = Desk(config, new_state(config, rules) if state is None else state)
         self._now: Seconds = -math.inf
         self._before: Seconds = -math.inf
         """When the event before this one came."""
@@ -81,6 +94,15 @@ class Scheduler:
     @property
     def ledger(self) -> Ledger:
         return self.desk.state.ledger
+
+    @property
+    def rules(self) -> int:
+        """Which of our rules it decides by."""
+        return self.desk.state.rules
+
+    def adopt(self, rules: int) -> None:
+        """Decide by newer rules from now on. What was decided before stays."""
+        self.desk.state.rules = max(self.rules, rules)
 
     @property
     def now(self) -> Seconds:
@@ -313,6 +335,8 @@ class Scheduler:
         if gained:
             desk.state.ledger.tokens_arrived += gained
             balancing.learn_speed(worker, len(event.leases), most, now)
+            if worker.earned < worker.slots:
+                credit.progressed(desk, worker)
 
     def _lease_ended(self, event: LeaseEnded, now: Seconds) -> None:
         desk = self.desk
@@ -326,13 +350,19 @@ class Scheduler:
         if worker.unheard:
             membership.heard_from(desk, worker, now)
         group = desk.groups[sample.group]
-        blameless = worker.down and sample.num_tokens > sample.moved_at  # what kills an engine does so at its start
-        has_failed = event.reason != "handed_over" and not blameless
+        has_failed = failures.has_failed(desk, worker, sample, event.reason)
+        is_inherited = failures.is_inherited(desk, sample, event.reason)
         sample.num_failures += has_failed
+        if has_failed and event.reason == "handed_over":
+            credit.halve(desk, worker)
+        if is_inherited:
+            leases.forget_tokens(desk, sample, f"{worker.name} refused to go on from them")
+            if (writer := desk.seats.get(sample.writer)) is not None:
+                failures.note(desk, writer, group)
         leases.requeue(desk, sample, round_, now, event.reason)
         if not has_failed:
             return
-        is_refused, is_asked = event.reason == "refused", round_ is desk.asked
+        is_refused, is_asked = event.reason == "refused" and not is_inherited, round_ is desk.asked
         if is_refused and is_asked:  # the asker's fault, not the worker's
             asking.fail(desk, sample, now)
             return
@@ -352,6 +382,8 @@ class Scheduler:
         worker, group = desk.seats[sample.worker], desk.groups[sample.group]
         if worker.unheard:
             membership.heard_from(desk, worker, now)
+        if worker.earned < worker.slots:
+            credit.answered(desk, worker)
         if not worker.is_doubtful and not group.failed_on:
             return
         for guilty in failures.answered(desk, worker, group):
@@ -379,6 +411,12 @@ class Scheduler:
             self.desk.state.ledger.late_news += 1
             return
         rounds.drop_group(self.desk, group, self.desk.state.rounds[group.step], "filtered", event.reason, now)
+        for name in event.blamed:
+            worker = self.desk.seats.get(self.desk.state.fleet.by_name.get(name, -1))
+            if worker is not None and not worker.local and failures.rejected(self.desk, worker):
+                why = f"{worker.num_rejected} groups were rejected for what it wrote, the last for {event.reason}"
+                membership.lose(self.desk, worker, why, now, tell=True, rejoin=False)
+                devices.arm_window(self.desk, now)
 
     def _round_requested(self, event: RoundRequested) -> None:
         state = self.desk.state

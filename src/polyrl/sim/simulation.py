@@ -193,6 +193,8 @@ class Simulation:
                 self._generate(command)
             case c.Abort() | c.HandOver():
                 fleet.stop(command)
+            case c.ForgetTokens():
+                pass  # it is told with the next lease
             case c.PullWeights():
                 fleet.pull(command)
             case c.ReleaseWorker():

@@ -4,8 +4,9 @@ A frame carries the new cells of many samples as one column, with columns of lea
 it (little endian). There is no object a token anywhere: cells are appended to a sample's buffer by slice, journalled as
 they came, and read as numpy views.
 
-Rules kept here: nothing of a frame is believed before `check` has seen it. Columns fit each other, every count is at
-least 1, token ids are not negative, log-probabilities are finite and not above 0 (by more than rounding).
+Rules kept here: nothing of a frame is believed before `check` and `check_cells` have seen it. Columns fit each other,
+every count is at least 1, token ids are of the run's vocabulary, log-probabilities are what those of a drawn token can
+be: not above 0 (by more than rounding), and not below `MIN_LOGPROB`.
 """
 
 import struct
@@ -19,6 +20,7 @@ import numpy as np
 CELL_BYTES = 8
 CELL: Any = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 TOKEN_IDS: Any = np.dtype("<i4")
+_UNSIGNED: Any = np.dtype("<u4")
 if sys.byteorder != "little":
     raise ImportError("columns are little endian, and read as they are: this machine is not")
 
@@ -30,8 +32,12 @@ _FEW = 8
 
 MAX_LOGPROB = 1e-3
 """Rounding in an engine's softmax may lift a certain token's log-probability a little above 0."""
-_SURELY_GOOD = bytes([*range(struct.pack("<f", MAX_LOGPROB)[3]), *range(0x80, 0xFF)])
-"""The highest byte (sign and most of the exponent) of log-probabilities that are finite and surely below the most."""
+MIN_LOGPROB = -100.0
+"""A token of probability e^-100 is drawn by nobody: not once in all tokens that were ever generated."""
+_SURELY_GOOD = bytes([*range(struct.pack("<f", MAX_LOGPROB)[3]), *range(0x80, struct.pack("<f", MIN_LOGPROB)[3])])
+"""The highest byte (sign and most of the exponent) of log-probabilities that are surely between the two."""
+ANY_ID = 1 << 31
+"""The size of a vocabulary that is not known: ids have four bytes and no sign."""
 
 
 class BadColumns(ValueError):
@@ -86,7 +92,10 @@ def unpack_column(kind: str, packed: bytes) -> list[int]:
 
 
 def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: bytes) -> Columns:
-    """Read and check the columns of a frame. Raises BadColumns."""
+    """Read the columns of a frame, and check that they fit each other. What is in cells, `check_cells` looks at.
+
+    Raises BadColumns.
+    """
     if len(leases) % 8 or len(cells) % CELL_BYTES:
         raise BadColumns("a column ends inside a number")
     num = len(leases) // 8
@@ -98,21 +107,57 @@ def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: 
         raise BadColumns("the counts do not add up to the cells")
     if 0 in num_tokens:
         raise BadColumns("a lease without a token")
-    check_cells(cells)
     return Columns(
         unpack_column("Q", leases), unpack_column("I", offsets), num_tokens, unpack_column("i", versions), ends
     )
 
 
-def check_cells(cells: bytes) -> None:
+class Vocabulary:
+    """Token ids from 0 to `size` - 1, and how those of a frame are compared with it in little time."""
+
+    def __init__(self, size: int = ANY_ID) -> None:
+        self.size = size
+        self._place = (max(1, size - 1).bit_length() - 1) // 8
+        """Of the highest byte that an id of it can have; those above are 0."""
+        self._surely_below = bytes(range(size >> 8 * self._place))
+        """Values of that byte by which an id is surely below the size. With another one, ids are compared whole."""
+        self._empty = tuple(range(self._place + 1, 4))
+
+    def holds(self, cells: bytes) -> bool:
+        """Whether all ids of these cells are its own. By their bytes: numpy takes longer for the few of a frame."""
+        if cells[self._place :: CELL_BYTES].translate(None, self._surely_below):
+            return bool(_most(np.frombuffer(cells, _UNSIGNED)[::2]) < self.size)  # below 0 is a large number here
+        for place in self._empty:  # noqa: SIM110  a generator takes twice as long
+            if cells[place::CELL_BYTES].strip(b"\0"):
+                return False
+        return True
+
+
+ANY_VOCABULARY = Vocabulary()
+
+
+def check_cells(cells: bytes, vocabulary: Vocabulary) -> None:
     """Raises BadColumns if a token or a log-probability cannot be one."""
-    signs, highest = cells[3::CELL_BYTES], cells[7::CELL_BYTES]  # of either, the byte with its sign
-    if signs.isascii() and not highest.translate(None, _SURELY_GOOD):
-        return  # nearly always; also when there are none. Numpy takes five times as long for the few of a frame
-    view = view_cells(cells)
-    logprobs = view["logprob"]
-    if _least(view["token"]) < 0:
-        raise BadColumns("a token id below 0")
-    worst = float(_most(logprobs))  # NaN if any is NaN
-    if not worst <= MAX_LOGPROB or _least(logprobs) == -np.inf:
-        raise BadColumns("a log-probability that is not a number from -infinity (excluded) to 0")
+    if not vocabulary.holds(cells):
+        raise BadColumns(why_no_ids(view_cells(cells)["token"], vocabulary.size))
+    if cells[7::CELL_BYTES].translate(None, _SURELY_GOOD) and (why := why_no_logprobs(view_cells(cells)["logprob"])):
+        raise BadColumns(why)
+
+
+def why_no_ids(tokens: "np.ndarray[Any, Any]", size: int) -> str:
+    """Why some of these, of which there is at least one, are no ids of a vocabulary of this size; or empty."""
+    least, most = int(_least(tokens)), int(_most(tokens))
+    if least >= 0 and most < size:
+        return ""
+    wrong = least if least < 0 else most
+    if size == ANY_ID:
+        return f"a token id below 0: {wrong}"
+    return f"token id {wrong}; the vocabulary's are 0 to {size - 1}"
+
+
+def why_no_logprobs(logprobs: "np.ndarray[Any, Any]") -> str:
+    """Why some of these, of which there is at least one, are no log-probabilities of drawn tokens; or empty."""
+    least, most = float(_least(logprobs)), float(_most(logprobs))  # NaN if any is NaN
+    if most <= MAX_LOGPROB and least >= MIN_LOGPROB:
+        return ""
+    return f"a log-probability of {least if not least >= MIN_LOGPROB else most:g}, expected {MIN_LOGPROB:g} to 0"

@@ -16,6 +16,8 @@ SESSION_HEADER = "X-PolyRL-Session"
 DEFAULT_PORT = 5000
 
 
+MAX_SLOTS = 65_536
+"""More than any engine runs at once. Older managers let a worker claim more, and their journals know of it."""
 EMULATED = "emulated"
 """The engine without a model: it makes up its tokens."""
 
@@ -61,6 +63,20 @@ class NameReply(Struct, frozen=True, kw_only=True):
     """That one is missed by then, if it has died without a word."""
 
 
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class AnswerRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What answers of the run's model can be. A worker whose tokens break them is refused."""
+
+    vocab: Annotated[int, Meta(ge=1, le=1 << 31)]
+    """Token ids are below it."""
+    end_ids: tuple[TokenId, ...]
+    """The model's own ends of text. An answer that stops does so with one of them, or with a stop id of its prompt."""
+    max_context: Annotated[int, Meta(ge=1, le=1 << 40)]
+    """Prompt and answer together: an answer is cut off there, or at `max_new_tokens`."""
+
+
 class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trainer that opens a run, or comes back to it."""
 
@@ -74,6 +90,8 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every output on the run repeats, since nobody should read its numbers without it."""
     trains: bool = False
     """A model is trained on what they write: nobody may take part whose engine has none."""
+    answers: AnswerRules | None = None
+    """None: answers are of no model that the trainer knows, and any token id may come."""
 
 
 class RunReply(Struct, frozen=True, kw_only=True):

@@ -321,6 +321,8 @@ class Rejected(Frame, frozen=True, tag="rejected"):
     seq: Natural
     group: Natural
     reason: Text
+    workers: Annotated[tuple[Text, ...], Meta(max_length=MAX_REPLACED)] = ()
+    """Whose tokens it is rejected for. A worker of which that is said again and again is given up."""
 
     def __post_init__(self) -> None:
         _make_plain(self, "reason")

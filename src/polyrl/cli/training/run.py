@@ -37,6 +37,7 @@ from polyrl.cli.training.validation import validator
 from polyrl.cli.training.waiting import tell_of_waits
 from polyrl.client import Fleet, Prompt, Reward, Sample, connect
 from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.models import Loaded
 from polyrl.errors import PolyrlError, UserError
 from polyrl.telemetry import breaks
 from polyrl.trainer.devices import Devices
@@ -47,7 +48,7 @@ from polyrl.trainer.saving import Saver
 from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import WeightSettings
 from polyrl.weights.tensors import pin_buffer
-from polyrl.wire.control import DrainRequest, RunReply
+from polyrl.wire.control import AnswerRules, DrainRequest, RunReply
 from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer, Unreachable, is_loopback_host
 from polyrl.worker.agent import Left
@@ -121,7 +122,7 @@ async def train(
             checkpoints.write_recipe(run_dir, recipe)
             if saver is not None:
                 await saver.begin()
-        fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks))
+        fleet = await stack.enter_async_context(_connect(recipe, run_dir, address, tasks, policy.loaded))
         assert fleet.opened is not None
         if past is not None:
             fleet.digests.update(past.published)
@@ -311,7 +312,9 @@ def _listen_for_signals() -> asyncio.Event:
 
 
 @asynccontextmanager
-async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks) -> AsyncIterator[Fleet]:
+async def _connect(
+    recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks, loaded: Loaded
+) -> AsyncIterator[Fleet]:
     sampling = sampling_of(recipe)
     typical = int(np.mean([len(tasks.tokens(domain, 0)) for domain in range(len(tasks.names))]))
     config = scheduler_config(recipe, tasks.num_prompts, typical)
@@ -335,6 +338,7 @@ async def _connect(recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks
         has_weights=True,
         caveat=caveat_of(recipe),
         trains=True,
+        answers=AnswerRules(vocab=loaded.vocab, end_ids=tuple(sorted(loaded.end_ids)), max_context=loaded.max_context),
         tls=_client_tls(address),
     ) as fleet:
         yield fleet

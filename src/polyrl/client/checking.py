@@ -1,0 +1,50 @@
+"""What of an answer cannot be trained on, and which worker wrote it. Pure.
+
+The manager refuses such tokens when they come in (manager/intake.py). What it took before it knew the vocabulary, or
+before it looked, is in its journal and is delivered: it is found here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyrl.wire import columns
+from polyrl.wire.frames import Segment
+
+
+class Fault(NamedTuple):
+    worker: str
+    why: str
+    is_lie: bool = True
+    """No honest worker sends it. That nobody knows a version may be the trainer's own doing."""
+
+    def __str__(self) -> str:
+        return f"{self.why}, by worker {self.worker}"
+
+
+def find_fault(
+    tokens: "np.ndarray[Any, Any]", logprobs: "np.ndarray[Any, Any]", segments: Sequence[Segment], vocab: int
+) -> Fault | None:
+    """The first token that is no id of the vocabulary, or whose log-probability is none."""
+    if not len(tokens):
+        return None
+    if why := columns.why_no_ids(tokens, vocab):
+        return Fault(_writer(segments, int(np.argmax((tokens < 0) | (tokens >= vocab)))), why)
+    if why := columns.why_no_logprobs(logprobs):
+        is_one = (logprobs >= columns.MIN_LOGPROB) & (logprobs <= columns.MAX_LOGPROB)
+        return Fault(_writer(segments, int(np.argmin(is_one))), why)
+    return None
+
+
+def find_stranger(segments: Sequence[Segment], digests: Mapping[int, Sequence[str]]) -> Fault | None:
+    """A version that is not one of ours."""
+    for one in segments:
+        if not one.digest or one.digest not in digests.get(one.version, ()):
+            version = f"version {one.version} ({one.digest[:12] or 'no digest'})"
+            return Fault(one.worker, f"a token of {version}, which the trainer did not publish", is_lie=False)
+    return None
+
+
+def _writer(segments: Sequence[Segment], token: int) -> str:
+    return next((one.worker for one in reversed(segments) if one.from_token <= token), "")
