@@ -81,6 +81,28 @@ def play(script, folder: Path, *flags: str, **settings) -> None:
 # Jobs
 
 
+TRUNCATED = (Sampling(top_p=0.9), Sampling(top_k=5), Sampling(min_p=0.1))
+
+
+def test_a_server_that_reports_log_probabilities_after_truncation_is_given_no_truncated_sample(tmp_path):
+    async def script(stage: Stage) -> None:
+        for one in TRUNCATED:
+            lease = stage.begin(sampling=one)
+            assert await stage.sink.end_of(lease) == "refused"
+            assert stage.sink.ends[lease][1].startswith("top-p, top-k and min-p: this server reports log-probabilities")
+        assert len(await stage.text()) == 16
+
+    play(script, tmp_path, "--older-extension")
+
+
+def test_a_server_with_our_extension_is_given_truncated_samples(tmp_path):
+    async def script(stage: Stage) -> None:
+        for one in TRUNCATED:
+            assert len(await stage.text(sampling=one)) == 16
+
+    play(script, tmp_path)
+
+
 def test_what_would_harm_a_server_never_reaches_it(tmp_path):
     async def script(stage: Stage) -> None:
         leases = [stage.begin(prompt=[5, VOCAB]), stage.begin(so_far=[VOCAB]), stage.begin(prompt=[5] * 4096)]

@@ -85,6 +85,28 @@ def test_log_probabilities_are_those_under_the_sampling_temperature(server):
     play(server, script)
 
 
+TRUNCATED = [
+    Sampling(top_p=0.5, temperature=0.7, ignore_eos=True),
+    Sampling(top_k=3, temperature=1.3, ignore_eos=True),
+    Sampling(min_p=0.2, ignore_eos=True),
+    Sampling(top_k=40, top_p=0.7, min_p=0.05, temperature=1.5, ignore_eos=True),
+]
+
+
+def test_log_probabilities_are_those_before_truncation_also_beside_samples_that_are_not_truncated(server):
+    async def script(stage: Stage) -> None:
+        await stage.engine.install(Weights(Version(1), folder=str(server.models[0])))
+        ways = [*TRUNCATED, Sampling(temperature=0.8, ignore_eos=True), GREEDY]
+        leases = [stage.begin(max_tokens=24, sampling=one) for one in ways]
+        await answers(stage, leases)
+        for lease, one in zip(leases, ways, strict=True):
+            heard = stage.sink.texts[lease], stage.sink.logprobs[lease]
+            apart = server.reference(0).error(EngineContract.prompt, *heard, temperature=one.temperature or 1.0)
+            assert apart < 4 * TOLERANCE, one
+
+    play(server, script)
+
+
 def test_a_stop_id_ends_an_answer_also_where_the_end_of_text_does_not(server):
     async def script(stage: Stage) -> None:
         whole = await stage.text(max_tokens=32, sampling=GREEDY)

@@ -1,4 +1,8 @@
-"""`polyrl worker --check`: start an engine, write one sample, install one version, write again, and say how it went."""
+"""`polyrl worker --check`: start an engine, write one sample, install one version, write again, and say how it went.
+
+The second sample is truncated to the likeliest token: its log-probabilities are zero where an engine reports those
+after truncation, which mean something else than every other engine's.
+"""
 
 import asyncio
 import signal
@@ -15,6 +19,10 @@ EXIT_ILL = 1
 EXIT_TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
 _PROMPT = [1, 2, 3]
 _NUM_TOKENS = 16
+_WHOLE = Sampling(ignore_eos=True)
+_TRUNCATED = Sampling(temperature=2.0, top_k=1, ignore_eos=True)
+"""As hot as vLLM takes it, so that no model is sure of every token."""
+_NOTHING = 1e-6
 _ANSWER_S = 300.0
 """The first answer of a server may compile."""
 _TAIL_LINES = 20
@@ -25,12 +33,14 @@ class _Hearing:
 
     def __init__(self) -> None:
         self.versions: list[Version] = []
+        self.logprobs: list[float] = []
         self.first_at = 0.0
         self.end: asyncio.Future[tuple[EngineEnd, str]] = asyncio.get_running_loop().create_future()
 
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
         self.first_at = self.first_at or time.monotonic()
         self.versions += [version] * len(tokens)
+        self.logprobs += logprobs
 
     def ended(self, lease: LeaseId, reason: EngineEnd, detail: str = "") -> None:
         if not self.end.done():
@@ -98,13 +108,18 @@ async def _check(engine: Engine, folder: str | None) -> None:
             )
         held = Version(0)
         await _install(engine, held, folder)
-    await _write(engine, switch, LeaseId(1), held)
+    await _write(engine, switch, LeaseId(1), held, _WHOLE)
     await _install(engine, Version(held + 1), folder)
     try:
-        await _write(engine, switch, LeaseId(2), Version(held + 1))
+        logprobs = await _write(engine, switch, LeaseId(2), Version(held + 1), _TRUNCATED)
     finally:
         if is_attached:
             await _put_back(engine, held, folder)
+    if max(map(abs, logprobs)) < _NOTHING:
+        raise EngineError(
+            "with top_k = 1 every log-probability is 0: they are those after truncation; expected those before it, as "
+            "every engine reports them"
+        )
     _say("all is well")
 
 
@@ -113,10 +128,11 @@ def _shown(info: EngineInfo) -> str:
     return f"{info.model}, {info.slots} slots, {cache}"
 
 
-async def _write(engine: Engine, switch: _Switch, lease: LeaseId, version: Version) -> None:
+async def _write(engine: Engine, switch: _Switch, lease: LeaseId, version: Version, sampling: Sampling) -> list[float]:
+    """The log-probabilities."""
     hearing = switch.hearing = _Hearing()
     began = time.monotonic()
-    engine.generate(Job(lease, SampleId(1), _PROMPT, [], _NUM_TOKENS, 1, Sampling(ignore_eos=True)))
+    engine.generate(Job(lease, SampleId(1), _PROMPT, [], _NUM_TOKENS, 1, sampling))
     try:
         reason, detail = await asyncio.wait_for(hearing.end, _ANSWER_S)
     except TimeoutError:
@@ -127,6 +143,7 @@ async def _write(engine: Engine, switch: _Switch, lease: LeaseId, version: Versi
         raise EngineError(f"tokens are stamped {hearing.versions}; expected {_NUM_TOKENS} of version {version}")
     first_s, whole_s = hearing.first_at - began, time.monotonic() - began
     _say(f"wrote {_NUM_TOKENS} tokens of version {version} in {whole_s:.2f} s, the first after {first_s:.2f} s")
+    return hearing.logprobs
 
 
 async def _install(engine: Engine, version: Version, folder: str | None) -> None:

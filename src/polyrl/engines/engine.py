@@ -8,8 +8,9 @@
     close()                end everything; may be called twice, and after a failed start
 
 Rules every engine keeps:
-- Tokens come in order, each once, with its log-probability under the sampling temperature before truncation, and with
-  the version whose weights wrote it. The token that ends an answer (end of text, a stop id) is the answer's last token.
+- Tokens come in order, each once, with its log-probability under the sampling temperature before truncation, which is
+  what the trainer computes and an importance ratio compares; and with the version whose weights wrote it. The token
+  that ends an answer (end of text, a stop id) is the answer's last token.
 - A sample ends by itself in exactly one `ended`: `stop`, `length`, `engine_failed` or `refused`. After an abort: none.
 - Resuming is generating after prompt + so_far: `max_tokens` counts both turns together. An engine that declares
   `seeds_survive_moves` draws the same tokens for the same seed and the same weights, wherever the first turn ended.

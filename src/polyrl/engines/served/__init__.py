@@ -12,6 +12,7 @@
     staging checking handing       an install, in the worker: brought near; found to fit, and to be there; handed over
     taking between                 in the server: taken by a rank; what both sides must agree on
     vllm_extension sglang_loader vllm_guard    what a server calls of ours: to take a version; to answer nobody but us
+    vllm_sampling                              what vLLM reports of truncated samples, as every engine does
 
 An install, as ServedEngine plays it; everything but the first stage happens while the server stands still:
 

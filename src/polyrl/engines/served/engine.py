@@ -39,7 +39,6 @@ from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, Se
 from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.order import mix64
-from polyrl.wire.frames import Sampling
 
 log = logging.getLogger("polyrl.engines.served")
 
@@ -116,7 +115,6 @@ class ServedEngine:
         self._stands_still = False
         """While weights are put in: it writes nothing then, and should not."""
         self._hearing: asyncio.Task[None] | None = None
-        self._has_warned = False
         self._is_closed = False
         self.num_misstamped = 0
         """Answers whose server says other versions than we told."""
@@ -274,7 +272,7 @@ class ServedEngine:
         job, server, facts = answer.job, self._keeper.server, self._facts
         if server is None or facts is None:
             return _End("engine_failed", self._keeper.down or "the engine has not started")
-        why_not = self._why_not(job, facts)
+        why_not = self._why_not(job, facts, server)
         if why_not:
             return _End("refused", why_not)
         answer.ends = frozenset(job.sampling.stop_ids) | (frozenset() if job.sampling.ignore_eos else facts.end_ids)
@@ -283,7 +281,6 @@ class ServedEngine:
         if is_whole(job, facts.max_context):
             return _End("length")
         answer.server = server
-        self._warn(server, job.sampling)
         try:
             async with server.stream(answer.request, _asked(answer, facts)) as answer.events:
                 answer.events.on_end(lambda: self._hear(answer))
@@ -300,13 +297,18 @@ class ServedEngine:
             alive = await self._keeper.is_alive(server)
             return _End("engine_failed", str(error) if alive else self._keeper.down)
 
-    def _why_not(self, job: Job, facts: Facts) -> str:
+    def _why_not(self, job: Job, facts: Facts, server: Server) -> str:
         """Why the job is refused; empty when it is not."""
         num = len(job.prompt) + len(job.so_far)
         if why := why_not_begun(job, self._version):
             return why
         if job.sampling.stop:
             return "stop strings need a tokenizer, and the server runs without one; give stop ids"
+        if job.sampling.truncates and not server.tells_policy:
+            return (
+                "top-p, top-k and min-p: this server reports log-probabilities after truncation, while those of every "
+                "other engine are before it; start it with the extension of this PolyRL"
+            )
         if why := why_no_tokens(job, facts.vocab):
             return why
         if is_whole(job, facts.max_context):
@@ -321,12 +323,6 @@ class ServedEngine:
     def _quiet_s(self) -> float:
         """For how long the server has written nothing, although there was something to write."""
         return 0.0 if not self._answers or self._stands_still else time.monotonic() - self._heard_at
-
-    def _warn(self, server: Server, sampling: Sampling) -> None:
-        """Once, where log-probabilities are not the policy's."""
-        if sampling.truncates and not server.tells_policy and not self._has_warned:
-            self._has_warned = True
-            log.warning("top-p, top-k or min-p: this server's log-probabilities are of the truncated distribution")
 
     async def _hear_often(self) -> None:
         while self._answers:

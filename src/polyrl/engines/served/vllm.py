@@ -1,10 +1,12 @@
 """A vLLM server: how it is started, what it says, how it streams. Its version is in `versions`.
 
 It takes token ids and gives token ids (`/inference/v1/generate`), and loads no tokenizer. The log-probability of a
-token is that of the distribution it was drawn from: after temperature, and after top-k, top-p and min-p where they are
-set. Greedy: that at temperature 1.
+token is that under the sampling temperature before truncation: our extension sees to it (`vllm_sampling`). Greedy: that
+at temperature 1. A server whose extension is not of this PolyRL reports those after truncation, and is given no samples
+that are truncated.
 """
 
+import logging
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from polyrl.engines.served.server import (
     stream,
 )
 from polyrl.engines.served.vllm_weights import VllmWeighing
+
+log = logging.getLogger("polyrl.engines.served")
 
 _ASK_S = 10.0
 _FACTS_S = 120.0
@@ -126,8 +130,19 @@ class VllmServer:
             raise EngineError(f"/server_info says something else than expected: {error!r}") from error
         if self._config.url:
             checking.check_served(self._config.model, str(model.get("model", "")))
+        self.tells_policy = await self._tell_policy()
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
+
+    async def _tell_policy(self) -> bool:
+        """Have all ranks report log-probabilities before truncation; whether they do."""
+        body = {"method": "polyrl_tell_policy", "timeout": _FACTS_S}
+        try:
+            await self.http.post("/collective_rpc", body, timeout_s=_FACTS_S)
+        except ServerAnswered as error:
+            log.warning("the server takes no samples with top-p, top-k or min-p: %s", error)
+            return False
+        return True
 
     def stream(self, request: str, asked: Asked) -> AbstractAsyncContextManager[Events[Part]]:
         body = {"request_id": request, "token_ids": asked.tokens, "stream": True, "sampling_params": _sampling(asked)}

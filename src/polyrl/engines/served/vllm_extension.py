@@ -1,4 +1,5 @@
-"""Put into every worker of a vLLM server by its flag `--worker-extension-cls`: takes a version from a PolyRL worker.
+"""Put into every worker of a vLLM server by its flag `--worker-extension-cls`: takes a version from a PolyRL worker,
+and reports log-probabilities as other engines do.
 
 Runs in the server's environment; see `taking`. vLLM's own loaders take each rank's slice out of the whole tensors.
 """
@@ -7,10 +8,14 @@ Runs in the server's environment; see `taking`. vLLM's own loaders take each ran
 from typing import Any
 
 from polyrl.engines.served.taking import Rank, Tensors, take
+from polyrl.engines.served.vllm_sampling import tell_policy
 
 
 class PolyrlExtension:
     """Its methods become methods of vLLM's worker, so they carry our name."""
+
+    def polyrl_tell_policy(self) -> None:
+        tell_policy()
 
     def polyrl_install(self, socket_name: str) -> None:
         from vllm.config import set_current_vllm_config

@@ -1,6 +1,6 @@
 """A stand-in for the vLLM server: its interface as far as PolyRL uses it, and no model. Starts within a second.
 
-    python -m vllm.entrypoints.cli.main serve DIR --port P [--tokens-per-s N] [--die-when-asked]
+    python -m vllm.entrypoints.cli.main serve DIR --port P [--tokens-per-s N] [--die-when-asked] [--older-extension]
 
 What it writes is a function of the tokens before it, so that an answer that moves goes on as it would have. The
 contract suite that holds the real server holds this one too.
@@ -55,6 +55,7 @@ class Server:
             web.get("/is_paused", self.is_paused),
             web.post("/update_weight_version", self.update_label),
             web.post("/inference/v1/generate", self.generate),
+            web.post("/collective_rpc", self.call),
         ]
 
     async def health(self, _: web.Request) -> web.Response:
@@ -83,6 +84,12 @@ class Server:
     async def update_label(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]
         return web.json_response({"success": True, "new_version": self.label})
+
+    async def call(self, request: web.Request) -> web.Response:
+        """A method of the extension, in every rank."""
+        if (await request.json())["method"] != "polyrl_tell_policy" or self.args.older_extension:
+            return web.json_response({"error": {"message": "no such method", "code": 500}}, status=500)
+        return web.json_response({"results": [None]})
 
     async def metrics(self, _: web.Request) -> web.Response:
         figures = {"num_requests_running": self.num_running, "num_requests_waiting": self.num_waiting}
@@ -164,6 +171,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--tokens-per-s", type=float, default=300.0)
     parser.add_argument("--die-when-asked", action="store_true")
+    parser.add_argument("--older-extension", action="store_true")
     args, _ = parser.parse_known_args()
     if args.tokens_per_s == 0:
         sys.exit("ValueError: it cannot start")
