@@ -140,6 +140,9 @@ class Preparation:
         return found
 
     def _olds(self, samples: Sequence[TrainSample]) -> list[Logprobs]:
+        """What KL in the reward is of. With one update they are not kept for the ratio, which is 1 by the pass that
+        trains: other packs round otherwise, in bfloat16 by more than the clip of GSPO for every sixth sample.
+        """
         if self._config.old_logprobs == "engine":
             return [one.logprobs for one in samples]
         known = self.with_old_logprobs(samples)
