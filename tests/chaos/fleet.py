@@ -140,7 +140,8 @@ class Fleet:
     def _worker_argv(self, name: str) -> list[str]:
         url = f"http://127.0.0.1:{self.gates[name].port}"
         token = str(self.run_dir / "worker.token")
-        flags = ["--join", url, "--token-file", token, "--name", name, "--spot", "--price", "1.0"]
+        session = ["--session-file", str(self.folder / f"{name}.session")]
+        flags = ["--join", url, "--token-file", token, "--name", name, *session, "--spot", "--price", "1.0"]
         return [*POLYRL, "worker", *flags, *self.engine, f"tally={self.folder / f'{name}.tally'}"]
 
     async def until_listening(self) -> None:

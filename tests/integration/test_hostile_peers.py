@@ -686,7 +686,7 @@ def test_the_trainers_own_worker_gets_its_name_back_from_whoever_took_it(tmp_pat
     run(scenario())
 
 
-def test_a_name_whose_worker_is_gone_is_taken_over_at_once_and_the_round_goes_on(tmp_path: Path):
+def test_a_name_whose_worker_is_gone_is_taken_over_after_three_heartbeats_and_the_round_goes_on(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, "honest") as old:
             playing, _ = await begin_round(fleet, old, 0)
@@ -698,9 +698,88 @@ def test_a_name_whose_worker_is_gone_is_taken_over_at_once_and_the_round_goes_on
                 assert (await old.fate()).why == "another process joined under its name"
                 check_right(await playing, prompts)
                 assert live.service.executor.lives == {"honest": 2}
-                assert not live.refused
+                assert live.refused.keys() == {"name"}
 
     run(scenario())
+
+
+def graceful(grace_s: float) -> ManagerSettings:
+    return msgspec.structs.replace(QUICK, restart_grace_s=grace_s)
+
+
+def test_nobody_takes_the_name_of_a_worker_that_a_manager_started_again_waits_for(tmp_path: Path):
+    async def scenario() -> None:
+        sessions: dict[str, str] = {}
+        async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, "honest") as honest:
+            await fleet.publish(0)
+            await honest.enter()
+            sessions["honest"] = honest.session
+        async with manager(tmp_path, graceful(20.0)) as live, Peer(live, "honest") as mallory:
+            with pytest.raises(NameTaken, match="a worker 'honest' is connected already, or was a moment ago"):
+                await mallory.join()
+            async with Peer(live, "honest") as honest:
+                await honest.dial(sessions["honest"])
+                await honest.say(frames.Hello(0, b""))
+                await honest.hear(frames.Welcome)
+                assert is_connected(live, "honest")
+                assert live.service.executor.lives == {"honest": 1}
+
+    run(scenario())
+
+
+def test_the_name_of_a_worker_that_never_comes_back_is_free_when_the_grace_is_over(tmp_path: Path):
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, trainer(live), Peer(live, "honest") as honest:
+            await honest.enter()
+        async with manager(tmp_path, graceful(0.2)) as live, Peer(live, "honest") as another:
+            await asyncio.sleep(0.2 + 3 * QUICK.stream.heartbeat_interval_s)
+            await another.enter()
+            assert live.service.executor.lives == {"honest": 2}
+
+    run(scenario())
+
+
+def test_the_name_of_a_worker_that_was_given_up_is_kept_for_who_shows_its_session(tmp_path: Path):
+    async def scenario() -> None:
+        config = msgspec.structs.replace(CONFIG, fleet_rules=FleetRules(heartbeat_timeout_s=0.5))
+        async with manager(tmp_path, graceful(20.0)) as live, trainer(live, config) as fleet:
+            await fleet.publish(0)
+            async with Peer(live, "honest") as honest, Peer(live, "honest") as mallory:
+                await honest.enter()
+                await until(lambda: not live.service.executor.workers, "it is given up: it said nothing")
+                with pytest.raises(NameTaken):
+                    await mallory.join()
+                async with dialer(live) as dialled:
+                    before = honest.session
+                    assert (await dialled.get("/v1/workers/honest", NameReply)).refusal
+                    assert not (await dialled.get("/v1/workers/honest", NameReply, before)).refusal
+                    assert (await dialled.post("/v1/join", honest.facts, JoinReply, before)).session != before
+
+    run(scenario())
+
+
+def test_a_worker_started_again_with_its_session_has_its_name_at_once(tmp_path: Path):
+    async def scenario() -> None:
+        keeps = HONEST._replace(session_file=tmp_path / "honest.session")
+        async with manager(tmp_path / "run", graceful(300.0)) as live:
+            for life in (1, 2, 3):
+                task = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer(live), keeps).run())
+                await until(lambda life=life: live.service.executor.lives == {"honest": life}, f"life {life}")
+                await until(lambda: is_connected(live, "honest"), "it is connected")
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            assert "name" not in live.refused
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("text", ["not a session", "0" * 65, "aa\nX-Admin: yes"])
+def test_a_session_file_that_is_none_is_one_line(tmp_path: Path, text: str):
+    path = tmp_path / "honest.session"
+    path.write_text(text)
+    with pytest.raises(UserError, match="is no session of a worker; expected what a worker wrote there"):
+        WorkerAgent(EmulatedEngine(ENGINE), Dialer("http://127.0.0.1:1", "t"), HONEST._replace(session_file=path))
 
 
 def test_a_name_whose_worker_is_silent_is_taken_over_and_the_silent_one_is_told(tmp_path: Path):
@@ -746,7 +825,7 @@ def test_a_worker_whose_name_stays_taken_hears_it_before_its_model_is_loaded(tmp
         engine = LargeEngine(ENGINE)
         async with manager(tmp_path) as live, honest_worker(live):
             left = await WorkerAgent(engine, dialer(live), HONEST._replace(name_patience_s=0.2)).run()
-            assert not left.ok and "a worker 'honest' is connected already: stop it" in str(left)
+            assert not left.ok and "a worker 'honest' is connected already" in str(left)
             assert not engine.has_loaded
             assert live.service.executor.lives == {"honest": 1}
 

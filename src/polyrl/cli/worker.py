@@ -5,6 +5,7 @@ import asyncio
 import logging
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyrl.cli import dialing
@@ -48,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-config", metavar="FILE", help="a TOML file of settings of the engine")
     parser.add_argument(
         "--name", help="unique in the fleet; taken over from a worker that is gone (default: host and pid)"
+    )
+    parser.add_argument(
+        "--session-file",
+        metavar="FILE",
+        help="keep the session there, so that a worker started again with it has its name at once",
     )
     parser.add_argument("--slots", type=int, help="samples at once (default: what the engine says)")
     parser.add_argument("--spot", action="store_true", help="the machine may be taken away")
@@ -200,6 +206,7 @@ async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
         price_usd_per_hour=args.price,
         num_devices=args.devices,
         drain_deadline_s=args.drain_deadline,
+        session_file=None if args.session_file is None else Path(args.session_file),
         relays=not args.no_relay and dialer.is_plain,  # with TLS it would need a certificate of its own
     )
     agent = WorkerAgent(engine, dialer, options, peer_of=_peer_of(args))

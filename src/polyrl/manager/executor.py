@@ -56,6 +56,9 @@ class Executor:
         self.workers: dict[WorkerName, WorkerSession] = {}
         self.turned_away: dict[WorkerName, tuple[str, Seconds]] = {}
         """Workers that cannot serve this run: why, and when they were gone. The last ones."""
+        self.absent: dict[WorkerName, tuple[str, float]] = {}
+        """Names of workers that were given up and may come back: the session of each, and until when the name is kept
+        for who shows it. The first to be free first."""
         self.farewells: dict[str, frames.Release] = {}
         """What those are told who were given up for good and dial again: they did not hear it. By their session."""
         self.lives: dict[WorkerName, Incarnation] = {}
@@ -222,7 +225,18 @@ class Executor:
         if session.link is not None:
             session.link.send(release)
             session.link.close(why)
-        if not rejoin:  # also to who is connected: the connection may be broken, and nobody has noticed
+        if rejoin:
+            self._keep_name(session)
+        else:  # also to who is connected: the connection may be broken, and nobody has noticed
             self.farewells[session.key] = release
             if len(self.farewells) > _MAX_FAREWELLS:
                 del self.farewells[next(iter(self.farewells))]
+
+    def _keep_name(self, session: WorkerSession) -> None:
+        now = time.monotonic()
+        for name in list(self.absent):
+            if self.absent[name][1] > now:
+                break
+            del self.absent[name]
+        self.absent.pop(session.name, None)
+        self.absent[session.name] = session.key, now + self.settings.restart_grace_s

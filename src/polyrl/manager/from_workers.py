@@ -148,6 +148,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     if session.greeted:
         raise Refused("order", "a second Hello on one connection")
     session.greeted = executor.is_urgent = True
+    session.is_expected = False
     session.weight_addresses = _own_addresses(executor, session, hello.weight_addresses)
     worker = executor.seat_of(session)
     if worker is None or executor.scheduler is None:

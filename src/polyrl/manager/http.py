@@ -28,7 +28,7 @@ from polyrl.ids import WorkerName
 from polyrl.manager import asking, from_trainer, from_workers, joining
 from polyrl.manager.door import Connection, Door
 from polyrl.manager.executor import Executor
-from polyrl.manager.inlet import Inlet
+from polyrl.manager.inlet import Inlet, Unfinished
 from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused, RequestError
 from polyrl.manager.service import Service
@@ -107,6 +107,7 @@ class Front:
         self._limits = service.settings.limits
         self._joins = JoinLimit(self._limits.joins_per_s)
         self._door = Door(self._limits.connections_per_address, service.count_refusal)
+        self._unfinished = Unfinished(int(self._limits.max_unfinished_mb * _MB), self._limits.message_timeout_s)
         self._links: set[Link] = set()
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
@@ -250,17 +251,19 @@ class Front:
         _check_protocol(wanted.protocol)
         if wanted.local and self._scope(request) != "admin":
             raise _BadRequest(403, "scope", "only who has the admin token may join as the trainer's own worker")
+        before, address = request.headers.get(SESSION_HEADER, ""), request.remote or ""
         try:
-            return reply(await self._service.ask(lambda executor: joining.join(executor, wanted)))
+            return reply(await self._service.ask(lambda executor: joining.join(executor, wanted, before, address)))
         except Refused as refused:
-            status = 423 if refused.kind == "name" else 409  # a name may be free soon
+            status = {"name": 423, "full": 429}.get(refused.kind, 409)  # a name, or a place, may be free soon
             raise _BadRequest(status, refused.kind, str(refused)) from refused
 
     async def _look_up(self, request: web.Request) -> web.Response:
         name = WorkerName(request.match_info["name"])
         if not re.fullmatch(WORKER_NAME, name):
             raise _BadRequest(404, "worker", f"no worker is called {name!r}")
-        found = await self._service.ask(lambda executor: joining.look_up(executor, name))
+        before = request.headers.get(SESSION_HEADER, "")
+        found = await self._service.ask(lambda executor: joining.look_up(executor, name, before))
         if found.refusal:
             self._service.count_refusal("name")
         return reply(found)
@@ -349,7 +352,7 @@ class Front:
         self, request: web.Request, session: WorkerSession | TrainerSession, max_bytes: int
     ) -> web.StreamResponse:
         service = self._service
-        socket = Inlet(max_bytes)
+        socket = self._inlet(request, session, max_bytes)
         if not socket.can_prepare(request):
             raise _BadRequest(400, "websocket", "expected a WebSocket")
         await socket.prepare(request)
@@ -387,6 +390,18 @@ class Front:
             if link.is_too_slow:
                 service.count_refusal("slow_reader")
         return socket
+
+    def _inlet(self, request: web.Request, session: WorkerSession | TrainerSession, max_bytes: int) -> Inlet:
+        """Where what a worker has begun to say is bounded; a trainer is ours, and what it says is large."""
+        if isinstance(session, TrainerSession):
+            return Inlet(max_bytes)
+
+        def cut(why: str) -> None:
+            log.warning("worker %s is cut off: %s", session.name, why)
+            self._service.count_refusal("unfinished")
+            _abort(request)
+
+        return Inlet(max_bytes, self._unfinished, cut)
 
 
 def _refusal(request: web.Request, code: int, text: str) -> web.Response:

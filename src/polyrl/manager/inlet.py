@@ -7,6 +7,9 @@ Rules kept here:
   queue that is full stops the reading.
 - Whatever is no binary frame (text, pings, goodbyes, what is wrong with a peer) is received as ever. Masks, sizes and
   fragments are aiohttp's reader's business.
+- What has come of a message that is not whole is in our memory, and nobody has answered for it yet. So it is counted,
+  of all connections together (`Unfinished`): a message that takes too long is cut off with its connection, and where
+  there is too much of them, the one that was begun first.
 """
 
 import asyncio
@@ -19,18 +22,85 @@ from aiohttp.web_request import BaseRequest
 
 _QUEUED_BYTES = 1 << 16
 _CLOSE_S = 5.0
+_SMALL_BYTES = 1 << 15
+"""Of an unfinished message, which are not worth counting. Nearly all frames are smaller."""
 
 
 _BINARY = WSMsgType.BINARY  # an enumeration looks its members up in Python
 
 
+class Unfinished:
+    """Messages of which a part has come, of all connections."""
+
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._begun: dict[_Reader, float] = {}
+        """When each was first seen to be large; the oldest first."""
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_bytes = 0
+
+    def grew(self, reader: "_Reader") -> None:
+        """More has come of a message that is not small."""
+        loop = asyncio.get_running_loop()
+        self._begun.setdefault(reader, loop.time())
+        self.num_bytes += reader.num_unfinished - reader.num_counted
+        reader.num_counted = reader.num_unfinished
+        while self.num_bytes > self._max_bytes:
+            self._cut("messages that do not end take too much memory")
+        if self._timer is None and self._begun:
+            self._timer = loop.call_later(self._timeout_s, self._cut_slow)
+
+    def ended(self, reader: "_Reader") -> None:
+        self._begun.pop(reader, None)
+        self.num_bytes -= reader.num_counted
+        reader.num_counted = 0
+
+    def _cut_slow(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._timer = None
+        while self._begun and next(iter(self._begun.values())) + self._timeout_s <= now:
+            self._cut(f"a message did not end within {self._timeout_s:g} s")
+        if self._begun:
+            next_at = next(iter(self._begun.values())) + self._timeout_s
+            self._timer = asyncio.get_running_loop().call_at(next_at, self._cut_slow)
+
+    def _cut(self, why: str) -> None:
+        reader = next(iter(self._begun))
+        self.ended(reader)
+        reader.cut(f"{why}; {reader.num_unfinished / 1e6:.1f} MB of one had come")
+
+
+class _Reader(WebSocketReader):
+    """aiohttp's, which also counts what has come since the last whole message."""
+
+    num_unfinished = num_counted = 0
+
+    def watch(self, unfinished: Unfinished, cut: Callable[[str], None]) -> None:
+        self._unfinished, self.cut = unfinished, cut
+
+    def feed_data(self, data: Any) -> Any:
+        self.num_unfinished += len(data)
+        fed = super().feed_data(data)
+        if self.num_unfinished > _SMALL_BYTES:
+            self._unfinished.grew(self)
+        return fed
+
+    def message_ended(self) -> None:
+        if self.num_unfinished > _SMALL_BYTES:
+            self._unfinished.ended(self)
+        self.num_unfinished = 0
+
+
 class _Queue(WebSocketDataQueue):
     take: Callable[[bytes], bool] | None = None
+    reader: "_Reader | None" = None
     is_behind = False
     """One is waiting, or on its way to who receives it: taking it out makes aiohttp read on, before it is there."""
 
     def feed_data(self, data: Any, size: int) -> None:
         """Called by the reader with each message. What `take` raises would be lost: it had better not."""
+        if self.reader is not None:
+            self.reader.message_ended()
         take = self.take
         if take is None or self.is_behind or data.type is not _BINARY or not take(data.data):
             self.is_behind = True
@@ -38,9 +108,14 @@ class _Queue(WebSocketDataQueue):
 
 
 class Inlet(web.WebSocketResponse):
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, unfinished: Unfinished | None = None, cut: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`cut` is told why a message of this peer is not waited for any longer, and ends the connection. Without
+        `unfinished` its messages may take as long as they like."""
         super().__init__(max_msg_size=max_bytes, compress=False, heartbeat=None, timeout=_CLOSE_S)
         self._max_bytes = max_bytes
+        self._unfinished, self._cut = unfinished, cut
 
     def give_to(self, take: Callable[[bytes], bool]) -> None:
         """Hand each frame on as it is read. `receive` gets what is not taken, for want of room."""
@@ -57,12 +132,18 @@ class Inlet(web.WebSocketResponse):
         """Hand nothing on any more."""
         if isinstance(self._reader, _Queue):
             self._reader.take = None
+            if self._reader.reader is not None:
+                self._reader.reader.message_ended()
 
     def _post_start(self, request: BaseRequest, protocol: str | None, writer: Any) -> None:
         """As aiohttp's, which cannot be told to use another queue."""
         try:
             queue = _Queue(request.protocol, _QUEUED_BYTES, loop=asyncio.get_running_loop())
-            parser = WebSocketReader(queue, self._max_bytes, compress=False, decode_text=True)
+            kind = WebSocketReader if self._unfinished is None else _Reader
+            parser = kind(queue, self._max_bytes, compress=False, decode_text=True)
+            if isinstance(parser, _Reader) and self._unfinished is not None:
+                parser.watch(self._unfinished, self._cut)
+                queue.reader = parser
         except TypeError:  # a later aiohttp has changed them: then everything is received as ever
             super()._post_start(request, protocol, writer)
             return

@@ -1,15 +1,17 @@
 """Who takes part: workers join under a name and are drained, a trainer opens the run or comes back to it.
 
-Rules kept here: a name is one worker's as long as it is connected and heard of. Once its connection is broken, or it
-was silent for three heartbeats, who joins under the name takes it over, and the former session is over. The trainer's
-own worker takes its name from anybody. Before there is a run, nobody misses a heartbeat: who joined and is gone is
-forgotten after a minute.
+Rules kept here: a name is one worker's as long as it is heard of, and for three heartbeats more; after a restart of the
+manager, and once the worker was given up and may come back, for `restart_grace_s` more. Until then nobody gets the name
+but who shows the session that the worker was given: itself, or a process started in its place. After that, who joins
+under the name takes it over, and the former session is over. The trainer's own worker takes its name from anybody.
+Before there is a run, nobody misses a heartbeat: who joined and is gone is forgotten after a minute.
 
 What a session is for is in sessions.py; what is said on its connections in from_workers.py and from_trainer.py.
 """
 
 import logging
 import secrets
+import time
 
 from polyrl.ids import Incarnation, Seconds, Version, WorkerName
 from polyrl.manager.executor import Executor
@@ -35,24 +37,27 @@ _NO_MODEL = (
 )
 
 
-def join(executor: Executor, request: JoinRequest) -> JoinReply:
-    """Raises Refused for a name that somebody else is connected under, and for an engine that the run cannot use."""
+def join(executor: Executor, request: JoinRequest, session_before: str = "", address: str = "") -> JoinReply:
+    """Raises Refused for a name that is somebody else's, and for an engine or a price that the run cannot use.
+
+    `session_before`: what it was given when it joined under the name before.
+    """
     name = WorkerName(request.name)
     if request.engine == EMULATED and _is_of_a_model(executor):
         raise Refused("engine", _NO_MODEL)
     _check_price(executor, request)
     if request.slots > MAX_SLOTS:
         raise Refused("slots", f"worker {name}: slots: got {request.slots}, expected at most {MAX_SLOTS}")
-    former = executor.workers.get(name)
-    outranks = request.local and former is not None and not former.facts.local
-    if former is not None and _is_here(executor, former) and not outranks:
+    if not _outranks(executor, request) and _reserved_s(executor, name, session_before) > 0.0:
         raise Refused("name", _taken(name))
+    executor.absent.pop(name, None)
     if executor.scheduler is None:
         _forget_who_is_gone(executor)
+    _check_room(executor, name, address)
     executor.forget(name, "another process joined under its name", in_anger=True)
     incarnation = Incarnation(executor.lives.get(name, 0) + 1)
     executor.lives[name] = incarnation
-    session = WorkerSession(secrets.token_hex(16), incarnation, request)
+    session = WorkerSession(secrets.token_hex(16), incarnation, request, address)
     session.heard_at = session.told_at = executor.now()
     executor.workers[name] = session
     executor.journal.add_note(SessionOpened(session.key, incarnation, request))
@@ -70,6 +75,19 @@ def join(executor: Executor, request: JoinRequest) -> JoinReply:
     )
 
 
+def _check_room(executor: Executor, name: WorkerName, address: str) -> None:
+    limits = executor.settings.limits
+    others = [one for one in executor.workers.values() if one.name != name]
+    if len(others) >= limits.max_workers:
+        raise Refused("full", f"{len(others)} workers are here; expected fewer than {limits.max_workers} for one more")
+    num_there = sum(one.joined_from == address for one in others)
+    if address and num_there >= limits.max_workers_per_address:
+        most = f"{limits.max_workers_per_address} (limits.max_workers_per_address)"
+        raise Refused(
+            "full", f"worker {name!r}: {num_there} workers have joined from {address}; expected fewer than {most}"
+        )
+
+
 def _check_price(executor: Executor, request: JoinRequest) -> None:
     limits, name = executor.settings.limits, request.name
     price, most = request.price_usd_per_hour, limits.max_price_usd_per_hour
@@ -81,28 +99,40 @@ def _check_price(executor: Executor, request: JoinRequest) -> None:
         log.warning("worker %s says that it took %g s to start; %s", name, request.starting_s, paid)
 
 
-def look_up(executor: Executor, name: WorkerName) -> NameReply:
+def look_up(executor: Executor, name: WorkerName, session_before: str = "") -> NameReply:
     """For who has not started its engine yet, which may take longer than whoever leaves needs to be gone."""
+    reserved_s = _reserved_s(executor, name, session_before)
     session = executor.workers.get(name)
-    if session is None or not _is_here(executor, session):
+    seat = None if session is None else executor.seat_of(session)
+    if reserved_s <= 0.0 or (seat is not None and seat.state == "draining"):
         return NameReply()
-    seat = executor.seat_of(session)
-    if seat is not None and seat.state == "draining":
-        return NameReply()
-    return NameReply(refusal=_taken(name), missed_in_s=_missed_in_s(executor, session))
+    return NameReply(refusal=_taken(name), missed_in_s=reserved_s)
 
 
 def _taken(name: WorkerName) -> str:
-    return f"a worker {name!r} is connected already: stop it, or take another name"
+    return (
+        f"a worker {name!r} is connected already, or was a moment ago: stop it, take another name, or give the new one "
+        "the former one's --session-file"
+    )
 
 
-def _is_here(executor: Executor, session: WorkerSession) -> bool:
-    return session.link is not None and _missed_in_s(executor, session) > 0.0
+def _outranks(executor: Executor, request: JoinRequest) -> bool:
+    """The trainer's own worker is let in in place of a stranger, and of one that is not connected."""
+    former = executor.workers.get(WorkerName(request.name))
+    return request.local and (former is None or not former.facts.local or former.link is None)
 
 
-def _missed_in_s(executor: Executor, session: WorkerSession) -> float:
-    silent_s = executor.now() - session.heard_at
-    return _SILENT_HEARTBEATS * executor.settings.stream.heartbeat_interval_s - silent_s
+def _reserved_s(executor: Executor, name: WorkerName, session_before: str) -> float:
+    """For how long the name is still somebody else's than who shows that session; 0: it is free."""
+    session = executor.workers.get(name)
+    if session is None:
+        key, until = executor.absent.get(name, ("", 0.0))
+        return 0.0 if _is_key(key, session_before) else max(0.0, until - time.monotonic())
+    if _is_key(session.key, session_before):
+        return 0.0
+    beats_s = _SILENT_HEARTBEATS * executor.settings.stream.heartbeat_interval_s
+    grace_s = executor.settings.restart_grace_s if session.is_expected else 0.0
+    return max(0.0, session.heard_at + beats_s + grace_s - executor.now())
 
 
 def _forget_who_is_gone(executor: Executor) -> None:

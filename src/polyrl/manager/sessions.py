@@ -32,14 +32,18 @@ aborted until it hears of it: a moment, and for all its samples at once where a 
 class WorkerSession:
     """A worker in one of its lives."""
 
-    def __init__(self, key: str, incarnation: Incarnation, facts: JoinRequest) -> None:
+    def __init__(self, key: str, incarnation: Incarnation, facts: JoinRequest, joined_from: str = "") -> None:
+        """`joined_from`: the address; empty after a restart of the manager."""
         self.key = key
+        self.joined_from = joined_from
         self.name = WorkerName(facts.name)
         self.incarnation = incarnation
         self.facts = facts
         self.link: Link | None = None
         self.greeted = False
         """It has said Hello on its present connection."""
+        self.is_expected = False
+        """The manager was started again, and has not heard of it since."""
         self.weight_addresses: tuple[str, ...] = ()
         """Where others may fetch weights from it, of what it says on its present connection."""
         self.report: frames.Report | None = None

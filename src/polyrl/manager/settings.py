@@ -38,6 +38,13 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
     connections_per_address: Annotated[int, Meta(ge=1)] = 256
     """That bring no request with a token: one more, and the oldest of them is cut. Streams do not count."""
+    max_workers: Annotated[int, Meta(ge=1)] = 8192
+    """At once. One more is told to try again later."""
+    max_workers_per_address: Annotated[int, Meta(ge=1)] = 2048
+    max_unfinished_mb: Annotated[float, Meta(ge=16)] = 256.0
+    """Of workers' messages of which a part has come, all together: beyond it, the one begun first is cut off."""
+    message_timeout_s: Seconds = 60.0
+    """A worker's message that is not whole after so long is cut off with its connection."""
     relay_networks: tuple[str, ...] = ()
     """Networks, written as CIDR, in which workers may name addresses to fetch weights at, beside the one that each
     of them dials from."""

@@ -95,17 +95,21 @@ class Dialer:
         if found.info.protocol not in (None, PROTOCOL):
             raise UserError(f"{self.url}: {other_protocol(found.info.protocol, PROTOCOL)}")
 
-    async def post(self, path: str, body: msgspec.Struct | None, kind: type[StructT]) -> StructT:
-        return await self._request("POST", path, body, kind)
+    async def post(self, path: str, body: msgspec.Struct | None, kind: type[StructT], session: str = "") -> StructT:
+        """`session`: what we were given before, if there is something to show for it."""
+        return await self._request("POST", path, body, kind, session)
 
-    async def get(self, path: str, kind: type[StructT]) -> StructT:
-        return await self._request("GET", path, None, kind)
+    async def get(self, path: str, kind: type[StructT], session: str = "") -> StructT:
+        return await self._request("GET", path, None, kind, session)
 
-    async def _request(self, method: str, path: str, body: msgspec.Struct | None, kind: type[StructT]) -> StructT:
+    async def _request(
+        self, method: str, path: str, body: msgspec.Struct | None, kind: type[StructT], session: str
+    ) -> StructT:
         assert self._http is not None
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with self._http.request(method, self.url + path, data=data, ssl=self._tls) as answer:
+            shown = {SESSION_HEADER: session} if session else {}
+            async with self._http.request(method, self.url + path, data=data, headers=shown, ssl=self._tls) as answer:
                 content = await answer.read()
                 if answer.status >= 300:
                     raise self._refusal(answer.status, _error_in(content))

@@ -16,13 +16,16 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 from msgspec import structs
 
+from polyrl.disk import write_whole
 from polyrl.engines.engine import Engine, EngineEnd, EngineError, EngineInfo, Job
 from polyrl.engines.finishing import finish
 from polyrl.errors import UserError, one_line
@@ -55,8 +58,10 @@ class WorkerOptions(NamedTuple):
     """After a signal, everything is handed over within this time, or we leave without."""
     give_up_after_s: float = 600.0
     """A manager that cannot be reached for this long is given up."""
-    name_patience_s: float = 10.0
-    """So long may somebody else be connected under our name: one that died without a word is missed sooner."""
+    name_patience_s: float = 30.0
+    """So long may our name be somebody else's: one that died without a word is missed sooner."""
+    session_file: Path | None = None
+    """Where the session is kept, so that a process started in our place has our name at once."""
     pull_deadline_s: float = 840.0
     """A version that has not come by then has failed."""
     relays: bool = True
@@ -119,6 +124,8 @@ class WorkerAgent:
         """Why the engine was down when we last looked."""
         self._num_outages = 0
         self._session: JoinReply | None = None
+        self._session_before = "" if options.session_file is None else _read_session(options.session_file)
+        """What we show for our name."""
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._welcomed = False
         self._draining = ""
@@ -217,7 +224,8 @@ class WorkerAgent:
         waits, until = pauses(), math.inf
         while True:
             asked_at = time.monotonic()
-            found = await self._dialer.get(f"/v1/workers/{self._options.name}", NameReply)
+            path = f"/v1/workers/{self._options.name}"
+            found = await self._dialer.get(path, NameReply, self._session_before)
             if not found.refusal:
                 return
             if asked_at > until:
@@ -318,7 +326,10 @@ class WorkerAgent:
             relays=self._peer_of is not None and self._options.relays,
             local=self._options.is_local,
         )
-        self._session = await self._dialer.post("/v1/join", request, JoinReply)
+        self._session = await self._dialer.post("/v1/join", request, JoinReply, self._session_before)
+        self._session_before = self._session.session
+        if self._options.session_file is not None:
+            _write_session(self._options.session_file, self._session_before)
         if self._installer.peer is None and self._peer_of is not None:
             self._installer.peer = await asyncio.to_thread(self._peer_of, bytes.fromhex(self._session.weights_key))
         self._began_at = time.monotonic()
@@ -533,6 +544,26 @@ class WorkerAgent:
             kv_used = min(1.0, max(0.0, stats.kv_used))
             await self._send(frames.Report(stats.num_running, stats.num_waiting, kv_used, stats.num_preemptions, rate))
             await asyncio.sleep(self._session.heartbeat_interval_s)
+
+
+def _read_session(path: Path) -> str:
+    """Empty if there is none yet. Raises UserError."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not re.fullmatch("[0-9a-f]{0,64}", text):
+        raise UserError(f"{path}: is no session of a worker; expected what a worker wrote there, or no file")
+    return text
+
+
+def _write_session(path: Path, session: str) -> None:
+    try:
+        write_whole(path, f"{session}\n".encode(), 0o600)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def until_next(interval_s: float, phase_s: float, now: float) -> float:

@@ -120,7 +120,8 @@ async def started(recipe: Recipe, run_dir: Path, address: Address) -> AsyncItera
 
 
 async def start(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
-    arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name]
+    session = ("--session-file", str(run_dir / f"{name}.session"))  # a run that goes on has it, and the name with it
+    arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name, *session]
     return await processes.start(arguments, _log_file(run_dir, name))
 
 

@@ -1,0 +1,107 @@
+"""Messages that never end: what has come of them is bounded, and who sends them is cut off by name, run or no run."""
+
+import asyncio
+import logging
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.integration.live import CONFIG, QUICK, Peer, honest_worker, manager, play_round, run, trainer, until
+
+from polyrl.manager.settings import LimitSettings, ManagerSettings
+from polyrl.wire.dial import Unreachable
+
+MB = 1 << 20
+
+
+def limited(**limits: float) -> ManagerSettings:
+    changed = msgspec.structs.replace(LimitSettings(request_timeout_s=5.0, joins_per_s=1000.0), **limits)
+    return msgspec.structs.replace(QUICK, limits=changed)
+
+
+async def begin_message(peer: Peer, num_sent: int, num_claimed: int = 15 * MB) -> None:
+    """The head of a binary message of so many bytes, masked, and the first of them."""
+    transport = peer.socket._response.connection.transport  # type: ignore[union-attr]
+    assert transport is not None
+    transport.write(b"\x82\xff" + struct.pack(">Q", num_claimed) + bytes(4))
+    for _ in range(num_sent // MB):
+        transport.write(bytes(MB))
+        await asyncio.sleep(0)
+
+
+def test_messages_that_never_end_are_bounded_in_all_and_the_oldest_makes_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Each below the largest that a message may be, and together far above what there is for them."""
+
+    async def scene() -> None:
+        async with manager(tmp_path, limited(max_unfinished_mb=40.0)) as live, honest_worker(live):
+            peers = [Peer(live, f"mallory-{number}") for number in range(8)]
+            for peer in peers:
+                await peer.enter()
+                await begin_message(peer, 12 * MB)
+            await until(lambda: live.refused.get("unfinished", 0) >= 5, "those that were first are cut off")
+            assert live.refused["unfinished"] <= 6
+            for peer in peers:
+                await peer.__aexit__()
+            async with trainer(live) as fleet:
+                await fleet.publish(0)
+                assert len(await play_round(fleet, 0)) == CONFIG.domains[0].prompts_per_step
+
+    with caplog.at_level(logging.WARNING, logger="polyrl"):
+        run(scene(), timeout_s=90.0)
+    assert "worker mallory-0 is cut off: messages that do not end take too much memory" in caplog.text
+    assert "worker honest is cut off" not in caplog.text
+
+
+def test_a_message_that_takes_too_long_is_cut_off_while_no_run_is_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async def scene() -> None:
+        async with manager(tmp_path, limited(message_timeout_s=0.5)) as live, Peer(live) as peer:
+            await peer.enter()
+            await begin_message(peer, 2 * MB)
+            await until(lambda: live.refused == {"unfinished": 1}, "it is cut off")
+
+    with caplog.at_level(logging.WARNING, logger="polyrl"):
+        run(scene())
+    assert "worker mallory is cut off: a message did not end within 0.5 s; 2.1 MB of one had come" in caplog.text
+
+
+def test_a_large_message_that_ends_is_heard_and_nothing_is_left_of_it(tmp_path: Path):
+    async def scene() -> None:
+        async with manager(tmp_path, limited(message_timeout_s=2.0)) as live, Peer(live) as peer:
+            await peer.enter()
+            await peer.send(bytes(9 * MB))  # no frame: refused, but heard as a whole
+            assert (await peer.fate()).why.startswith("refused: not a frame")
+            assert live.refused == {"frame": 1}
+
+    run(scene())
+
+
+def test_there_are_so_many_workers_at_once(tmp_path: Path):
+    async def scene() -> None:
+        async with manager(tmp_path, limited(max_workers=3)) as live:
+            for number in range(3):
+                async with Peer(live, f"worker-{number}") as peer:
+                    await peer.join()
+            async with Peer(live, "worker-3") as peer:
+                with pytest.raises(Unreachable, match="3 workers are here; expected fewer than 3"):
+                    await peer.join()
+            assert live.refused == {"full": 1}
+
+    run(scene())
+
+
+def test_the_workers_of_one_address_leave_room_for_others(tmp_path: Path):
+    async def scene() -> None:
+        async with manager(tmp_path, limited(max_workers_per_address=2)) as live:
+            for number in range(2):
+                async with Peer(live, f"worker-{number}") as peer:
+                    await peer.join()
+            async with Peer(live, "worker-2") as peer:
+                with pytest.raises(Unreachable, match=r"worker 'worker-2': 2 workers have joined from 127.0.0.1"):
+                    await peer.join()
+
+    run(scene())
