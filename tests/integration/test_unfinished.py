@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,11 @@ import pytest
 from tests.integration.live import CONFIG, QUICK, Peer, honest_worker, manager, play_round, run, trainer, until
 
 from polyrl.manager.settings import LimitSettings, ManagerSettings
-from polyrl.wire.dial import Unreachable
+from polyrl.scheduling.fleet import MAX_DEPARTED
+from polyrl.scheduling.parameters import FleetRules
+from polyrl.wire import frames
+from polyrl.wire.control import JoinReply, JoinRequest
+from polyrl.wire.dial import Dialer, Unreachable
 
 MB = 1 << 20
 
@@ -105,3 +111,29 @@ def test_the_workers_of_one_address_leave_room_for_others(tmp_path: Path):
                     await peer.join()
 
     run(scene())
+
+
+def test_names_that_come_and_go_leave_little_behind(tmp_path: Path):
+    """Each is another one, by a worker that never connects, and is given up for want of a heartbeat."""
+    num = MAX_DEPARTED + 200
+    config = msgspec.structs.replace(CONFIG, fleet_rules=FleetRules(heartbeat_timeout_s=0.5))
+    settings = msgspec.structs.replace(limited(joins_per_s=1e6), restart_grace_s=0.1)
+
+    async def scene() -> None:
+        async with manager(tmp_path, settings) as live, trainer(live, config) as fleet:
+            async with Dialer(live.url, live.token("worker")) as dialer:
+                for number in range(num):
+                    facts = JoinRequest(name=f"w{number}", protocol=frames.PROTOCOL, engine="script", slots=1)
+                    await dialer.post("/v1/join", facts, JoinReply)
+            executor = live.service.executor
+            await until(lambda: not executor.workers, "all are given up")
+            assert executor.scheduler is not None
+            assert len(executor.scheduler.ledger.workers) <= MAX_DEPARTED + 1
+            assert len(executor.scheduler.desk.state.fleet.last_incarnations) <= MAX_DEPARTED
+            assert (await fleet.status()).ledger["workers_joined"] == num
+
+    run(scene(), timeout_s=100.0)
+    verify = [sys.executable, "-m", "polyrl", "ledger", str(tmp_path), "--verify"]
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verified" in done.stdout

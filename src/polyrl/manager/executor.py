@@ -39,6 +39,8 @@ CarryOut = Callable[["Executor", c.Command], None]
 
 _MAX_FAREWELLS = 1000
 _MAX_TURNED_AWAY = 16
+_FORGET_EVERY = 1000
+"""Lives more than are known are forgotten by so many at a time."""
 
 
 class Executor:
@@ -231,6 +233,14 @@ class Executor:
             self.farewells[session.key] = release
             if len(self.farewells) > _MAX_FAREWELLS:
                 del self.farewells[next(iter(self.farewells))]
+
+    def next_life(self, name: WorkerName) -> Incarnation:
+        """Of a worker that joins. What the scheduler has forgotten, or never heard of, begins anew."""
+        known = {} if self.scheduler is None else self.scheduler.desk.state.fleet.last_incarnations
+        if len(self.lives) > len(known) + len(self.workers) + _FORGET_EVERY:
+            self.lives = {one: life for one, life in self.lives.items() if one in known or one in self.workers}
+        life = self.lives[name] = Incarnation(self.lives.get(name, 0) + 1)
+        return life
 
     def _keep_name(self, session: WorkerSession) -> None:
         now = time.monotonic()

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 
-from polyrl.ids import Incarnation, Seconds, Version, WorkerName
+from polyrl.ids import Seconds, Version, WorkerName
 from polyrl.manager.executor import Executor
 from polyrl.manager.journal import SessionOpened
 from polyrl.manager.refusals import Refused
@@ -55,8 +55,7 @@ def join(executor: Executor, request: JoinRequest, session_before: str = "", add
         _forget_who_is_gone(executor)
     _check_room(executor, name, address)
     executor.forget(name, "another process joined under its name", in_anger=True)
-    incarnation = Incarnation(executor.lives.get(name, 0) + 1)
-    executor.lives[name] = incarnation
+    incarnation = executor.next_life(name)
     session = WorkerSession(secrets.token_hex(16), incarnation, request, address)
     session.heard_at = session.told_at = executor.now()
     executor.workers[name] = session

@@ -29,6 +29,8 @@ WorkerDuty = Literal["generating", "stopping", "to_training", "training", "to_ge
 _GAIN_DOWN = 0.3
 _GAIN_UP = 0.03
 """How much an observation moves its bin. Prefilling and pauses only ever add time, so a shorter one tells more."""
+MAX_DEPARTED = 1000
+"""Names that are remembered after they went."""
 _NUM_ACCUSERS = 2
 _FIXED_SHARE = 0.5
 """Of a decode step's time, as long as no smaller number of samples has been seen."""
@@ -193,7 +195,10 @@ class Fleet(Struct):
     seats: dict[int, Worker] = {}
     by_name: dict[WorkerName, int] = {}
     last_incarnations: dict[WorkerName, Incarnation] = {}
-    """The newest life of every name ever seen: a join that is repeated late is refused by it."""
+    """The newest life of every name that is there, or departed: a join that is repeated late is refused by it."""
+    departed: dict[WorkerName, None] = {}
+    """Names that were there, the last ones, in the order in which they went. Names cost nothing, so that somebody could
+    join under one after the other for ever."""
     local_seats: list[int] = []
     next_seat: int = 1
     num_remote: int = 0
@@ -218,6 +223,7 @@ class Fleet(Struct):
         self.seats[worker.seat] = worker
         self.by_name[worker.name] = worker.seat
         self.last_incarnations[worker.name] = worker.incarnation
+        self.departed.pop(worker.name, None)
         if worker.local:
             self.local_seats.append(worker.seat)
         else:
@@ -226,10 +232,20 @@ class Fleet(Struct):
     def remove(self, worker: Worker, now: Seconds) -> None:
         del self.seats[worker.seat]
         del self.by_name[worker.name]
+        self.departed[worker.name] = None
         if worker.local:
             self.local_seats.remove(worker.seat)
         elif worker.state != "draining":
             self._count(-1, now)
+
+    def forget_oldest(self) -> WorkerName | None:
+        """The name that departed first, if more have than are remembered."""
+        if len(self.departed) <= MAX_DEPARTED:
+            return None
+        name = next(iter(self.departed))
+        del self.departed[name]
+        del self.last_incarnations[name]
+        return name
 
     def start_drain(self, worker: Worker, now: Seconds) -> None:
         if not worker.local and worker.state != "draining":

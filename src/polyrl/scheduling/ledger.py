@@ -25,6 +25,8 @@ DiscardCause = Literal[
     "speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "refused", "not_taken", "withdrawn"
 ]
 
+OTHERS = WorkerName("(others)")
+"""The line of all workers that went long ago; no worker can have this name."""
 NUM_LENGTH_BINS = 24
 """Bin b holds answers of 2^(b-1) up to 2^b - 1 tokens."""
 
@@ -134,6 +136,16 @@ class Ledger(Struct):
             line = self.workers[worker] = WorkerLine(price_usd_per_hour=price_usd_per_hour)
         line.price_usd_per_hour = price_usd_per_hour
         return line
+
+    def fold(self, worker: WorkerName) -> None:
+        """Keep of a worker that went long ago what it adds to the sums, and no line of its own."""
+        line = self.workers.pop(worker)
+        others = self.worker_line(OTHERS, 0.0)
+        for activity, seconds in line.seconds.items():
+            others.seconds[activity] = others.seconds.get(activity, 0.0) + seconds
+        others.usd += line.usd
+        others.num_joins += line.num_joins
+        others.num_losses += line.num_losses
 
     def trainer_left(self, at: Seconds) -> None:
         if self.trainer_left_at is None and self.started_at is not None:

@@ -293,7 +293,8 @@ class _Watcher:
 
     def _begin(self, worker: Worker, now: Seconds, starting_s: Seconds, ledger: Ledger) -> None:
         paid_s = starting_s if 0.0 <= starting_s < float("inf") else 0.0
-        paid_s = min(paid_s, now - self._gone_at.get(worker.name, -float("inf")))
+        is_known = ledger.workers[worker.name].num_joins > 1  # else it is new, or went so long ago that it is forgotten
+        paid_s = min(paid_s, now - self._gone_at.get(worker.name, -float("inf"))) if is_known else paid_s
         price = ledger.workers[worker.name].price_usd_per_hour
         life = Life(worker.name, worker.local, worker.spot, price, now, paid_s)
         self.lives.append(life)

@@ -10,8 +10,9 @@ Rules kept here: every law that does not hold is named with both numbers. Second
 they agree to a millionth.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from polyrl.scheduling.ledger import OTHERS
 from polyrl.telemetry.account import Account
 
 _HOUR_S = 3600.0
@@ -45,22 +46,30 @@ def _equal(what: str, number: int, parts: dict[str, int]) -> Iterator[str]:
 
 
 def _seconds_and_dollars(account: Account) -> Iterator[str]:
-    for name, line in account.ledger.workers.items():
-        seconds, usd = account.paid_before.get(name, (0.0, 0.0))
-        for life in account.lives:
-            if life.worker == name:
-                known = [life.ended_at, life.missed_since, account.now]
-                end = next(moment for moment in known if moment is not None)
-                life_s = end - life.began_at + life.starting_s
-                seconds += life_s
-                usd += life_s * life.price_usd_per_hour / _HOUR_S
-        yield from _close(f"seconds of worker {name}", line.paid_s, "its time in the fleet", seconds)
-        yield from _close(f"dollars of worker {name}", line.usd, "its time in the fleet times its price", usd)
+    lines = account.ledger.workers
+    expected: dict[str, tuple[float, float]] = {**account.paid_before}
+    for life in account.lives:
+        known = [life.ended_at, life.missed_since, account.now]
+        end = next(moment for moment in known if moment is not None)
+        life_s = end - life.began_at + life.starting_s
+        seconds, usd = expected.get(life.worker, (0.0, 0.0))
+        expected[life.worker] = seconds + life_s, usd + life_s * life.price_usd_per_hour / _HOUR_S
+    paid = {name: (line.paid_s, line.usd) for name, line in lines.items()}
+    if OTHERS in lines:  # who went long ago has no line of its own: all together must be right
+        paid, expected = ({"(all)": _sums(one)} for one in (paid, expected))
+    for name, (paid_s, paid_usd) in paid.items():
+        seconds, usd = expected.get(name, (0.0, 0.0))
+        yield from _close(f"seconds of worker {name}", paid_s, "its time in the fleet", seconds)
+        yield from _close(f"dollars of worker {name}", paid_usd, "its time in the fleet times its price", usd)
     there_s = account.now - account.started_at - account.trainer_gone_s
     wall_usd = there_s * account.config.trainer_usd_per_hour / _HOUR_S
     yield from _close(
         "dollars of the trainer", account.ledger.trainer_usd(account.now), "wall clock times its price", wall_usd
     )
+
+
+def _sums(of_workers: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+    return sum(seconds for seconds, _ in of_workers.values()), sum(usd for _, usd in of_workers.values())
 
 
 def _steps(account: Account) -> Iterator[str]:
