@@ -215,7 +215,7 @@ class Peer:
 
     async def join(self) -> None:
         async with Dialer(self.live.url, self.live.token("worker")) as dialer:
-            self.session = (await dialer.post("/v1/join", self.facts, JoinReply)).session
+            self.session = (await dialer.post("/v1/join", self.facts, JoinReply, self.session)).session
 
     async def dial(self, session: str | None = None) -> None:
         headers = {SESSION_HEADER: self.session if session is None else session}
