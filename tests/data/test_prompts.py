@@ -99,3 +99,41 @@ def test_a_reward_of_ones_own_may_do_without_an_answer_in_some_rows_or_in_all(tm
 def test_a_template_that_cannot_be_filled_is_the_templates_fault(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"data\.template: "):
         tasks_of(tmp_path, {"prompt": "p"}, template="{prompt:d}")
+
+
+VERL = {
+    "prompt": [{"role": "user", "content": "1+1"}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra.level": 3,
+    "extra_info": {"hints": ["a", "b"]},
+}
+
+
+def test_a_column_within_a_column_is_reached_by_the_way_to_it(tmp_path: Path):
+    (task,) = tasks_of(tmp_path, VERL, answer_key="reward_model.ground_truth", needs_answer=True)
+    assert (task.prompt, task.expected) == (VERL["prompt"], "2")
+    settings = {"prompt_key": "prompt.0.content", "answer_key": "extra.level"}
+    (task,) = tasks_of(tmp_path, VERL, template="{extra_info.hints.1}: {prompt} {extra.level:02d}", **settings)
+    assert (task.prompt, task.expected) == ("b: 1+1 03", "3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"answer_key": "reward_model.truth"}, "no column 'reward_model.truth', which data.answer_key names"),
+        ({"answer_key": "prompt.7.content"}, "no column 'prompt.7.content', which data.answer_key names"),
+        ({"prompt_key": "reward_model.style.x"}, "no column 'reward_model.style.x', which data.prompt_key names"),
+        (
+            {"prompt_key": "reward_model.style", "template": "{prompt} {extra_info.none}"},
+            "no column 'extra_info.none', which data.template names",
+        ),
+    ],
+)
+def test_a_way_that_leads_nowhere_is_named(tmp_path: Path, settings: dict[str, Any], said: str):
+    with pytest.raises(DataError, match=said):
+        tasks_of(tmp_path, VERL, **settings)
+
+
+def test_no_template_reaches_into_python(tmp_path: Path):
+    with pytest.raises(DataError, match=r"no column 'prompt\.__class__'"):
+        tasks_of(tmp_path, {"prompt": "x"}, template="{prompt} {prompt.__class__}")

@@ -69,7 +69,7 @@ def test_of_several_splits_the_training_split_is_read(tmp_path: Path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert [row.fields["prompt"] for row in read_rows(tmp_path)] == ["a"]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["test"]}')
-    with pytest.raises(DataError, match="no split 'train' there, only test"):
+    with pytest.raises(DataError, match=r"no split 'train' there; expected .*#test"):
         list(read_rows(tmp_path))
 
 
@@ -89,7 +89,7 @@ def test_what_the_datasets_library_saves_is_read(tmp_path: Path):
         ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl:1: not JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: not JSON"),
         ("a.parquet", b"nonsense", "a.parquet: cannot be read as Parquet"),
-        ("a.csv", b"a,b", r"a.csv: expected a .jsonl or .parquet file"),
+        ("a.txt", b"a,b", r"a.txt: expected a .jsonl, .json, .csv or .parquet file"),
         ("d/state.json", b"{}", "names no data files"),
         ("d/state.json", b"[]", "got a list of 0, expected an object"),
         ("d/state.json", b'{"_data_files": [{"filename": "x.arrow"}]}', "x.arrow: cannot be read as Arrow"),
@@ -107,3 +107,68 @@ def test_a_file_that_cannot_be_read_is_one_line_with_its_place(tmp_path: Path, n
 def test_a_missing_file_is_one_line(tmp_path: Path):
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
         list(read_rows(tmp_path / "gone.jsonl"))
+
+
+def test_the_same_rows_come_from_json_csv_and_json_lines(tmp_path: Path):
+    rows = [{"prompt": "a, b", "answer": "1"}, {"prompt": 'say "x"\nand y', "answer": ""}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.csv").write_text('\ufeffprompt,answer\n"a, b",1\n\n"say ""x""\nand y",\n', encoding="utf-8")
+    for name in ("rows.json", "lines.json", "rows.csv"):
+        assert [row.fields for row in read_rows(tmp_path / name)] == rows, name
+    assert [row.place for row in read_rows(tmp_path / "rows.json")] == [
+        f"{tmp_path}/rows.json: row {n}" for n in (1, 2)
+    ]
+    assert [row.place for row in read_rows(tmp_path / "rows.csv")] == [f"{tmp_path}/rows.csv:{n}" for n in (2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "", "a.csv:1: got nothing, expected the names of the columns"),
+        ("a.csv", "prompt,prompt\n", "a.csv:1: got 'prompt' twice, expected the names"),
+        ("a.csv", "prompt,\n1,2\n", "a.csv:1: got a column without a name, expected"),
+        ("a.csv", "prompt,answer\n1\n", "a.csv:2: got 1 cells, expected 2: prompt, answer"),
+        ("a.csv", 'prompt\n"open', "a.csv: cannot be read as CSV: "),
+        ("a.csv", "prompt\n\udcff\n", "a.csv: cannot be read as CSV: "),
+        ("a.json", "[1]", "a.json: row 1: got 1, expected an object"),
+        ("a.json", "[{", "a.json: not JSON"),
+        ("a.json", "7", "a.json:1: got 7, expected an object"),
+    ],
+)
+def test_what_is_wrong_with_json_or_csv_is_one_line(tmp_path: Path, name: str, text: str, said: str):
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(DataError) as error:
+        list(read_rows(tmp_path / name))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_split_of_a_saved_dataset_can_be_named(tmp_path: Path):
+    save_dataset(tmp_path / "d/train", pa.table({"a": [1]}))
+    save_dataset(tmp_path / "d/test", pa.table({"a": [2]}))
+    (tmp_path / "d/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    found = {split: [row.fields["a"] for row in read_rows(f"{tmp_path}/d{split}")] for split in ("", "#train", "#test")}
+    assert found == {"": [1], "#train": [1], "#test": [2]}
+    for place, said in (
+        ("d#dev", f"no split 'dev' there; expected {tmp_path}/d#train, {tmp_path}/d#test"),
+        ("d/test#test", "is one set, without splits; leave #test out"),
+    ):
+        with pytest.raises(DataError, match=said):
+            list(read_rows(tmp_path / place))
+
+
+def test_a_directory_of_files_as_the_hub_has_them_has_its_splits_in_their_names(tmp_path: Path):
+    for number in range(2):
+        (tmp_path / "d/main").mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"a": [number]}), tmp_path / f"d/main/train-0000{number}-of-00002.parquet")
+    write_lines(tmp_path / "d/main/test.jsonl", '{"a": 7}')
+    assert [row.fields["a"] for row in read_rows(tmp_path / "d")] == [0, 1]
+    assert [row.fields["a"] for row in read_rows(f"{tmp_path}/d/main#test")] == [7]
+    with pytest.raises(DataError, match="no file of a split 'dev', only test, train; expected"):
+        list(read_rows(f"{tmp_path}/d#dev"))
+    (tmp_path / "d/other").mkdir()
+    write_lines(tmp_path / "d/other/train.jsonl", '{"a": 9}')
+    with pytest.raises(
+        DataError, match=f"several sets there; expected one of {tmp_path}/d/main#train, {tmp_path}/d/ot"
+    ):
+        list(read_rows(tmp_path / "d"))

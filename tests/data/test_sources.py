@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,9 @@ class CountingTokenizer(ModelTokenizer):
         self.asked: Counter[str] = Counter()
         super().__init__(folder)
 
-    def tokens(self, prompts: Sequence[str | Messages]) -> list[Tokens]:
+    def tokens(self, prompts: Sequence[str | Messages], chat: Mapping[str, Any] | None = None) -> list[Tokens]:
         self.asked.update(str(prompt) for prompt in prompts)
-        return super().tokens(prompts)
+        return super().tokens(prompts, chat or {})
 
 
 def test_problems_of_the_rounds_under_way_are_kept_and_older_ones_drawn_again_the_same(
@@ -165,3 +165,20 @@ def test_problems_of_the_rounds_under_way_are_kept_and_older_ones_drawn_again_th
         source.tokens(prompt)
     assert source.tokens(7).tolist() == first
     assert counting.asked[text] == 2
+
+
+def test_a_domains_switches_reach_the_chat_template_and_the_reward_sees_the_same_prompt(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    template = "{{ messages[0]['content'] }}={% if not thinks %}1{% endif %}"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    tokenizer = ModelTokenizer(str(tmp_path))
+    settings = {"source": write_rows(tmp_path / "a.jsonl", ["2"]), "chat": True}
+    for thinks, written in ((True, "2="), (False, "2=1")):
+        source = train_on(tokenizer, chat_template_kwargs={"thinks": thinks}, **settings)
+        assert source.written(0) == written and tokenizer.text(source.tokens(0).tolist()) == written
+    arithmetic = train_on(tokenizer, source="arithmetic", chat=True, chat_template_kwargs={"thinks": False})
+    assert arithmetic.written(0).endswith("=1")
+    with pytest.raises(ValueError, match=r"^chat_template_kwargs\.tokenize: is set by PolyRL"):
+        train_on(tokenizer, chat_template_kwargs={"tokenize": True}, **settings)

@@ -85,3 +85,13 @@ def test_a_directory_without_a_tokenizer_is_one_line_with_its_key(tmp_path: Path
     with pytest.raises(ConfigError, match=rf"model\.path: .*{message}") as wrong:
         ModelTokenizer(str(tmp_path))
     assert "\n" not in str(wrong.value)
+
+
+def test_the_template_hears_what_the_recipe_tells_it(tmp_path: Path):
+    tokenizer = make(
+        tmp_path, template=TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}=1{% endif %}"
+    )
+    chat = [{"role": "user", "content": "2"}]
+    assert tokenizer.written(chat) == "u2=a"
+    assert tokenizer.written(chat, {"enable_thinking": False}) == "u2=a=1"
+    assert len(tokenizer.tokens([chat], {"enable_thinking": False})[0]) == len(tokenizer.tokens([chat])[0]) + 2

@@ -24,11 +24,12 @@ def settings(
 ) -> "BuiltinConfig":
     """`tree` holds the keys that were given; `--model` comes before its own. Raises UserError."""
     from polyrl.config import build
+    from polyrl.config.hub import local_model
     from polyrl.config.model_dir import check_model_dir
     from polyrl.engines.builtin.config import BuiltinConfig
 
     if model is not None:
-        tree = {**tree, "model": model}
+        tree = {**tree, "model": local_model(model, "--model")}
     if "model" not in tree:
         raise UserError("--model: missing; the builtin engine needs a Hugging Face model directory")
     config = build(tree, BuiltinConfig, source=source, overrides=overrides)

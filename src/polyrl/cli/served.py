@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from polyrl.config import build
+from polyrl.config.hub import local_model
 from polyrl.config.model_dir import check_model_dir
 from polyrl.engines.served.engine import NAMES, Kind, ServedEngine
 from polyrl.engines.served.server import ServedConfig
@@ -20,7 +21,8 @@ _OURS = ("--host", "--port", "--model", "--model-path", "--served-model-name", "
 
 def engine(args: argparse.Namespace, tree: dict[str, Any], source: str) -> ServedEngine:
     """`tree` holds the keys that were given; options come before them. Raises UserError."""
-    given = {"model": args.model, "url": args.engine_url, "python": args.engine_python, "flags": args.rest}
+    model = args.model and local_model(args.model, "--model")
+    given = {"model": model, "url": args.engine_url, "python": args.engine_python, "flags": args.rest}
     tree = {**tree, **{key: value for key, value in given.items() if value}}
     if "model" not in tree:
         raise UserError(f"--model: missing; a {NAMES[args.engine]} server needs a Hugging Face model directory")

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from polyrl.cli import builtin
+    from polyrl.config import hub
     from polyrl.config.recipe_files import list_recipes, load_recipe
     from polyrl.config.shipped import show_shipped
     from polyrl.errors import UserError
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.recipe is None:
         raise UserError("a recipe is missing: expected a TOML file, a name of `polyrl train --list`, or --resume DIR")
     recipe = ranks.with_ranks(partial(load_recipe, args.recipe), overrides, seat)
+    recipe = hub.with_local_places(recipe)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
     if args.dry_run:
         from polyrl.cli.training.fitting import fit

@@ -41,6 +41,7 @@ GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those that compare the samples of a group with each other."""
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"]
 KlEstimator = Literal["k1", "k2", "k3"]
+_OF_CHATS = ("conversation", "messages", "add_generation_prompt", "tokenize", "return_tensors", "return_dict")
 _USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 _USUAL_AGGREGATIONS: dict[str, Aggregation] = {"gspo": "seq-mean-token-mean", "dr_grpo": "fixed"}
 """Of the loss, or else of the advantage, where its paper has another than the mean over tokens."""
@@ -54,7 +55,7 @@ _USUAL_CORRECTIONS = {
 
 class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str
-    """A Hugging Face directory: the weights that training starts from, and the tokenizer."""
+    """A Hugging Face directory, or a model's name on the hub: weights that training starts from, and the tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on a GPU, where flash attention needs it, and float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -316,7 +317,8 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A kind of task: its data, its reward, and its share of every step."""
 
     source: str | None = None
-    """A .jsonl or .parquet file, a directory of `datasets`, or "arithmetic"."""
+    """A .jsonl, .json, .csv or .parquet file; a directory of `datasets` or of such files, with #SPLIT where it is not
+    "train"; a data set of the Hugging Face hub; or "arithmetic"."""
     reward: str | tuple[str, ...] | None = None
     """arithmetic, math, or a function of your own: `module:function`; or several, whose scores are added up. None: all
     of rewards.functions; where there are none, the source's own, if it has one."""
@@ -325,15 +327,17 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
     its own split, files have none."""
     prompt_key: str = "prompt"
-    """The column with the prompt, or with a list of chat messages."""
+    """The column with the prompt, or with a list of chat messages; `a.b` is column b within column a."""
     answer_key: str = "answer"
-    """The column with what the reward compares with."""
+    """The column with what the reward compares with; `a.b` is column b within column a."""
     template: str = "{prompt}"
     """The prompt as the model sees it: text with {prompt} and any other column in braces."""
     chat: bool = False
     """Wrap the prompt with the tokenizer's chat template. Rows of messages always are."""
     system: str = ""
     """A system message before the prompt; needs `chat`."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """What the tokenizer's chat template is given beside the messages: enable_thinking = false, for example."""
     max_prompt_tokens: AtLeastOne | None = None
     """Rows with a longer prompt are left out, and counted; none: what the context leaves beside an answer."""
     num_prompts: AtLeastOne | None = None
@@ -348,6 +352,9 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("reward: got none, expected arithmetic, math or module:function")
         if self.system and not self.chat:
             raise ValueError("system: is for chat = true alone; otherwise the template is the place for it")
+        ours = [name for name in self.chat_template_kwargs if name in _OF_CHATS]
+        if ours:
+            raise ValueError(f"chat_template_kwargs.{ours[0]}: is set by PolyRL; leave it out")
         _check_template("template", self.template)
 
 
@@ -399,7 +406,7 @@ class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields
             return self.domains
         assert self.source is not None
         only = {key: getattr(self, key) for key in DomainFields.__struct_fields__}
-        return (DomainSection(name=PurePath(self.source).stem or "data", **only),)
+        return (DomainSection(name=PurePath(self.source.partition("#")[0]).stem or "data", **only),)
 
 
 class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -737,6 +744,12 @@ def _check_template(key: str, template: str) -> None:
         raise ValueError(f"{key}: {error}; a brace that is meant as one is doubled") from error
     if not any(name.partition(".")[0].partition("[")[0] == "prompt" for name in names):
         raise ValueError(f"{key}: has no {{prompt}}, expected the place where the prompt goes")
-    strange = [name for name in names if not name.isidentifier()]
+    strange = [name for name in names if not _is_column(name)]
     if strange:
         raise ValueError(f"{key}: got {{{strange[0]}}}, expected the name of a column; a brace meant as one is doubled")
+
+
+def _is_column(name: str) -> bool:
+    """A name, or the way to a column within a column: `extra_info.hints.0`."""
+    first, *others = name.split(".")
+    return first.isidentifier() and all(one.isidentifier() or one.isdecimal() for one in others)

@@ -1,6 +1,7 @@
 """From a row to a prompt: which column, which template, which chat messages; and what its answer should be.
 
     template = "Question: {prompt}\\nAnswer:"      text with {prompt}, and any other column, in braces
+    answer_key = "reward_model.ground_truth"      a column within a column
     chat = true                                   wrapped as a user's message, after `system` if there is one
     a list of messages in the column              taken as it is: roles and contents
 
@@ -12,6 +13,7 @@ Left out: tokens (tokens.py).
 import string
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +25,7 @@ from polyrl.errors import ConfigError
 
 Messages = list[dict[str, str]]
 
+MISSING = msgspec.UNSET
 _USUAL_ANSWER_KEY = DomainFields().answer_key
 
 
@@ -55,20 +58,36 @@ def template_columns(template: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name != "prompt"]
 
 
+def column(fields: Fields, name: str) -> Any:
+    """A column by its name, or by the way to it: `reward_model.ground_truth`. MISSING where there is none."""
+    if name in fields:
+        return fields[name]
+    found: Any = fields
+    for part in name.split("."):
+        if isinstance(found, dict) and part in found:
+            found = found[part]
+        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return MISSING
+    return found
+
+
 def _prompt(row: Row, domain: DomainFields, key: str) -> str | Messages:
     name = domain.prompt_key
-    if name not in row.fields:
+    value = column(row.fields, name)
+    if value is MISSING:
         raise _no_column(row, name, f"{key}.prompt_key")
-    value = row.fields[name]
     if isinstance(value, list) and value:
         return _messages(row.place, name, value)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{row.place}: {name}: got {kind_of(value)}, expected a text or a list of messages")
     columns = template_columns(domain.template)
-    missing = [column for column in columns if column not in row.fields]
+    found = {one: column(row.fields, one) for one in columns}
+    missing = [one for one, its in found.items() if its is MISSING]
     if missing:
         raise _no_column(row, missing[0], f"{key}.template")
-    text = _fill(domain.template, {**{column: row.fields[column] for column in columns}, "prompt": value}, key)
+    text = _fill(domain.template, {**found, "prompt": value}, key)
     if not domain.chat:
         return text
     system = [{"role": "system", "content": domain.system}] if domain.system else []
@@ -78,7 +97,7 @@ def _prompt(row: Row, domain: DomainFields, key: str) -> str | Messages:
 def _check_answer_key(rows: Iterator[Row], name: str, key: str) -> None:
     """Reads up to the first row that has the column; mostly that is the first."""
     first = next(rows, None)
-    if first is not None and name not in first.fields and all(name not in row.fields for row in rows):
+    if first is not None and all(column(row.fields, name) is MISSING for row in chain([first], rows)):
         raise _no_column(first, name, f"{key}.answer_key")
 
 
@@ -90,9 +109,18 @@ def _no_column(row: Row, name: str, key: str) -> DataError:
 
 def _fill(template: str, columns: Fields, key: str) -> str:
     try:
-        return template.format(**columns)
+        return "".join(_parts(template, columns))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{key}.template: {error}") from error
+
+
+def _parts(template: str, columns: Fields) -> Iterator[str]:
+    """As `str.format` does it; but `a.b` is the column b within a, and never an attribute."""
+    for text, name, spec, conversion in string.Formatter().parse(template):
+        yield text
+        if name is not None:
+            value = string.Formatter().convert_field(columns[name], conversion)  # pyright: ignore[reportArgumentType]
+            yield format(value, spec or "")
 
 
 def _messages(place: str, name: str, value: list[Any]) -> Messages:
@@ -106,16 +134,16 @@ def _messages(place: str, name: str, value: list[Any]) -> Messages:
 
 def _expected(row: Row, name: str, *, needs_answer: bool) -> str:
     """A number is its text. What is neither is for the person's own reward, as JSON."""
-    value = row.fields.get(name)
+    value = column(row.fields, name)
     match value:
         case str() if value.strip() or not needs_answer:
             return value
         case int() | float() if not isinstance(value, bool):
             return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         case _ if needs_answer:
-            found = kind_of(value) if name in row.fields else "nothing"
+            found = "nothing" if value is MISSING else kind_of(value)
             raise DataError(f"{row.place}: {name}: got {found}, expected the answer, which the reward compares with")
-        case None:
+        case None | msgspec.UNSET:
             return ""
         case _:
             return msgspec.json.encode(value).decode()

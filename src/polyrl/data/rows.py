@@ -1,12 +1,17 @@
-"""Rows of a data file: JSON lines, Parquet, or a directory that the `datasets` library saved.
+"""Rows of a data file (JSON lines, JSON, CSV, Parquet), or of a directory of them or saved by the `datasets` library.
+
+    rows.jsonl  rows.json  rows.csv  rows.parquet     a file
+    data/gsm8k                                        a directory: its split `train`
+    data/gsm8k#test                                   another split of it
 
 Rules kept here: a row is plain data (texts, numbers, lists, tables), and knows its place, so that whoever finds fault
-with it can say where: `file:line` in JSON lines, `file: row N`, counted from 1, elsewhere. Files are read as they are
-asked for, and never changed.
-Left out: what the columns mean (prompts.py), and downloading.
+with it can say where: `file:line` in JSON lines and CSV, `file: row N`, counted from 1, elsewhere. Files are read as
+they are asked for, and never changed.
+Left out: what the columns mean (prompts.py), and downloading (config/hub.py).
 """
 
 import base64
+import csv
 import importlib
 import json
 from codecs import BOM_UTF8
@@ -22,10 +27,13 @@ import msgspec
 from polyrl.errors import UserError
 
 Fields = dict[str, Any]
-KINDS = "a .jsonl or .parquet file, or a directory saved by `datasets`"
+KINDS = "a .jsonl, .json, .csv or .parquet file, or a directory of them or saved by `datasets`"
 
 _BATCH_ROWS = 1024
 _SPLIT = "train"
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_MAX_CELL = 1 << 26
+"""Characters of one cell of CSV: its own limit is below a long prompt."""
 
 
 class Row(NamedTuple):
@@ -39,18 +47,79 @@ class DataError(UserError):
 
 def read_rows(source: str | Path, limit: int | None = None) -> Iterator[Row]:
     """The rows in order, the first `limit` of them. Raises DataError."""
-    path = Path(source)
+    path, split = _split_of(str(source))
     if path.is_dir():
-        rows = _read_directory(path)
+        rows = _read_directory(path, split)
     elif not path.exists():
         raise DataError(f"{path}: no such file; expected {KINDS}")
-    elif path.suffix == ".jsonl":
-        rows = _read_lines(path)
-    elif path.suffix == ".parquet":
-        rows = _numbered(path, _parquet_rows(path))
+    elif split is not None:
+        raise DataError(f"{source}: {path.name} is a file, and has no split {split!r}; expected {KINDS}")
     else:
-        raise DataError(f"{path}: expected {KINDS}")
+        rows = _read_file(path)
     yield from islice(rows, limit)
+
+
+def _split_of(source: str) -> tuple[Path, str | None]:
+    """`DIR#SPLIT`; a name with that sign in it is a name where there is such a file."""
+    place, sign, split = source.rpartition("#")
+    return (Path(place), split) if sign and not Path(source).exists() else (Path(source), None)
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    match path.suffix:
+        case ".jsonl":
+            return _read_lines(path)
+        case ".json":
+            return _read_array(path)
+        case ".csv":
+            return _read_csv(path)
+        case ".parquet":
+            return _numbered(path, _parquet_rows(path))
+        case _:
+            raise DataError(f"{path}: expected {KINDS}")
+
+
+def _read_array(path: Path) -> Iterator[Row]:
+    """A list of objects; or, as some name it, JSON lines."""
+    try:
+        data = path.read_bytes().removeprefix(BOM_UTF8)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if not data.lstrip().startswith(b"["):
+        yield from _read_lines(path)
+        return
+    try:
+        rows = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    for number, fields in enumerate(rows, start=1):
+        place = f"{path}: row {number}"
+        if not isinstance(fields, dict):
+            raise DataError(f"{place}: got {kind_of(fields)}, expected an object with a prompt")
+        yield Row(place, fields)
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    """The first line names the columns; every cell is a text."""
+    csv.field_size_limit(_MAX_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, strict=True)
+            names = next(lines, [])
+            twice = [name for name in names if names.count(name) > 1]
+            if not names or twice or not all(names):
+                found = f"{twice[0]!r} twice" if twice else "a column without a name" if names else "nothing"
+                raise DataError(f"{path}:1: got {found}, expected the names of the columns")
+            for cells in lines:
+                place = f"{path}:{lines.line_num}"
+                if cells and len(cells) != len(names):
+                    raise DataError(f"{place}: got {len(cells)} cells, expected {len(names)}: {', '.join(names)}")
+                if cells:
+                    yield Row(place, dict(zip(names, cells, strict=True)))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as CSV: {_line(error)}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
@@ -73,17 +142,23 @@ def _read_lines(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _read_directory(path: Path) -> Iterator[Row]:
-    """`Dataset.save_to_disk` writes state.json, which names its Arrow files; a DatasetDict has one such for a split."""
+def _read_directory(path: Path, split: str | None) -> Iterator[Row]:
+    """`Dataset.save_to_disk` writes state.json, which names its Arrow files; a DatasetDict has one such for a split.
+
+    A directory of files, as the hub has them, has its splits in their names.
+    """
+    wanted = _SPLIT if split is None else split
     if (path / "dataset_dict.json").is_file():
         splits = _read_json(path / "dataset_dict.json").get("splits", [])
-        if _SPLIT not in splits:
-            named = ", ".join(map(str, splits)) or "none"
-            raise DataError(f"{path}: no split {_SPLIT!r} there, only {named}; name the directory of one of them")
-        path = path / _SPLIT
+        if wanted not in splits:
+            named = ", ".join(f"{path}#{one}" for one in splits) or "none"
+            raise DataError(f"{path}: no split {wanted!r} there; expected {named}")
+        path = path / wanted
+    elif not (path / "state.json").is_file():
+        return _read_files(path, wanted)
+    elif split is not None:
+        raise DataError(f"{path}: is one set, without splits; leave #{split} out")
     state = path / "state.json"
-    if not state.is_file():
-        raise DataError(f"{path}: no state.json there; expected {KINDS}")
     listed = _read_json(state)
     if listed.get("_indices_data_files") or listed.get("_indices_files"):
         raise DataError(f"{path}: saved by an old `datasets` with its rows in another order; save it again")
@@ -92,6 +167,20 @@ def _read_directory(path: Path) -> Iterator[Row]:
     except (KeyError, TypeError) as error:
         raise DataError(f"{state}: names no data files; expected {KINDS}") from error
     return _numbered(path, (row for file in files for row in _arrow_rows(file)))
+
+
+def _read_files(path: Path, split: str) -> Iterator[Row]:
+    """`train.jsonl`, or `train-00000-of-00002.parquet` and so on, there or in one folder below."""
+    found = sorted(one for suffix in _SUFFIXES for one in path.rglob(f"*{suffix}"))
+    files = [one for one in found if one.stem == split or one.stem.startswith(f"{split}-")]
+    if not files:
+        splits = dict.fromkeys(one.stem.partition("-")[0] for one in found)
+        named = f", only {', '.join(splits)}" if splits else ""
+        raise DataError(f"{path}: no state.json there, and no file of a split {split!r}{named}; expected {KINDS}")
+    folders = list(dict.fromkeys(one.parent for one in files))
+    if len(folders) > 1:
+        raise DataError(f"{path}: several sets there; expected one of {', '.join(f'{one}#{split}' for one in folders)}")
+    return (row for one in files for row in _read_file(one))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,10 +6,10 @@ are asked for, and again where one is too long. A source may be asked from any t
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import blake3
 from msgspec import json, structs
@@ -33,6 +33,10 @@ class Source(Protocol):
 
     def task(self, prompt: int) -> Task: ...
 
+    def written(self, prompt: int) -> str:
+        """As the model sees it."""
+        ...
+
     def tokens(self, prompt: int) -> Tokens: ...
 
     def digest(self) -> str:
@@ -48,14 +52,17 @@ class FileSource:
         tokenizer: ModelTokenizer,
         max_tokens: int | None,
         enough: int | None = None,
+        chat: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises DataError; also if nothing is left. `enough`: no more is read when so many prompts are found."""
+        """Raises DataError; also if nothing is left. `enough`: no more is read when so many prompts are found. `chat`
+        is what the chat template is given beside messages."""
+        self._tokenizer, self._chat = tokenizer, {} if chat is None else chat
         self._tasks: list[Task] = []
         self._tokens: list[Tokens] = []
         num_rows = 0
         remaining = iter(tasks)
         while batch := list(islice(remaining, _next_batch(len(self._tasks), enough))):
-            for task, tokens in zip(batch, tokenizer.tokens([task.prompt for task in batch]), strict=True):
+            for task, tokens in zip(batch, tokenizer.tokens([task.prompt for task in batch], self._chat), strict=True):
                 num_rows += 1
                 if _can_be_used(tokens, max_tokens):
                     self._tasks.append(task)
@@ -73,6 +80,9 @@ class FileSource:
 
     def task(self, prompt: int) -> Task:
         return self._tasks[prompt]
+
+    def written(self, prompt: int) -> str:
+        return self._tokenizer.written(self._tasks[prompt].prompt, self._chat)
 
     def tokens(self, prompt: int) -> Tokens:
         return self._tokens[prompt]
@@ -110,6 +120,9 @@ class ArithmeticSource:
     def task(self, prompt: int) -> Task:
         return self._task(prompt, self._draw(prompt)[0])
 
+    def written(self, prompt: int) -> str:
+        return self._tokenizer.written(self.task(prompt).prompt, self._domain.chat_template_kwargs)
+
     def tokens(self, prompt: int) -> Tokens:
         return self._draw(prompt)[1]
 
@@ -118,7 +131,8 @@ class ArithmeticSource:
 
     def _draw_anew(self, prompt: int) -> tuple[Problem, Tokens]:
         for problem in draw_problems(self._domain.arithmetic, self._seed, self._split, prompt):
-            (tokens,) = self._tokenizer.tokens([self._task(prompt, problem).prompt])
+            written = self._task(prompt, problem).prompt
+            (tokens,) = self._tokenizer.tokens([written], self._domain.chat_template_kwargs)
             if _can_be_used(tokens, self._max_tokens):
                 return problem, tokens
         raise DataError(f"{ARITHMETIC}: no problem was found with at most {self._max_tokens} tokens")
@@ -162,7 +176,7 @@ def open_training(
             domain, tokenizer, seed=seed, split="train", num_prompts=num_prompts, max_tokens=max_tokens
         )
     tasks = read_tasks(domain.source, domain, needs_answer=needs_answer, key=key)
-    return FileSource(domain.source, tasks, tokenizer, max_tokens, enough)
+    return FileSource(domain.source, tasks, tokenizer, max_tokens, enough, domain.chat_template_kwargs)
 
 
 def open_validation(
@@ -182,4 +196,5 @@ def open_validation(
             domain, tokenizer, seed=0, split="validation", num_prompts=num_prompts, max_tokens=max_tokens
         )
     first = structs.replace(domain, num_prompts=num_prompts)
-    return FileSource(place, read_tasks(place, first, needs_answer=needs_answer, key=key), tokenizer, max_tokens)
+    tasks = read_tasks(place, first, needs_answer=needs_answer, key=key)
+    return FileSource(place, tasks, tokenizer, max_tokens, chat=domain.chat_template_kwargs)

@@ -6,7 +6,7 @@ begins; plain text gets what the tokenizer puts around any text. An answer is re
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
 """How the names begin of all files that say what a text's tokens are."""
 _KEY = "model.path"
+_NOTHING: Mapping[str, Any] = {}
 
 
 class ModelTokenizer:
@@ -35,20 +36,20 @@ class ModelTokenizer:
         self.max_context: int | None = _said_in_config(Path(folder), "max_position_embeddings")
         """What the model can, as its config.json says it."""
 
-    def written(self, prompt: str | Messages) -> str:
-        """The prompt as the model sees it."""
+    def written(self, prompt: str | Messages, chat: Mapping[str, Any] = _NOTHING) -> str:
+        """The prompt as the model sees it. `chat` is what the chat template is given beside messages."""
         if isinstance(prompt, str):
             return prompt
         if not self._tokenizer.chat_template:
             raise ConfigError(f"{_KEY}: {self._folder}: its tokenizer has no chat template; expected one, for messages")
         try:
-            return self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            return self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **chat)
         except Exception as error:  # a template is a program, and refuses roles in its own words
             raise DataError(f"{self._folder}: its chat template refuses the messages: {_line(error)}") from error
 
-    def tokens(self, prompts: Sequence[str | Messages]) -> list[Tokens]:
+    def tokens(self, prompts: Sequence[str | Messages], chat: Mapping[str, Any] = _NOTHING) -> list[Tokens]:
         """Of many prompts at once, which is faster than of one after the other."""
-        texts = [self.written(prompt) for prompt in prompts]
+        texts = [self.written(prompt, chat) for prompt in prompts]
         plain = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
         chats = [place for place, prompt in enumerate(prompts) if not isinstance(prompt, str)]
         found: dict[int, Tokens] = {}

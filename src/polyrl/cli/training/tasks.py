@@ -139,8 +139,8 @@ class RecipeTasks:
     def _read(self, domain: int, validation: str | None, prompt: int) -> tuple[Task, str]:
         """The task, and its prompt as the model sees it; of a set for validation, where one is named."""
         of = self._domains[domain]
-        task = (of.training if validation is None else of.validation[validation]).task(prompt)
-        return task, self._tokenizer.written(task.prompt)
+        source = of.training if validation is None else of.validation[validation]
+        return source.task(prompt), source.written(prompt)
 
     async def failed(self) -> None:
         """Waits for as long as all is well; raises UserError for a reward that always fails: nothing is trained."""
@@ -210,13 +210,12 @@ def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
 
     Raises UserError as `load_tasks`, for a row among them.
     """
-    tokenizer, domains = _open_all(recipe, one_step=True)
+    _, domains = _open_all(recipe, one_step=True)
     found: list[DomainOfStep] = []
     for domain, opened in zip(recipe.data.all_domains, domains, strict=True):
         first, source = opened.training.task(0), opened.training
         num = min(domain.prompts_per_step, source.num_prompts)
-        written = tokenizer.written(first.prompt)
-        found.append(DomainOfStep(domain.name, num, written, source.tokens(0).tolist(), first.expected))
+        found.append(DomainOfStep(domain.name, num, source.written(0), source.tokens(0).tolist(), first.expected))
     return found
 
 
