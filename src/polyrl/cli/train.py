@@ -184,6 +184,7 @@ def start(
 def _with_breaks(before: "Recipe", after: "Recipe", run_dir: Path, past: "Past") -> "Past":
     """What is trained otherwise from here on; steps that are in the log alone are finished as they were first."""
     from polyrl.cli.training import changes, checkpoints, ranks
+    from polyrl.cli.training.fitting import fit
     from polyrl.cli.training.settling import settle
     from polyrl.errors import UserError
 
@@ -194,7 +195,7 @@ def _with_breaks(before: "Recipe", after: "Recipe", run_dir: Path, past: "Past")
                 f"{changed[0].key}: the last {len(past.log)} steps are in the log alone, and are first trained again "
                 "as they were, which torchrun's ranks cannot do: use --ranks, or go on once without the change"
             )
-        settle(before, run_dir, past)
+        settle(fit(before), run_dir, past)
         past = checkpoints.read_past(run_dir)
     return past._replace(breaks=changed)
 
