@@ -85,10 +85,10 @@ SYNCHRONOUS = {"8k": "synchronous-7b-8k", "16k": "synchronous-14b-16k"}
 TAIL = {"8k": "tail-7b-8k", "16k": "tail-14b-16k"}
 COLOCATED = ("run.mode=synchronous", "rewards.as_finished=false", "routing.balance=false", "fleet.workers=0")
 FREE_REWARDS = (
-    "rewards.slots=100000",
-    "domains.1.reward.endless_share=0",
-    "domains.1.reward.duration_quantiles=[[0.0, 0.01], [1.0, 0.01]]",
-    "domains.2.reward.duration_quantiles=[[0.0, 0.01], [1.0, 0.01]]",
+    "trainer.reward_slots_per_device=10000",
+    "domains.code.reward.endless_share=0",
+    "domains.code.reward.duration_quantiles=[[0.0, 0.01], [1.0, 0.01]]",
+    "domains.judge.reward.duration_quantiles=[[0.0, 0.01], [1.0, 0.01]]",
 )
 """Generation alone: what the factor table and the bias are about."""
 
@@ -308,7 +308,7 @@ def factor_cases(cap: str) -> dict[tuple[str, str, float], Case]:
     def case(mode: str, samples: float, prompts: float) -> Case:
         steps = num_steps[prompts]
         rounds = (f"rounds.tail_batching={mode}", f"rounds.sample_factor={samples}", f"rounds.prompt_factor={prompts}")
-        return Case(SYNCHRONOUS[cap], (f"run.steps={steps}", "routing.balance=false", *FREE_REWARDS, *rounds))
+        return Case(SYNCHRONOUS[cap], (f"run.steps={steps}", *FREE_REWARDS, *rounds))
 
     factors = (1.125, 1.25, 1.5)
     return {
@@ -371,7 +371,7 @@ def absolute_misfit(cap: str, base_s: float) -> list[str]:
 
 
 def speedup_cases(cap: str) -> dict[str, Case]:
-    length = ("run.steps=30", "run.warmup_steps=1", "routing.balance=false")
+    length = ("run.steps=30", "run.warmup_steps=1")
     beside = "rewards.as_finished=true"
     tail = ("rounds.tail_batching=race",)
     rewards = (*tail, beside, "rewards.adaptive=true")
@@ -389,11 +389,12 @@ def speedups(player: Player) -> Section:
     section = Section(
         "RollPacker's cumulative speedups",
         "Each row adds a mechanism to the row above it, but for the first, which stands alone. `stream` is the shipped "
-        "`tail-*` scenario, the others the `synchronous-*` one with overrides. Engines do not exchange samples here "
-        "(`routing.balance=false`), as in RollPacker. **Calibration, not prediction:** training time, reward pool and "
-        "decode constants were fitted to the baseline's step time and to these speedups; one set of constants serves "
-        "all rows of a cap. In the breakdown our rollout lasts until the round's last reward, with training beside it, "
-        "and what follows is only what was left to do; where the authors draw these lines is not published.",
+        "`tail-*` scenario, the others the `synchronous-*` one with overrides. Engines do not exchange samples "
+        "there (`routing.balance = false`), as in RollPacker. **Calibration, not prediction:** training time, reward "
+        "pool and decode constants were fitted to the baseline's step time and to these speedups; one set of "
+        "constants serves all rows of a cap. In the breakdown our rollout lasts until the round's last reward, with "
+        "training beside it, and what follows is only what was left to do; where the authors draw these lines is "
+        "not published.",
     )
     runs = {cap: player.play(speedup_cases(cap)) for cap in CAP}
     for cap in CAP:
@@ -697,8 +698,8 @@ def bias(player: Player) -> Section:
         "What tail batching trains: bias and trends",
         "Lengths of the 16k scenario, rewards at no cost, factors 1.25, a small data set (ten steps an epoch) so that "
         "`predicted` has a history; the first two epochs are left out. Trained length is against `off`, which trains "
-        "every answer. (The `length.bias` of `polyrl simulate` divides by the mean of all samples started instead: "
-        "deferred prompts, the long ones, are in that twice, so it shows more bias.) The earlier figures are a first "
+        "every answer; `length.bias` of `polyrl simulate` is the same ratio, against the prompts of its own run. The "
+        "earlier figures are a first "
         "simulation of ours, not RollPacker's authors'.",
     )
     add_modes(section, player)
@@ -708,7 +709,7 @@ def bias(player: Player) -> Section:
 
 def add_modes(section: Section, player: Player) -> None:
     small = tuple(f"domains.{index}.num_prompts={10 * quota}" for index, quota in enumerate((64, 51, 13)))
-    length = ("run.steps=50", "run.warmup_steps=20", "routing.balance=false")
+    length = ("run.steps=50", "run.warmup_steps=20")
     overrides = (*length, *small, *FREE_REWARDS)
     cases = {mode: Case(SYNCHRONOUS["16k"], (*overrides, f"rounds.tail_batching={mode}")) for mode in MODES}
     runs = player.play(cases)

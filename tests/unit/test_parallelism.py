@@ -14,6 +14,8 @@ from polyrl.scheduling.parallelism import (
     ParallelismPlan,
     ParallelismState,
     PreemptionWatch,
+    Progress,
+    RoundKind,
     RoundShape,
     capacity_tokens,
     kv_bytes_per_token,
@@ -50,21 +52,29 @@ short_answers, long_answers = log_normal(800, 0.7), log_normal(8_000, 0.7)
 
 def predicted_s(work: RoundShape, survival, tp: int) -> float:
     capacity = capacity_tokens(QWEN_8B, tp, DEVICES.memory_bytes, DEVICES.fraction)
-    return round_time_s(SPEED, survival, work, tp=tp, replicas=8 // tp, capacity=capacity)
+    return round_time_s(SPEED, Progress(survival), work, tp=tp, replicas=8 // tp, capacity=capacity)
 
 
 def planned(
-    work: RoundShape, survival, *, state: ParallelismState | None = None, speed: DecodeSpeed = SPEED
+    work: RoundShape,
+    survival,
+    *,
+    state: ParallelismState | None = None,
+    speed: DecodeSpeed = SPEED,
+    kind: RoundKind = "short",
+    kinds: tuple[RoundKind, ...] = ("short",),
+    devices: Devices = DEVICES,
 ) -> ParallelismPlan:
     return plan(
         ParallelismConfig(),
-        ParallelismState() if state is None else state,
-        "short",
+        ParallelismState(home_tp=1) if state is None else state,
+        kind,
         work,
         shape=QWEN_8B,
-        devices=DEVICES,
+        devices=devices,
         speed=speed,
-        survival=survival,
+        progress=Progress(survival),
+        kinds=kinds,
     )
 
 
@@ -119,10 +129,10 @@ def test_two_devices_a_copy_shorten_short_rounds_and_lengthen_long_ones():
 
 
 def test_a_full_kv_cache_makes_a_round_longer():
-    roomy = round_time_s(SPEED, long_answers, LONG, tp=1, replicas=8, capacity=10**9)
-    full = round_time_s(SPEED, long_answers, LONG, tp=1, replicas=8, capacity=100_000)
+    roomy = round_time_s(SPEED, Progress(long_answers), LONG, tp=1, replicas=8, capacity=10**9)
+    full = round_time_s(SPEED, Progress(long_answers), LONG, tp=1, replicas=8, capacity=100_000)
     assert full > roomy
-    assert round_time_s(SPEED, long_answers, LONG, tp=1, replicas=8, capacity=0) == math.inf
+    assert round_time_s(SPEED, Progress(long_answers), LONG, tp=1, replicas=8, capacity=0) == math.inf
 
 
 @given(num_samples=st.integers(1, 4_000), more=st.integers(0, 4_000), tp=st.sampled_from([1, 2, 4, 8]))
@@ -137,36 +147,72 @@ def test_the_plan_is_the_fastest_that_fits_and_uses_all_devices():
     assert chosen.round_s == min(predicted_s(SHORT, short_answers, tp) for tp in (1, 2, 4, 8))
 
 
-def test_a_peak_that_fits_only_wide_copies_is_given_them():
+def test_a_width_whose_peak_does_not_fit_is_not_moved_to_while_another_fits():
     """320 samples of 8,192 tokens: 348,160 tokens a device, of which TP 1 holds 322,808 and TP 2 391,981."""
     work = RoundShape(num_samples=320, prompt_tokens=512, cap=8_192)
     slow_exchange = DecodeSpeed(fixed_s=0.008, per_sample_s=2e-5, per_context_token_s=6e-8, tp_exponent=0.0)
-    assert planned(work, all_of_length(10**9), speed=slow_exchange).tp == 2
+    state = ParallelismState(home_tp=8)
+    assert planned(work, all_of_length(10**9), speed=slow_exchange, state=state).tp == 2
+    assert 1 not in state.times_by_kind["short"]
 
 
-def test_when_nothing_fits_the_widest_is_taken_and_says_so():
+def test_where_nothing_fits_samples_wait_and_the_fastest_is_taken():
     chosen = planned(LONG, all_of_length(10**9))
-    assert (chosen.tp, chosen.replicas) == (8, 1)
-    assert "no plan holds the peak" in chosen.why
+    times = {tp: predicted_s(LONG, all_of_length(10**9), tp) for tp in (1, 2, 4, 8)}
+    assert chosen.tp == min(times, key=lambda tp: times[tp])
 
 
-def test_a_plan_stays_until_another_saves_more_than_five_percent():
+def test_home_stays_until_another_width_saves_more_than_five_percent():
     times = {tp: predicted_s(SHORT, short_answers, tp) for tp in (1, 2, 4, 8)}
     assert 0.95 < times[4] / times[8] < 1.0
-    state = ParallelismState(tp_by_kind={"short": 8})
-    kept = planned(SHORT, short_answers, state=state)
+    kept = planned(SHORT, short_answers, state=ParallelismState(home_tp=8))
     assert kept.tp == 8
     assert "stays" in kept.why
-    state = ParallelismState(tp_by_kind={"short": 1})
-    assert planned(SHORT, short_answers, state=state).tp == 4
-    assert state.tp_by_kind == {"short": 4}
 
 
-def test_each_round_kind_keeps_its_own_plan():
-    state = ParallelismState(tp_by_kind={"long": 1})
-    planned(SHORT, short_answers, state=state)
-    assert state.tp_by_kind == {"long": 1, "short": 4}
+def test_home_moves_only_when_every_kind_of_round_was_seen_and_none_loses_by_it():
+    both: tuple[RoundKind, ...] = ("short", "long")
+    state = ParallelismState(home_tp=1)
+    planned(SHORT, short_answers, state=state, kinds=both)
+    assert state.home_tp == 1
+    planned(LONG, long_answers, state=state, kind="long", kinds=both)
+    assert state.home_tp == 1, "long rounds would take longer"
+    state = ParallelismState(home_tp=1)
+    for kind in both:
+        planned(SHORT, short_answers, state=state, kind=kind, kinds=both)
+    assert state.home_tp == 4
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ParallelismState) == state
+
+
+def test_a_kind_of_round_does_not_leave_home_if_the_way_back_costs_the_other_kind_much():
+    state = ParallelismState(home_tp=1, times_by_kind={"long": {1: 100.0}})
+    assert planned(SHORT, short_answers, state=state, kinds=("short", "long")).tp == 1
+    state = ParallelismState(home_tp=1, times_by_kind={"long": {1: 1000.0}})
+    assert planned(SHORT, short_answers, state=state, kinds=("short", "long")).tp == 4
+
+
+def test_no_engine_is_wider_than_a_server():
+    server_of_two = Devices(num_devices=8, memory_bytes=80_000_000_000, fraction=0.85, max_tp=2)
+    assert tensor_parallel_sizes(QWEN_8B, server_of_two) == [1, 2]
+    assert planned(LONG, short_answers, devices=server_of_two).tp <= 2
+
+
+def test_a_race_that_closes_early_is_over_early():
+    """Of 1,600 samples the last tenth are stopped at 1,000 tokens: nothing is predicted beyond."""
+
+    def runs(x):
+        return 1.0 if x <= 1 else max(0.1, 1 - x / 1000) if x < 1000 else 0.0
+
+    closed = round_time_s(SPEED, Progress(runs, runs), SHORT, tp=1, replicas=8, capacity=10**9)
+    assert closed < 1000 * SPEED.step_s(1, 200, 200 * 1512)
+
+
+def test_what_exceeds_the_slots_waits_its_turn():
+    few = msgspec.structs.replace(SHORT, slots=20)
+    at_once, in_turns = (
+        round_time_s(SPEED, Progress(short_answers), work, tp=1, replicas=8, capacity=10**9) for work in (SHORT, few)
+    )
+    assert in_turns > 1.5 * at_once
 
 
 def after_rounds(tp: int, *shares: float, watch: PreemptionWatch | None = None) -> list[int]:

@@ -127,7 +127,7 @@ def test_the_fastest_makes_most_tokens_and_says_what_that_costs(tiny):
 def test_what_figures_do_not_show_is_said(tiny):
     plan = plan_of(tiny, [outcome(1, 1000.0), outcome(1, 2000.0, factor=1.25, staleness=1, bias=0.8)])
     assert plan.cheapest is not None
-    assert "racing trains answers 20% shorter than those started" in plan.cheapest.why
+    assert "racing trains answers 20% shorter than without it" in plan.cheapest.why
     assert "up to 1 version old" in plan.cheapest.why
     assert "strictly on-policy, 1 worker, no over-provisioning is the cheapest" in plan.cheapest.why
 

@@ -148,3 +148,20 @@ def test_a_recording_without_a_domain_of_the_scenario_is_refused():
     trace = Trace({"code": [TraceRow("code", 1, [1])]})
     with pytest.raises(ConfigError, match=r"'math'.*code"):
         Workload([domain()], CAP, 7, trace=trace)
+
+
+@pytest.mark.parametrize(("tail", "at_8k", "at_32k"), [("stretched", 8192, 32_768), ("clipped", 4101, 4101)])
+def test_the_tail_above_the_last_quantile_is_as_the_scenario_says(tail, at_8k, at_32k):
+    for cap, longest in ((8192, at_8k), (32_768, at_32k)):
+        drawn = sorted(lengths(Workload([domain(tail=tail, correlation=0.0, cap_share=0.02)], cap, 7), 20_000))
+        assert drawn[int(0.9785 * len(drawn))] == pytest.approx(longest, rel=0.3)
+
+
+def test_a_log_normal_tail_goes_on_as_the_last_two_quantiles_do_whatever_the_cap():
+    median, sigma = log(1000.0), 0.8
+    quantiles = [(p, 2.718281828459045 ** (median + sigma * NormalDist().inv_cdf(p))) for p in (0.05, 0.5, 0.9, 0.95)]
+    for cap in (16_384, 65_536):
+        workload = Workload([domain(tail="log-normal", length_quantiles=quantiles, correlation=0.0)], cap, 7)
+        drawn = sorted(lengths(workload, 20_000))
+        wanted = 2.718281828459045 ** (median + sigma * NormalDist().inv_cdf(0.995))
+        assert drawn[int(0.995 * len(drawn))] == pytest.approx(wanted, rel=0.1)

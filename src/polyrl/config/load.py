@@ -51,7 +51,8 @@ def apply_overrides(tree: Tree, overrides: Iterable[str], *, example: str = _EXA
     """A copy of the tree with each `section.key=value` set; the last one wins. `example` is of a right one.
 
     A value is read as TOML (`3`, `[1, 2]`, `"3"`) and otherwise taken as a bare string. A number in the path picks an
-    element of a list that is there. Missing tables are made: `build` knows which names are wrong.
+    element of a list that is there, a word the table of it with that `name`. Missing tables are made: `build` knows
+    which names are wrong.
     """
     result = copy.deepcopy(tree)
     for override in overrides:
@@ -147,7 +148,12 @@ def _index(items: list[Any], path: list[str], depth: int) -> int:
     part = path[depth]
     if part.isdecimal() and int(part) < len(items):
         return int(part)
+    names = [str(item["name"]) for item in items if isinstance(item, dict) and "name" in item]
+    if part in names and len(names) == len(items):
+        return names.index(part)
     allowed = f"an index from 0 to {len(items) - 1}" if items else "no index: the list is empty"
+    if names and len(names) == len(items):
+        allowed += f", or a name: {', '.join(names)}"
     raise ConfigError(
         f"{show_path(path)}: {show_path(path[:depth])} is a list, got {show_value(part)}, expected {allowed}"
     )

@@ -96,7 +96,11 @@ class State(Struct):
     lengths_by_kind: dict[RoundKind, LengthModel] = field(
         default_factory=lambda: {"short": LengthModel(), "long": LengthModel()}
     )
-    """Only kept when parallelism is planned: prompts of long rounds are long for a reason."""
+    """How far samples ran, ended or stopped. Only kept when parallelism is planned, as is the next one."""
+    round_lengths: dict[RoundKind, LengthModel] = field(
+        default_factory=lambda: {"short": LengthModel(), "long": LengthModel()}
+    )
+    """How far the last sample of each round ran."""
     scoring: Scoring = field(default_factory=Scoring)
     clock: TrainerClock = field(default_factory=TrainerClock)
     ledger: Ledger = field(default_factory=Ledger)

@@ -161,8 +161,9 @@ def note_length(desk: Desk, sample: Sample, round_: Round, *, finished: bool) ->
     if round_ is desk.asked:
         return
     desk.lengths.observe(sample.num_tokens, finished=finished)
-    if desk.plans_parallelism:
-        desk.state.lengths_by_kind[round_.kind].observe(sample.num_tokens, finished=finished)
+    if desk.plans_parallelism:  # how far it ran is what a round is made of, whoever ended it
+        desk.state.lengths_by_kind[round_.kind].observe(sample.num_tokens, finished=True)
+        round_.farthest = max(round_.farthest, sample.num_tokens)
 
 
 def end_lease(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> Worker:

@@ -62,6 +62,8 @@ class StepLine(Struct, frozen=True):
     num_moves: int
     usd: float
     """Of the run so far."""
+    predicted_s: Seconds | None = None
+    """From the round's opening to its closing, as the parallelism planner expected it; none where it does not plan."""
 
 
 class WorkerLine(Struct):

@@ -5,15 +5,18 @@ less on exchanging activations. Rounds of short answers wait for weights, rounds
 each round kind has its own plan.
 
 Rules kept here:
-- TP is a power of two that divides the devices, and a copy's weights fit it. All devices are used.
-- Of the plans whose peak KV fits, the one with the least predicted round time. When none fits, the widest, and `why`
-  says so. A plan that fits is kept until another is more than 5% faster and saves more than changing there and
-  back costs.
-- `PreemptionWatch` corrects the model by what happened: a preemption share more than 5 points above the last round's
-  doubles TP; four rounds without any halve it.
+- TP is a power of two that divides the devices, one server has as many (`max_tp`), and a copy's weights fit it. All
+  devices are used.
+- The engines' first width is home. It moves to one at which no kind of round takes longer and one of them saves more
+  than `min_gain`. A kind of round runs elsewhere only where that saves more than `min_gain` of the round and more than
+  `reshape_s`, what going there and coming back costs; the way back, half of it, must not cost a round of the other
+  kind more than 2%. So planning never makes a round much slower than leaving the engines alone.
+- A width whose peak KV does not fit, or that preemptions have shown to be too narrow (`PreemptionWatch`), is not moved
+  to while another fits.
 
-The prediction is a lock-step fluid: at token t a copy runs its share of the samples that live that long; what exceeds
-its KV cache waits its turn. It ranks plans; it does not forecast seconds.
+The prediction is a lock-step fluid: at token t a copy runs its share of the samples that earlier rounds of the kind
+still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits its turn. How far
+samples ran counts those that were stopped as it counts those that ended: a race that closes early is over early.
 
 Left out: prefill, queueing inside an engine, and whether to plan at all (`enabled` is read by the caller).
 """
@@ -35,6 +38,8 @@ Survival = Callable[[float], float]
 _MAX_RISE = 0.05
 _NUM_CALM_ROUNDS = 4
 _GRID_PER_DOUBLING = 16
+_MAX_HARM = 0.02
+"""What the way back may cost a round of the other kind, as a share of it."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,12 +57,30 @@ class Devices(msgspec.Struct, frozen=True):
     """Of one device."""
     fraction: float
     """The share of it that an engine may use."""
+    max_tp: int = 8
 
 
 class RoundShape(msgspec.Struct, frozen=True):
     num_samples: int
     prompt_tokens: float
     cap: int
+    slots: int = 1 << 30
+    """Samples that one copy runs at once."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How rounds of one kind go, by tokens."""
+
+    runs: Survival
+    """The share of a round's samples that run longer than so many tokens, whether they then end or are stopped."""
+    rounds: Survival | None = None
+    """The share of rounds of which any sample does; without it, as many as samples drawn one by one would give."""
+
+    def lasts(self, tokens: float, num_samples: int) -> float:
+        if self.rounds is not None:
+            return self.rounds(tokens)
+        alive = self.runs(tokens)
+        return 1.0 if alive >= 1.0 else -math.expm1(num_samples * math.log1p(-alive))
 
 
 class DecodeSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +105,8 @@ class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A plan that fits is changed only for one predicted to save more than this share of the round's time."""
     reshape_s: NotNegative = 15.0
     """What changing costs, there and back: a change must save more seconds of the round than this."""
+    max_tp: AtLeastOne = 8
+    """The widest engine: as many devices as one server has."""
     model: ModelShape | None = None
     """What is run; without it nothing is planned."""
     speed: DecodeSpeed | None = None
@@ -126,7 +151,12 @@ class PreemptionWatch(msgspec.Struct):
 
 
 class ParallelismState(msgspec.Struct):
-    tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
+    home_tp: int = 0
+    """The width that rounds run at if nothing else is worth a change; 0 before the engines were seen."""
+    times_by_kind: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
+    """What the last round of each kind was predicted to take, by the widths that come into question."""
+    num_samples_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
+    """Of the last round of each kind."""
     min_tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
     """What preemptions have shown to be too narrow is not planned again."""
     watches: dict[str, PreemptionWatch] = msgspec.field(default_factory=dict)
@@ -152,24 +182,22 @@ def peak_tokens(survival: Survival, num_samples: float, prompt_tokens: float, ca
 
 
 def round_time_s(
-    speed: DecodeSpeed, survival: Survival, work: RoundShape, *, tp: int, replicas: int, capacity: int
+    speed: DecodeSpeed, progress: Progress, work: RoundShape, *, tp: int, replicas: int, capacity: int
 ) -> Seconds:
     """The predicted time of a round on `replicas` copies of `tp` devices, each with `capacity` tokens of KV cache."""
     if capacity <= 0:
         return math.inf
     share = work.num_samples / replicas
     total = 0.0
-    grid = _grid(work.cap)
-    for low, high in pairwise(grid):
-        alive = survival(low)
-        if alive <= 0.0:
+    for low, high in pairwise(_grid(work.cap)):
+        alive, lasts = progress.runs(low), progress.lasts(low, work.num_samples)
+        if alive <= 0.0 or lasts <= 0.0:
             break
-        any_alive = 1.0 if alive >= 1.0 else -math.expm1(work.num_samples * math.log1p(-alive))
         context = work.prompt_tokens + (low + high) / 2.0
-        samples = max(1.0, share * alive)  # the slowest copy runs at least the last sample
-        turns = max(1.0, samples * context / capacity)
+        samples = max(1.0, share * min(1.0, alive / lasts))  # the slowest copy runs at least the last sample
+        turns = max(1.0, samples * context / capacity, samples / work.slots)
         running = samples / turns
-        total += (high - low) * any_alive * turns * speed.step_s(tp, running, running * context)
+        total += (high - low) * lasts * turns * speed.step_s(tp, running, running * context)
     return total
 
 
@@ -182,45 +210,65 @@ def plan(
     shape: ModelShape,
     devices: Devices,
     speed: DecodeSpeed,
-    survival: Survival,
+    progress: Progress,
+    kinds: tuple[RoundKind, ...],
 ) -> ParallelismPlan:
-    """The plan for the next round of this kind, remembered for the one after."""
+    """The plan for the next round of this kind."""
+    widths = tensor_parallel_sizes(shape, devices)
     round_s: dict[int, Seconds] = {}
     fits: list[int] = []
-    widths = tensor_parallel_sizes(shape, devices)
-    for tp in widths:
+    for tp in sorted({*widths, state.home_tp}):
         replicas = devices.num_devices // tp
         capacity = capacity_tokens(shape, tp, devices.memory_bytes, devices.fraction)
-        round_s[tp] = round_time_s(speed, survival, work, tp=tp, replicas=replicas, capacity=capacity)
-        if peak_tokens(survival, work.num_samples / replicas, work.prompt_tokens, work.cap) <= capacity:
+        round_s[tp] = round_time_s(speed, progress, work, tp=tp, replicas=replicas, capacity=capacity)
+        fits_peak = peak_tokens(progress.runs, work.num_samples / replicas, work.prompt_tokens, work.cap) <= capacity
+        if tp in widths and fits_peak and tp >= state.min_tp_by_kind.get(kind, 1):
             fits.append(tp)
-    tp, why = _choose(widths, fits, round_s, state.tp_by_kind.get(kind), config)
-    state.tp_by_kind[kind] = tp
+    open_to = fits if fits else widths
+    state.times_by_kind[kind] = {tp: round_s[tp] for tp in round_s if tp in open_to or tp == state.home_tp}
+    _move_home(state, kinds, config)
+    tp, why = _choose(state, kind, config)
     return ParallelismPlan(tp, devices.num_devices // tp, round_s[tp], f"{kind} round: {why}")
 
 
 def tensor_parallel_sizes(shape: ModelShape, devices: Devices) -> list[int]:
     """Every TP that can be used, narrowest first; the widest alone when the weights seem to fit none."""
-    all_sizes = [2**i for i in range(devices.num_devices.bit_length()) if devices.num_devices % 2**i == 0]
+    most = min(devices.num_devices, devices.max_tp)
+    all_sizes = [2**i for i in range(most.bit_length()) if devices.num_devices % 2**i == 0]
     sizes = [tp for tp in all_sizes if capacity_tokens(shape, tp, devices.memory_bytes, devices.fraction) > 0]
     return sizes if sizes else all_sizes[-1:]
 
 
-def _choose(
-    widths: list[int], fits: list[int], round_s: dict[int, Seconds], current: int | None, config: ParallelismConfig
-) -> tuple[int, str]:
-    if not fits:
-        return widths[-1], f"no plan holds the peak of KV; TP {widths[-1]} is the widest, samples will wait"
-    best = min(fits, key=lambda tp: round_s[tp])
-    times = ", ".join(f"TP {tp} {round_s[tp]:.0f} s" for tp in fits)
-    if current is None or current == best:
-        return best, f"TP {best} is the fastest that fits ({times})"
-    if current not in fits:
-        return best, f"TP {current} does not hold the peak of KV any more; TP {best} is the fastest that fits ({times})"
-    gain = 1.0 - round_s[best] / round_s[current]
-    if gain > config.min_gain and round_s[current] - round_s[best] > config.reshape_s:
-        return best, f"TP {best} saves {gain:.0%} over TP {current} ({times})"
-    return current, f"TP {current} stays: TP {best} would save {gain:.1%}, not worth a change ({times})"
+def _move_home(state: ParallelismState, kinds: tuple[RoundKind, ...], config: ParallelismConfig) -> None:
+    """Make home the width that suits every kind of round better, once all `kinds` that come were seen."""
+    seen = [state.times_by_kind[kind] for kind in kinds if kind in state.times_by_kind]
+    if len(seen) < len(kinds):
+        return
+    home = state.home_tp
+    for tp in sorted(seen[0]):
+        if not all(tp in times for times in seen):
+            continue
+        saved = [times[state.home_tp] - times[tp] for times in seen]
+        worth = any(s > config.min_gain * times[state.home_tp] for s, times in zip(saved, seen, strict=True))
+        if min(saved) >= 0.0 and worth and sum(saved) > config.reshape_s:
+            home = min(home, tp, key=lambda one: sum(times[one] for times in seen))
+    state.home_tp = home
+
+
+def _choose(state: ParallelismState, kind: RoundKind, config: ParallelismConfig) -> tuple[int, str]:
+    home, round_s = state.home_tp, state.times_by_kind[kind]
+    best = min(sorted(round_s), key=lambda tp: round_s[tp])
+    times = ", ".join(f"TP {tp} {round_s[tp]:.0f} s" for tp in sorted(round_s))
+    saved_s = round_s[home] - round_s[best]
+    if best == home or not saved_s > 0.0:
+        return home, f"TP {home} is the fastest ({times})"
+    gain = 1.0 if math.isinf(saved_s) else saved_s / round_s[home]
+    if gain <= config.min_gain or saved_s <= config.reshape_s:
+        return home, f"TP {home} stays: TP {best} would save {gain:.1%}, not worth a change ({times})"
+    shortest_other_s = min((one[home] for other, one in state.times_by_kind.items() if other != kind), default=math.inf)
+    if config.reshape_s / 2.0 > _MAX_HARM * shortest_other_s:
+        return home, f"TP {home} stays: the way back from TP {best} would cost rounds of the other kind too much"
+    return best, f"TP {best} saves {gain:.0%} over TP {home} ({times})"
 
 
 def _moved(tp: int, wanted: int, allowed: list[int], why: str) -> TpAdvice:

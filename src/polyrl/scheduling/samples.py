@@ -113,6 +113,10 @@ class Round(Struct):
     num_moves: int = 0
     closed_at: Seconds | None = None
     next_hand_back_share: float = 0.0
+    predicted_s: Seconds | None = None
+    """What the parallelism planner expects of it, if it plans."""
+    farthest: int = 0
+    """The most tokens of a sample of it that ended or was stopped; kept when parallelism is planned."""
     failed: list[SampleId] = []
     """Waiting samples that a worker failed, first come first served: not everybody gets them (failures.py)."""
 

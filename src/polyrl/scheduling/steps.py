@@ -24,7 +24,7 @@ _FORGET_PER_STEP = 0.9
 
 def rounds_opened(desk: Desk, opened: list[Round], now: Seconds) -> None:
     for round_ in opened:
-        reshaping.round_opened(desk, round_, now)
+        reshaping.round_opened(desk, round_)
     state = desk.state
     if state.last_line is None and len(state.rounds) == len(opened):
         state.clock.step_began_at = now
@@ -122,7 +122,6 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         settle(worker, state.ledger, now)
     kept_before = state.ledger.tokens_kept
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
-    reshaping.step_trained(desk, round_)
     times = _measure(desk, now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
     tokens = state.ledger.tokens_kept - kept_before
@@ -135,7 +134,9 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         _adapt(desk)
     state.lengths.age(_FORGET_PER_STEP)
     if desk.config.parallelism.enabled:
+        reshaping.step_trained(desk, round_, now)
         state.lengths_by_kind[round_.kind].age(_FORGET_PER_STEP)
+        state.round_lengths[round_.kind].age(_FORGET_PER_STEP)
     _restart_clock(desk, now)
     desk.deadlines.clear(("seed", step))
     membership.refresh_all(desk, now)
@@ -219,6 +220,7 @@ def _line(
         train_s=times.train_s,
         seed_window_s=desk.state.clock.seeded_s,
         seed_window_why=learned,
+        predicted_s=round_.predicted_s,
         mean_workers=times.mean_workers,
         num_moves=round_.num_moves,
         usd=ledger.usd(now),

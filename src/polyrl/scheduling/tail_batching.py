@@ -124,20 +124,30 @@ class Planner:
             self._turn_epoch(state, domain)
         if not any(self._is_due(state, domain) for domain in range(len(self.domains))):
             return None
-        draining = [d for d in range(len(self.domains)) if state.deferred[d] and self._is_draining(state, d)]
-        full = all(
-            len(state.deferred[d]) >= domain.prompts_per_step or not self._is_due(state, d)
-            for d, domain in enumerate(self.domains)
-        )
-        if draining:
-            return self._long(state, step, f"{self.domains[draining[0]].name} defers no more: its queue is drained")
-        if full and self.config.tail_batching != "off":
-            return self._long(state, step, "every domain has a step's share of deferred prompts")
+        why = self._why_long(state)
+        if why is not None:
+            return self._long(state, step, why)
         plan = self._short(state, step)
         if plan.choices:
             return plan
         why = "every prompt left in the epoch is predicted to be long"
         return msgspec.structs.replace(self._long(state, step, why), num_passed_over=plan.num_passed_over)
+
+    def next_kind(self, state: TailBatching) -> RoundKind:
+        """What the next round will be, as far as can be said before it is planned."""
+        return "short" if self._why_long(state) is None else "long"
+
+    def _why_long(self, state: TailBatching) -> str | None:
+        for d, domain in enumerate(self.domains):
+            if state.deferred[d] and self._is_draining(state, d):
+                return f"{domain.name} defers no more: its queue is drained"
+        full = all(
+            len(state.deferred[d]) >= domain.prompts_per_step or not self._is_due(state, d)
+            for d, domain in enumerate(self.domains)
+        )
+        if full and self.config.tail_batching != "off":
+            return "every domain has a step's share of deferred prompts"
+        return None
 
     def take_fresh(self, state: TailBatching, domain: int) -> Choice | None:
         """One more fresh prompt of a domain's epoch, or None when it has none."""

@@ -52,6 +52,7 @@ class EngineModel:
     """One engine. Call `advance(now)` to collect what finished; moments must not go back."""
 
     def __init__(self, engine: EngineSection, speed: float = 1.0) -> None:
+        assert engine.kv_tokens is not None, "what fits into the cache is known when an engine starts"
         self._fixed_s = engine.step_fixed_s / speed
         self._sample_s = engine.step_sample_s / speed
         self._context_s = engine.step_context_s / speed

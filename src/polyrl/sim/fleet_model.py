@@ -8,7 +8,7 @@ flushed is lost.
 from collections.abc import Callable
 from typing import assert_never
 
-import msgspec
+from msgspec import structs
 
 from polyrl.ids import Incarnation, LeaseId, Seconds, WorkerName
 from polyrl.scheduling import commands as c
@@ -55,7 +55,7 @@ class FleetModel:
         """Machines that were given back because they were not worth holding."""
         self._touched: dict[WorkerName, Machine] = {}
         self._num_news = 0
-        self._local_width = scenario.trainer.num_devices // max(1, scenario.trainer.local_workers)
+        self._local_width = scenario.first_width
 
     def _remote(self) -> list[Machine]:
         return [machine for machine in self._machines.values() if not machine.local]
@@ -69,7 +69,7 @@ class FleetModel:
         scenario = self._scenario
         life = self._lives.get(name, 0) + 1
         self._lives[name] = life
-        engine, kv_tokens = self._local_engine() if local else self._remote_engine(name)
+        engine, kv_tokens = self._engine(name, local=local)
         machine = Machine(name, Incarnation(life), engine, local=local)
         self._machines[name] = machine
         if not local:
@@ -93,17 +93,17 @@ class FleetModel:
         if name in self._goes_at:
             self._warn(machine)
 
-    def _remote_engine(self, name: WorkerName) -> tuple[EngineModel, int]:
-        speed = self._scenario.fleet.speed * speed_of(name, self._scenario.faults, self._seed)
-        return EngineModel(self._scenario.engine, speed), self._scenario.engine.kv_tokens
-
-    def _local_engine(self) -> tuple[EngineModel, int]:
-        """An engine of the width in force, and the tokens its cache holds. The scenario describes the first width."""
-        trainer, speed = self._scenario.trainer, self._scenario.parallelism.speed
-        wider = self._local_width / max(1, trainer.num_devices // trainer.local_workers)
-        engine = self._scenario.engine
-        engine = msgspec.structs.replace(engine, kv_tokens=max(1, int(engine.kv_tokens * wider)))
-        return EngineModel(engine, 1.0 if speed is None else wider**speed.tp_exponent), engine.kv_tokens
+    def _engine(self, name: WorkerName, *, local: bool) -> tuple[EngineModel, int]:
+        """An engine, and the tokens that its cache holds. The scenario describes the first width of the local ones."""
+        scenario = self._scenario
+        if local:
+            width = self._local_width
+            speed = (width / scenario.first_width) ** scenario.engine.tp_exponent
+        else:
+            width = scenario.fleet.devices_per_worker
+            speed = scenario.fleet.speed * speed_of(name, scenario.faults, self._seed)
+        kv_tokens = scenario.kv_tokens(width)
+        return EngineModel(structs.replace(scenario.engine, kv_tokens=kv_tokens), speed), kv_tokens
 
     def _heartbeat(self, machine: Machine) -> None:
         if machine.alive:
@@ -319,7 +319,8 @@ class FleetModel:
         for number in range(command.replicas):
             name = WorkerName(f"local{number + 1}")
             self.timeline.mark(name, "switching", self._agenda.now)
-            self._agenda.later(self._scenario.trainer.switch_s, lambda name=name: self.join(name, local=True))
+            takes_s = self._scenario.parallelism.reshape_s / 2.0  # it is the cost of going there and back
+            self._agenda.later(takes_s, lambda name=name: self.join(name, local=True))
 
     def hold(self, num_workers: int) -> None:
         """Hold as many remote workers as advised: give the newest back, or take back who was parked."""

@@ -1,8 +1,9 @@
 """Finding scenarios: by the name of one that ships with the package, or by the path of a TOML file.
 
 A file may say `extends = "NAME or path"`: it then starts from that scenario and changes what it names. Tables are
-merged, lists and values replaced; `[[domains]]` are a list. Overrides of the command line come last. The path of a
-trace starts from the file that names it, in an override from the current folder.
+merged, lists and values replaced. `[[domains]]` are a list, and replace all others; `[domains.NAME]` changes keys of
+the domain of that name. Overrides of the command line come last, and name domains likewise. The path of a trace starts
+from the file that names it, in an override from the current folder.
 """
 
 from importlib import resources
@@ -65,5 +66,20 @@ def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in change.items():
         known = merged.get(key)
-        merged[key] = _merge(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+        if isinstance(known, list) and isinstance(value, dict):
+            merged[key] = _merge_named(known, value, key)
+        else:
+            merged[key] = _merge(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _merge_named(base: list[Any], change: dict[str, Any], key: str) -> list[Any]:
+    """Change tables of a list, each by its `name`."""
+    names = [table.get("name") if isinstance(table, dict) else None for table in base]
+    for name, value in change.items():
+        if name not in names:
+            known = ", ".join(str(one) for one in names)
+            raise ConfigError(f"{key}.{name}: the scenario that is extended has no such one; expected one of: {known}")
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key}.{name}: expected a table, got {value!r}")
+    return [_merge(table, change[name]) if name in change else table for table, name in zip(base, names, strict=True)]

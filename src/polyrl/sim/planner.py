@@ -57,7 +57,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     paid_workers: float = 0.0
     useful_workers: float = 0.0
     bias: float = 0.0
-    """Mean length trained, over whole turns, against that of all samples started."""
+    """Mean length trained, over whole turns, against what is trained without over-provisioning."""
     discarded_share: float = 0.0
     trainer_waiting: float = 0.0
     fleet_idle: float | None = None
@@ -161,7 +161,7 @@ def trained_mean(lines: Sequence[StepLine], factor: float) -> float:
 
 def outcome_of(choice: Choice, result: Result, trained_tokens: float) -> Outcome:
     """What a result says about a choice; the scenario was played with workers at a dollar an hour."""
-    hours = result.step_time_s.mean * (result.steps - result.warmup_steps) / _HOUR_S
+    hours = result.step_time_s.mean * result.measured_steps / _HOUR_S
     return Outcome(
         choice=choice,
         throughput_tok_s=result.throughput_tok_s,
@@ -169,7 +169,7 @@ def outcome_of(choice: Choice, result: Result, trained_tokens: float) -> Outcome
         mean_workers=result.workers.mean,
         paid_workers=result.cost.workers_usd / hours if hours > 0 else 0.0,
         useful_workers=result.workers.useful,
-        bias=_share(trained_tokens, result.length.generated_mean),
+        bias=_share(trained_tokens, result.length.natural_mean),
         discarded_share=_share(sum(result.tokens.discarded.values()), result.tokens.generated),
         trainer_waiting=result.idle.trainer_waiting,
         fleet_idle=result.idle.fleet_idle,
@@ -330,7 +330,7 @@ def _reservations(rows: Iterable[Row], best: Row) -> list[str]:
     """What the figures of a choice do not show."""
     notes: list[str] = []
     if best.factor > 1.0 and best.bias < 1.0 - _WORTH_NAMING:
-        notes.append(f"racing trains answers {1.0 - best.bias:.0%} shorter than those started")
+        notes.append(f"racing trains answers {1.0 - best.bias:.0%} shorter than without it")
     if best.staleness > 0:
         notes.append(f"its samples are up to {best.staleness} version{'' if best.staleness == 1 else 's'} old")
         strict = min((row for row in rows if row.staleness == 0), key=_by_price, default=None)

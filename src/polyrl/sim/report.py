@@ -295,7 +295,12 @@ def _token_rows(result: Result) -> Iterable[tuple[str, str, str]]:
     yield (
         "answer length",
         f"{length.trained_mean:,.0f}",
-        (f"tokens, mean of what was trained; {length.generated_mean:,.0f} of all started: {length.bias:.3f} of it"),
+        f"tokens, mean of what was trained; the longest {length.longest:,}",
+    )
+    yield (
+        "  against `off`",
+        f"{length.bias:.1%}",
+        f"{length.natural_mean:,.0f}: every prompt's answers once, what tail_batching=off would train",
     )
 
 

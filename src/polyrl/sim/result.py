@@ -1,7 +1,8 @@
 """What a simulated run came to: one typed struct, made from a finished simulation, and the JSON that it is.
 
-Two windows, and every field says which one it has. *Measured* is the steps after `run.warmup_steps`: times, throughput,
-dollars, shares. *Whole run* is what the ledger counted: tokens, rounds, migrations, joins and losses.
+Two windows, and every field says which one it has. *Measured* is the steps after `run.warmup_steps`, cut at the end to
+whole periods of short and long rounds: times, throughput, dollars, shares. *Whole run* is what
+the ledger counted: tokens, rounds, migrations, joins and losses.
 
 Rules kept here: everything but `events_per_s`, the speed of this machine, depends on the scenario and the seed alone.
 A figure that does not exist (the mean long step of a run without one) is None, never zero.
@@ -53,8 +54,13 @@ class Tokens(Struct, frozen=True):
 class Length(Struct, frozen=True):
     trained_mean: float
     generated_mean: float
+    """Of all samples started; prompts that were deferred, the long ones, are in it twice."""
+    natural_mean: float
+    """Of every prompt once an epoch: what `tail_batching = "off"` would train."""
     bias: float
-    """trained_mean / generated_mean: below 1, long answers are trained too rarely."""
+    """trained_mean / natural_mean: below 1, long answers are trained too rarely."""
+    longest: int
+    """The longest answer trained."""
 
 
 class Cost(Struct, frozen=True):
@@ -89,6 +95,8 @@ class Result(Struct, frozen=True, kw_only=True):
     steps: int
     warmup_steps: int
     """Steps left out of the measured figures: `run.warmup_steps`, or half of the steps if that would leave none."""
+    measured_steps: int
+    """Steps that the measured figures are of. Where long rounds come regularly, a whole number of their periods."""
     virtual_s: Seconds
     step_time_s: StepTime
     rollout_s: RolloutTime
@@ -145,11 +153,20 @@ def num_warmup_steps(sim: Simulation) -> int:
     return wanted if wanted < num_steps else num_steps // 2
 
 
+def whole_periods(steps: list[Measured]) -> list[Measured]:
+    """The steps without the last ones that make no whole period: from one long round to the next."""
+    longs = [index for index, step in enumerate(steps) if step.line.kind == "long"]
+    if len(longs) < 2:
+        return steps
+    period = longs[-1] - longs[-2]
+    return steps[: len(steps) // period * period]
+
+
 def summarize(sim: Simulation, wall_s: float) -> Result:
     """The result of a finished simulation that took `wall_s` seconds of this machine. Needs at least one step."""
     warmup = num_warmup_steps(sim)
     ledger = sim.scheduler.desk.state.ledger
-    steps = measure_steps(sim)[warmup:]
+    steps = whole_periods(measure_steps(sim)[warmup:])
     total_s = sum(step.step_s for step in steps)
     tokens = sum(step.tokens for step in steps)
     return Result(
@@ -157,6 +174,7 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
         seed=sim.seed,
         steps=len(sim.lines),
         warmup_steps=warmup,
+        measured_steps=len(steps),
         virtual_s=sim.now,
         step_time_s=_step_time(steps),
         rollout_s=RolloutTime(
@@ -234,8 +252,14 @@ def _largest_first(counts: dict[str, int]) -> dict[str, int]:
 def _length(sim: Simulation) -> Length:
     ledger = sim.scheduler.desk.state.ledger
     trained = ledger.tokens_kept / ledger.samples_trained if ledger.samples_trained else 0.0
-    generated = sim.natural_tokens / sim.num_natural if sim.num_natural else 0.0
-    return Length(trained_mean=trained, generated_mean=generated, bias=trained / generated if generated else 0.0)
+    natural = sim.natural_tokens / sim.num_natural if sim.num_natural else 0.0
+    return Length(
+        trained_mean=trained,
+        generated_mean=sim.started_tokens / sim.num_started if sim.num_started else 0.0,
+        natural_mean=natural,
+        bias=trained / natural if natural else 0.0,
+        longest=max(line.longest for line in sim.lines),
+    )
 
 
 def _cost(sim: Simulation, steps: list[Measured], total_s: Seconds, tokens: int) -> Cost:

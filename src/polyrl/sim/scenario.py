@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from polyrl.scheduling.parallelism import DecodeSpeed, capacity_tokens
 from polyrl.scheduling.parameters import (
     FleetRules,
     HandBackConfig,
@@ -28,6 +29,9 @@ NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+_KV_TOKENS = 2_000_000
 
 
 class RunSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +54,13 @@ class TrainerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Engines on the trainer's own devices; 0 for a trainer that never generates."""
     price_usd_per_hour: NotNegative = 83.79
     s_per_token: Positive = 4e-5
-    """Seconds of forward and backward per trained token, with all devices."""
+    """Seconds of forward and backward per trained token, on `timed_devices` devices."""
+    timed_devices: AtLeastOne | None = None
+    """Devices that `s_per_token` and `optimizer_s` were timed on; none: `num_devices`."""
+    scaling: Share = 1.0
+    """Training on n times as many devices is n to this power as fast: 1 is a free exchange, 0 gains nothing."""
+    reward_slots_per_device: Positive | None = None
+    """Scoring runs beside each device, `rewards.slots` in all; none: `rewards.slots` as it is said there."""
     micro_batch_samples: AtLeastOne = 16
     micro_batch_fixed_s: NotNegative = 0.2
     optimizer_s: NotNegative = 3.0
@@ -61,6 +71,8 @@ class TrainerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine, of the width that the trainer's own have first (num_devices / local_workers), and a remote one."""
+
     step_fixed_s: Positive = 0.012
     """Seconds of one decode step with no sample in it; the rest is added."""
     step_sample_s: NotNegative = 0.0
@@ -68,8 +80,11 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step_context_s: NotNegative = 0.0
     """More seconds a step, per token of context in the cache."""
     prefill_tokens_per_s: Positive = 40_000.0
-    kv_tokens: AtLeastOne = 2_000_000
-    """Tokens that fit into the cache of one engine. Above it the engine preempts the newest sample."""
+    tp_exponent: Share = 0.2
+    """An engine twice as wide as the first ones is 2 to this power as fast: 1 is a free exchange, 0 gains nothing."""
+    kv_tokens: AtLeastOne | None = None
+    """Tokens that fit into the cache of one engine; above it the engine preempts the newest sample. None: by
+    `parallelism.model` and the engine's width, or 2,000,000 where no model is described."""
     slots: AtLeastOne = 256
     flush_s: Positive = 1.0
     """How often a worker's progress reaches the manager. Tokens not yet flushed die with a worker."""
@@ -124,7 +139,10 @@ class DomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     length_quantiles: list[tuple[Share, Positive]]
     """[probability, tokens], both rising. Between them the logarithm of the length is linear in the normal score."""
     cap_share: Share = 0.0
-    """Share of answers that run into max_new_tokens whatever it is; above the last quantile lengths rise to that."""
+    """Share of answers that run into max_new_tokens whatever it is."""
+    tail: Literal["stretched", "log-normal", "clipped"] = "stretched"
+    """Answers between the last quantile and `cap_share`: `stretched` rise to max_new_tokens, whatever it is;
+    `log-normal` go on as the last two quantiles do; `clipped` are as long as the last quantile."""
     correlation: Share = 0.2
     """Within-prompt correlation of lengths (Gaussian copula)."""
     reward: RewardSection = RewardSection()
@@ -227,9 +245,54 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"domains.{index}.name: {name!r} is there twice")
         self._check_who_generates()
         self._check_waits()
+        self._check_engines()
+
+    @property
+    def first_width(self) -> int:
+        """Devices of each of the trainer's own engines at the start."""
+        return max(1, self.trainer.num_devices // max(1, self.trainer.local_workers))
+
+    @property
+    def training_speed(self) -> float:
+        """How fast all devices train, against those that it was timed on."""
+        trainer = self.trainer
+        timed = trainer.num_devices if trainer.timed_devices is None else trainer.timed_devices
+        return (trainer.num_devices / timed) ** trainer.scaling
+
+    @property
+    def reward_slots(self) -> int:
+        per_device = self.trainer.reward_slots_per_device
+        return self.rewards.slots if per_device is None else max(1, round(per_device * self.trainer.num_devices))
+
+    def kv_tokens(self, width: int) -> int:
+        """Tokens that fit into the cache of an engine on so many devices: by the planner's own formula."""
+        planned = self.parallelism
+        if self.engine.kv_tokens is not None:
+            return max(1, int(self.engine.kv_tokens * width / self.first_width))
+        if planned.model is None:
+            return _KV_TOKENS
+        return capacity_tokens(planned.model, width, int(planned.memory_gb * 1e9), planned.memory_fraction)
+
+    def decode_speed(self) -> DecodeSpeed:
+        """What `[engine]` says, as the planner counts: of an engine on one device."""
+        engine = self.engine
+        slower = self.first_width**engine.tp_exponent
+        return DecodeSpeed(
+            fixed_s=engine.step_fixed_s * slower,
+            per_sample_s=engine.step_sample_s * slower,
+            per_context_token_s=engine.step_context_s * slower,
+            tp_exponent=engine.tp_exponent,
+        )
+
+    def _check_engines(self) -> None:
+        if self.parallelism.speed is not None:
+            raise ValueError("parallelism.speed: a scenario's engines are described in [engine]; expected none here")
+        if self.engine.kv_tokens is not None and self.parallelism.model is not None:
+            raise ValueError("engine.kv_tokens: parallelism.model says what fits; expected one of the two")
         longest = max(domain.prompt_tokens for domain in self.domains) + self.run.max_new_tokens
-        if self.engine.kv_tokens < longest:
-            raise ValueError(f"engine.kv_tokens: expected room for one prompt and its longest answer, {longest}")
+        for width in (self.first_width, self.fleet.devices_per_worker):
+            if self.kv_tokens(width) < longest:
+                raise ValueError(f"engine.kv_tokens: expected room for one prompt and its longest answer, {longest}")
 
     def _check_who_generates(self) -> None:
         num_local = self.trainer.local_workers

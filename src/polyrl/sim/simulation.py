@@ -10,6 +10,8 @@ It leaves out payload: no token is ever made, only counted.
 from collections.abc import Callable
 from typing import assert_never
 
+from msgspec import structs
+
 from polyrl.errors import LawViolation, PolyrlError
 from polyrl.ids import GroupId, SampleId, Seconds, Step, WorkerName, group_of, index_of
 from polyrl.scheduling import commands as c
@@ -62,8 +64,8 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
         routing=scenario.routing,
         seeding=scenario.seeding,
         hand_back=scenario.hand_back,
-        parallelism=scenario.parallelism,
-        rewards=scenario.rewards,
+        parallelism=structs.replace(scenario.parallelism, speed=scenario.decode_speed()),
+        rewards=structs.replace(scenario.rewards, slots=scenario.reward_slots),
         fleet_rules=scenario.fleet_rules,
         weight_delivery=scenario.weight_delivery,
         scaling=scenario.scaling,
@@ -84,13 +86,20 @@ class Simulation:
         self.lines: list[StepLine] = []
         self.tokens_at_step: list[int] = []
         """Tokens trained, with prompts, up to each step's end."""
+        self.num_started = 0
+        self.started_tokens = 0
+        """Natural lengths of all samples started: prompts that were deferred are in it twice."""
         self.num_natural = 0
         self.natural_tokens = 0
-        """Natural lengths of all samples started, for the bias."""
+        """Of every prompt once an epoch: what a run would train that trains every answer."""
         self._watch = watch
         self._groups: dict[GroupId, tuple[int, int, int, Step]] = {}
         """By group: domain, prompt, turn, step."""
         self._turns: dict[tuple[int, int], int] = {}
+        self._epochs: dict[tuple[int, int], int] = {}
+        """In which epoch each prompt was started last."""
+        self._started_again: dict[GroupId, None] = {}
+        """Groups of prompts that were deferred."""
         self._lengths: dict[SampleId, int] = {}
         self._scoring: dict[SampleId, int] = {}
         self._correct: dict[SampleId, bool] = {}
@@ -246,6 +255,9 @@ class Simulation:
         key = (group.domain, group.prompt)
         turn = self._turns.get(key, 0)
         self._turns[key] = turn + 1
+        if self._epochs.get(key) == group.epoch:
+            self._started_again[group.group] = None
+        self._epochs[key] = group.epoch
         self._groups[group.group] = (group.domain, group.prompt, turn, step)
 
     def _generate(self, command: c.Generate) -> None:
@@ -255,8 +267,11 @@ class Simulation:
         if total is None:
             total = self._workload.answer_tokens(domain, prompt, turn, index_of(command.sample), step)
             self._lengths[command.sample] = total
-            self.num_natural += 1
-            self.natural_tokens += total
+            self.num_started += 1
+            self.started_tokens += total
+            if group not in self._started_again:
+                self.num_natural += 1
+                self.natural_tokens += total
         prompt_tokens = self._workload.prompt_tokens(domain, prompt)
         self._fleet.generate(command, prompt_tokens=prompt_tokens, total_tokens=total, prefix=group)
 

@@ -75,7 +75,7 @@ class _LengthCurve:
     def __init__(self, domain: DomainSection, max_new_tokens: int) -> None:
         uncapped = 1.0 - domain.cap_share
         points = [point for point in domain.length_quantiles if point[0] < uncapped]
-        points.append((uncapped, max(points[-1][1] if points else 1.0, float(max_new_tokens))))
+        points.append((uncapped, _length_before_cap(domain, points, max_new_tokens)))
         self.scores = [_score(probability) for probability, _ in points]
         self.log_tokens = [log(tokens) for _, tokens in points]
         self.of_prompt = sqrt(domain.correlation)
@@ -92,6 +92,19 @@ class _LengthCurve:
         low = scores[at - 1]
         share = (score - low) / (scores[at] - low)
         return exp(self.log_tokens[at - 1] + share * (self.log_tokens[at] - self.log_tokens[at - 1]))
+
+
+def _length_before_cap(domain: DomainSection, points: list[tuple[float, float]], max_new_tokens: int) -> float:
+    """The longest answer that does not run into the cap whatever that is: how the tail goes on above `points`."""
+    last = points[-1][1] if points else 1.0
+    if domain.tail == "clipped" and points:
+        return last
+    if domain.tail == "log-normal" and len(points) >= 2:
+        (low, less), (high, more) = ((_score(probability), log(tokens)) for probability, tokens in points[-2:])
+        beyond = _score(1.0 - domain.cap_share) - high
+        slope = (more - less) / (high - low) if high > low else 0.0
+        return exp(min(_LARGEST_EXPONENT, more + beyond * slope))
+    return max(last, float(max_new_tokens))
 
 
 def _score(probability: float) -> float:
