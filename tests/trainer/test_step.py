@@ -12,7 +12,7 @@ from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.errors import ConfigError, UserError
 from polyrl.scheduling.order import mix64
 from polyrl.telemetry.metric_names import describe
-from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.batch import TrainSample, Turn
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Update
 from polyrl.trainer.registry import LOSSES, TokenBatch, loss
@@ -264,6 +264,38 @@ def test_each_mini_batch_has_the_formula_s_gradient_with_ratios_from_the_step_s_
     steps.abort()
     steps.begin(6)
     assert steps.finish().metrics["actor/skipped_updates"]
+
+
+def test_an_engine_that_agrees_is_found_to_agree_also_where_updates_move_the_weights(world):
+    """With the engine's ratio and several mini-batches the starting weights are known of the first one alone."""
+    policy = Policy.load(str(world.folder))
+    by = (Turn(5, 0, "builtin"),)
+    groups = [
+        [one._replace(written_by=(by[0]._replace(num_tokens=len(one.answer)),)) for one in group]
+        for group in near(policy, draw_groups(0), spread=0.0)
+    ]
+    optimizer = Recording(policy.parameters(), OptimizerConfig(lr=3e-3), 1)
+    config = AlgorithmConfig(mini_batches=2, old_logprobs="engine")
+    steps = StepAccumulator(policy, optimizer, config, max_tokens=500, max_new_tokens=CAP)
+    steps.begin(5)
+    steps.add(groups)
+    metrics = steps.finish().metrics
+    assert abs(metrics["actor/ppo_kl"]) > 1e-3
+    for name in ("actor/mismatch_kl", "actor/mismatch_kl/builtin/0", "actor/mismatch_abs"):
+        assert metrics[name] < 1e-5
+    assert not [name for name in metrics if "share" in name]
+
+
+def test_the_mean_mismatch_is_of_the_tokens_that_were_compared(world):
+    policy = Policy.load(str(world.folder))
+    optimizer = Recording(policy.parameters(), OptimizerConfig(lr=3e-3), 1)
+    config = AlgorithmConfig(mini_batches=3, old_logprobs="engine")
+    steps = StepAccumulator(policy, optimizer, config, max_tokens=500, max_new_tokens=CAP)
+    steps.begin(5)
+    steps.add(world.groups)
+    first = min(range(3), key=lambda group: mix64(5, group))
+    apart = [plain_logprobs(world.policy.model, one)[0].detach().numpy() - one.logprobs for one in world.groups[first]]
+    assert steps.finish().metrics["actor/mismatch_abs"] == pytest.approx(np.abs(np.concatenate(apart)).mean(), rel=1e-4)
 
 
 def test_more_mini_batches_than_groups_are_as_many_as_there_are_groups(world):

@@ -13,11 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from polyrl.trainer import kl
 from polyrl.trainer.batch import TrainSample
 
 KL = "actor/mismatch_kl"
+ABS = "actor/mismatch_abs"
 _SHARE = "mismatch_share/"
-"""Beside it in the tally: how many of the tokens are this writer's."""
+"""Beside it in the tally: how many of the tokens are this writer's; without a name, how many were compared at all."""
+
+
+def of_tokens(
+    ours: torch.Tensor, theirs: torch.Tensor, samples: Sequence[TrainSample], step: int, *, is_part: bool
+) -> dict[str, torch.Tensor]:
+    """For the tally, of the samples' tokens, in order. `is_part`: others of the step are not told of."""
+    apart = kl.estimate(theirs, ours, "k3")
+    told = {KL: apart, ABS: (ours - theirs).abs(), **by_writer(apart, samples, step)}
+    return told | {_SHARE: torch.ones_like(apart)} if is_part else told
 
 
 def by_writer(apart: torch.Tensor, samples: Sequence[TrainSample], step: int) -> dict[str, torch.Tensor]:
@@ -42,10 +53,12 @@ def by_writer(apart: torch.Tensor, samples: Sequence[TrainSample], step: int) ->
 
 
 def of_their_own(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The tally's means over all tokens, as means over each writer's tokens."""
+    """The tally's means over all tokens, as means over each writer's tokens, and over those that were compared."""
     told: dict[str, float] = {}
     for name, number in metrics.items():
         share = metrics.get(_SHARE + name.removeprefix(f"{KL}/")) if name.startswith(f"{KL}/") else 1.0
+        if name in (KL, ABS):
+            share = metrics.get(_SHARE, 1.0)
         if not name.startswith(_SHARE):
             told[name] = number / share if share else 0.0
     return told

@@ -200,6 +200,8 @@ class StepAccumulator:
         self._tally = Tally(self._policy.device)
         self._of_critic: dict[str, float] = {}
         """What is told of it beside sums."""
+        self._has_moved = False
+        """An update of this step is made."""
 
     # Updates
 
@@ -226,6 +228,7 @@ class StepAccumulator:
                 self._update_critic(self._critic, step)
             update = self._optimizer.update(step, denominator if denominator else 1.0, self._num_steps)
         self._num_open_tokens = self._num_open_samples = 0
+        self._has_moved = self._has_moved or update.applied
         if denominator and not update.applied:
             log.warning("step %d: the gradient's norm is %s: the weights stay as they are", step, update.grad_norm)
         if denominator:
@@ -337,19 +340,24 @@ class StepAccumulator:
     # What is told
 
     def _tell(self, batch: TokenBatch, scores: Scores, ready: Sequence[Ready], tally: Tally) -> None:
-        by_engine = self._config.old_logprobs == "engine"
-        ours = batch.logprobs.detach() if by_engine else batch.old_logprobs  # before the step's first update moved them
-        told = {
-            "actor/entropy": scores.entropy,
-            "actor/mismatch_kl": kl.estimate(batch.behaviour_logprobs, ours, "k3"),
-            "actor/mismatch_abs": (ours - batch.behaviour_logprobs).abs(),
-        }
+        told = {"actor/entropy": scores.entropy}
         apart = [one.kl for one in ready if one.kl is not None]
         if apart:
             told["actor/reward_kl"] = self._send(np.concatenate(apart))
+        tally.add(told | self._mismatch(batch, ready))
+
+    def _mismatch(self, batch: TokenBatch, ready: Sequence[Ready]) -> dict[str, Tensor]:
+        """How far engines are from the weights at the step's start. By the engine's own ratio nobody knows these any
+        more once an update has moved them: then it is told of the first mini-batch alone.
+        """
+        by_engine = self._config.old_logprobs == "engine"
+        if by_engine and self._has_moved:
+            return {}
         assert self._step is not None
-        told |= mismatch.by_writer(told["actor/mismatch_kl"], [one.sample for one in ready], self._step)
-        tally.add(told)
+        ours = batch.logprobs.detach() if by_engine else batch.old_logprobs
+        samples = [one.sample for one in ready]
+        is_part = by_engine and self._config.mini_batches > 1
+        return mismatch.of_tokens(ours, batch.behaviour_logprobs, samples, self._step, is_part=is_part)
 
     def _counts(self) -> dict[str, float]:
         added = self._added
