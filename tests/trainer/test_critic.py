@@ -268,7 +268,11 @@ def test_a_critic_shares_nothing_with_the_policy_and_leaves_no_trace_of_an_abort
 
 
 def test_a_recipe_s_critic_has_its_own_model_and_learning_rate(world):
-    tree = {"name": "small", "model": {"path": str(world.folder), "device": "cpu"}, "data": {"source": "arithmetic"}}
+    tree = {
+        "name": "small",
+        "model": {"path": str(world.folder), "device": "cpu", "dtype": "float32"},
+        "data": {"source": "arithmetic"},
+    }
 
     def critic_of(*settings: str) -> Critic | None:
         return load_critic(build(apply_overrides(tree, settings), Recipe))
