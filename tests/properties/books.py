@@ -14,6 +14,7 @@ a rule that is wrong in one place, and wrong the same way in the check, is still
 
 import math
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Protocol
 
 import msgspec
@@ -115,13 +116,17 @@ class Books:
         until = now
         if isinstance(event, e.DriverResumed):
             until = max(self.paid_until, now - event.away_s)
-        heard = None
+        heard: list[WorkerName] = []
         if not self.late and isinstance(event, WorkerNews):
-            heard = event.worker
+            heard = [event.worker]
         elif not self.late and isinstance(event, e.SampleFinished | e.LeaseEnded):
-            heard = self.holder[event.lease]
+            heard = [self.holder[event.lease]]
+        elif isinstance(event, e.FleetReported):
+            pairs = zip(accumulate(event.seats), event.heard_ago, strict=True)
+            known = scheduler.desk.seats  # a seat is never used again, so what is repeated late is of nobody else
+            heard = [known[seat].name for seat, ago in pairs if ago >= 0 and seat in known]
         for name, what in self.activities:
-            if name not in self.missed or name == heard:
+            if name not in self.missed or name in heard:
                 since = self.missed.pop(name, self.paid_until)
                 self.paid[name, what] = self.paid.get((name, what), 0.0) + until - since
             if isinstance(event, e.DriverResumed):

@@ -89,6 +89,7 @@ class HostileWorld:
         self.config = random_config(self.rng)
         self.driver_rng = random.Random(seed + 77)
         self.engine_rng = random.Random(seed + 78)
+        self.news_rng = random.Random(seed + 81)
         self.asker_rng = random.Random(seed + 79)
         self.liar_rng = random.Random(seed + 80)
         self.num_askers = self.asker_rng.choice([0, 0, 3])
@@ -243,6 +244,7 @@ class HostileWorld:
         self.trouble_with_the_driver()
         self.trouble_with_engines()
         self.liars()
+        self.gathered_news()
         self.askers()
         rng = self.rng
         draw = rng.random()
@@ -342,6 +344,16 @@ class HostileWorld:
                 self.tell(
                     e.WorkerReported(machine.name, machine.incarnation, 0 if self.fair else self.rng.randint(0, 3))
                 )
+
+    def gathered_news(self) -> None:
+        """A driver that held heartbeats back tells them at once, with nonsense about engines among them."""
+        rng = self.news_rng
+        seats = [one for one in sorted(self.scheduler.desk.seats) if rng.random() < 0.7]
+        if rng.random() < 0.03 and seats:
+            steps = (seat - before for before, seat in zip([0, *seats], seats, strict=False))
+            ago = (rng.choice([-1, 0, 50, 200]) for _ in seats)
+            engines = ((rng.randint(0, len(seats)), rng.randint(0, 3), rng.randint(0, 9)) for _ in range(2))
+            self.tell(e.FleetReported(tuple(steps), tuple(ago), (), tuple(engines)))
 
     def progress(self, machine: Machine) -> None:
         """Some samples advance, some finish; now and then the engine fails, or reports nonsense."""

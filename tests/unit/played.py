@@ -80,6 +80,7 @@ class Worker:
                 local=local,
                 num_devices=2 if local else 1,
             ),
+            self._executor.absent.get(WorkerName(name), ("", 0.0))[0] if former is None else former.key,
         )
         session = joining.find_worker(self._executor, reply.session)
         assert session is not None

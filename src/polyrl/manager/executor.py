@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from polyrl.errors import shorten
 from polyrl.ids import GroupId, Incarnation, LeaseId, Seconds, WorkerName
+from polyrl.manager.gathering import gather
 from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened, VersionOffered
 from polyrl.manager.payload import Payload
 from polyrl.manager.question import Question
@@ -27,6 +28,7 @@ from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.hearing import concerned
 from polyrl.scheduling.records import CAVEAT
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import frames
@@ -103,10 +105,20 @@ class Executor:
         if self.wakeup_in() == 0.0:
             self.tell(e.TimePassed())
 
+    def tell_news(self, session: WorkerSession) -> None:
+        """Tell what was heard of a worker, although nothing else happens."""
+        if self.scheduler is not None:
+            news = gather(self.scheduler.desk, [session], self.payload.texts, self.now())
+            if news is not None:
+                self.tell(news)
+
     # The scheduler
 
     def tell(self, event: e.Event) -> None:
-        """Tell the scheduler and carry out what it wants. What that leads to is told after it."""
+        """Tell the scheduler and carry out what it wants. What that leads to is told after it.
+
+        News that was held back, and that the event depends on, is told before it.
+        """
         if self.scheduler is None:
             return
         self._events.append(event)
@@ -117,13 +129,23 @@ class Executor:
             while self._events:
                 event = self._events.popleft()
                 now = self.now()
-                commands = self.scheduler.handle(event, now)
-                self.journal.add_event(now, event, commands)
-                for command in commands:
-                    self.is_urgent = True
-                    self._carry_out(self, command)
+                whole = concerned(self.scheduler.desk, event, now)
+                if whole is not None:
+                    news = gather(self.scheduler.desk, self.workers.values(), self.payload.texts, now, whole)
+                    if news is not None:
+                        self._handle(self.scheduler, news, now)
+                if isinstance(event, e.TimePassed) and not self.scheduler.is_due(now):
+                    continue  # who was waited for has been heard
+                self._handle(self.scheduler, event, now)
         finally:
             self._telling = False
+
+    def _handle(self, scheduler: Scheduler, event: e.Event, now: Seconds) -> None:
+        commands = scheduler.handle(event, now)
+        self.journal.add_event(now, event, commands)
+        for command in commands:
+            self.is_urgent = True
+            self._carry_out(self, command)
 
     @property
     def has_heard_all(self) -> bool:

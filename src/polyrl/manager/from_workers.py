@@ -2,7 +2,7 @@
 
 Rules kept here: a worker that connects, for the first time or again, says what it holds, and is sent what it lacks. One
 that says what cannot be true is cut off, counted, and its samples move on; it harms nobody else. The scheduler hears of
-progress every few seconds, and of an answer's end at once. Tokens are taken in by intake.py.
+an answer's end at once, and of progress and heartbeats when something depends on them. intake.py takes tokens in.
 """
 
 import logging
@@ -12,18 +12,19 @@ from polyrl.errors import plain, shorten
 from polyrl.ids import LeaseId, Version
 from polyrl.manager import carrying, intake, joining
 from polyrl.manager.executor import Executor
+from polyrl.manager.gathering import AT_LAST_S
 from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused
 from polyrl.manager.relay_addresses import own_addresses
 from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling import events as e
+from polyrl.scheduling.hearing import teaches
 from polyrl.scheduling.samples import NO_VERSION, Sample
 from polyrl.scheduling.weight_delivery import TRAINER
 from polyrl.wire import columns, frames
 
 log = logging.getLogger("polyrl.manager")
 
-_TELL_PROGRESS_EVERY_S = 2.0
 _MOST_FAILED_INSTALLS = 8
 """Of a worker that has never installed a version of this run: minutes, since each pause is twice the one before. It is
 told to go then, so that nobody pays for it for ever. A worker that cannot read our versions leaves by itself, but one
@@ -213,16 +214,10 @@ def _report(executor: Executor, session: WorkerSession, report: frames.Report) -
     session.report = report
     worker = executor.seat_of(session)
     if worker is None:
-        return
-    now = executor.now()
-    if worker.leases and now - session.told_at >= _TELL_PROGRESS_EVERY_S:
-        session.told_at = now
-        texts = executor.payload.texts
-        counts = tuple(texts[sample].num_tokens for sample in worker.leases.values())
-        executor.tell(e.TokensArrived(session.name, session.incarnation, tuple(worker.leases), counts))
-    executor.tell(
-        e.WorkerReported(session.name, session.incarnation, report.num_waiting, report.num_preemptions),
-    )
+        return  # otherwise the scheduler hears of it when something depends on it (scheduling/hearing.py)
+    waited_s = executor.now() - session.told_at
+    if worker.unheard or (waited_s > AT_LAST_S and teaches(worker, report.num_waiting)):
+        executor.tell_news(session)
 
 
 def gone(executor: Executor, session: WorkerSession, link: Link) -> None:

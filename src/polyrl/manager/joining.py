@@ -57,7 +57,7 @@ def join(executor: Executor, request: JoinRequest, session_before: str = "", add
     executor.forget(name, "another process joined under its name", in_anger=True)
     incarnation = executor.next_life(name)
     session = WorkerSession(secrets.token_hex(16), incarnation, request, address)
-    session.heard_at = session.told_at = executor.now()
+    session.heard_at = session.told_at = session.told_heard_at = executor.now()
     executor.workers[name] = session
     executor.journal.add_note(SessionOpened(session.key, incarnation, request))
     log.info("worker %s joined: %s, %d slots", name, request.engine, request.slots)
@@ -278,7 +278,7 @@ def _seat_all(executor: Executor) -> None:
         for name in [one.name for one in executor.workers.values() if one.facts.engine == EMULATED]:
             executor.forget(name, _NO_MODEL, in_anger=True)
     for session in executor.workers.values():
-        session.heard_at = session.told_at = executor.now()
+        session.heard_at = session.told_at = session.told_heard_at = executor.now()
         _tell_joined(executor, session)
 
 

@@ -63,7 +63,7 @@ def recover(executor: Executor) -> str:
     for session in gone:
         del executor.workers[session.name]
     for session in executor.workers.values():
-        session.heard_at = session.told_at = executor.now()
+        session.heard_at = session.told_at = session.told_heard_at = executor.now()
     executor.tell(e.DriverResumed(found.away_s, executor.settings.restart_grace_s))
     for group in list(found.scheduler.desk.asked.groups):  # whoever asked lost its connection with the former manager
         executor.tell(e.GroupWithdrawn(group, "the manager was started again"))

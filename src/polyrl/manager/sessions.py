@@ -49,6 +49,9 @@ class WorkerSession:
         self.report: frames.Report | None = None
         self.heard_at = 0.0
         self.told_at = 0.0
+        """When the scheduler was last told how far its samples are."""
+        self.told_heard_at = 0.0
+        """The `heard_at` that the scheduler knows."""
         """When the scheduler last heard of its progress."""
         self.stride: Stride | None = None
         """While its frames go on from each other."""

@@ -56,6 +56,21 @@ class WorkerReported(EventStruct, frozen=True, tag=True):
     """Since it joined: how often the engine threw a running sample's cache away."""
 
 
+class FleetReported(EventStruct, frozen=True, tag=True):
+    """What was heard of workers since it was last told, of all of them at once (hearing.py): as WorkerReported and
+    TokensArrived, in as few bytes as it takes. A driver that holds news back tells it so."""
+
+    seats: tuple[int, ...]
+    """Rising; each as the difference to the one before."""
+    heard_ago: tuple[int, ...]
+    """When each was last heard, in hundredths of a second before now; -1: not since that was told."""
+    progress: tuple[tuple[int, ...], ...] = ()
+    """Which of the seats; its first lease with new tokens; then, run by run, how many lease numbers further and how
+    many tokens more than was told each of its leases up to there has."""
+    engines: tuple[tuple[int, int, int], ...] = ()
+    """Which of the seats; `num_waiting` and `num_preemptions` as in WorkerReported."""
+
+
 class WorkerLeft(EventStruct, frozen=True, tag=True):
     """The driver knows that it is gone: it said goodbye, or its process was seen to die."""
 
@@ -286,6 +301,7 @@ Event = (
     | TokensDiscarded
     | RewardFinished
     | WorkerReported
+    | FleetReported
     | LeaseEnded
     | TimePassed
     | GroupsTaken

@@ -80,13 +80,13 @@ def _heartbeat_timeout_s(desk: Desk, worker: Worker) -> Seconds:
     return max(rules.heartbeat_timeout_s, rules.switch_timeout_s) if worker.local else rules.heartbeat_timeout_s
 
 
-def heard_from(desk: Desk, worker: Worker, now: Seconds) -> None:
-    """Any news of a worker shows that it lives. Its deadline moves back, never forth: the heap is not told of it."""
+def heard_from(desk: Desk, worker: Worker, now: Seconds, ago_s: Seconds = 0.0) -> None:
+    """Any news of a worker shows that it lived. Its deadline moves back, never forth: the heap is not told of it."""
     if worker.unheard:
         _was_there(desk, worker, now)
     entries = desk.deadlines.entries
     wait = ("heartbeat", worker.seat)
-    due = now + _heartbeat_timeout_s(desk, worker)
+    due = now - ago_s + _heartbeat_timeout_s(desk, worker)
     if due > entries[wait]:
         entries[wait] = due
 

@@ -22,6 +22,7 @@ from polyrl.scheduling import (
     credit,
     devices,
     failures,
+    hearing,
     leases,
     membership,
     notices,
@@ -39,6 +40,7 @@ from polyrl.scheduling.events import (
     EngineBack,
     EngineDown,
     Event,
+    FleetReported,
     GroupAsked,
     GroupRejected,
     GroupsTaken,
@@ -113,6 +115,11 @@ class Scheduler:
     def wakeup_at(self) -> Seconds | None:
         return self.desk.deadlines.earliest()
 
+    def is_due(self, now: Seconds) -> bool:
+        """Whether it wants to hear that time has passed."""
+        at = self.wakeup_at
+        return at is not None and at <= now
+
     def save(self) -> bytes:
         """Everything that is needed to go on from here."""
         return msgspec.msgpack.encode(Saved(self.desk.config, self.desk.state, self._now))
@@ -170,6 +177,8 @@ class Scheduler:
                 if worker is not None:
                     balancing.learn_plateau(desk, worker, event.num_waiting)
                     worker.num_preemptions = max(worker.num_preemptions, event.num_preemptions)
+            case FleetReported():
+                hearing.fleet_reported(desk, event, now)
             case LeaseEnded():
                 self._lease_ended(event, now)
             case TimePassed():

@@ -23,6 +23,7 @@ from polyrl.scheduling.commands import Command, ForgetWorker, ReportStep
 from polyrl.scheduling.events import (
     DriverResumed,
     Event,
+    FleetReported,
     RewardFinished,
     TokensArrived,
     TrainerLeft,
@@ -43,7 +44,7 @@ from polyrl.telemetry.timeline import Span, Timeline
 
 _SAMPLES_A_CHECK = 4
 """Events between two checks of the laws, one for so many open samples: a check looks at each of them."""
-_QUIET = (TokensArrived, WorkerReported, RewardFinished)
+_QUIET = (TokensArrived, WorkerReported, FleetReported, RewardFinished)
 """Frequent, and when nothing is asked for in answer nobody does anything else than before."""
 
 

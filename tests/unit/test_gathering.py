@@ -1,0 +1,114 @@
+"""News that changes nothing is held back, and told before something depends on it: nobody can tell the difference."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from tests.unit.played import CONFIG, Manager, Worker, tokens_frame
+
+from polyrl.ids import LeaseId
+from polyrl.scheduling import events as e
+from polyrl.scheduling.hearing import runs_of
+from polyrl.scheduling.parameters import FleetRules, RoutingConfig
+from polyrl.scheduling.records import replay
+from polyrl.telemetry.journal import open_journals
+from polyrl.wire import frames
+
+REPORT = frames.Report(1, 0, 0.5, 0, 1.0)
+TIMEOUT_S = 3.0
+RULES = FleetRules(heartbeat_timeout_s=TIMEOUT_S, max_failures=1000)
+BEATING = structs.replace(CONFIG, fleet_rules=RULES, routing=RoutingConfig(balance=False), max_new_tokens=1000)
+
+
+def records_of(run_dir: Path) -> list[e.Event]:
+    return [record.event for _, records in open_journals(run_dir) for record in records]
+
+
+def pass_time(manager: Manager, seconds: float) -> None:
+    """In small steps, as the service's timer would: nothing is told before it is due."""
+    for _ in range(round(seconds / 0.05)):
+        manager.wait(0.05)
+        manager.commit()
+
+
+def test_reports_that_change_nothing_are_one_small_record_a_deadline(tmp_path):
+    manager = Manager(tmp_path, 0, BEATING)
+    workers = [Worker(manager.service, name) for name in "abcdef"]
+    manager.commit()
+    before = len(records_of(tmp_path))
+    for _ in range(30):
+        for worker in workers:
+            worker.say(REPORT)
+        pass_time(manager, 1.0)
+    told = records_of(tmp_path)[before:]
+    manager.service.close()
+    assert {type(one) for one in told} == {e.FleetReported}
+    assert len(told) <= 30 / (TIMEOUT_S / 2) + 1
+    assert all(one.seats == (1,) * 6 and one.progress == one.engines == () for one in told)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("last_heard_s", [0.2, 1.0, 2.9, 4.0])
+def test_a_worker_is_given_up_as_long_after_it_was_last_heard_as_ever(tmp_path, last_heard_s: float):
+    manager = Manager(tmp_path, 0, BEATING)
+    worker = Worker(manager.service, "a")
+    manager.commit()
+    began = manager.executor.now()
+    if last_heard_s > TIMEOUT_S:
+        worker.say(REPORT)
+        pass_time(manager, 2.0)
+        worker.say(REPORT)
+    manager.wait(began + last_heard_s - manager.executor.now())
+    worker.say(REPORT)
+    heard_at = manager.executor.now()
+    while "a" in manager.executor.workers:
+        pass_time(manager, 0.05)
+        assert manager.executor.now() < heard_at + 2 * TIMEOUT_S
+    assert manager.executor.now() - heard_at == pytest.approx(TIMEOUT_S, abs=0.2)
+    manager.service.close()
+
+
+def test_what_a_lost_worker_had_brought_and_nobody_had_told_is_in_the_ledger(tmp_path):
+    """Its samples wait, and are dropped before anybody goes on with them: there is no lease to abort."""
+    manager = Manager(tmp_path, 0, BEATING)
+    manager.workers["a"] = worker = Worker(manager.service, "a")
+    manager.commit()
+    manager.commit()
+    lease = min(worker.at)
+    worker.say(tokens_frame(lease, 0, list(range(90))))
+    worker.say(frames.Goodbye("it is enough"))
+    scheduler = manager.executor.scheduler
+    assert scheduler is not None
+    assert [one.num_tokens for one in scheduler.desk.samples.values() if one.num_tokens] == [90]
+    assert scheduler.ledger.tokens_arrived == manager.executor.num_tokens == 90
+    manager.service.close()
+
+
+def untold(manager: Manager) -> int:
+    """Tokens of running samples that the scheduler has not heard of. Of those that wait it has heard all."""
+    assert manager.executor.scheduler is not None
+    desk, texts = manager.executor.scheduler.desk, manager.executor.payload.texts
+    behind = {one.id: texts[one.id].num_tokens - one.num_tokens for one in desk.samples.values() if one.id in texts}
+    assert not any(num for sample, num in behind.items() if desk.samples[sample].state == "waiting")
+    return sum(num for sample, num in behind.items() if desk.samples[sample].state in ("leased", "stopping"))
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25)
+def test_every_token_is_accounted_for_and_the_journal_replays_to_the_same_commands(tmp_path_factory, seed: int):
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    config = structs.replace(CONFIG, fleet_rules=FleetRules(heartbeat_timeout_s=3.0, stall_timeout_s=5.0))
+    manager = Manager(run_dir, seed, config)
+    for _ in range(150):
+        manager.play_all()
+        assert manager.executor.scheduler is not None
+        arrived = manager.executor.scheduler.ledger.tokens_arrived
+        assert arrived + untold(manager) == manager.executor.num_tokens
+    manager.service.close()
+    assert replay(open_journals(run_dir)).first_difference is None
+
+
+def test_leases_that_gained_the_same_are_one_run():
+    gains = [(LeaseId(10), 2), (LeaseId(11), 2), (LeaseId(40), 2), (LeaseId(41), 5), (LeaseId(90), 0)]
+    assert runs_of(gains) == (10, 31, 2, 1, 5, 49, 0)
