@@ -75,6 +75,25 @@ def test_a_message_that_takes_too_long_is_cut_off_while_no_run_is_open(
     assert "worker mallory is cut off: a message did not end within 0.5 s; 2.1 MB of one had come" in caplog.text
 
 
+def test_pings_in_the_middle_of_a_message_do_not_hide_it(tmp_path: Path):
+    """In fragments, with a ping after each: no frame is large, and none of the message's ends."""
+
+    async def scene() -> None:
+        async with manager(tmp_path, limited(message_timeout_s=1.0)) as live, Peer(live) as peer:
+            await peer.enter()
+            transport = peer.socket._response.connection.transport  # type: ignore[union-attr]
+            assert transport is not None
+            part = b"\xff" + struct.pack(">Q", MB // 4) + bytes(4 + MB // 4)
+            for number in range(200):
+                transport.write((b"\x00" if number else b"\x02") + part + b"\x89\x80" + bytes(4))
+                await asyncio.sleep(0.02)
+                if "unfinished" in live.refused:
+                    break
+            assert live.refused == {"unfinished": 1}
+
+    run(scene(), timeout_s=60.0)
+
+
 def test_a_large_message_that_ends_is_heard_and_nothing_is_left_of_it(tmp_path: Path):
     async def scene() -> None:
         async with manager(tmp_path, limited(message_timeout_s=2.0)) as live, Peer(live) as peer:

@@ -73,22 +73,29 @@ class Unfinished:
 class _Reader(WebSocketReader):
     """aiohttp's, which also counts what has come since the last whole message."""
 
-    num_unfinished = num_counted = 0
+    __slots__ = ("_unfinished", "cut", "has_ended_one", "num_counted", "num_unfinished")
 
     def watch(self, unfinished: Unfinished, cut: Callable[[str], None]) -> None:
         self._unfinished, self.cut = unfinished, cut
+        self.num_unfinished = self.num_counted = 0
+        self.has_ended_one = False
+        """A message ended in what was read last. Pings end none, though they may come in the middle of one."""
 
     def feed_data(self, data: Any) -> Any:
-        self.num_unfinished += len(data)
-        fed = super().feed_data(data)
-        if self.num_unfinished > _SMALL_BYTES:
-            self._unfinished.grew(self)
+        self.has_ended_one = False
+        fed = WebSocketReader.feed_data(self, data)  # super() takes longer, and this is done for every frame
+        if not self.has_ended_one:
+            self.num_unfinished += len(data)
+            if self.num_unfinished > _SMALL_BYTES:
+                self._unfinished.grew(self)
+        elif self.num_unfinished:
+            self.forget()
         return fed
 
-    def message_ended(self) -> None:
-        if self.num_unfinished > _SMALL_BYTES:
-            self._unfinished.ended(self)
+    def forget(self) -> None:
+        """There is nothing unfinished any more."""
         self.num_unfinished = 0
+        self._unfinished.ended(self)
 
 
 class _Queue(WebSocketDataQueue):
@@ -99,8 +106,8 @@ class _Queue(WebSocketDataQueue):
 
     def feed_data(self, data: Any, size: int) -> None:
         """Called by the reader with each message. What `take` raises would be lost: it had better not."""
-        if self.reader is not None:
-            self.reader.message_ended()
+        if self.reader is not None and data.type is _BINARY:
+            self.reader.has_ended_one = True
         take = self.take
         if take is None or self.is_behind or data.type is not _BINARY or not take(data.data):
             self.is_behind = True
@@ -133,7 +140,7 @@ class Inlet(web.WebSocketResponse):
         if isinstance(self._reader, _Queue):
             self._reader.take = None
             if self._reader.reader is not None:
-                self._reader.reader.message_ended()
+                self._reader.reader.forget()
 
     def _post_start(self, request: BaseRequest, protocol: str | None, writer: Any) -> None:
         """As aiohttp's, which cannot be told to use another queue."""
