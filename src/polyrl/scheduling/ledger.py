@@ -31,7 +31,7 @@ NUM_LENGTH_BINS = 24
 """Bin b holds answers of 2^(b-1) up to 2^b - 1 tokens."""
 
 
-class StepLine(Struct, frozen=True):
+class StepLine(Struct, frozen=True, omit_defaults=True):
     """One step, as the metrics show it."""
 
     step: Step
