@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.trainer.small import CAP, draw_groups, save_small
@@ -144,3 +145,21 @@ def test_a_line_that_was_cut_short_takes_no_other_along(tmp_path: Path, torn: by
         file.write(b"\n" + torn)
     redo.note_rejection(tmp_path, 5, next_)
     assert redo.read_rejections(tmp_path, 5) == [first, next_]
+
+
+def test_a_group_of_ids_that_the_model_does_not_have_is_left_out_and_the_run_goes_on(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """What is in a log was taken in before anybody looked, and cannot be taken back."""
+    crew, again, poisoned = make_crew(model), make_crew(model), make_crew(model)
+    groups = draw_groups(3, (3, 2))
+    crew.steps.begin(0)
+    crew.steps.add(groups)
+    crew.steps.finish()
+    bad = [one._replace(answer=np.full_like(one.answer, 1_000_000), group=77) for one in groups[0]]
+    redo.append(tmp_path, 0, NUM_STEPS, [[*groups, bad]])
+    train_again(poisoned, tmp_path, 0)
+    assert same(crew.state(), poisoned.state())
+    assert "step 0: group 77 is left out: token ids from 1000000 to 1000000" in caplog.text
+    redo.append(tmp_path, 0, NUM_STEPS, [[bad]])
+    train_again(again, tmp_path, 0)

@@ -150,6 +150,8 @@ class Loop:
         self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
+        self._too_far: dict[str, int] = {}
+        """Workers whose samples a step left out (guard.py), and the last such step."""
         self._rejected: list[list[TrainSample]] = []
         """Groups of the open step that were rejected here."""
 
@@ -222,6 +224,7 @@ class Loop:
         idle_s = self._devices.turn_s - turn_before - (self._devices.trained_s - trained_before)
         async with self._devices.held():
             stats = await self._devices.run(self._steps.finish)
+            self._note_too_far(stats)
             seconds = {
                 "total": time.monotonic() - began,
                 "generate": generated - began,
@@ -272,9 +275,13 @@ class Loop:
         return batches, filtered
 
     async def _teaching(self, step: int, filtered: Rejected) -> AsyncIterator[Group]:
-        """The round's groups; those that teach nothing go to `filtered`, and others come in their place."""
+        """The round's groups; those that teach nothing go to `filtered`, and others come in their place. So it is with
+        those that a worker wrote for which the last steps left samples out."""
         async for group in self._fleet.round(step):
-            if self._teaches_nothing(group):
+            if suspects := self._suspects(group):
+                why = f"log-probabilities of {', '.join(suspects)} are too far from the trainer's"
+                await self._fleet.reject(group, why, workers=suspects)
+            elif self._teaches_nothing(group):
                 rewards = filtered[group.id] = [one.reward for one in group.samples]
                 self._rejected.append(self._train_samples(group))
                 if self._safety is not None:  # before: who is rejected is not handed out again
@@ -282,6 +289,26 @@ class Loop:
                 await self._fleet.reject(group, ZERO_VARIANCE)
             else:
                 yield group
+
+    def _suspects(self, group: Group) -> list[str]:
+        """Writers of the group that were too far off in a step of late. The manager gives up who is named thrice."""
+        if not self._too_far:
+            return []
+        until = group.step - 1 - self._recipe.max_staleness
+        writers = {segment.worker for sample in group.samples for segment in sample.segments}
+        return sorted(name for name in writers if self._too_far.get(name, -1) >= until)
+
+    def _note_too_far(self, stats: StepStats) -> None:
+        for name, nats in stats.too_far:
+            self._too_far[name] = stats.step
+            log.warning(
+                "step %d: samples of worker %s are not trained on: its log-probabilities are %.1f nats a token from ours, "
+                "above algorithm.max_mismatch=%g",
+                stats.step,
+                name or "unknown",
+                nats,
+                self._recipe.algorithm.max_mismatch,
+            )
 
     def _teaches_nothing(self, group: Group) -> bool:
         algorithm, cap = self._recipe.algorithm, self._recipe.rollout.max_new_tokens

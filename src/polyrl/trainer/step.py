@@ -39,6 +39,7 @@ from polyrl.scheduling.order import mix64
 from polyrl.trainer import aggregation, corrections, kl, mismatch
 from polyrl.trainer.batch import Group, TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
+from polyrl.trainer.guard import Guard
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, Part, make_parts, num_rows, plan_turns
@@ -74,6 +75,8 @@ class StepStats(NamedTuple):
     added: Added
     """In all."""
     metrics: dict[str, float]
+    too_far: tuple[tuple[str, float], ...] = ()
+    """Workers with samples that were left out of the loss for their log-probabilities (guard.py), and how far off."""
 
 
 class Steps(Protocol):
@@ -142,11 +145,13 @@ class StepAccumulator:
             raise RuntimeError(f"step {self._step} is not over")
         self._forget()
         self._step, self._num_steps = step, num_steps
+        self._guard = Guard(self._config.max_mismatch, step)
 
     def add(self, groups: Sequence[Group]) -> Added:
         """Take in whole groups. Raises UserError, and aborts, when memory does not suffice."""
         if self._step is None:
             raise RuntimeError("no step was begun")
+        groups = [group for group in groups if self._knows(group)]
         samples = [sample for group in groups for sample in group]
         _check(samples)
         with self._within_memory(self._of_tokens(self._max_tokens)):
@@ -159,6 +164,20 @@ class StepAccumulator:
             added = added.plus(self._train(self._preparation.with_advantages(ready)))
         self._added = self._added.plus(added)
         return added
+
+    def _knows(self, group: Group) -> bool:
+        """Whether its tokens are of the model's vocabulary. The client rejects others; a log of earlier steps may hold
+        them, and no step can have been trained on them."""
+        vocab = self._policy.loaded.vocab
+        for sample in group:
+            for tokens in (sample.prompt, sample.answer):
+                if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab:
+                    log.warning(
+                        "step %d: group %d is left out: token ids from %d to %d; the model's are 0 to %d",
+                        *(self._step, sample.group, tokens.min(), tokens.max(), vocab - 1),
+                    )
+                    return False
+        return True
 
     def finish(self) -> StepStats:
         """Divide by what is known now, clip, update; for each mini-batch, where there are several.
@@ -182,7 +201,7 @@ class StepAccumulator:
         metrics["actor/lr"] = updates[-1].lr
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
         metrics |= self._of_critic
-        return StepStats(step, self._added, metrics)
+        return StepStats(step, self._added, metrics, tuple(self._guard.too_far(self._peers).items()))
 
     def abort(self) -> None:
         """Forget what was added. Does nothing outside a step."""
@@ -263,10 +282,21 @@ class StepAccumulator:
         tally = Tally(self._policy.device) if part.is_spare else self._tally
         scores = self._policy.score(pack, self._temperature, entropy_grad=config.entropy_coef > 0)
         batch = self._batch(pack, ready, scores)
+        ours = self._ours(batch)
+        keeps = None
+        if not part.is_spare:
+            keeps = self._guard.keeps(ours, batch.behaviour_logprobs, [one.sample for one in ready], batch.sample)
+        if keeps is not None:
+            batch = batch._replace(
+                behaviour_logprobs=torch.where(keeps, batch.behaviour_logprobs, ours),
+                old_logprobs=torch.where(keeps, batch.old_logprobs, ours),
+            )
         losses = self._policy_losses(batch, tally)
         weights = aggregation.token_weights(batch.sample, batch.num_tokens, config)
         if part.is_spare:
             weights = torch.zeros_like(losses)
+        elif keeps is not None:
+            weights = keeps.to(losses.dtype) if weights is None else weights * keeps
         told = {"actor/pg_loss": _weighed(losses, weights)}
         total = losses
         if config.kl == "loss":
@@ -337,6 +367,10 @@ class StepAccumulator:
     def _send(self, numbers: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(numbers).to(self._policy.device, non_blocking=True)
 
+    def _ours(self, batch: TokenBatch) -> Tensor:
+        """By our own model: at the step's start, where these are known; otherwise by the present weights."""
+        return batch.logprobs.detach() if self._config.old_logprobs == "engine" else batch.old_logprobs
+
     # What is told
 
     def _tell(self, batch: TokenBatch, scores: Scores, ready: Sequence[Ready], tally: Tally) -> None:
@@ -354,7 +388,7 @@ class StepAccumulator:
         if by_engine and self._has_moved:
             return {}
         assert self._step is not None
-        ours = batch.logprobs.detach() if by_engine else batch.old_logprobs
+        ours = self._ours(batch)
         samples = [one.sample for one in ready]
         is_part = by_engine and self._config.mini_batches > 1
         return mismatch.of_tokens(ours, batch.behaviour_logprobs, samples, self._step, is_part=is_part)

@@ -1,0 +1,72 @@
+"""Samples whose log-probabilities no engine with our weights can have given: left out of the loss, their writers named.
+
+A worker's engine, and the digest of its weights, are its own word; what it says of its tokens is held against what our
+own model says of them. The measure is the mean of |log-ratio| over the tokens of one turn at a sample, by the name of
+the worker that had the turn. Engines that round otherwise differ by hundredths of a nat; whoever has other weights, or
+none, by several. Older weights may differ more: the bound is as many times as large as they are versions behind, plus
+one.
+
+Rules kept here: nothing is looked at before the step is over. A sample beyond the bound is treated as if our own model
+had drawn it, so that its ratios are finite, and has no weight in the loss.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.ranks import ALONE, Peers
+
+Tensor = torch.Tensor
+
+
+class Guard:
+    """Of one step. `bound` is in nats a token; 0: nobody is looked at."""
+
+    def __init__(self, bound: float, step: int) -> None:
+        self._bound, self._step = bound, step
+        self._names: list[str] = []
+        self._excess: list[Tensor] = []
+        """Of each turn, its mean over its bound."""
+
+    def keeps(self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], sample_of: Tensor) -> Tensor | None:
+        """Of each token, whether its sample is trained on; None: all are. `sample_of` numbers each token's sample."""
+        if not self._bound:
+            return None
+        turns = [(number, *turn) for number, one in enumerate(samples) for turn in _turns(one, self._step)]
+        numbers, lengths, ages = (np.array([turn[at] for turn in turns], np.int64) for at in (0, 1, 2))
+        self._names += [turn[3] for turn in turns]
+
+        def send(array: "np.ndarray[Any, Any]") -> Tensor:
+            return torch.from_numpy(array).to(ours.device, non_blocking=True)
+
+        apart = (ours.detach() - theirs).abs().double().cumsum(0)
+        sums = apart[send(np.cumsum(lengths) - 1)]
+        excess = torch.diff(sums, prepend=sums.new_zeros(1)) / send(lengths * (1.0 + ages) * self._bound)
+        self._excess.append(excess)
+        most = sums.new_zeros(len(samples)).scatter_reduce(0, send(numbers), excess.nan_to_num(torch.inf), "amax")
+        return (most <= 1.0)[sample_of]
+
+    def too_far(self, peers: Peers = ALONE) -> dict[str, float]:
+        """Workers beyond the bound: the mean difference of their worst turn, in nats a token of the present weights."""
+        found: dict[str, float] = {}
+        excess = torch.cat(self._excess).tolist() if self._excess else []
+        for name, number in zip(self._names, excess, strict=True):
+            if not number <= 1.0:
+                found[name] = max(found.get(name, 0.0), number * self._bound)
+        if peers.size > 1:
+            for theirs in peers.exchange(msgspec.msgpack.encode(found)):
+                for name, number in msgspec.msgpack.decode(theirs, type=dict[str, float]).items():
+                    found[name] = max(found.get(name, 0.0), number)
+        return dict(sorted(found.items()))
+
+
+def _turns(sample: TrainSample, step: int) -> list[tuple[int, int, str]]:
+    """Tokens, age and worker of each turn. Where nobody says who wrote it, it is one turn of nobody's."""
+    turns = [(one.num_tokens, max(0, step - one.version), one.worker) for one in sample.written_by if one.num_tokens]
+    if sum(turn[0] for turn in turns) != len(sample.answer):
+        return [(len(sample.answer), 0, "")]
+    return turns
