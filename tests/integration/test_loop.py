@@ -1,11 +1,14 @@
 """The training loop against a real manager, with workers that emulate an engine and steps that only count."""
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 from tests.integration import live
 
@@ -19,9 +22,11 @@ from polyrl.trainer import redo
 from polyrl.trainer.batch import Group
 from polyrl.trainer.checkpoint import Keep, TrainerState
 from polyrl.trainer.devices import Devices
+from polyrl.trainer.guard import Guard
 from polyrl.trainer.loop import Loop, Offer, StepReport
 from polyrl.trainer.saving import Rules, Saver
 from polyrl.trainer.step import Added, StepStats
+from polyrl.wire import frames
 
 NUM_PROMPTS = 6
 
@@ -327,3 +332,67 @@ def test_what_is_told_of_a_step_counts_the_groups_that_a_killed_process_rejected
     assert report.num_filtered == dropped["filtered"] >= 2
     assert len(report.rewards) == live.CONFIG.rounds.samples_per_prompt * num_groups
     assert redo.read_rejections(tmp_path, 0) == [], "the step's entry has them"
+
+
+class GuardedSteps(CountingSteps):
+    """Of whose model every token's log-probability is -1."""
+
+    def finish(self) -> StepStats:
+        guard = Guard(3.0, self._step)
+        samples = [one for group in self.groups for one in group]
+        theirs = torch.from_numpy(np.concatenate([one.logprobs for one in samples]))
+        number_of = np.repeat(np.arange(len(samples)), [len(one.answer) for one in samples])
+        guard.keeps(torch.full_like(theirs, -1.0), theirs, samples, torch.from_numpy(number_of))
+        self.trained = {turn.worker for one in samples for turn in one.written_by}
+        self.groups = []
+        return super().finish()._replace(too_far=tuple(guard.too_far().items()))
+
+
+async def forge(peer: live.Peer) -> None:
+    """Answer every order at once, with tokens and log-probabilities that nobody's weights gave."""
+    version = 0
+    with contextlib.suppress(TypeError, ConnectionError, TimeoutError):  # the connection was closed
+        while True:
+            message = frames.decode_to_worker(await peer.socket.receive_bytes())
+            if isinstance(message, frames.Pull):
+                version = message.version
+                await peer.say(frames.Installed(version))
+            if isinstance(message, frames.Generate):
+                for order in message.orders:
+                    done = len(order.so_far) // 4
+                    ended = (frames.Ended(order.lease, done + 2, "stop"),)
+                    its = live.tokens(order.lease, offset=done, version=version, ids=[7, 2], logprobs=[-60.0] * 2)
+                    await peer.say(replace(its, ended=ended))
+
+
+def test_a_worker_that_forges_log_probabilities_is_named_its_next_groups_are_rejected_and_it_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
+    domain = DomainData(name="d", prompts_per_step=NUM_PROMPTS, num_prompts=500)
+    config = replace(
+        live.CONFIG, domains=(domain,), fleet_rules=replace(live.CONFIG.fleet_rules, heartbeat_timeout_s=60.0)
+    )
+    steps, listener = GuardedSteps(), Listener()
+
+    async def scenario() -> None:
+        async with (
+            live.manager(tmp_path) as manager,
+            live.honest_worker(manager),
+            live.trainer(manager, config) as fleet,
+            live.Peer(manager, slots=64) as peer,
+        ):
+            await peer.enter()
+            forging = asyncio.create_task(forge(peer))
+            devices = Devices()
+            await Loop(recipe, fleet, steps, devices, Publisher(), prompt_tokens, listener).run()
+            devices.close()
+            await forging
+            assert steps.trained == {"honest"}
+            assert live.is_connected(manager, "honest") and not live.is_connected(manager, "mallory")
+
+    live.run(scenario(), timeout_s=60.0)
+    assert listener.reports[0].stats.too_far[0][0] == "mallory"
+    assert "step 0: samples of worker mallory are not trained on: log-probabilities 59.0 nats a token" in caplog.text
+    (given_up,) = (one.getMessage() for one in caplog.records if "mallory is given up" in one.getMessage())
+    assert "3 groups were rejected for what it wrote" in given_up

@@ -302,7 +302,7 @@ class Loop:
         for name, nats in stats.too_far:
             self._too_far[name] = stats.step
             log.warning(
-                "step %d: samples of worker %s are not trained on: its log-probabilities are %.1f nats a token from ours, "
+                "step %d: samples of worker %s are not trained on: log-probabilities %.1f nats a token from ours, "
                 "above algorithm.max_mismatch=%g",
                 stats.step,
                 name or "unknown",
