@@ -191,7 +191,7 @@ def test_the_command_says_it_in_text_and_in_json(tmp_path: Path, capsys, monkeyp
         assert main([*where, "--json"]) == 1
         tree = json.loads(capsys.readouterr().out)
         assert (tree["running"], tree["moving"], tree["needs_help"]) == (True, False, True)
-        assert [set(one) for one in tree["findings"]] == [{"what", "then", "do", "needs_help"}]
+        assert [set(one) for one in tree["findings"]] == [{"what", "then", "do", "needs_help", "stalls"}]
     assert main(where) == 2
     assert "if the run was killed: polyrl train --resume RUN_DIR" in capsys.readouterr().err
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,65 @@ def test_several_rewards_are_weighted_and_each_is_told_and_stays_with_its_sample
     assert "(length " in shown and "version 0 on trainer" in shown and max(map(len, shown.splitlines())) <= 80
     assert main(["samples", "runs/tiny", "--step", "9"]) == 2
     assert "--step: 9 is not kept; expected one from 0 to 1" in capsys.readouterr().err
+
+
+def doctor(capsys: pytest.CaptureFixture[str]) -> str:
+    """What it says once a reward has run for a moment."""
+    until = time.monotonic() + 100
+    while time.monotonic() < until:
+        if Path("runs/tiny/manager.json").exists() and main(["doctor", "runs/tiny"]) == 0:
+            said = capsys.readouterr().out
+            if "has run longest" in said:
+                return said
+        capsys.readouterr()
+        time.sleep(0.2)
+    raise AssertionError("it never spoke of rewards")
+
+
+def end(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
+    """With one Ctrl+C. Returns how long that took."""
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    return time.monotonic() - began, said, errors
+
+
+def test_an_async_reward_that_blocks_holds_up_neither_ctrl_c_nor_the_doctor_nor_the_log(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    process = start("mine:blocks", "rewards.timeout_s=600")
+    try:
+        said = doctor(capsys)
+        assert "mine:blocks has run longest, for" in said and "longer than rewards.timeout_s = 600 is ended" in said
+        assert main(["status", "--run-dir", "runs/tiny"]) == 0
+        assert "waits for reward (mine:blocks, " in capsys.readouterr().out
+        unscored = samples(capsys)
+        assert unscored and all(one["state"] == "open" and one["reward"] is None for one in unscored)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("waits: "):
+                assert "mine:blocks has run longest" in line
+                break
+        else:
+            raise AssertionError("the log was silent")
+        took_s, said, _ = end(process)
+    finally:
+        process.kill()
+    assert "stopped; " in said
+    assert took_s < 20, "it waits for nobody; seconds are for a busy machine"
+
+
+def test_an_async_reward_that_blocks_is_given_up_when_its_time_is_over(desk: Path):
+    process = start("mine:blocks", "rewards.timeout_s=0.2", "rewards.processes=2")
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert "the reward mine:blocks failed for all of" in errors and "took longer than 0.2 s" in errors
+
+
+def test_a_reward_that_raises_is_shown_with_file_line_and_log_and_counted_by_the_doctor(desk: Path):
+    process = start("mine:raises")
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 2
+    assert "KeyError: 'nothing' (mine.py:19, in raises); runs/tiny/logs/rewards.log has what it printed" in errors
+    assert "hello from" in (desk / "runs/tiny/logs/rewards.log").read_text()

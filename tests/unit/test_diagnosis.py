@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from polyrl.cli.diagnosis import diagnose
-from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
+from polyrl.wire.control import RewardsStatus, RoundStatus, Status, WaitStatus, WorkerStatus
 
 WORKER = WorkerStatus(
     name="w1", state="active", connected=True, engine="builtin", model="m", version=3, running=2, slots=4,
@@ -63,6 +63,21 @@ def wait(what: str, of: str = "w1", age_s: float | None = None) -> WaitStatus:
 )  # fmt: skip
 def test_a_worker_that_does_not_write(worker: dict[str, Any], waits: list[WaitStatus], what: str, then: str):
     assert told(replace(STATUS, workers=(replace(WORKER, **worker),), waits=tuple(waits)))[1:] == [(what, then)]
+
+
+def test_a_slow_reward_is_named_with_its_own_time_limit_and_those_that_failed_are_counted():
+    rewards = RewardsStatus(
+        running=2, timeout_s=5.0, longest_s=3.5, function="mine:judge", failed=7, why="KeyError: 'x'"
+    )
+    round_ = replace(ROUND, samples_running=0)
+    now = replace(STATUS, rounds=(round_,), queues={"rewards_running": 2, "rewards_waiting": 14}, rewards=rewards)
+    slow, failed = diagnose(now, now, "runs/x").findings[:2]
+    assert slow.what.endswith(
+        "2 answers are being scored, 14 wait for it; mine:judge has run longest, for 3.5 s"
+    ) and slow.then == ("one that takes longer than rewards.timeout_s = 5 is ended, and its sample dropped")
+    assert slow.stalls and not slow.needs_help
+    assert failed.what == "7 answers had no reward so far; the last: KeyError: 'x'"
+    assert failed.do.startswith("runs/x/logs/rewards.log has what functions printed")
 
 
 def test_a_worker_that_writes_is_not_spoken_of_and_the_longest_answer_is():

@@ -28,5 +28,18 @@ def test_the_next_wait_is_told_again():
     assert said(*looks) == {20.0: LINE, 40.0: "goes on, after 40.0 s", 70.0: LINE}
 
 
+def test_rewards_that_take_long_are_told_of_though_they_end_by_themselves():
+    slow = Finding("2 answers are being scored", "they end", stalls=True)
+    line = "waits: 2 answers are being scored; `polyrl doctor runs/tiny` says more"
+    assert said((0.0, slow), (14.0, slow), (15.0, slow), (20.0, MOVES)) == {15.0: line, 20.0: "goes on, after 20.0 s"}
+
+
+def test_whatever_stands_still_for_long_is_told_of():
+    waiting = Waiting("polyrl doctor runs/tiny")
+    told = [waiting.look(MOVES, now, is_moving=False) for now in (0.0, 14.0, 15.0, 30.0)]
+    assert told == [None, None, "waits: the last sample runs; `polyrl doctor runs/tiny` says more", None]
+    assert waiting.look(MOVES, 40.0) == "goes on, after 40.0 s"
+
+
 def test_what_ends_by_itself_is_no_news():
     assert said((0.0, MOVES), (1000.0, MOVES)) == {}

@@ -24,6 +24,8 @@ class Finding(NamedTuple):
     """What a person could do; empty: nothing has to be done."""
     needs_help: bool = False
     """It does not end by itself."""
+    stalls: bool = False
+    """Nothing is written or trained meanwhile: worth a line of a log if it lasts."""
 
 
 class Diagnosis(NamedTuple):
@@ -41,7 +43,8 @@ def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosi
     """Commands that are named have the run's directory, where it is known."""
     main = _of_trainer(now, run_dir) or _of_round(now)
     return Diagnosis(
-        _is_moving(earlier, now), (main, *_of_workers(earlier, now), *_of_turned_away(now), *_of_refusals(now))
+        _is_moving(earlier, now),
+        (main, *_of_failures(now, run_dir), *_of_workers(earlier, now), *_of_turned_away(now), *_of_refusals(now)),
     )
 
 
@@ -208,10 +211,32 @@ def _rewards(now: Status, missing: str) -> Finding:
     running, waiting = now.queues.get("rewards_running", 0), now.queues.get("rewards_waiting", 0)
     if not running and not waiting:
         return Finding(f"{missing}: all answers are written and scored", "they go to the trainer by themselves")
-    wait = _wait(now, "reward")
-    until = "" if wait is None else f"; one that is not answered is given up in {_left(wait)}"
-    do = "rewards.processes is how many are scored at once" if waiting else ""
-    return Finding(f"{missing}: {running:,} answers are being scored, {waiting:,} wait for it", f"they end{until}", do)
+    do = "rewards.processes is how many plain functions run at once" if waiting else ""
+    what = f"{missing}: {running:,} answers are being scored, {waiting:,} wait for it"
+    told = now.rewards
+    if told is None or not told.running:
+        wait = _wait(now, "reward")
+        until = "" if wait is None else f"; one that is not answered is given up in {_left(wait)}"
+        return Finding(what, f"they end{until}", do, stalls=True)
+    return Finding(
+        f"{what}; {told.function} has run longest, for {show_seconds(told.longest_s)}",
+        f"one that takes longer than rewards.timeout_s = {told.timeout_s:g} is ended, and its sample dropped",
+        do,
+        stalls=True,
+    )
+
+
+def _of_failures(now: Status, run_dir: str) -> Iterator[Finding]:
+    """Rewards that were not to be had."""
+    dropped = now.ledger.get("samples_discarded", {}).get("reward_failed", 0)
+    failed = dropped if now.rewards is None else max(dropped, now.rewards.failed)
+    if failed:
+        last = f"; the last: {now.rewards.why}" if now.rewards is not None and now.rewards.why else ""
+        yield Finding(
+            f"{_count(failed, 'answer')} had no reward so far{last}",
+            "each was dropped; its group is trained without it, as long as enough are left",
+            f"{run_dir}/logs/rewards.log has what functions printed, and their tracebacks",
+        )
 
 
 # Workers

@@ -20,7 +20,7 @@ import numpy as np
 
 from polyrl.client.checking import Fault, find_fault, find_stranger
 from polyrl.client.line import Line
-from polyrl.errors import NoReward, PolyrlError, UserError
+from polyrl.errors import NoReward, PolyrlError, UserError, plain
 from polyrl.ids import show_sample
 from polyrl.scheduling.ledger import StepLine
 from polyrl.scheduling.parameters import SchedulerConfig
@@ -271,6 +271,18 @@ class Fleet:
         await self._state(lambda seq: frames.Validating(seq, begins=True))
         yield
         await self._state(lambda seq: frames.Validating(seq, begins=False))
+
+    async def tell_rewards(
+        self, running: int, timeout_s: float, longest: tuple[float, str], failed: tuple[int, str]
+    ) -> None:
+        """What the functions behind `reward` do: how many run, which one has run longest, and how many have failed."""
+        longest_s, function = longest
+        num_failed, why = failed
+        await self._state(
+            lambda seq: frames.RewardsTold(
+                seq, running, timeout_s, longest_s, plain(function)[:200], num_failed, plain(why)[:1000]
+            )
+        )
 
     async def status(self) -> Status:
         return await self._line.again(lambda: self._dialer.get("/v1/status", Status))

@@ -67,6 +67,8 @@ class Executor:
         """What those are told who were given up for good and dial again: they did not hear it. By their session."""
         self.lives: dict[WorkerName, Incarnation] = {}
         self.trainer: TrainerSession | None = None
+        self.rewards: tuple[frames.RewardsTold, Seconds] | None = None
+        """What the trainer's functions do, and when it said so."""
         self.refused: Counter[str] = Counter()
         self.num_tokens = 0
         """Tokens that came in since this process started."""

@@ -73,6 +73,8 @@ def _state(executor: Executor, frame: frames.Statement) -> None:
             executor.tell(e.StepTrained(Step(frame.step)))
         case frames.Validating():
             executor.tell(e.ValidationBegan() if frame.begins else e.ValidationEnded())
+        case frames.RewardsTold():
+            executor.rewards = frame, executor.now()
         case frames.Published():
             _published(executor, frame)
         case _:
@@ -180,5 +182,6 @@ def gone(executor: Executor, session: TrainerSession, link: Link) -> None:
     if session.link is link:
         session.link, session.greeted = None, False
         session.away_since = executor.now()
+        executor.rewards = None
         if executor.trainer is session:  # not when another has opened the run
             executor.tell(e.TrainerLeft())

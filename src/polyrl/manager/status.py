@@ -15,7 +15,7 @@ from polyrl.manager.sessions import WorkerSession
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.fleet import Worker
 from polyrl.scheduling.samples import Round
-from polyrl.wire.control import RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
+from polyrl.wire.control import RewardsStatus, RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
 
 
 def status(executor: Executor, uptime_s: float) -> Status:
@@ -63,6 +63,21 @@ def status(executor: Executor, uptime_s: float) -> Status:
         caveat=executor.caveat,
         tokens_received=executor.num_tokens,
         max_new_tokens=desk.config.max_new_tokens,
+        rewards=_rewards(executor, now),
+    )
+
+
+def _rewards(executor: Executor, now: float) -> RewardsStatus | None:
+    if executor.rewards is None:
+        return None
+    told, at = executor.rewards
+    return RewardsStatus(
+        running=told.running,
+        timeout_s=told.timeout_s,
+        longest_s=told.longest_s + (now - at if told.running else 0.0),
+        function=told.function,
+        failed=told.failed,
+        why=told.why,
     )
 
 
@@ -155,12 +170,14 @@ def _round(desk: Desk, round_: Round, running: _Running, now: float) -> RoundSta
 
 def queues(executor: Executor, desk: Desk) -> dict[str, int]:
     rounds = desk.rounds.values()
+    scoring = len(desk.scoring.running)
+    scored_now = scoring if executor.rewards is None else min(scoring, executor.rewards[0].running)
     return {
         "samples_waiting": sum(one.num_waiting for one in rounds),
         "samples_running": len(desk.leases),
         "samples_asked": sum(one.num_samples for one in executor.questions.values()),
-        "rewards_running": len(desk.scoring.running),
-        "rewards_waiting": len(desk.scoring.queue),
+        "rewards_running": scored_now,
+        "rewards_waiting": len(desk.scoring.queue) + scoring - scored_now,
         "groups_delivered": sum(1 for one in desk.groups.values() if one.state == "delivered"),
         "groups_without_prompt": sum(1 for one in desk.groups if one not in executor.payload.prompts),
         "rounds_requested": len(desk.state.requested),
@@ -183,8 +200,12 @@ def _waits(executor: Executor, desk: Desk, now: float) -> Iterator[WaitStatus]:
         yield WaitStatus(what=what, of=f"round {waiting.step}", age_s=now - waiting.opened_at, given_up_in_s=None)
     scoring = desk.scoring.running
     if scoring:
-        given_up_at = min(scoring.values())
-        yield WaitStatus(what="reward", of=f"{len(scoring)} answers", age_s=None, given_up_in_s=given_up_at - now)
+        told = _rewards(executor, now)
+        if told is None or not told.running:
+            left_s, age_s, of = min(scoring.values()) - now, None, f"{len(scoring)} answers"
+        else:
+            left_s, age_s, of = told.timeout_s - told.longest_s, told.longest_s, f"{told.function}, {told.running} run"
+        yield WaitStatus(what="reward", of=of, age_s=age_s, given_up_in_s=max(0.0, left_s))
     for (name, key), at in sorted(desk.deadlines.entries.items(), key=lambda entry: entry[1]):
         if name != "reward":  # a look at those above
             age_s = _age_s(executor, desk, name, key, at - now)

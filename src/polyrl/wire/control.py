@@ -174,6 +174,22 @@ class TurnedAway(Struct, frozen=True, kw_only=True):
     ago_s: float
 
 
+class RewardsStatus(Struct, frozen=True, kw_only=True):
+    """What the trainer's reward functions do, as it said a moment ago."""
+
+    running: int
+    """Functions that run at this moment; `queues` counts the answers."""
+    timeout_s: float
+    longest_s: float
+    """How long the one that has run longest has."""
+    function: str
+    """Its name."""
+    failed: int
+    """Answers without a reward since the trainer started."""
+    why: str
+    """Of the last of them."""
+
+
 class Status(Struct, frozen=True, kw_only=True):
     run: str
     """open, or none."""
@@ -202,6 +218,8 @@ class Status(Struct, frozen=True, kw_only=True):
     """Since the manager started."""
     max_new_tokens: int = 0
     """Where answers end."""
+    rewards: RewardsStatus | None = None
+    """None: the trainer has not said."""
 
 
 class ErrorReply(Struct, frozen=True, kw_only=True):

@@ -352,6 +352,22 @@ class Validating(Frame, frozen=True, tag="validating"):
     begins: bool
 
 
+class RewardsTold(Frame, frozen=True, tag="rewards"):
+    """What its reward functions do, now and then while they do something: for whoever asks why a run waits."""
+
+    seq: Natural
+    running: Natural
+    """Functions that run, which is less than the answers that were given out to be scored."""
+    timeout_s: Annotated[float, Meta(ge=0, le=1e9)]
+    longest_s: Annotated[float, Meta(ge=0, le=1e9)]
+    """How long the one that has run longest has; `function` is its name."""
+    function: Text
+    failed: Natural
+    """Answers without a reward so far."""
+    why: Text
+    """Of the last of them."""
+
+
 class Published(Frame, frozen=True, tag="published"):
     seq: Natural
     version: VersionNumber
@@ -371,6 +387,7 @@ Statement = (
     | RestartStep
     | StepDone
     | Validating
+    | RewardsTold
     | Published
 )
 FromTrainer = TrainerHello | Statement

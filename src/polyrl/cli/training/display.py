@@ -38,6 +38,7 @@ _NAMED_WAITS = (
     "drain",
 )
 """Deadlines that are always there (heartbeats) are no news."""
+_SLOW_REWARD_S = 2.0
 
 
 class Told(Struct):
@@ -131,7 +132,7 @@ def view_of(status: Status | None, told: Told, local_worker: str = "") -> RunVie
     rounds = [] if status is None else [one for one in status.rounds if one.step == told.step]
     round_ = rounds[0] if rounds else None
     workers = () if status is None else tuple(_worker(one, one.name == local_worker) for one in status.workers)
-    waits = [] if status is None else [_wait(one) for one in status.waits if one.what in _NAMED_WAITS]
+    waits = [] if status is None else [_wait(one) for one in status.waits if _is_news(one)]
     return RunView(
         name=told.name,
         step=told.step,
@@ -177,6 +178,11 @@ def _activity(worker: WorkerStatus, local: bool) -> str:
             return "starting"
         case other:
             return other
+
+
+def _is_news(wait: WaitStatus) -> bool:
+    is_slow_reward = wait.what == "reward" and wait.age_s is not None and wait.age_s > _SLOW_REWARD_S
+    return wait.what in _NAMED_WAITS or is_slow_reward
 
 
 def _wait(wait: WaitStatus) -> str:

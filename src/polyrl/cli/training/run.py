@@ -34,7 +34,7 @@ from polyrl.cli.training.scheduler import scheduler_config
 from polyrl.cli.training.tasks import Tasks
 from polyrl.cli.training.telling import Telling
 from polyrl.cli.training.validation import validator
-from polyrl.cli.training.waiting import tell_of_waits
+from polyrl.cli.training.waiting import tell_of_rewards, tell_of_waits
 from polyrl.client import Fleet, Prompt, Reward, Sample, connect
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.models import Loaded
@@ -177,6 +177,7 @@ async def train(
             workers.tell_who_ends(run_dir, started, display.say),
             workers.tell_who_is_turned_away(fleet, started, display.say),
         ]
+        news.append(tell_of_rewards(fleet, tasks))
         if not display.progress.is_live:
             news.append(tell_of_waits(fleet, workers.doctor_command(recipe, run_dir, address.url), display.say))
         try:

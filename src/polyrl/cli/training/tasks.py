@@ -62,9 +62,22 @@ class Tasks(Protocol):
         """Waits for as long as all is well; raises UserError when nothing can be trained."""
         ...
 
+    def rewards_under_way(self) -> "UnderWay | None":
+        """What reward functions do now; none where there is nothing to say of them."""
+        ...
+
     def why_none_scored(self) -> str:
         """Of a reward that has failed for all answers so far; empty where there is none."""
         ...
+
+
+class UnderWay(NamedTuple):
+    running: int
+    timeout_s: float
+    longest: tuple[float, str]
+    """Seconds and function of the one that has run longest."""
+    failed: tuple[int, str]
+    """How many answers have no reward, and why the last one has none."""
 
 
 class Domain(NamedTuple):
@@ -77,8 +90,9 @@ class Domain(NamedTuple):
 class RecipeTasks:
     """Made by `load_tasks`."""
 
-    def __init__(self, domains: list[Domain], tokenizer: ModelTokenizer, pool: RewardPool) -> None:
-        self._domains, self._tokenizer, self._pool = domains, tokenizer, pool
+    def __init__(self, domains: list[Domain], tokenizer: ModelTokenizer, pool: RewardPool, timeout_s: float) -> None:
+        self._domains, self._tokenizer, self._pool, self._timeout_s = domains, tokenizer, pool, timeout_s
+        self._last_failure = ""
         self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
         """Read once for all samples of a prompt: a chat template is a program."""
         self._num_failures = [0] * len(domains)
@@ -147,13 +161,20 @@ class RecipeTasks:
         await self._hopeless.wait()
         raise UserError(self._why_hopeless)
 
+    def rewards_under_way(self) -> UnderWay | None:
+        state, num_failed = self._pool.state(), sum(self._num_failures)
+        if not state.running and not num_failed:
+            return None
+        failed = (num_failed, self._last_failure)
+        return UnderWay(state.running, self._timeout_s, (state.longest_s, state.longest), failed)
+
     def why_none_scored(self) -> str:
         unproven = [domain for domain in self._failures if not self._is_proven[domain]]
         return self._why(max(unproven, key=self._num_failures.__getitem__)) if unproven else ""
 
     def _count_failure(self, domain: int, reason: str) -> None:
         self._num_failures[domain] += 1
-        self._failures[domain] = reason
+        self._failures[domain] = self._last_failure = reason
         if not self._is_proven[domain] and self._num_failures[domain] >= _HOPELESS and not self._hopeless.is_set():
             self._why_hopeless = self._why(domain)
             self._hopeless.set()
@@ -173,7 +194,7 @@ def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
     `reward_log` is where goes what rewards print.
     """
     tokenizer, domains = _open_all(recipe)
-    tasks = RecipeTasks(domains, tokenizer, _make_pool(recipe.rewards, reward_log))
+    tasks = RecipeTasks(domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards.timeout_s)
     try:
         scheduler_config(recipe, tasks.num_prompts)
     except ValueError as error:
