@@ -319,7 +319,9 @@ def test_ctrl_c_is_heard_while_the_manager_starts(desk: Path):
 def test_a_worker_of_the_fleet_gets_its_settings_as_the_recipe_has_them(desk: Path):
     given = {"compile": False, "slots": 3, "device": "cpu", "after_install": "keep"}
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in given.items())
-    arguments = worker_arguments(fit(load_recipe("recipe.toml", [f"fleet.settings={{ {table} }}"])), desk, "http://x:1")
+    arguments = worker_arguments(
+        fit(load_recipe("recipe.toml", [f"fleet.settings={{ {table} }}"])), desk, "http://x:1", "w"
+    )
     settings = [one for one in arguments if "=" in one]
     config = build({"model": "model", **apply_overrides({}, settings)}, BuiltinConfig)
     assert (config.compile, config.slots, config.device, config.after_install) == (False, 3, "cpu", "keep")

@@ -78,7 +78,7 @@ def test_a_run_trains_with_a_worker_that_joins_over_https_as_printed_and_strange
 def test_the_runs_own_workers_are_told_whom_to_trust(desk: Path, files):
     cert, key = files
     settings = [f"manager.tls_cert={cert}", f"manager.tls_key={key}", f"manager.ca={cert}"]
-    arguments = worker_arguments(load_recipe("recipe.toml", settings), desk, "https://localhost:1")
+    arguments = worker_arguments(load_recipe("recipe.toml", settings), desk, "https://localhost:1", "w")
     assert arguments[arguments.index("--ca") + 1] == cert
 
 

@@ -45,13 +45,25 @@ def _check_attached(config: ServedConfig) -> None:
         raise UserError("--engine-url: that server runs already; it takes no flags and no --engine-python")
 
 
-def python_for(kind: Kind, given: str = "") -> str:
-    """The interpreter that has the server: the one that was named, ours, or the one that our script installs."""
+def check_settings(kind: Kind, config: ServedConfig, key: str) -> None:
+    """Raises UserError for what a worker would end with; `key` is what names the settings."""
+    if config.url or config.python:
+        raise UserError(f"{key}.{'url' if config.url else 'python'}: a worker of the fleet has a server of its own")
+    for flag in config.flags:
+        if flag.partition("=")[0] in _OURS:
+            raise UserError(f"{key}.flags: {flag}: the worker chooses it; leave it out")
+
+
+def python_for(kind: Kind, given: str = "", options: tuple[str, str] = ("--engine", "--engine-python")) -> str:
+    """The interpreter that has the server: the one that was named, ours, or the one that our script installs.
+
+    `options` are what name the engine and its environment.
+    """
     if given:
         path = Path(given).expanduser()
         path = path / "bin" / "python" if path.is_dir() else path
         if not path.is_file():
-            raise UserError(f"--engine-python: {given} is not there; expected a Python, or a virtual environment")
+            raise UserError(f"{options[1]}: {given} is not there; expected a Python, or a virtual environment")
         return str(path)
     if importlib.util.find_spec(kind) is not None:
         return sys.executable
@@ -59,6 +71,6 @@ def python_for(kind: Kind, given: str = "") -> str:
     if cached.is_file():
         return str(cached)
     raise UserError(
-        f"--engine {kind}: {NAMES[kind]} is neither installed here nor in {_CACHED / kind}; "
-        "name its environment with --engine-python, or see docs/guides/engines.md"
+        f"{options[0]} {kind}: {NAMES[kind]} is neither installed here nor in {_CACHED / kind}; "
+        f"name its environment with {options[1]}, or see docs/guides/engines.md"
     )

@@ -447,7 +447,10 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Worker processes that are started beside the trainer, on its machine. Others join from anywhere."""
 
     workers: Count = 0
-    engine: Literal["builtin"] = "builtin"
+    engine: Literal["builtin", "vllm", "sglang"] = "builtin"
+    engine_python: str = ""
+    """Of vllm and sglang: the environment, or its Python, that the server is installed in; empty: ours, or the one that
+    `make engines` installs."""
     settings: dict[str, Any] = {}
     """Of the engine, as `polyrl worker --engine-config` takes them."""
     wait: bool = False
@@ -455,6 +458,10 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     price_usd_per_hour: NotNegative = 0.0
     """Of one worker, for the ledger."""
     spot: bool = False
+
+    def __post_init__(self) -> None:
+        if self.engine_python and self.engine == "builtin":
+            raise ValueError('engine_python: is for engine = "vllm" and "sglang"; the builtin engine has no server')
 
 
 class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -568,6 +575,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_best()
         self._check_ranks()
         self._check_mooncake()
+        self._check_fleet()
         self._check_price()
         self._check_rewards()
 
@@ -587,6 +595,12 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             teaches_nothing = algorithm.advantage in GROUP_ADVANTAGES and algorithm.kl != "reward"
             chosen = replace(algorithm, zero_variance="filter" if teaches_nothing else "keep")
             force_setattr(self, "algorithm", chosen)
+
+    def _check_fleet(self) -> None:
+        if self.fleet.workers and self.fleet.engine != "builtin" and self.lora.publish == "adapter":
+            raise ValueError(
+                f'lora.publish: expected "merged", since {self.fleet.engine} servers (fleet.engine) merge none'
+            )
 
     def _check_mooncake(self) -> None:
         if self.weights.mooncake and self.manager.tls_cert:

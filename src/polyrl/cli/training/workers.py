@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -20,60 +21,79 @@ from polyrl.cli.training.processes import Address
 from polyrl.client import Fleet
 from polyrl.config import build
 from polyrl.config.dump import inline
+from polyrl.config.hub import shown_model
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.engines.served.server import ServedConfig
 from polyrl.errors import ConfigError, UserError
 from polyrl.weights.interfaces import listening_addresses
 
 log = logging.getLogger("polyrl.train")
 
+SettingsT = TypeVar("SettingsT", BuiltinConfig, ServedConfig)
+
 _JOIN_TIMEOUT_S = 120.0
+_SERVER_TIMEOUT_S = 1800.0
+"""A server loads and compiles for long."""
 _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 2.0
 
 
-class _Fleet(Struct, frozen=True, kw_only=True):
-    settings: BuiltinConfig
+class _Fleet(Struct, Generic[SettingsT], frozen=True, kw_only=True):
+    settings: SettingsT
 
 
-class _Checked(Struct, frozen=True, kw_only=True):
+class _Checked(Struct, Generic[SettingsT], frozen=True, kw_only=True):
     """The part of a recipe that the engine of `[fleet]` reads, by its dotted path."""
 
-    fleet: _Fleet
+    fleet: _Fleet[SettingsT]
 
 
 def check_settings(recipe: Recipe) -> None:
     """Raises ConfigError for what a worker would end with, and only its log would say why."""
     if "model" in recipe.fleet.settings:
         raise ConfigError("fleet.settings.model: workers have that of model.path; expected none")
-    settings = {**recipe.fleet.settings, "model": recipe.model.path}
-    build({"fleet": {"settings": settings}}, _Checked)
+    tree = {"fleet": {"settings": {**recipe.fleet.settings, "model": recipe.model.path}}}
+    engine = recipe.fleet.engine
+    if engine == "builtin":
+        build(tree, _Checked[BuiltinConfig])
+        return
+    from polyrl.cli import served
+
+    served.check_settings(engine, build(tree, _Checked[ServedConfig]).fleet.settings, "fleet.settings")
+    if recipe.fleet.workers:
+        served.python_for(engine, recipe.fleet.engine_python, ("fleet.engine", "fleet.engine_python"))
 
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """What somebody types on another machine."""
-    joining = _joining(recipe, run_dir, _from_elsewhere(url), "builtin")
+    joining = _joining(recipe, run_dir, _from_elsewhere(url), "builtin", shown_model(recipe.model.path))
     return shlex.join(["polyrl", *joining, f"dtype={recipe.model.dtype}"])
 
 
-def worker_arguments(recipe: Recipe, run_dir: Path, url: str) -> list[str]:
+def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list[str]:
     """How a worker joins this run, from this machine: what `polyrl` is called with."""
     wanted = recipe.fleet
-    arguments = _joining(recipe, run_dir, url, wanted.engine)
-    settings = dict(wanted.settings)
+    arguments = [*_joining(recipe, run_dir, url, wanted.engine, recipe.model.path), "--name", name]
+    settings, flags = dict(wanted.settings), []
     if wanted.engine == "builtin":
         settings = {"dtype": recipe.model.dtype, **settings}
+    else:
+        settings = {"log": str(run_dir / "logs" / f"{name}-server.log"), **settings}
+        flags = ["--", "--dtype", recipe.model.dtype, *settings.pop("flags", ())]  # the last of two is what holds
+    if wanted.engine_python:
+        arguments += ["--engine-python", wanted.engine_python]
     if wanted.spot:
         arguments.append("--spot")
     if wanted.price_usd_per_hour:
         arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
-    return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items())]
+    return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items()), *flags]
 
 
-def _joining(recipe: Recipe, run_dir: Path, url: str, engine: str) -> list[str]:
+def _joining(recipe: Recipe, run_dir: Path, url: str, engine: str, model: str) -> list[str]:
     """The token is a file, so that it is in nobody's process list."""
     arguments = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), *_trust(recipe)]
-    return [*arguments, "--engine", engine, *(["--model", recipe.model.path] if engine == "builtin" else [])]
+    return [*arguments, "--engine", engine, "--model", model]
 
 
 def status_command(recipe: Recipe, run_dir: Path, url: str) -> str:
@@ -120,8 +140,9 @@ async def started(recipe: Recipe, run_dir: Path, address: Address) -> AsyncItera
 
 
 async def start(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
+    command, *arguments = worker_arguments(recipe, run_dir, address.url, name)
     session = ("--session-file", str(run_dir / f"{name}.session"))  # a run that goes on has it, and the name with it
-    arguments = [*worker_arguments(recipe, run_dir, address.url), "--name", name, *session]
+    arguments = [command, *session, *arguments]
     return await processes.start(arguments, _log_file(run_dir, name))
 
 
@@ -131,7 +152,7 @@ def _log_file(run_dir: Path, name: str) -> Path:
 
 async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
     """All that were started here, where the recipe wants to begin with them."""
-    until = time.monotonic() + _JOIN_TIMEOUT_S
+    until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
     while recipe.fleet.wait and workers.keys() - {one.name for one in (await fleet.status()).workers}:
         if time.monotonic() > until or any(one.returncode is not None for one in workers.values()):
             log.warning(
