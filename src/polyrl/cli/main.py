@@ -52,7 +52,9 @@ COMMANDS: Mapping[str, Command] = {
     "data": Command("make what a run starts from: prompts, or a model for the arithmetic task", "polyrl.cli.data"),
     "simulate": Command("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
     "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
-    "bench": Command("measure scheduler, relay, engine, train, weights or served on this machine", "polyrl.cli.bench"),
+    "bench": Command(
+        "measure scheduler, relay, recovery, engine, train, weights or served on this machine", "polyrl.cli.bench"
+    ),
     "ledger": Command("say what became of every prompt, sample, token and dollar of a run", "polyrl.cli.ledger"),
     "plot": Command("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),
     "replay": Command("run a journal again and compare every command", "polyrl.cli.replay"),
