@@ -199,11 +199,38 @@ def test_a_plan_is_a_table_with_two_recommendations(tiny, tmp_path, capsys, monk
     assert len(json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]) == 8
 
 
+def test_a_plan_with_many_prices_cuts_no_heading(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+    monkeypatch.setenv("COLUMNS", "80")
+    prices = [1, 2, 3, 4, 5.32, 6, 7, 8]
+    assert main(["plan", tiny, *PLAN, "--worker-price", ",".join(map(str, prices))]) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert all(f"at ${price:g}" in printed for price in prices)
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_a_plan_says_on_stderr_how_much_it_will_play(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
+    assert main(["plan", tiny, *PLAN, "--json"]) == 0
+    assert "planning: 4 simulations of" in capsys.readouterr().err
+    assert main(["plan", tiny, *PLAN, "--json", "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_simulation_speaks_now_and_then_where_there_is_no_terminal(capsys):
+    moments = iter([0.0, 4.0, 12.0, 13.0, 30.0, 40.0])
+    log = simulate.LogProgress("simulating", 5, lambda: next(moments))
+    for done in (1, 2, 3, 4, 5):
+        log.show(done)
+    assert capsys.readouterr().err == "polyrl: simulating: 2 of 5, 12 s\npolyrl: simulating: 4 of 5, 30 s\n"
+
+
 def test_a_plan_on_a_full_disk_is_one_line_and_leaves_no_file(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("polyrl.sim.planner.num_cores", lambda: 1)
     out = tmp_path / "out"
     with files_of_at_most(100):
-        assert main(["plan", tiny, *PLAN, "--json", "--out", str(out)]) == 2
+        assert main(["plan", tiny, *PLAN, "--json", "--no-progress", "--out", str(out)]) == 2
     assert capsys.readouterr().err == f"polyrl: error: --out: cannot write to {out}: File too large\n"
     assert not list(out.iterdir())
 

@@ -10,6 +10,9 @@ from polyrl.cli.simulate import add_run_options, load, make_folder, new_folder, 
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
     from rich.table import Table
 
     from polyrl.sim.planner import Plan, Row
@@ -22,7 +25,7 @@ MAX_FACTOR = 8.0
 
 EXAMPLE = """\
 examples:
-  polyrl plan elastic-8b                                  42 short simulations, a minute or two on two cores
+  polyrl plan elastic-8b                                  42 short simulations, some minutes on two cores
   polyrl plan elastic-8b --workers 0-8 --factors 1 --staleness 0
   polyrl plan my-scenario.toml --worker-price 2.66,5.32 --out out/plan
 
@@ -63,6 +66,10 @@ def run(args: argparse.Namespace) -> int:
         _integers("--staleness", args.staleness, MAX_STALENESS),
     )
     out = None if args.out is None else new_folder(args.out)
+    if not args.no_progress:
+        num = min(len(wanted), planner.num_cores())
+        words = f"{len(wanted)} simulations of {steps} steps, {num} at a time; narrow --workers, --factors, --staleness"
+        print(f"polyrl: planning: {words} for fewer", file=sys.stderr)
     with progress("planning", len(wanted), shown=not args.no_progress) as on_done:
         outcomes = planner.play_all(scenario, wanted, steps, args.seed, on_done=on_done)
     plan = planner.make_plan(scenario, outcomes, prices, args.seed, steps)
@@ -128,7 +135,8 @@ def _print_plan(plan: "Plan") -> None:
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH  # a file has no width; 80 would cut the headings
-    console.print(_table(plan))
+    for table in _tables(plan, console):
+        console.print(table)
     for choice in plan.by_price:
         price = f" at ${choice.worker_price_usd_per_hour:g} a worker and hour" if len(plan.by_price) > 1 else ""
         console.print(f"\n[bold green]cheapest[/]{price}: {choice.cheapest.why}.")
@@ -140,26 +148,54 @@ def _print_plan(plan: "Plan") -> None:
         console.print(f"\n[bold]useful workers[/]: {useful}, more only wait.")
 
 
-def _table(plan: "Plan") -> "Table":
-    """One line a choice; a column of dollars for each price."""
+def _tables(plan: "Plan", console: "Console") -> "Iterator[Table]":
+    """One table; with more prices than fit beside the figures, those that do not in tables of their own."""
+    rest = sorted({row.worker_price_usd_per_hour for row in plan.rows})
+    with_figures = True
+    while rest or with_figures:
+        least = 0 if with_figures else 1
+        num = next(
+            n
+            for n in range(len(rest), -1, -1)
+            if n == least or _fits(plan, console, rest[:n], with_figures=with_figures)
+        )
+        yield _table(plan, rest[:num], _marks(plan), with_figures=with_figures)
+        rest, with_figures = rest[num:], False
+
+
+def _fits(plan: "Plan", console: "Console", prices: list[float], *, with_figures: bool) -> bool:
+    from rich.measure import Measurement
+
+    table = _table(plan, prices, {}, with_figures=with_figures)
+    return Measurement.get(console, console.options.update(max_width=1 << 20), table).maximum <= console.width
+
+
+def _table(
+    plan: "Plan", prices: list[float], marks: dict[tuple[int, float, int], str], *, with_figures: bool
+) -> "Table":
+    """One line a choice; a column of dollars for each of the prices."""
     from rich.table import Table
 
     title = (
         f"{plan.scenario}, seed {plan.seed}: {plan.steps} steps each, trainer ${plan.trainer_price_usd_per_hour:g}/h"
     )
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), header_style="cyan"
+        title=title if with_figures else "Dollars, by the price of a worker",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1, 0, 0),
+        header_style="cyan",
     )
-    prices = sorted({row.worker_price_usd_per_hour for row in plan.rows})
+    figures = ("tokens/s", "step\ntime") if with_figures else ()
+    more = ("trained\nlength", "dis-\ncarded", "trainer\nwaits", "fleet\nidle") if with_figures else ()
     dollars = [f"$/Mtok\nat ${price:g}" for price in prices]
-    heads = ["stale-\nness", "factor", "workers", "tokens/s", "step\ntime", *dollars]
-    for head in [*heads, "trained\nlength", "dis-\ncarded", "trainer\nwaits", "fleet\nidle"]:
+    for head in ["stale-\nness", "factor", "workers", *figures, *dollars, *more]:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", min_width=10)
     by_choice: dict[tuple[int, float, int], list[Row]] = {}
     for row in plan.rows:
         by_choice.setdefault((row.staleness, row.factor, row.workers), []).append(row)
-    marks = _marks(plan)
     last = None
     for (staleness, factor, workers), rows in by_choice.items():
         is_new, last = (staleness, factor) != last, (staleness, factor)
@@ -167,18 +203,23 @@ def _table(plan: "Plan") -> "Table":
             table.add_row()
         names = [str(staleness) if is_new else "", f"{factor:g}" if is_new else "", str(workers)]
         mark = marks.get((staleness, factor, workers), "")
-        table.add_row(*names, *_figures(rows), mark, style="bold" if mark else "")
+        priced = [row for row in rows if row.worker_price_usd_per_hour in prices]
+        cells = _figures(rows[0], priced) if with_figures else _dollars(priced)
+        table.add_row(*names, *cells, mark, style="bold" if mark else "")
     return table
 
 
-def _figures(rows: "list[Row]") -> list[str]:
-    row = rows[0]
+def _dollars(rows: "list[Row]") -> list[str]:
+    return ["" if one.usd_per_mtok is None else f"{one.usd_per_mtok:.2f}" for one in rows]
+
+
+def _figures(row: "Row", priced: "list[Row]") -> list[str]:
     if row.problem is not None:
-        return ["failed", "", *("" for _ in rows), "", "", "", ""]
+        return ["failed", "", *("" for _ in priced), "", "", "", ""]
     return [
         f"{row.throughput_tok_s:,.0f}",
         f"{row.step_time_s:,.0f} s",
-        *("" if one.usd_per_mtok is None else f"{one.usd_per_mtok:.2f}" for one in rows),
+        *_dollars(priced),
         f"{row.bias:.1%}",
         f"{row.discarded_share:.0%}",
         f"{row.trainer_waiting:.0%}",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_OK = 0
 EXIT_WRONG = 1
+_SILENCE_S = 10.0
 
 EXAMPLE = """\
 examples:
@@ -52,7 +53,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="the same as run.steps=N")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument(
-        "--no-progress", action="store_true", help="no progress bar (it is on stderr, in a terminal only)"
+        "--no-progress", action="store_true", help="no progress on stderr (a bar, or a line now and then in a log)"
     )
 
 
@@ -129,18 +130,35 @@ def writing_to(out: Path | None) -> Iterator[None]:
 
 @contextmanager
 def progress(words: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr if that is a terminal; gives a function that takes how many are done, or None."""
+    """What is done, on stderr: a bar in a terminal, otherwise a line now and then. Gives what to call with a number."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    if not shown or not console.is_terminal:
+    if not shown:
         yield None
+        return
+    if not console.is_terminal:
+        yield LogProgress(words, total).show
         return
     columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(words, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+class LogProgress:
+    """Progress for a log: a line after some seconds of silence, none for what is quickly done."""
+
+    def __init__(self, words: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._words, self._total, self._clock = words, total, clock
+        self._began_at = self._said_at = clock()
+
+    def show(self, done: int) -> None:
+        now = self._clock()
+        if now - self._said_at >= _SILENCE_S and done < self._total:
+            self._said_at = now
+            print(f"polyrl: {self._words}: {done} of {self._total}, {now - self._began_at:.0f} s", file=sys.stderr)
 
 
 class _LateJournal:

@@ -300,7 +300,7 @@ def _token_rows(result: Result) -> Iterable[tuple[str, str, str]]:
     yield (
         "  against `off`",
         f"{length.bias:.1%}",
-        f"{length.natural_mean:,.0f}: every prompt's answers once, what tail_batching=off would train",
+        f"that would train {length.natural_mean:,.0f}: every prompt's answers, once an epoch",
     )
 
 
