@@ -22,3 +22,8 @@ def test_a_manager_elsewhere_has_its_directory_elsewhere(command, monkeypatch, c
     assert main([command, "--manager", "http://192.0.2.1:5000"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("polyrl: error: no token: give --token-file, or set ")
+
+
+def test_a_notice_that_is_no_time_is_refused_before_anybody_is_asked(capsys):
+    assert main(["drain", "w1", "--notice", "-5"]) == 2
+    assert capsys.readouterr().err == "polyrl: error: --notice: -5; expected seconds from 0 to 86400\n"
