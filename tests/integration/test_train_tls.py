@@ -56,7 +56,10 @@ def test_a_run_trains_with_a_worker_that_joins_over_https_as_printed_and_strange
             found["join"] = line.partition("with:  ")[2].strip()
             break
     assert "--join https://localhost:" in found["join"] and f"--ca {cert}" in found["join"]
-    refused = [found["status"], found["join"].replace("--engine builtin --model model dtype=float32", "--engine emulated")]
+    refused = [
+        found["status"],
+        found["join"].replace("--engine builtin --model model dtype=float32", "--engine emulated"),
+    ]
     strangers = [
         subprocess.Popen(polyrl(one.replace(f" --ca {cert}", "")), stderr=subprocess.PIPE, text=True) for one in refused
     ]
