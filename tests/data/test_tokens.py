@@ -1,9 +1,11 @@
 """Texts to tokens and back, with tokenizers as they lie beside models."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from polyrl.data.characters import save_tokenizer
 from polyrl.data.rows import DataError
@@ -95,3 +97,14 @@ def test_the_template_hears_what_the_recipe_tells_it(tmp_path: Path):
     assert tokenizer.written(chat) == "u2=a"
     assert tokenizer.written(chat, {"enable_thinking": False}) == "u2=a=1"
     assert len(tokenizer.tokens([chat], {"enable_thinking": False})[0]) == len(tokenizer.tokens([chat])[0]) + 2
+
+
+def test_an_answers_text_is_what_transformers_makes_of_its_tokens(tmp_path: Path):
+    ours = make(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    draws = random.Random(5)
+    for _ in range(50):
+        tokens = [draws.randrange(len(theirs)) for _ in range(draws.randrange(1, 20))]
+        while tokens and tokens[-1] == theirs.eos_token_id:
+            tokens.pop()
+        assert ours.text(tokens) == theirs.decode(tokens, clean_up_tokenization_spaces=False)

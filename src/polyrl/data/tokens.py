@@ -6,7 +6,7 @@ begins; plain text gets what the tokenizer puts around any text. An answer is re
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class ModelTokenizer:
         self._folder = folder
         self._tokenizer = _load(folder)
         self._tokenizer("")  # sets truncation and padding aside, once: while it does, no other thread may use it
+        self._decode = _decoder(self._tokenizer)
         self._end_ids = frozenset(_end_ids(Path(folder), self._tokenizer))
         self._vocabulary = _said_in_config(Path(folder), "vocab_size")
         self.max_context: int | None = _said_in_config(Path(folder), "max_position_embeddings")
@@ -74,7 +75,7 @@ class ModelTokenizer:
         num = len(answer)
         while num and answer[num - 1] in self._end_ids:
             num -= 1
-        return self._tokenizer.decode(list(answer[:num]), clean_up_tokenization_spaces=False)
+        return self._decode(list(answer[:num]))
 
 
 def check_same_tokens(path: str, other: str, key: str) -> None:
@@ -117,6 +118,15 @@ def _load(folder: str, key: str = _KEY) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever is wrong with it, in transformers' many words
         raise ConfigError(f"{key}: {folder}: its tokenizer cannot be used: {_line(error)}") from error
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """From tokens to text. Around the tokenizer's own function transformers looks at every token in Python, which takes
+    several times as long as the function."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    return lambda tokens: backend.decode(tokens, skip_special_tokens=False)
 
 
 def _end_ids(folder: Path, tokenizer: Any) -> list[int]:

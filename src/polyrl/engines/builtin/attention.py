@@ -82,6 +82,10 @@ class PagedKeysAndValues:
         """All keys are numbers, those that nobody looks at too."""
         self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers)
+
     def write(self, layer: int, cells: Tensor, both: Tensor) -> None:
         """Keys, then values: (rows, 2 x kv heads, dim). Of values, what is no number is not kept: at weight zero it
         would spoil whoever has the block next. A key that is none spoils who looks at it, as it should.

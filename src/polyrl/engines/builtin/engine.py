@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("polyrl.engines.builtin")
 
-_BLIND_BURST = 16
-"""Steps without a look at what they brought."""
+_BLIND_BURST, _CROWDED_BURST = 16, 8
+"""Steps without a look at what they brought: of few samples, and of more than _CROWD. What a sample is given after its
+end is thrown away, and of many samples that is more than a look costs."""
+_CROWD = 32
 _SEED_BITS = (1 << 63) - 1
 
 
@@ -404,7 +406,8 @@ class BuiltinEngine:
         last = max if runner.shows_bursts else min
         left = last(member.max_total - len(member.tokens) for member, _, _, _ in chunks)
         waits_for_blocks = self._batch.num_waiting and self._batch.num_running < self._config.slots
-        num = min(left, MAX_BURST if runner.shows_bursts and not waits_for_blocks else _BLIND_BURST)
+        blind = _BLIND_BURST if len(chunks) <= _CROWD else _CROWDED_BURST
+        num = min(left, MAX_BURST if runner.shows_bursts and not waits_for_blocks else blind)
         while num > 1 and not self._batch.reserve(num):
             num //= 2
         return max(1, num)
