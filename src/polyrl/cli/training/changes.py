@@ -54,6 +54,7 @@ RULES: dict[str, str] = {
     "data.shuffle_seed": _OPENED,
     "validation": _FREE,
     "rewards": _FREE,
+    "rewards.functions": _HALF_DONE,
     "fleet": _FREE,
     "manager": _FREE,
     "weights": _FREE,
