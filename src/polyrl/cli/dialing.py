@@ -1,15 +1,22 @@
 """Options that every command which dials a manager has, and the dialer they make."""
 
 import argparse
+import asyncio
 import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from polyrl.errors import UserError
 from polyrl.wire.control import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from polyrl.wire.dial import Dialer
+
+StructT = TypeVar("StructT")
+_STANDS_STILL_S = 60.0
+"""A manager that has read no more of its run for so long is not waited for."""
+_LOOK_AGAIN_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +53,23 @@ def dialer_to(url: str, token_file: str | None, ca: str | None, options: str = "
     token = find_token(token_file, options)
     token_from = TOKEN_VARIABLE if token_file is None else token_file
     return Dialer(url, token, client_tls(url, ca), token_from=token_from)
+
+
+async def answer(dialer: "Dialer", path: str, kind: type[StructT]) -> StructT:
+    """What the manager says there. One that reads its run is waited for while it goes on, and that is shown."""
+    from polyrl.wire.dial import Patience, Starting
+
+    patience, shown = Patience(_STANDS_STILL_S), ""
+    while True:
+        try:
+            return await dialer.get(path, kind)
+        except Starting as starting:
+            if patience.is_over(starting):
+                raise
+            if str(starting) != shown:
+                shown = str(starting)
+                print(shown, file=sys.stderr, flush=True)
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 def _url_of(run_dir: Path) -> str:

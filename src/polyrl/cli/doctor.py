@@ -139,7 +139,7 @@ def _examine(args: argparse.Namespace) -> "Diagnosis":
 
     async def ask_twice() -> tuple[Status, Status]:
         async with dialing.dialer(args) as dialer:
-            earlier = await dialer.get("/v1/status", Status)
+            earlier = await dialing.answer(dialer, "/v1/status", Status)
             await asyncio.sleep(_APART_S)
             return earlier, await dialer.get("/v1/status", Status)
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
     async def ask() -> Status:
         async with dialing.dialer(args) as dialer:
-            return await dialer.get("/v1/status", Status)
+            return await dialing.answer(dialer, "/v1/status", Status)
 
     try:
         status = run_loop(ask())

@@ -9,7 +9,6 @@ Left out: what statements and frames mean (fleet.py).
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -18,7 +17,7 @@ import aiohttp
 
 from polyrl.errors import UserError
 from polyrl.wire import frames
-from polyrl.wire.dial import Dialer, SessionOver, Unreachable, pauses
+from polyrl.wire.dial import Dialer, Patience, SessionOver, Starting, Unreachable, pauses
 
 log = logging.getLogger("polyrl.client")
 
@@ -56,12 +55,14 @@ class Line:
 
     async def again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Until the manager can be reached, or for as long as we have patience."""
-        until = time.monotonic() + self._give_up_after_s
+        patience = Patience(self._give_up_after_s)
         for pause in pauses():
             try:
                 return await call()
             except Unreachable as error:
-                if time.monotonic() > until:
+                if isinstance(error, Starting):
+                    log.info("%s; waiting for it", error)
+                if patience.is_over(error):
                     raise UserError(f"{error}; given up after {self._give_up_after_s:.0f} s") from error
                 await asyncio.sleep(pause)
         raise AssertionError("pauses never end")

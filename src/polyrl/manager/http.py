@@ -41,6 +41,7 @@ from polyrl.manager.status import metrics, status
 from polyrl.scheduling import events as e
 from polyrl.wire import frames
 from polyrl.wire.control import (
+    READ_HEADER,
     SESSION_HEADER,
     WORKER_NAME,
     DrainRequest,
@@ -189,6 +190,9 @@ class Front:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._door.heard(request.protocol)
+        share = self._service.share_read
+        if share is not None:
+            return _starting(request, share)
         try:
             return await handler(request)
         except web.HTTPException as failure:
@@ -402,6 +406,12 @@ class Front:
             _abort(request)
 
         return Inlet(max_bytes, self._unfinished, cut)
+
+
+def _starting(request: web.Request, share: float) -> web.Response:
+    answer = _refusal(request, 503, f"the manager starts again: {share:.0%} of its run is read")
+    answer.headers["Retry-After"], answer.headers[READ_HEADER] = "1", f"{share:.4f}"
+    return answer
 
 
 def _refusal(request: web.Request, code: int, text: str) -> web.Response:

@@ -133,10 +133,25 @@ class RunJournal:
         self._payload_parts: list[bytes] = []
         self._tokens: list[bytes] = []
         """Tokens frames that no note has come after."""
+        self._num_read = 0
         self._synced_at = time.monotonic()
         self._spare = Spare(_SPARE_DESCRIPTORS)
 
     # Going on
+
+    @property
+    def num_to_read(self) -> int:
+        """Bytes that `recover` reads: the last file of events, and all payload."""
+        files = (*segments(self._folder, EVENTS)[-1:], *segments(self._folder, PAYLOAD))
+        return sum(path.stat().st_size for path in files)
+
+    @property
+    def num_read(self) -> int:
+        """How many of them have been."""
+        return self._num_read
+
+    def _note_read(self, num_bytes: int) -> None:
+        self._num_read += num_bytes
 
     def recover(self) -> Recovered | None:
         """What earlier managers wrote; None for a new run. Call `go_on` when the payload has been read."""
@@ -146,10 +161,12 @@ class RunJournal:
                 raise JournalError(f"{self._folder}: there are events without payload; was a file removed?")
             return None
         newest = max(path.stat().st_mtime for path in (*events, *payload))
-        replayed = _replay_last(events)
+        replayed = _replay_last(events, self._note_read)
         self._beginning_bytes = replayed.beginning_bytes
         away_s = max(0.0, time.time() - newest)
-        return Recovered(replayed.scheduler, replayed.now, away_s, replayed.num_records, _read_payload(payload))
+        return Recovered(
+            replayed.scheduler, replayed.now, away_s, replayed.num_records, _read_payload(payload, self._note_read)
+        )
 
     def go_on(self, open_steps: Collection[int]) -> None:
         """Append to what is there. `open_steps` are those whose payload is still wanted."""
@@ -350,14 +367,14 @@ class _Replayed(NamedTuple):
     beginning_bytes: int = 0
 
 
-def _replay_last(events: Sequence[Path]) -> _Replayed:
+def _replay_last(events: Sequence[Path], note: Callable[[int], None]) -> _Replayed:
     """The scheduler as it was when the last whole record had been written; a cut record is cut off the file."""
     if not events:
         return _Replayed()
     path = events[-1]
     if path.stat().st_size == 0:  # killed before it wrote anything
         path.unlink()
-        return _replay_last(events[:-1])
+        return _replay_last(events[:-1], note)
     scheduler: Scheduler | None = None
     num_records, beginning_bytes = 0, 0
     try:
@@ -371,11 +388,12 @@ def _replay_last(events: Sequence[Path]) -> _Replayed:
                     "it; go on with that one"
                 )
             num_records += 1
+            note(len(record.payload))
             beginning_bytes = beginning_bytes or record.offset
     except CutShort as cut:
         if scheduler is None:  # killed while it wrote the header
             path.unlink()
-            return _replay_last(events[:-1])
+            return _replay_last(events[:-1], note)
         os.truncate(path, cut.offset)
     return _Replayed(scheduler, max(0.0, scheduler.now), num_records, beginning_bytes or path.stat().st_size)
 
@@ -387,17 +405,17 @@ def read_payload(run_dir: Path) -> Iterator[AnyNote | list[Tokens]]:
             yield from _read_payload_file(path)
 
 
-def _read_payload(paths: Sequence[Path]) -> Iterator[AnyNote | list[Tokens]]:
+def _read_payload(paths: Sequence[Path], note: Callable[[int], None]) -> Iterator[AnyNote | list[Tokens]]:
     for path in paths:
         try:
-            yield from _read_payload_file(path)
+            yield from _read_payload_file(path, note)
         except CutShort as cut:
             if path != paths[-1]:
                 raise
             os.truncate(path, cut.offset)
 
 
-def _read_payload_file(path: Path) -> Iterator[AnyNote | list[Tokens]]:
+def _read_payload_file(path: Path, note: Callable[[int], object] = int) -> Iterator[AnyNote | list[Tokens]]:
     with path.open("rb") as file:
         source = FrameSource(iter(lambda: file.read(_CHUNK_BYTES), b""), str(path))
         first = source.peek(len(_PAYLOAD_FIRST_LINE))
@@ -410,6 +428,7 @@ def _read_payload_file(path: Path) -> Iterator[AnyNote | list[Tokens]]:
         while (data := read_frame(source)) is not None:
             item = _decode(data, source)
             source.skip_frame(data)
+            note(len(data))
             yield item
 
 

@@ -59,7 +59,8 @@ Said = tuple[Hearer, Any, Link, bytes]
 class Service:
     """Runs an executor: everything that needs an event loop is here."""
 
-    def __init__(self, run_dir: Path, settings: ManagerSettings) -> None:
+    def __init__(self, run_dir: Path, settings: ManagerSettings, *, recovers: bool = True) -> None:
+        """`recovers`: the run that is there is read now. Otherwise `recover` does it, beside a port that says so."""
         self.run_dir = run_dir
         self.settings = settings
         self.started_at = time.monotonic()
@@ -69,7 +70,11 @@ class Service:
         about = {"driver": "manager", "polyrl": __version__, "host": socket.gethostname()}
         self.executor = Executor(self._journal, settings, about, carry_out)
         self.executor.weights_key = self.tokens.weights_key()
-        self.recovered = recover(self.executor)
+        self._num_to_read = self._journal.num_to_read
+        self.recovered = ""
+        """A line about what was found; empty until it has been read."""
+        if recovers or not self._num_to_read:
+            self.recover()
         self._inbox: deque[Action | Said] = deque()
         self._answers: list[tuple[asyncio.Future[object], object]] = []
         self._is_due = False
@@ -85,6 +90,15 @@ class Service:
         self._committed_at = 0.0
         self._syncer = ThreadPoolExecutor(1, "journal sync")
         self._syncing: Future[None] | None = None
+
+    def recover(self) -> None:
+        """Go on with the run of the directory. It may take a while, in a thread: nobody else touches the executor."""
+        self.recovered = recover(self.executor)
+
+    @property
+    def share_read(self) -> float | None:
+        """How much of its run has been read; None when all has, and peers are heard."""
+        return None if self.recovered else min(1.0, self._journal.num_read / self._num_to_read)
 
     @property
     def uptime_s(self) -> float:
@@ -261,7 +275,7 @@ class Service:
                 timer.cancel()
         self._syncer.shutdown(wait=True)
         try:
-            if self._failure is not None:
+            if self._failure is not None or not self.recovered:
                 self._journal.abandon()
                 return
             if self._syncing is not None:

@@ -13,6 +13,8 @@ WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$(?!\n)"
 """No control characters, and none that turn the direction of what follows or are not seen."""
 SESSION_HEADER = "X-PolyRL-Session"
+READ_HEADER = "X-PolyRL-Read"
+"""The share of its run that a manager which starts again has read: it answers nothing else before it has all."""
 DEFAULT_PORT = 5000
 
 

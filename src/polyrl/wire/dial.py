@@ -8,7 +8,8 @@ manager is away) is `Unreachable`, and the caller tries again.
 import asyncio
 import random
 import ssl
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -17,7 +18,7 @@ import aiohttp
 import msgspec
 
 from polyrl.errors import UserError
-from polyrl.wire.control import SESSION_HEADER, Description, ErrorReply, other_protocol
+from polyrl.wire.control import READ_HEADER, SESSION_HEADER, Description, ErrorReply, other_protocol
 from polyrl.wire.credentials import bearer
 from polyrl.wire.frames import PROTOCOL
 
@@ -34,6 +35,14 @@ StructT = TypeVar("StructT")
 
 class Unreachable(Exception):
     """The manager could not be reached, or the connection broke."""
+
+
+class Starting(Unreachable):
+    """The manager is there, and reads its run: it can be waited for as long as it goes on with that."""
+
+    def __init__(self, message: str, share: float) -> None:
+        super().__init__(message)
+        self.share = share
 
 
 class NameTaken(Unreachable):
@@ -112,7 +121,7 @@ class Dialer:
             async with self._http.request(method, self.url + path, data=data, headers=shown, ssl=self._tls) as answer:
                 content = await answer.read()
                 if answer.status >= 300:
-                    raise self._refusal(answer.status, _error_in(content))
+                    raise self._refusal(answer.status, _error_in(content), answer.headers)
                 return msgspec.json.decode(content, type=kind)
         except TimeoutError as error:
             if isinstance(error, aiohttp.ServerTimeoutError):  # it could not even connect
@@ -140,13 +149,17 @@ class Dialer:
             if error.status == 410:
                 raise SessionOver("the manager has given this session up") from error
             if error.status >= 300:
-                raise self._refusal(error.status, f"HTTP {error.status}") from error  # what it says is not kept
+                raise self._refusal(
+                    error.status, f"HTTP {error.status}", error.headers or {}
+                ) from error  # what it says is not kept
             raise self._unreachable(error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
 
-    def _refusal(self, status: int, said: str | None) -> UserError | Unreachable:
+    def _refusal(self, status: int, said: str | None, headers: Mapping[str, str]) -> UserError | Unreachable:
         """`said`: by a manager, or None. A server's failure may be that of a proxy whose manager is away."""
+        if status == 503 and (share := _share_in(headers)) is not None:
+            return Starting(f"{self.url}: the manager starts again: {share:.0%} of its run is read", share)
         if status == 423 and said is not None:
             return NameTaken(f"{self.url}: {said}")
         if status in (408, 429) or (status >= 500 and status != 501):
@@ -172,6 +185,36 @@ class Dialer:
         if isinstance(error, aiohttp.ServerDisconnectedError) and self.is_plain:  # so does one that is stopped
             said += " (if it goes on: is it https://?)"
         return Unreachable(f"{self.url}: {said}")
+
+
+def _share_in(headers: Mapping[str, str]) -> float | None:
+    """How much of its run a manager says that it has read."""
+    try:
+        share = float(headers.get(READ_HEADER, "nan"))
+    except ValueError:
+        return None
+    return share if 0.0 <= share <= 1.0 else None
+
+
+class Patience:
+    """For how long somebody tries again: so long since a good moment, and each step of a manager that starts is one."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.since = time.monotonic()
+        self._share = -1.0
+
+    def renew(self) -> None:
+        self.since, self._share = time.monotonic(), -1.0
+
+    def is_over(self, error: Unreachable) -> bool:
+        if isinstance(error, Starting) and error.share != self._share:
+            self.since, self._share = time.monotonic(), error.share
+        return self.away_s > self._seconds
+
+    @property
+    def away_s(self) -> float:
+        return time.monotonic() - self.since
 
 
 def _error_in(content: bytes) -> str | None:

@@ -33,7 +33,7 @@ from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest, NameReply
-from polyrl.wire.dial import Dialer, NameTaken, NotKnown, SessionOver, Unreachable, pauses
+from polyrl.wire.dial import Dialer, NameTaken, NotKnown, Patience, SessionOver, Unreachable, pauses
 from polyrl.wire.imposed import length_of
 from polyrl.worker.installing import Installer
 from polyrl.worker.streams import LeaseBook
@@ -134,8 +134,8 @@ class WorkerAgent:
         self._saying: asyncio.Task[None] | None = None
         """That we leave."""
         self._left: asyncio.Future[Left] | None = None
-        self._lost_at = 0.0
-        """When the last good connection ended."""
+        self._patience = Patience(options.give_up_after_s)
+        """With a manager that cannot be reached, since the last good connection ended."""
         self._waits = pauses()
         self._began_at = time.monotonic()
         self._rate = Rate()
@@ -276,7 +276,7 @@ class WorkerAgent:
 
         The engine is asked after every break: its failure is why we leave, whatever was heard meanwhile.
         """
-        self._lost_at = time.monotonic()
+        self._patience.renew()
         while True:
             left = await self._live_until_break()
             sick = self._engine.health()
@@ -296,10 +296,10 @@ class WorkerAgent:
             log.warning("the manager has given us up; joining again")
             await self._start_over()
         except Unreachable as error:
-            away_s = time.monotonic() - self._lost_at
+            is_over, away_s = self._patience.is_over(error), self._patience.away_s
             if isinstance(error, NameTaken) and away_s > self._options.name_patience_s:
                 return Left(str(error), ok=False)
-            if away_s > self._options.give_up_after_s:
+            if is_over:
                 return Left(f"{error}; given up after {away_s:.0f} s", ok=False)
             log.info("%s; trying again", error)
         except Left as left:
@@ -371,7 +371,8 @@ class WorkerAgent:
                     await self._socket.close()
             self._socket = None
             if self._welcomed:
-                self._lost_at, self._waits = time.monotonic(), pauses()
+                self._waits = pauses()
+                self._patience.renew()
         for result in results:
             if isinstance(result, Exception):
                 raise result
