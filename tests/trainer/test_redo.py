@@ -24,6 +24,7 @@ SCHEDULE = OptimizerConfig(lr=1e-2, schedule="linear")
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "mini-batches": {"mini_batches": 2},
+    "epochs": {"epochs": 2, "mini_batches": 2},
     "reference": {"kl": "loss", "kl_coef": 0.1},
     "critic": {"advantage": "gae", "mini_batches": 2},
 }

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from polyrl.config.recipe import AlgorithmConfig, CriticConfig
 
 _ONE = (
-    'the importance ratio is 1 with one update a step and old_logprobs = "recompute"; it moves with mini_batches above '
-    '1, or with old_logprobs = "engine"'
+    'the importance ratio is 1 with one update a step and old_logprobs = "recompute"; it moves with mini_batches or '
+    'epochs above 1, or with old_logprobs = "engine"'
 )
 
 
@@ -53,8 +53,11 @@ def _of_kl(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_rest(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    if config.mini_batches == 1 and config.critic.value_clip not in (0.0, CriticConfig().value_clip):
-        yield "critic.value_clip", "values do not move within a step of one update; they do with mini_batches above 1"
+    if not config.has_several_updates and config.critic.value_clip not in (0.0, CriticConfig().value_clip):
+        yield (
+            "critic.value_clip",
+            "values do not move within a step of one update; they do with mini_batches or epochs above 1",
+        )
     if config.overlong != "penalty":
         if config.overlong_penalty != AlgorithmConfig().overlong_penalty:
             yield "overlong_penalty", f'overlong = "{config.overlong}"; expected "penalty" beside it'

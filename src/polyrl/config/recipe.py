@@ -158,7 +158,9 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     from the trainer's than this, times one more for each version that the worker's weights were behind; 0: no bound."""
     entropy_coef: NotNegative = 0.0
     mini_batches: AtLeastOne = 1
-    """Updates in one step of the run, each with its share of the groups."""
+    """Updates in one pass over a step's groups, each with its share of them."""
+    epochs: AtLeastOne = 1
+    """Passes over a step's groups (verl's ppo_epochs, TRL's num_iterations), each with as many updates."""
     critic: CriticConfig = CriticConfig()
 
     def __post_init__(self) -> None:
@@ -201,7 +203,12 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def ratio_is_one(self) -> bool:
         """Whether the importance ratio is 1 for every token: the one update of a step starts from its own weights."""
-        return self.old_logprobs != "engine" and self.mini_batches == 1
+        return self.old_logprobs != "engine" and not self.has_several_updates
+
+    @property
+    def has_several_updates(self) -> bool:
+        """Whether the weights move within a step."""
+        return self.mini_batches > 1 or self.epochs > 1
 
     @property
     def clip_range(self) -> tuple[float, float]:

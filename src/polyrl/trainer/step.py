@@ -8,7 +8,7 @@ Gradients of *sums* of weighted token losses are added up in float32; what they 
 known only when the last group is in. So the gradient is that of one big batch, to rounding, whatever the order of
 arrival and however samples were packed.
 
-`add` runs forward and backward, unless that cannot be: with several mini-batches (algorithm.mini_batches) the weights
+`add` runs forward and backward, unless that cannot be: with several updates (`mini_batches`, `epochs`) the weights
 must not move before the last group is there, and some advantages compare all samples of a step. Then `add` scores what
 can be scored, holds the groups back, and `finish` trains. Which group is in which mini-batch is a function of the
 step and the groups' ids, not of the order in which they arrived.
@@ -127,10 +127,10 @@ class StepAccumulator:
             temperature=temperature,
             reference=None if config.kl == "none" else reference,
             critic=critic,
-            beforehand=config.mini_batches > 1,
+            beforehand=config.has_several_updates,
             peers=peers,
         )
-        self._holds_back = config.mini_batches > 1 or self._preparation.needs_step
+        self._holds_back = config.has_several_updates or self._preparation.needs_step
         self._step: int | None = None
         self._num_steps: int | None = None
         self._forget()
@@ -189,13 +189,15 @@ class StepAccumulator:
         step = self._step
         if self._holds_back:
             updates = []
-            for groups in self._mini_batches(step):
-                self._added = self._added.plus(self._train(groups))
+            for epoch, groups in self._mini_batches(step):
+                added = self._train(groups)
+                self._added = self._added.plus(added._replace(num_trained_tokens=0) if epoch else added)
                 updates.append(self._update(step))
         else:
             updates = [self._update(step)]
         self._step = None
-        metrics = mismatch.of_their_own(self._tally.metrics(self._added.num_trained_tokens, self._peers))
+        num_told = self._added.num_trained_tokens * self._config.epochs
+        metrics = mismatch.of_their_own(self._tally.metrics(num_told, self._peers))
         metrics |= self._counts()
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
@@ -224,8 +226,8 @@ class StepAccumulator:
 
     # Updates
 
-    def _mini_batches(self, step: int) -> list[list[list[Ready]]]:
-        """Groups that were held back, in equal parts; at least one, which may be empty."""
+    def _mini_batches(self, step: int) -> Iterator[tuple[int, list[list[Ready]]]]:
+        """Groups that were held back, in equal parts, in each epoch other ones; at least one, which may be empty."""
         held = sorted(self._held, key=lambda group: mix64(step, group[0].sample.group) if group else 0)
         groups = self._preparation.with_advantages(held)
         self._held = []
@@ -237,7 +239,11 @@ class StepAccumulator:
             )
         num = max(1, min(self._config.mini_batches, len(groups)))
         ends = [len(groups) * part // num for part in range(num + 1)]
-        return [groups[first:end] for first, end in pairwise(ends)]
+        for epoch in range(self._config.epochs):
+            if epoch:
+                groups = sorted(groups, key=lambda one: mix64(step, epoch, one[0].sample.group) if one else 0)
+            for first, end in pairwise(ends):
+                yield epoch, groups[first:end]
 
     def _update(self, step: int) -> Update:
         fixed = self._max_new_tokens if self._config.fixed_tokens is None else self._config.fixed_tokens
@@ -390,7 +396,7 @@ class StepAccumulator:
         assert self._step is not None
         ours = self._ours(batch)
         samples = [one.sample for one in ready]
-        is_part = by_engine and self._config.mini_batches > 1
+        is_part = by_engine and self._config.has_several_updates
         return mismatch.of_tokens(ours, batch.behaviour_logprobs, samples, self._step, is_part=is_part)
 
     def _counts(self) -> dict[str, float]:
