@@ -200,7 +200,7 @@ def post(live: Live, path: str, body: Any) -> requests.Response:
 def test_joins_beyond_the_rate_are_put_off(tmp_path: Path):
     limits = LimitSettings(joins_per_s=0.2)
     with manager_in_thread(tmp_path, ManagerSettings(limits=limits)) as live:
-        codes = [post(live, "/v1/join", JOIN).status_code for _ in range(4)]
+        codes = [post(live, "/v1/join", {**JOIN, "name": f"w{number}"}).status_code for number in range(4)]
         assert codes == [200, 200, 429, 429]
         assert live.refused == {"join_rate": 2}
         assert requests.get(f"{live.url}/v1/status", headers=live.headers("admin"), timeout=PATIENCE_S).ok
