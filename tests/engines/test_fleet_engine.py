@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.builtin.tiny_models import save_tiny
 from tests.engines import standins
 from tests.engines.servers import python_of
 from tests.integration.test_train import desk, model, start
@@ -40,6 +41,8 @@ def test_a_recipe_starts_vllm_workers(desk: Path):
 @pytest.mark.engines
 @pytest.mark.timeout(1800)
 def test_a_recipe_starts_real_vllm_workers(desk: Path):
+    (desk / "model").unlink()
+    save_tiny("qwen3", desk / "model", tokenizer=True, vocab_size=64, head_dim=32)  # it has no kernels for smaller ones
     settings = ("fleet.engine=vllm", "fleet.settings={ slots = 8, kv_tokens = 8192 }")
     train_with(desk, python_of("vllm"), 1500.0, *settings, "algorithm.zero_variance=keep")
 
