@@ -263,6 +263,8 @@ class World:
             case _:
                 pass
         self._tell(event)
+        if isinstance(event, e.WorkerJoined):
+            trust_all(self.scheduler)
         self._train()
 
     def _end_lease(self, lease: LeaseId) -> bool:

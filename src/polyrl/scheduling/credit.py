@@ -27,8 +27,10 @@ def at_join(desk: Desk, line: WorkerLine, slots: int, *, local: bool) -> int:
 
 
 def answered(desk: Desk, worker: Worker) -> None:
-    desk.ledger.workers[worker.name].num_stalls = 0
-    _raise(desk, worker, worker.earned + 1)
+    """An answer of it ends: its lease does too, and who may have what is looked at then."""
+    if worker.earned <= START:  # one of its first: what it did before is forgiven
+        desk.ledger.workers[worker.name].num_stalls = 0
+    worker.earned = UNBOUNDED if worker.earned + 1 >= worker.slots else worker.earned + 1
 
 
 def progressed(desk: Desk, worker: Worker) -> None:
