@@ -175,9 +175,9 @@ class Books:
                     margin_s = self.config.fleet_rules.leave_margin_s
                     notice_s = event.notice_s if math.isfinite(event.notice_s) else 0.0
                     self.hands_over_at[event.worker] = self.paid_until + max(0.0, notice_s - margin_s)
-                self.note_notices()
+                self.note_notices([event.worker])
             case e.TimePassed():
-                self.note_notices()
+                self.note_notices(list(self.hands_over_at))
             case e.WeightsInstalled():
                 if event.version <= self.published:
                     self.versions[event.worker] = max(event.version, self.versions[event.worker])
@@ -247,12 +247,12 @@ class Books:
         starting_s = min(event.starting_s, self.paid_until - self.gone_at.get(name, -math.inf))
         self.paid[key] = self.paid.get(key, 0.0) + starting_s
 
-    def note_notices(self) -> None:
-        """Whose notice is over drains: it gets nothing more, whatever it has is taken back, and it is let go."""
-        due = [name for name, at in self.hands_over_at.items() if at <= self.paid_until + NO_TIME_S]
-        for name in due:
-            del self.hands_over_at[name]
-            self.draining.add(name)
+    def note_notices(self, names: list[WorkerName]) -> None:
+        """Whose notice is over drains, once that is looked at: it gets nothing more, and is let go."""
+        for name in names:
+            if self.hands_over_at.get(name, math.inf) <= self.paid_until + NO_TIME_S:
+                del self.hands_over_at[name]
+                self.draining.add(name)
 
     def note_gone(self, name: WorkerName) -> None:
         if self.alive.pop(name, None) is not None:
