@@ -142,8 +142,8 @@ def test_a_name_that_is_none_cannot_join(live: Live, name: str):
         ("/v1/join", {**JOIN, "slots": 0}, "slots"),
         ("/v1/join", {**JOIN, "colour": "red"}, "colour"),
         ("/v1/join", {**JOIN, "price_usd_per_hour": -1}, "price_usd_per_hour"),
-        ("/v1/run", {"protocol": 1}, "config"),
-        ("/v1/run", {"protocol": 1, "config": {**RUN["config"], "seed": 1 << 70}}, "seed"),
+        ("/v1/run", {"protocol": frames.PROTOCOL}, "config"),
+        ("/v1/run", {"protocol": frames.PROTOCOL, "config": {**RUN["config"], "seed": 1 << 70}}, "seed"),
         ("/v1/workers/w1/drain", {"reason": ""}, "reason"),
     ],
 )
@@ -219,7 +219,7 @@ def test_waits_that_are_longer_than_any_timer_are_no_trouble(tmp_path: Path):
     config = msgspec.structs.replace(CONFIG, fleet_rules=rules)
     with manager_in_thread(tmp_path) as live:
         assert post(live, "/v1/join", JOIN).ok
-        assert post(live, "/v1/run", {"protocol": 1, "config": msgspec.to_builtins(config)}).ok
+        assert post(live, "/v1/run", {"protocol": frames.PROTOCOL, "config": msgspec.to_builtins(config)}).ok
         assert post(live, "/v1/pause", {}).ok
 
 

@@ -239,7 +239,7 @@ class Talk(RuleBasedStateMachine):
 
     @rule(name=names, slots=st.integers(1, 5), version=st.none() | st.integers(0, 3))
     def join(self, name: WorkerName, slots: int, version: int | None) -> None:
-        request = JoinRequest(name=name, protocol=1, engine="script", slots=slots, version=version)
+        request = JoinRequest(name=name, protocol=frames.PROTOCOL, engine="script", slots=slots, version=version)
         former = self.executor.workers.get(name)
         if former is not None and former.link is not None:
             from_workers.gone(self.executor, former, former.link)
@@ -313,7 +313,9 @@ class Talk(RuleBasedStateMachine):
 
     @rule(has_reward=st.booleans())
     def open_run(self, has_reward: bool) -> None:
-        request = RunRequest(protocol=1, config=self.config, has_reward=has_reward, has_weights=self.has_weights)
+        request = RunRequest(
+            protocol=frames.PROTOCOL, config=self.config, has_reward=has_reward, has_weights=self.has_weights
+        )
         joining.open_run(self.executor, request)
         assert self.executor.trainer is not None
         self.trainer_link = Link(web.WebSocketResponse(), 1 << 30)

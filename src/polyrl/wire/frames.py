@@ -23,7 +23,7 @@ from polyrl.errors import plain
 from polyrl.scheduling.ledger import StepLine
 from polyrl.wire.imposed import ImposedLengths
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_WORKER_FRAME_BYTES = 16 << 20
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 MAX_REPLACED = 64
