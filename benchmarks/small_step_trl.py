@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]  # in an environment of its own
 
 PROMPTS, GROUP = 16, 8
 

@@ -112,7 +112,7 @@ VERL = {
 def test_a_column_within_a_column_is_reached_by_the_way_to_it(tmp_path: Path):
     (task,) = tasks_of(tmp_path, VERL, answer_key="reward_model.ground_truth", needs_answer=True)
     assert (task.prompt, task.expected) == (VERL["prompt"], "2")
-    settings = {"prompt_key": "prompt.0.content", "answer_key": "extra.level"}
+    settings: dict[str, Any] = {"prompt_key": "prompt.0.content", "answer_key": "extra.level"}
     (task,) = tasks_of(tmp_path, VERL, template="{extra_info.hints.1}: {prompt} {extra.level:02d}", **settings)
     assert (task.prompt, task.expected) == ("b: 1+1 03", "3")
 

@@ -1,6 +1,7 @@
 """A recipe's prompts and rewards: what is done once for a prompt, whatever the number of its samples."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from polyrl.data.sources import open_training
 from polyrl.data.tokens import ModelTokenizer
 from polyrl.rewards.reward import Reward, RewardInput
 
+NOTHING: Mapping[str, Any] = {}
 TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}<assistant>"
 
 
@@ -23,9 +25,9 @@ class CountingTokenizer(ModelTokenizer):
 
     num_written = 0
 
-    def written(self, prompt: str | Messages) -> str:
+    def written(self, prompt: str | Messages, chat: Mapping[str, Any] = NOTHING) -> str:
         self.num_written += 1
-        return super().written(prompt)
+        return super().written(prompt, chat)
 
 
 class Echo:
@@ -54,7 +56,7 @@ def test_a_chat_template_is_rendered_once_for_all_samples_of_a_prompt(tokenizer:
         source.tokens(prompt)
     before = tokenizer.num_written
     pool: Any = Echo()
-    tasks = RecipeTasks([Domain("sums", (WeightedReward(function="arithmetic"),), source, {})], tokenizer, pool)
+    tasks = RecipeTasks([Domain("sums", (WeightedReward(function="arithmetic"),), source, {})], tokenizer, pool, 60.0)
 
     async def score_all() -> None:
         for prompt in (0, 1):

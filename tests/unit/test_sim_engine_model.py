@@ -23,7 +23,8 @@ class StepByStep:
     """The same engine, written to be obviously right: it decodes at most one token at a time and indexes nothing."""
 
     def __init__(self, engine: EngineSection, speed: float) -> None:
-        self.engine, self.speed = engine, speed
+        assert engine.kv_tokens is not None
+        self.engine, self.speed, self.kv_tokens = engine, speed, engine.kv_tokens
         self.now = self.stalled_until = 0.0
         self.running: list[list] = []  # [lease, prompt, tokens, total, prefix], by admission
         self.waiting: list[list] = []
@@ -55,7 +56,7 @@ class StepByStep:
                 continue
             share = min(1.0, *(total - tokens for _, _, tokens, total, _ in self.running))
             if len(self.running) > 1:
-                share = min(share, max(0.0, (self.engine.kv_tokens - self.context()) / len(self.running)))
+                share = min(share, max(0.0, (self.kv_tokens - self.context()) / len(self.running)))
             is_cut = self.now + self.seconds(share) > now
             if is_cut:
                 share = self.share_within(now - self.now)
@@ -69,7 +70,7 @@ class StepByStep:
         done = [sample for sample in self.running if sample[2] >= sample[3] - 1e-9]
         self.running = [sample for sample in self.running if sample not in done]
         self.finished += [(lease, total, self.now) for lease, _, _, total, _ in done]
-        if not done and len(self.running) > 1 and self.context() >= self.engine.kv_tokens - 1e-9:
+        if not done and len(self.running) > 1 and self.context() >= self.kv_tokens - 1e-9:
             newest = self.running.pop()
             newest[2] = int(newest[2] + 1e-6)
             self.waiting.insert(0, newest)
@@ -81,8 +82,8 @@ class StepByStep:
         while self.waiting and len(self.running) < engine.slots:
             sample = self.waiting[0]
             _, prompt, tokens, _, prefix = sample
-            margin = max(0.01 * engine.kv_tokens, len(self.running) + 1)
-            if self.running and self.context() + prompt + tokens + margin > engine.kv_tokens:
+            margin = max(0.01 * self.kv_tokens, len(self.running) + 1)
+            if self.running and self.context() + prompt + tokens + margin > self.kv_tokens:
                 return
             shares = prefix is not None and prefix in [other[4] for other in self.running]
             num_prefilled = tokens + 1 if shares else prompt + tokens

@@ -126,3 +126,9 @@ def _load(
 def _settings(recipe: Recipe) -> dict[str, Any]:
     on_gpu = choose_device(recipe.model.device) == "cuda"
     return {"gradient_checkpointing": recipe.model.gradient_checkpointing, "compile_layers": on_gpu}
+
+
+def free_device() -> None:
+    """Give back the GPU memory of models that are gone."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -4,10 +4,8 @@ import asyncio
 import gc
 from pathlib import Path
 
-import torch
-
 from polyrl.cli.loop import run_loop
-from polyrl.cli.training import checkpoints, crews
+from polyrl.cli.training import checkpoints, crews, models
 from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.ranks import Team
 from polyrl.cli.training.run import until_interrupted
@@ -24,8 +22,7 @@ def settle(before: Recipe, run_dir: Path, past: Past) -> None:
         run_loop(until_interrupted(_train_again(before, run_dir, past, crew, team)))
     del crew, team
     gc.collect()  # the models that come next need the room
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    models.free_device()
 
 
 async def _train_again(recipe: Recipe, run_dir: Path, past: Past, crew: Crew, team: Team | None) -> str:
