@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from polyrl.cli.loop import run_loop
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
+from polyrl.rewards.messages import Ask, Began, Reply, Setup, decode_reply, encode, take_messages
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
 
@@ -141,6 +143,25 @@ def test_async_functions_run_beside_each_other_in_a_process():
         return most
 
     assert with_pool(body) == 8
+
+
+def test_async_functions_that_are_asked_for_in_one_breath_run_beside_each_other():
+    """Whatever the process reads together with the first of them waits for nobody."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "polyrl.rewards.process", str(theirs.fileno())]
+    asks = [Ask(bytes([n]), "reward", "own_rewards:waits_for_ever", {}, given(), 3600.0) for n in range(8)]
+    with ours, theirs, subprocess.Popen(command, pass_fds=(theirs.fileno(),)) as process:
+        try:
+            ours.settimeout(20.0)
+            ours.sendall(b"".join(map(encode, (Setup(list(sys.path), 0), *asks))))
+            buffer = bytearray()
+            replies: list[Reply] = []
+            while len(replies) < 8:
+                buffer += ours.recv(1 << 16)
+                replies += map(decode_reply, take_messages(buffer))
+        finally:
+            process.kill()
+    assert replies == [Began(ask.nonce, True) for ask in asks]
 
 
 def test_an_async_function_that_blocks_holds_up_neither_the_trainer_nor_its_time_limit():

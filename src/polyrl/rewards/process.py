@@ -105,11 +105,7 @@ class Server:
         loop = asyncio.get_running_loop()
         running = {loop.create_task(self._wait_for(ask, function))}
 
-        def hear() -> None:
-            data = self._line.recv(_READ_BYTES)
-            if not data:
-                os._exit(0)  # there is nobody to answer
-            self._buffer += data
+        def begin_all() -> None:
             for body in take_messages(self._buffer):
                 other = decode_question(body)
                 assert isinstance(other, Ask), "the other message is said once, first"
@@ -119,6 +115,14 @@ class Server:
                 elif its is not None:  # what is asked next: the last one has said its reply, and ends now
                     self._next.append(other)
 
+        def hear() -> None:
+            data = self._line.recv(_READ_BYTES)
+            if not data:
+                os._exit(0)  # there is nobody to answer
+            self._buffer += data
+            begin_all()
+
+        begin_all()  # those that came together with the first: nothing more may come before it has ended
         loop.add_reader(self._line, hear)
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
