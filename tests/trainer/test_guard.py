@@ -21,12 +21,14 @@ def turn(num_tokens: int, worker: str, *, version: int = 8, engine: str = "vllm"
     return Turn(version, num_tokens, engine, worker)
 
 
-def look(apart: list[float], samples: list[TrainSample], bound: float = 1.0) -> tuple[list[bool], dict[str, float]]:
+def look(
+    apart: list[float], samples: list[TrainSample], bound: float = 1.0, ours: list[float] | None = None
+) -> tuple[list[bool], dict[str, float]]:
     """What is kept of samples whose tokens are so far off, token by token; and who is named."""
     guard = Guard(bound, 8)
-    numbers = torch.tensor(apart)
+    numbers, own = torch.tensor(apart), torch.zeros(len(apart)) if ours is None else torch.tensor(ours)
     number_of = np.repeat(np.arange(len(samples)), [len(one.answer) for one in samples])
-    kept = guard.keeps(torch.zeros(len(apart)), numbers, samples, torch.from_numpy(number_of))
+    kept = guard.keeps(own, numbers, samples, torch.from_numpy(number_of))
     assert kept is not None
     return kept.tolist(), guard.too_far()
 
@@ -55,8 +57,14 @@ def test_older_weights_may_be_further_off():
 
 
 def test_what_is_no_number_is_beyond_any_bound():
-    kept, named = look([float("nan")], [sample(1, turn(1, "odd"))])
-    assert kept == [False] and list(named) == ["odd"]
+    samples = [sample(1, turn(1, "odd")), sample(2, turn(2, "honest")), sample(1, turn(1, "liar"))]
+    kept, named = look([float("nan"), 0.0, 0.5, 9.0], samples)
+    assert kept == [False, True, True, False] and list(named) == ["liar", "odd"]
+
+
+def test_where_our_own_model_has_no_number_nobody_is_named():
+    samples = [sample(2, turn(2, "honest")), sample(1, turn(1, "next"))]
+    assert look([0.0] * 3, samples, ours=[0.0, float("nan"), 0.0]) == ([True] * 3, {})
 
 
 def test_without_a_bound_nobody_is_looked_at():

@@ -7,7 +7,8 @@ none, by several. Older weights may differ more: the bound is as many times as l
 one.
 
 Rules kept here: nothing is looked at before the step is over. A sample beyond the bound is treated as if our own model
-had drawn it, so that its ratios are finite, and has no weight in the loss.
+had drawn it, so that its ratios are finite, and has no weight in the loss. A turn answers for its own tokens alone; and
+where our own model has no number nobody is to blame: that gradient moves nothing (optimizer.py).
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.ranks import ALONE, Peers
 
 Tensor = torch.Tensor
+
+_BEYOND = 1e9
+"""Nats of a token that is no number: beyond any bound, and finite, so that it adds up with others'."""
 
 
 class Guard:
@@ -43,11 +47,11 @@ class Guard:
         def send(array: "np.ndarray[Any, Any]") -> Tensor:
             return torch.from_numpy(array).to(ours.device, non_blocking=True)
 
-        apart = (ours.detach() - theirs).abs().double().cumsum(0)
-        sums = apart[send(np.cumsum(lengths) - 1)]
+        apart = (ours.detach() - theirs).abs().double().nan_to_num(_BEYOND, posinf=_BEYOND)
+        sums = torch.where(ours.isnan(), 0.0, apart).cumsum(0)[send(np.cumsum(lengths) - 1)]
         excess = torch.diff(sums, prepend=sums.new_zeros(1)) / send(lengths * (1.0 + ages) * self._bound)
         self._excess.append(excess)
-        most = sums.new_zeros(len(samples)).scatter_reduce(0, send(numbers), excess.nan_to_num(torch.inf), "amax")
+        most = sums.new_zeros(len(samples)).scatter_reduce(0, send(numbers), excess, "amax")
         return (most <= 1.0)[sample_of]
 
     def too_far(self, peers: Peers = ALONE) -> dict[str, float]:
@@ -55,7 +59,7 @@ class Guard:
         found: dict[str, float] = {}
         excess = torch.cat(self._excess).tolist() if self._excess else []
         for name, number in zip(self._names, excess, strict=True):
-            if not number <= 1.0:
+            if number > 1.0:
                 found[name] = max(found.get(name, 0.0), number * self._bound)
         if peers.size > 1:
             for theirs in peers.exchange(msgspec.msgpack.encode(found)):
