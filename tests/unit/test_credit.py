@@ -1,5 +1,7 @@
 """How many samples a worker is trusted with: few at first, more with what it shows, fewer after a stall."""
 
+from collections.abc import Callable
+
 import pytest
 from tests.unit.driver import Driver, only, small_config
 
@@ -7,6 +9,8 @@ from polyrl.ids import WorkerName
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.credit import START
+from polyrl.scheduling.fleet import UNBOUNDED
+from polyrl.scheduling.hearing import runs_of, teaches
 from polyrl.scheduling.parameters import FleetRules
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -36,15 +40,34 @@ def test_a_worker_begins_with_few_samples_whatever_it_claims_and_a_small_one_wit
     assert (len(held(run, "large")), len(held(run, "small"))) == (START, 3)
 
 
-def test_every_report_of_progress_doubles_it_until_its_slots_are_reached():
+def report_gathered(run: Driver, name: str, num_tokens: int) -> None:
+    """As the manager tells it: of all workers at once."""
+    leases = run.scheduler.desk.leases
+    gains = [(run.leases[one], num_tokens - leases[run.leases[one]].num_tokens) for one in held(run, name)]
+    seat = run.scheduler.desk.state.fleet.by_name[WorkerName(name)]
+    run.tell(e.FleetReported((seat,), (0,), ((0, *runs_of(gains)),)))
+
+
+@pytest.mark.parametrize("tell", [report, report_gathered])
+def test_every_report_of_progress_doubles_it_until_its_slots_are_reached(tell: Callable[[Driver, str, int], None]):
     run = many()
     run.join("a", slots=100)
     run.request(0)
     seen = [len(held(run, "a"))]
     for number in range(1, 6):
-        report(run, "a", number)
+        tell(run, "a", number)
         seen.append(len(held(run, "a")))
     assert seen == [8, 16, 32, 64, 100, 100]
+
+
+def test_progress_of_a_worker_that_may_earn_more_is_worth_telling():
+    run = many()
+    run.join("a", slots=100)
+    run.request(0)
+    (worker,) = run.scheduler.desk.seats.values()
+    assert teaches(worker, 0)
+    worker.earned = UNBOUNDED
+    assert not teaches(worker, 0)
 
 
 def test_a_report_without_a_new_token_earns_nothing():
@@ -90,6 +113,19 @@ def test_a_worker_that_stalls_begins_with_less_and_is_sent_away_in_the_end():
         may_rejoin.append(forgotten.rejoin)
     assert seen == [8, 2, 1]
     assert may_rejoin == [True, True, False]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8, 1000])
+def test_an_answer_forgives_all_stalls_before_it_however_much_was_earned_meanwhile(slots: int):
+    run = many(prompts=512, fleet_rules=FleetRules(stall_timeout_s=10.0, max_failures=3))
+    run.request(0)
+    for _ in range(5):
+        run.join("a", slots=slots)
+        for number in range(1, 12):
+            report(run, "a", number)
+        run.finish(held(run, "a")[0])
+        (forgotten,) = only(run.wait(45.0), c.ForgetWorker)
+        assert forgotten.rejoin
 
 
 @pytest.mark.parametrize("rules", [0, 1])

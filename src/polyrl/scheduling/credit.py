@@ -28,7 +28,8 @@ def at_join(desk: Desk, line: WorkerLine, slots: int, *, local: bool) -> int:
 
 def answered(desk: Desk, worker: Worker) -> None:
     """An answer of it ends: its lease does too, and who may have what is looked at then."""
-    if worker.earned <= START:  # one of its first: what it did before is forgiven
+    if worker.has_stalled:  # it is forgiven
+        worker.has_stalled = False
         desk.ledger.workers[worker.name].num_stalls = 0
     worker.earned = UNBOUNDED if worker.earned + 1 >= worker.slots else worker.earned + 1
 

@@ -124,6 +124,8 @@ class Worker(Struct):
     """Samples that its engine runs at once without holding any back; balancing.py learns it."""
     earned: int = UNBOUNDED
     """Samples that it is trusted with at once, whatever number of slots it claims (credit.py)."""
+    has_stalled: bool = False
+    """All samples of its name have, and it has brought no answer since."""
     num_granted: int = 0
     """Leases given to it since it last brought tokens."""
     down: bool = False

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from polyrl.ids import LeaseId, Seconds
-from polyrl.scheduling import balancing, membership
+from polyrl.scheduling import balancing, credit, membership
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.events import (
     DriverResumed,
@@ -67,6 +67,8 @@ def _progressed(desk: Desk, worker: Worker, first: LeaseId, runs: Sequence[int],
         most = max(most, note_tokens(desk, sample, sample.num_tokens + gain))
     if most:
         balancing.learn_speed(worker, len(worker.leases), most, now)
+        if worker.earned < worker.slots:
+            credit.progressed(desk, worker)
 
 
 def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
@@ -83,8 +85,8 @@ def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
 
 
 def teaches(worker: Worker, num_waiting: int) -> bool:
-    """Whether a report of so many samples held back would change what is known of the worker's engine."""
-    grows = len(worker.leases) >= worker.plateau < worker.slots
+    """Whether a report of so many samples held back, or progress, would change how many samples it may have."""
+    grows = len(worker.leases) >= worker.limit < worker.slots
     return num_waiting > 0 or worker.held_back_at >= 0 or worker.num_waiting > 0 or grows
 
 

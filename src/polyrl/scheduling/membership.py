@@ -49,6 +49,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         last_tokens_at=now,
         plateau=slots,
         earned=credit.at_join(desk, line, slots, local=event.local),
+        has_stalled=line.num_stalls > 0,
         relays=event.relays,
     )
     fleet.next_seat += 1

@@ -391,7 +391,7 @@ class Scheduler:
         worker, group = desk.seats[sample.worker], desk.groups[sample.group]
         if worker.unheard:
             membership.heard_from(desk, worker, now)
-        if worker.earned < worker.slots:
+        if worker.earned < worker.slots or worker.has_stalled:
             credit.answered(desk, worker)
         if not worker.is_doubtful and not group.failed_on:
             return
