@@ -3,10 +3,12 @@
 import math
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from polyrl.wire import frames
 from polyrl.wire.columns import (
     ANY_VOCABULARY,
     CELL_BYTES,
@@ -186,3 +188,18 @@ def test_a_frame_with_a_changed_byte_is_read_or_refused(run, data):
     except BadColumns:
         return
     assert sum(read.counts) * CELL_BYTES == len(columns[4])
+
+
+@pytest.mark.parametrize("place", [(), (7, 0)])
+def test_a_frame_of_tokens_has_nothing_in_it_that_nobody_reads(place: tuple[int, ...]):
+    """It is journalled as it came: whoever may add to it may fill the disk."""
+    said = msgspec.msgpack.decode(
+        frames.encode(frames.Tokens(1, b"", b"", b"", b"", b"", (frames.Ended(1, 0, "stop"),)))
+    )
+    frames.decode_from_worker(msgspec.msgpack.encode(said))
+    grown = said
+    for index in place:
+        grown = grown[index]
+    grown.append(b"\0" * 1000)
+    with pytest.raises(frames.NO_FRAME):
+        frames.decode_from_worker(msgspec.msgpack.encode(said))

@@ -108,7 +108,7 @@ class Hello(Frame, frozen=True, tag="hello"):
         _make_plain(self, "draining", "down")
 
 
-class Ended(Struct, frozen=True, array_like=True, gc=False):
+class Ended(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
     lease: Natural
     num_tokens: Natural
     """All tokens of the sample."""
@@ -120,8 +120,11 @@ class Ended(Struct, frozen=True, array_like=True, gc=False):
             _make_plain(self, "detail")
 
 
-class Tokens(Frame, frozen=True, tag="tokens"):
-    """New tokens of running samples, and which of them ended. Acknowledged by `seq` when it is journalled."""
+class Tokens(Frame, frozen=True, tag="tokens", forbid_unknown_fields=True):
+    """New tokens of running samples, and which of them ended. Acknowledged by `seq` when it is journalled.
+
+    It goes into the journal as it came, so nothing may be in it that nobody reads.
+    """
 
     seq: Natural
     leases: bytes
