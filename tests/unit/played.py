@@ -64,7 +64,7 @@ class Line(Link):
 class Worker:
     """A worker as the manager sees it: it makes what it is asked for, whenever it is told to."""
 
-    def __init__(self, service: Service, name: str, *, local: bool = False) -> None:
+    def __init__(self, service: Service, name: str, *, local: bool = False, slots: int = 3) -> None:
         self._executor = service.executor
         former = self._executor.workers.get(WorkerName(name))
         if former is not None and former.link is not None:
@@ -75,7 +75,7 @@ class Worker:
                 name=name,
                 protocol=PROTOCOL,
                 engine="none",
-                slots=3,
+                slots=slots,
                 version=None if self.published() < 0 else self.published(),
                 local=local,
                 num_devices=2 if local else 1,

@@ -1,20 +1,25 @@
 """News that changes nothing is held back, and told before something depends on it: nobody can tell the difference."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from tests.unit.played import CONFIG, Manager, Worker, tokens_frame
+from tests.unit.played import CONFIG, SMALL_FILES, Line, Manager, Worker, tokens_frame
 
-from polyrl.ids import LeaseId
+from polyrl.ids import LeaseId, WorkerName
+from polyrl.manager import from_workers
+from polyrl.manager.executor import Executor
+from polyrl.manager.service import Service
 from polyrl.scheduling import events as e
 from polyrl.scheduling.hearing import runs_of
 from polyrl.scheduling.parameters import FleetRules, RoutingConfig
 from polyrl.scheduling.records import replay
 from polyrl.telemetry.journal import open_journals
-from polyrl.wire import frames
+from polyrl.wire import columns, frames
 
 REPORT = frames.Report(1, 0, 0.5, 0, 1.0)
 TIMEOUT_S = 3.0
@@ -83,6 +88,63 @@ def test_what_a_lost_worker_had_brought_and_nobody_had_told_is_in_the_ledger(tmp
     assert [one.num_tokens for one in scheduler.desk.samples.values() if one.num_tokens] == [90]
     assert scheduler.ledger.tokens_arrived == manager.executor.num_tokens == 90
     manager.service.close()
+
+
+def brought_and_untold(run_dir: Path) -> Manager:
+    manager = Manager(run_dir, 0, BEATING)
+    manager.workers["a"] = worker = Worker(manager.service, "a", slots=100)
+    manager.commit()
+    manager.commit()
+    worker.say(tokens_frame(min(worker.at), 0, list(range(90))))
+    manager.commit()
+    assert untold(manager) == 90
+    return manager
+
+
+def check_that_it_is_nobodys_time(executor: Executor, absence_s: float) -> None:
+    assert executor.scheduler is not None
+    desk = executor.scheduler.desk
+    assert executor.now() - desk.state.clock.step_began_at < 5.0
+    assert sum(desk.ledger.workers[WorkerName("a")].seconds.values()) < 5.0
+    assert [one.unheard for one in desk.seats.values()] == [True]
+    assert executor.now() > absence_s
+
+
+def test_an_absence_is_nobodys_time_though_tokens_had_come_that_nobody_had_told(tmp_path):
+    manager = brought_and_untold(tmp_path)
+    manager.service.close()
+    for path in (tmp_path / "journal").iterdir():
+        os.utime(path, (time.time() - 1000.0,) * 2)
+    again = Service(tmp_path, SMALL_FILES)
+    check_that_it_is_nobodys_time(again.executor, 1000.0)
+    again.close()
+
+
+def test_nor_is_the_time_that_the_whole_process_stood_still(tmp_path):
+    manager = brought_and_untold(tmp_path)
+    manager.workers["a"].say(REPORT)
+    manager.executor.set_clock(manager.executor.now() + 1000.0)
+    manager.executor.stood_still(1000.0)
+    manager.executor.tell_news(manager.workers["a"].session)
+    check_that_it_is_nobodys_time(manager.executor, 1000.0)
+    manager.workers["a"].say(REPORT)
+    assert manager.executor.scheduler is not None
+    assert not any(one.unheard for one in manager.executor.scheduler.desk.seats.values())
+    manager.service.close()
+
+
+def test_a_worker_may_come_back_after_a_restart_with_more_leases_that_are_over_than_it_has_now(tmp_path):
+    manager = brought_and_untold(tmp_path)
+    manager.service.close()
+    again = Service(tmp_path, SMALL_FILES)
+    (session,) = again.executor.workers.values()
+    line = Line()
+    session.connect(line)
+    held = columns.pack_column("<u8", list(range(1, session.facts.slots + 1)))
+    from_workers.said(again.executor, session, line, frames.encode(frames.Hello(0, held)))
+    assert again.executor.refused == {}
+    assert session.greeted
+    again.close()
 
 
 def untold(manager: Manager) -> int:

@@ -114,6 +114,12 @@ class Executor:
             if news is not None:
                 self.tell(news)
 
+    def stood_still(self, seconds: Seconds) -> None:
+        """Nobody could be heard for so long: who was heard before that is to be heard anew."""
+        for session in self.workers.values():
+            session.told_heard_at = session.heard_at
+        self.tell(e.DriverResumed(seconds, 0.0))
+
     # The scheduler
 
     def tell(self, event: e.Event) -> None:

@@ -94,6 +94,7 @@ def _check_answers(desk: Desk, payload: Payload) -> None:
 def _reopen(executor: Executor, note: SessionOpened) -> None:
     session = WorkerSession(note.key, Incarnation(note.incarnation), note.facts)
     session.is_expected = True
+    session.most_held = note.facts.slots  # it may hold as many that are over: how many it had, nobody wrote down
     session.heard_at = executor.now()
     executor.workers[session.name] = session
     executor.lives[session.name] = session.incarnation

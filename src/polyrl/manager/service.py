@@ -27,7 +27,6 @@ from polyrl.manager.link import Link
 from polyrl.manager.recovery import recover
 from polyrl.manager.refusals import RequestError
 from polyrl.manager.settings import ManagerSettings
-from polyrl.scheduling import events as e
 from polyrl.wire.credentials import Tokens, ensure_tokens
 
 log = logging.getLogger("polyrl.manager")
@@ -261,7 +260,7 @@ class Service:
         self._timer = None
         late_s = asyncio.get_running_loop().time() - self._wakes_at
         if late_s > _STOOD_STILL_S:  # stopped, or starved: what came meanwhile is still in the sockets
-            self.post(lambda executor: executor.tell(e.DriverResumed(late_s, 0.0)))
+            self.post(lambda executor: executor.stood_still(late_s))
         self.post(self._pass_time)
 
     def _pass_time(self, executor: Executor) -> None:

@@ -16,7 +16,6 @@ from polyrl.ids import LeaseId, Seconds
 from polyrl.scheduling import balancing, credit, membership
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.events import (
-    DriverResumed,
     EngineBack,
     Event,
     FleetReported,
@@ -109,7 +108,7 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
             if sample is None or not (desk.seats[sample.worker].is_doubtful or desk.groups[sample.group].failed_on):
                 return None
             return list(desk.seats)  # whoever failed where this one did not may be given up
-        case VersionReplaced() | DriverResumed():
+        case VersionReplaced():
             return list(desk.seats)
         case _:
             return None
