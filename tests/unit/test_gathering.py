@@ -15,7 +15,7 @@ from polyrl.manager import from_workers
 from polyrl.manager.executor import Executor
 from polyrl.manager.service import Service
 from polyrl.scheduling import events as e
-from polyrl.scheduling.hearing import runs_of
+from polyrl.scheduling.hearing import concerned, runs_of
 from polyrl.scheduling.parameters import FleetRules, RoutingConfig
 from polyrl.scheduling.records import replay
 from polyrl.telemetry.journal import open_journals
@@ -87,6 +87,32 @@ def test_what_a_lost_worker_had_brought_and_nobody_had_told_is_in_the_ledger(tmp
     assert scheduler is not None
     assert [one.num_tokens for one in scheduler.desk.samples.values() if one.num_tokens] == [90]
     assert scheduler.ledger.tokens_arrived == manager.executor.num_tokens == 90
+    manager.service.close()
+
+
+def test_so_is_what_it_had_brought_when_another_process_takes_its_name(tmp_path):
+    manager = brought_and_untold(tmp_path)
+    Worker(manager.service, "a")
+    assert manager.executor.scheduler is not None
+    assert manager.executor.scheduler.ledger.tokens_arrived == 90
+    assert replay(open_journals(tmp_path)).first_difference is None
+    manager.service.close()
+
+
+def test_an_answer_has_nobody_told_of_but_those_that_failed_its_group(tmp_path):
+    """Whoever fails a sample of every group would otherwise have the whole fleet's news told with every answer."""
+    manager = brought_and_untold(tmp_path)
+    manager.workers["b"] = Worker(manager.service, "b")
+    manager.commit()
+    assert manager.executor.scheduler is not None
+    desk, now = manager.executor.scheduler.desk, manager.executor.now()
+    lease, sample = next(iter(desk.leases.items()))
+    assert concerned(desk, e.SampleFinished(lease, 90), now) is None
+    seat = desk.state.fleet.by_name[WorkerName("b")]
+    desk.groups[sample.group].failed_on.append(seat)
+    assert concerned(desk, e.SampleFinished(lease, 90), now) == [seat]
+    assert concerned(desk, e.GroupRejected(sample.group, "a lie", (WorkerName("b"), WorkerName("c"))), now) == [seat]
+    assert concerned(desk, e.GroupRejected(sample.group, "too easy"), now) is None
     manager.service.close()
 
 

@@ -87,3 +87,9 @@ def test_a_machine_that_goes_does_not_wait_for_a_driver_that_was_away():
     run.now += 50.0
     run.tell(e.DriverResumed(away_s=50.0, grace_s=0.0))
     assert handed_over(run.wait(8.1)) == ["a"]
+
+
+def test_a_worker_that_goes_soon_does_not_get_what_another_failed_either():
+    run = begun()
+    run.drain("b", notice_s=6.0)
+    assert leased(run.end("1/0", at=100, reason="engine_failed")) == {"1/0": ("a", 100)}

@@ -31,6 +31,7 @@ _COMPANY = 32
 _PHASES = 8
 _SILENT_HEARTBEATS = 3
 _GONE_S = 60.0
+_FOLLOWED = "another process joined under its name"
 _NO_MODEL = (
     "the run is of a model, and the emulated engine has none: it makes up its tokens. Start the worker with --engine "
     "builtin, vllm or sglang"
@@ -54,7 +55,9 @@ def join(executor: Executor, request: JoinRequest, session_before: str = "", add
     if executor.scheduler is None:
         _forget_who_is_gone(executor)
     _check_room(executor, name, address)
-    executor.forget(name, "another process joined under its name", in_anger=True)
+    if (former := executor.workers.get(name)) is not None:  # while what it brought last can still be told
+        executor.tell(e.WorkerLeft(name, former.incarnation, _FOLLOWED))
+    executor.forget(name, _FOLLOWED, in_anger=True)
     incarnation = executor.next_life(name)
     session = WorkerSession(secrets.token_hex(16), incarnation, request, address)
     session.heard_at = session.told_at = session.told_heard_at = executor.now()

@@ -97,5 +97,5 @@ def _able(desk: Desk, group: Group) -> list[Worker]:
     return [
         one
         for one in desk.seats.values()
-        if one.may_generate and one.version >= oldest and not (is_asked and one.local)
+        if one.may_take and one.version >= oldest and not (is_asked and one.local)
     ]

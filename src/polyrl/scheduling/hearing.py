@@ -19,10 +19,10 @@ from polyrl.scheduling.events import (
     EngineBack,
     Event,
     FleetReported,
+    GroupRejected,
     SampleFinished,
     TimePassed,
     VersionReplaced,
-    WorkerJoined,
     WorkerLeft,
 )
 from polyrl.scheduling.fleet import Worker
@@ -100,14 +100,12 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
         case WorkerLeft() | EngineBack():
             worker = desk.state.fleet.find(event.worker, event.incarnation)
             return None if worker is None else [worker.seat]
-        case WorkerJoined():
-            seat = desk.state.fleet.by_name.get(event.worker)
-            return None if seat is None else [seat]
-        case SampleFinished():
+        case GroupRejected():
+            by_name = desk.state.fleet.by_name
+            return [by_name[name] for name in event.blamed if name in by_name] or None
+        case SampleFinished():  # whoever failed where this one did not may be given up
             sample = desk.leases.get(event.lease)
-            if sample is None or not (desk.seats[sample.worker].is_doubtful or desk.groups[sample.group].failed_on):
-                return None
-            return list(desk.seats)  # whoever failed where this one did not may be given up
+            return None if sample is None else desk.groups[sample.group].failed_on or None
         case VersionReplaced():
             return list(desk.seats)
         case _:
