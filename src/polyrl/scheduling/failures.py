@@ -95,7 +95,5 @@ def _able(desk: Desk, group: Group) -> list[Worker]:
     is_asked = group.step == ASKED
     oldest = Version(0) if is_asked else oldest_version(group.step, desk.config.max_staleness)
     return [
-        one
-        for one in desk.seats.values()
-        if one.may_take and one.version >= oldest and not (is_asked and one.local)
+        one for one in desk.seats.values() if one.may_take and one.version >= oldest and not (is_asked and one.local)
     ]
