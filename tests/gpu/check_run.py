@@ -35,6 +35,7 @@ from polyrl.cli.training.run import train  # noqa: E402
 from polyrl.config import build  # noqa: E402
 from polyrl.config.recipe import Recipe  # noqa: E402
 from polyrl.engines.builtin.runner import Runner  # noqa: E402
+from polyrl.rewards.reward import Reward  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
 
 QUANTILES = [[0.05, 151], [0.25, 415], [0.5, 661], [0.75, 1129], [0.9, 2566], [0.95, 4101], [0.99, 16384]]
@@ -109,9 +110,12 @@ class Tasks:
         )
 
     async def score(self, domain, prompt, answer, finish):
-        return float(len(answer) % 2)
+        return Reward(float(len(answer) % 2), {})
 
     validation_names = ()
+
+    def rewards_under_way(self):
+        return None
 
     async def failed(self):
         await asyncio.Event().wait()
