@@ -13,6 +13,7 @@ from tests.unit.played import CONFIG, SMALL_FILES, Line, Manager, Worker, tokens
 from polyrl.ids import LeaseId, WorkerName
 from polyrl.manager import from_workers
 from polyrl.manager.executor import Executor
+from polyrl.manager.gathering import gather
 from polyrl.manager.service import Service
 from polyrl.scheduling import events as e
 from polyrl.scheduling.hearing import concerned, runs_of
@@ -113,6 +114,23 @@ def test_an_answer_has_nobody_told_of_but_those_that_failed_its_group(tmp_path):
     assert concerned(desk, e.SampleFinished(lease, 90), now) == [seat]
     assert concerned(desk, e.GroupRejected(sample.group, "a lie", (WorkerName("b"), WorkerName("c"))), now) == [seat]
     assert concerned(desk, e.GroupRejected(sample.group, "too easy"), now) is None
+    manager.service.close()
+
+
+def test_a_report_is_told_once_however_often_its_worker_is_told_of(tmp_path):
+    """Two in a row of samples that wait mean a full engine; one may mean that it computes prompts."""
+    manager = brought_and_untold(tmp_path)
+    worker, executor = manager.workers["a"], manager.executor
+    assert executor.scheduler is not None
+    desk = executor.scheduler.desk
+    (seat,) = desk.seats
+    worker.say(frames.Report(1, 3, 0.5, 0, 1.0))
+    told = [gather(desk, [worker.session], executor.payload.texts, executor.now(), [seat]) for _ in range(3)]
+    assert [len(one.engines) for one in told if one is not None] == [1, 0, 0]
+    worker.say(frames.Report(1, 3, 0.5, 0, 1.0))
+    again = gather(desk, [worker.session], executor.payload.texts, executor.now(), [seat])
+    assert again is not None
+    assert again.engines == ((0, 3, 0),)
     manager.service.close()
 
 

@@ -38,11 +38,11 @@ def gather(
         ago = _heard_ago(desk, worker, session, now)
         is_due = worker.seat in whole or now - session.told_at >= _TELL_EVERY_S
         runs = _gains(desk, worker, texts) if is_due and worker.leases else ()
-        report = session.report if is_due else None
+        report = session.report if is_due and session.report is not session.told_report else None
         if report is not None and not teaches(worker, report.num_waiting):
             report = None
         if is_due:
-            session.told_at = now
+            session.told_at, session.told_report = now, session.report
         if ago < 0 and not runs and report is None:
             continue
         if runs:

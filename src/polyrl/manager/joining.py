@@ -51,10 +51,10 @@ def join(executor: Executor, request: JoinRequest, session_before: str = "", add
         raise Refused("slots", f"worker {name}: slots: got {request.slots}, expected at most {MAX_SLOTS}")
     if not _outranks(executor, request) and _reserved_s(executor, name, session_before) > 0.0:
         raise Refused("name", _taken(name))
-    executor.absent.pop(name, None)
     if executor.scheduler is None:
         _forget_who_is_gone(executor)
     _check_room(executor, name, address)
+    executor.absent.pop(name, None)
     if (former := executor.workers.get(name)) is not None:  # while what it brought last can still be told
         executor.tell(e.WorkerLeft(name, former.incarnation, _FOLLOWED))
     executor.forget(name, _FOLLOWED, in_anger=True)

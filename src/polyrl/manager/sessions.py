@@ -52,7 +52,8 @@ class WorkerSession:
         """When the scheduler was last told how far its samples are."""
         self.told_heard_at = 0.0
         """The `heard_at` that the scheduler knows."""
-        """When the scheduler last heard of its progress."""
+        self.told_report: frames.Report | None = None
+        """The last one that it was told of: told twice, it would count as two."""
         self.stride: Stride | None = None
         """While its frames go on from each other."""
         self.last_failure = ""
