@@ -1,11 +1,13 @@
 """Workers and their weights, told to a whole scheduler: what pure rules alone cannot show."""
 
+import pytest
 from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.ids import Step, Version, WorkerName
 from polyrl.scheduling import commands as c
 from polyrl.scheduling import events as e
 from polyrl.scheduling.parameters import FleetRules, WeightDeliveryConfig
+from polyrl.scheduling.scheduler import Scheduler
 
 ONE_UPLOAD = WeightDeliveryConfig(trainer_uploads=1)
 
@@ -302,3 +304,21 @@ def test_a_worker_that_was_drained_may_not_join_again_whatever_it_is_given_up_fo
         assert not forgotten.rejoin and forgotten.drained
         reasons.add(forgotten.why)
     assert reasons == {"it did not hand over in time", "no heartbeat"}
+
+
+@pytest.mark.parametrize(
+    "rules, after", [(0, {"a": "trainer", "d": "c"}), (1, {"a": "trainer", "b": "trainer", "c": "a", "d": "c"})]
+)
+def test_a_failed_pull_of_a_run_of_earlier_rules_is_replayed_by_them(rules: int, after: dict[str, str]):
+    """Then the first failure was enough to send nobody to a peer, and who had failed waited as all others did."""
+    config = small_config(weight_delivery=ONE_UPLOAD)
+    run = Driver(config)
+    run.scheduler = Scheduler(config, rules=rules)
+    publish(run, 0)
+    for name in "abcd":
+        run.join(name)
+    publish(run, 1)
+    assert sources(run) == {"a": "trainer", "b": "a", "c": "b", "d": "c"}
+    run.tell(e.WeightsFailed(WorkerName("b"), run.lives[WorkerName("b")], Version(1), "a bad chunk"))
+    run.wait(2.5)
+    assert sources(run) == after

@@ -27,8 +27,11 @@ from polyrl.scheduling.tail_batching import Planner, TailBatching
 RULES = 1
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
-    0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's fault
-    1    credit is earned (credit.py), and both are failures (failures.py)
+    0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
+         fault; nobody is sent to a peer with which one has failed; what trainer and driver were gone for at the same
+         time is left out of the step twice
+    1    credit is earned (credit.py), both are failures (failures.py), two have to fail with a peer (membership.py),
+         and no second is left out twice (steps.py)
 """
 
 

@@ -31,7 +31,7 @@ _GAIN_UP = 0.03
 """How much an observation moves its bin. Prefilling and pauses only ever add time, so a shorter one tells more."""
 MAX_DEPARTED = 1000
 """Names that are remembered after they went."""
-_NUM_ACCUSERS = 2
+NUM_ACCUSERS = 2
 _FIXED_SHARE = 0.5
 """Of a decode step's time, as long as no smaller number of samples has been seen."""
 
@@ -143,7 +143,7 @@ class Worker(Struct):
     @property
     def bad_source(self) -> bool:
         """Others take their weights elsewhere. One worker's word is not enough: it may lie, or be at fault itself."""
-        return len(self.accused_by) >= _NUM_ACCUSERS
+        return len(self.accused_by) >= NUM_ACCUSERS
 
     @property
     def may_generate(self) -> bool:

@@ -13,7 +13,7 @@ from polyrl.scheduling import credit, leases, weight_delivery
 from polyrl.scheduling.commands import Abort, ForgetWorker, PullWeights, StartGenerating
 from polyrl.scheduling.desk import Desk
 from polyrl.scheduling.events import EngineBack, WeightsFailed, WeightsInstalled, WorkerJoined
-from polyrl.scheduling.fleet import Worker, settle
+from polyrl.scheduling.fleet import NUM_ACCUSERS, Worker, settle
 from polyrl.scheduling.samples import NO_VERSION
 from polyrl.scheduling.staleness import oldest_version
 from polyrl.scheduling.weight_delivery import TRAINER
@@ -356,13 +356,7 @@ def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Second
     if worker.pulling != event.version:
         desk.state.ledger.late_news += 1
         return
-    source = desk.state.fleet.seats.get(worker.source)
-    for other in desk.state.fleet.seats.values():
-        if worker.name in other.accused_by:
-            other.accused_by.remove(worker.name)
-    if source is not None:
-        source.accused_by.append(worker.name)
-        worker.failed_with_peer = True
+    _accuse_source(desk, worker)
     _stop_pull(desk, worker)
     worker.num_pull_failures += 1
     pause = weight_delivery.retry_after_s(worker.num_pull_failures, desk.config.weight_delivery)
@@ -370,6 +364,20 @@ def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Second
     _refresh_state(desk, worker, now)
     _resource_pullers(desk, worker)
     desk.pulls_due = True
+
+
+def _accuse_source(desk: Desk, worker: Worker) -> None:
+    source = desk.seats.get(worker.source)
+    if desk.state.rules == 0:
+        if source is not None:
+            source.accused_by = [worker.name] * NUM_ACCUSERS
+        return
+    for other in desk.seats.values():
+        if worker.name in other.accused_by:
+            other.accused_by.remove(worker.name)
+    if source is not None:
+        source.accused_by.append(worker.name)
+        worker.failed_with_peer = True
 
 
 def _stop_pull(desk: Desk, worker: Worker) -> None:

@@ -77,7 +77,7 @@ def stand_still(desk: Desk, seconds: Seconds, now: Seconds) -> None:
     """Leave so much out of the step: the driver or the trainer was gone. No second of an absence is left out twice."""
     seconds = max(0.0, seconds)
     desk.state.clock.skip(seconds, now)
-    if desk.state.trainer_away_since is not None:
+    if desk.state.trainer_away_since is not None and desk.state.rules > 0:
         desk.state.absence_skipped_s += seconds
 
 
