@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 NUM_STEPS = 6
 
 
-def train(model: Path, run_dir: Path, ranks: int, num_steps: int = NUM_STEPS) -> subprocess.Popen[bytes]:
-    given = (f"model.path={model}", f"train.steps={num_steps}", *SETTINGS, "--ranks", str(ranks))
+def train(model: Path, run_dir: Path, ranks: int, num_steps: int = NUM_STEPS, *more: str) -> subprocess.Popen[bytes]:
+    given = (f"model.path={model}", f"train.steps={num_steps}", *SETTINGS, *more, "--ranks", str(ranks))
     return polyrl("train", "arithmetic", *given, "--run-dir", str(run_dir))
 
 
@@ -93,6 +93,20 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_with_another_number(
     assert expected.keys() == found.keys()
     masters = [name for name in expected if "/master/" in name]
     assert all(torch.allclose(found[name], expected[name], atol=1e-3) for name in masters)
+
+
+def test_steps_in_the_log_alone_are_settled_by_ranks_and_others_go_on_with_the_change(model: Path, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    process = train(model, run_dir, 2, 500, "checkpoint.every_steps=500")
+    until_trained(process, run_dir, 2)
+    process.kill()
+    process.wait()
+    num = checkpoint.step_of(max((run_dir / "checkpoints/redo").glob("step-*"))) + 1
+    process = polyrl("train", "--resume", str(run_dir), "optimizer.lr=0.5", f"train.steps={num + 1}")
+    said = end(process)
+    assert process.returncode == 0, said[-2000:]
+    assert f"from step {num} on, the curve has a break: optimizer.lr" in " ".join(said.split())
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("after_s", [0.0, 3.0, 6.0])

@@ -177,7 +177,7 @@ def _meet(seat: "Seat", run_dir: Path, started: "list[subprocess.Popen[bytes]]")
     def wait() -> None:
         try:
             meeting.set_result(Ranks.join(seat))
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  whoever waits is told of it
             meeting.set_exception(error)
 
     threading.Thread(target=wait, name="meeting the other ranks", daemon=True).start()

@@ -116,7 +116,7 @@ async def train(
         if past is not None:  # before there is an engine that takes memory; workers dial again meanwhile
             assert saver is not None, "who keeps no checkpoints has nothing to go on from"
             again = checkpoints.train_again(past, steps, saver, run_dir)
-            await _first_of(again, [one.failed() for one in (manager, team, saver) if one is not None], None)
+            await first_of(again, [one.failed() for one in (manager, team, saver) if one is not None], None)
         engine = await stack.enter_async_context(local_worker.started_engine(recipe, policy))
         if past is None:  # before the manager hears of a run: from then on nobody else may begin one here
             checkpoints.write_recipe(run_dir, recipe)
@@ -185,7 +185,7 @@ async def train(
                 await workers.until_joined(recipe, fleet, started)
                 failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
                 running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
-                why = await _first_of(_with_reason(running, tasks), failures, worker)
+                why = await first_of(_with_reason(running, tasks), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
             await _dismiss(fleet, _dialer(run_dir, address))
             raise
@@ -246,7 +246,7 @@ async def _with_reason(run: Coroutine[Any, Any, T], tasks: Tasks) -> T:
         raise UserError(tasks.why_none_scored() or str(error)) from error
 
 
-async def _first_of(
+async def first_of(
     run: Coroutine[Any, Any, T],
     failures: Sequence[Coroutine[Any, Any, None]],
     worker: "asyncio.Task[Left] | None",

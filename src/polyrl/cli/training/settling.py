@@ -8,7 +8,7 @@ from polyrl.cli.loop import run_loop
 from polyrl.cli.training import checkpoints, crews, models
 from polyrl.cli.training.checkpoints import Past
 from polyrl.cli.training.ranks import Team
-from polyrl.cli.training.run import until_interrupted
+from polyrl.cli.training.run import first_of, until_interrupted
 from polyrl.config.recipe import Recipe
 from polyrl.trainer.leading import Crew
 
@@ -20,6 +20,8 @@ def settle(before: Recipe, run_dir: Path, past: Past) -> None:
     """
     with crews.restored(before, run_dir, past) as (crew, team):
         run_loop(until_interrupted(_train_again(before, run_dir, past, crew, team)))
+    if team is not None:
+        team.ranks.close()  # this process meets those of the run next
     del crew, team
     gc.collect()  # the models that come next need the room
     models.free_device()
@@ -30,7 +32,8 @@ async def _train_again(recipe: Recipe, run_dir: Path, past: Past, crew: Crew, te
     gather = (crew if leader is None else leader).whole_state
     saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, past.state, gather, past)
     try:
-        await checkpoints.train_again(past, crew.steps if leader is None else leader, saver, run_dir)
+        again = checkpoints.train_again(past, crew.steps if leader is None else leader, saver, run_dir)
+        await first_of(again, [one.failed() for one in (team, saver) if one is not None], None)
         await saver.finish()
     finally:
         await saver.stop()
