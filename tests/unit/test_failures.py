@@ -4,6 +4,7 @@ from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.ids import WorkerName
 from polyrl.scheduling import commands as c
+from polyrl.scheduling import leases
 from polyrl.scheduling.parameters import FleetRules, RoundsConfig
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -137,3 +138,23 @@ def test_when_everybody_fails_everything_nobody_is_given_up_and_the_round_ends_e
     assert [one.num_groups for one in only(run.said, c.CloseRound)] == [0]
     assert is_there(run, "a") and is_there(run, "b")
     assert run.ledger.prompts_dropped == {"failed": 4}, "two, and two in their place"
+
+
+def test_who_refuses_one_sample_after_the_other_costs_their_writer_nothing():
+    """Otherwise it could have anybody given up that brings no answer for a while, for the price of its own place."""
+    run = fleet("writer", prompts=4, samples=1)
+    written = ("1/0", "2/0", "3/0")
+    run.bring("writer", s1_0=100, s2_0=100, s3_0=100)
+    run.join("refuses", slots=64)
+    run.join("good", slots=64)
+    desk = run.scheduler.desk
+    for name in written:
+        run.sample(name).target = desk.state.fleet.by_name[WorkerName("refuses")]
+        leases.hand_over(desk, run.sample(name), "another has room", run.now)
+        run.end(name, at=100)
+    assert [run.workers[name] for name in written] == ["refuses"] * 3
+    for name in written:
+        run.end(name, at=100, reason="refused")
+    run.finish(*written)
+    assert is_there(run, "writer")
+    assert not is_there(run, "refuses")

@@ -2,7 +2,8 @@
 
     a sample fails on a worker --> it waits for one that has not failed its group, if such a one can write
         it is handed over, and nobody asked             --> a failure too: it would come back at once, for ever
-        it is refused with tokens that others wrote     --> it begins anew without them: whose fault they are, shows too
+        it is refused with tokens that others wrote     --> it begins anew without them: whose fault they are, shows
+                                                            too, unless who refused them is in doubt itself
         another worker answers the group                --> the worker's: given up after `max_failures` such groups
         another refuses it too, or nobody else is there --> the group's: dropped as a whole
         the sample fails `max_failures` times           --> the sample's: its group goes on without it

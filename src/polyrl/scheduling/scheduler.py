@@ -366,7 +366,7 @@ class Scheduler:
             credit.halve(desk, worker)
         if is_inherited:
             leases.forget_tokens(desk, sample, f"{worker.name} refused to go on from them")
-            if (writer := desk.seats.get(sample.writer)) is not None:
+            if (writer := desk.seats.get(sample.writer)) is not None and not worker.is_doubtful:
                 failures.note(desk, writer, group)
         leases.requeue(desk, sample, round_, now, event.reason)
         if not has_failed:
