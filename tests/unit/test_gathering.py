@@ -157,8 +157,9 @@ def check_that_it_is_nobodys_time(executor: Executor, absence_s: float) -> None:
 def test_an_absence_is_nobodys_time_though_tokens_had_come_that_nobody_had_told(tmp_path):
     manager = brought_and_untold(tmp_path)
     manager.service.close()
+    then = time.time() - 1000.0
     for path in (tmp_path / "journal").iterdir():
-        os.utime(path, (time.time() - 1000.0,) * 2)
+        os.utime(path, (then, then))
     again = Service(tmp_path, SMALL_FILES)
     check_that_it_is_nobodys_time(again.executor, 1000.0)
     again.close()
