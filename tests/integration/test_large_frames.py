@@ -9,6 +9,7 @@ import msgspec
 from tests.integration.live import CONFIG, Live, Peer, manager, play_round, prompt_of, run, tokens, trainer, until
 
 from polyrl.client import Group, Prompt
+from polyrl.scheduling import credit
 from polyrl.scheduling.parameters import DomainData, RoundsConfig
 from polyrl.wire import frames
 from polyrl.wire.control import RunReply, RunRequest
@@ -77,10 +78,10 @@ def test_orders_and_prompts_larger_than_a_frame_come_in_several(tmp_path: Path):
             await peer.enter()
             playing = asyncio.create_task(play_round(fleet, 0))
             sizes: list[int] = []
-            while len(peer.orders) < 9:
+            while len(peer.orders) < credit.START:
                 sizes.append(len(frames.encode(await peer.hear(frames.Generate))))
-            assert len({order.lease for order in peer.orders}) == 9
-            assert len(sizes) >= 5
+            assert len({order.lease for order in peer.orders}) == credit.START
+            assert len(sizes) >= 4
             assert max(sizes) < 2 * PIECE_BYTES
             playing.cancel()
 

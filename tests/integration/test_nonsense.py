@@ -214,6 +214,8 @@ class Talk(RuleBasedStateMachine):
         self.clock = 0.0
         self.links: dict[str, Link] = {}
         self.sessions: list[WorkerSession] = []
+        self.keys: dict[WorkerName, str] = {}
+        """What each name was given when it joined last, by which it joins again."""
         """All that ever were."""
 
     @property
@@ -243,7 +245,7 @@ class Talk(RuleBasedStateMachine):
         former = self.executor.workers.get(name)
         if former is not None and former.link is not None:
             from_workers.gone(self.executor, former, former.link)
-        key = joining.join(self.executor, request).session
+        key = self.keys[name] = joining.join(self.executor, request, self.keys.get(name, "")).session
         session = joining.find_worker(self.executor, key)
         assert session is not None
         self.sessions.append(session)

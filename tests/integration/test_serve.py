@@ -326,7 +326,7 @@ def test_a_manager_that_is_stopped_says_so_in_the_stream(fleet: ServedFleet):
 
 def test_a_worker_whose_tokens_are_made_up_is_refused_and_answers_nobody(fleet: ServedFleet):
     fleet.start_worker("made-up", "--engine", "emulated")
-    assert fleet.workers["made-up"].wait(60) == 1
+    assert fleet.workers["made-up"].wait(60) == 2
     said = (fleet.folder / "made-up.log").read_text().splitlines()[-1]
     why = "the run is of a model, and the emulated engine has none: it makes up its tokens."
     assert said.startswith(f"polyrl: error: worker made-up: {fleet.url}: {why} Start the worker with --engine builtin")

@@ -625,8 +625,8 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_started(
 
 REFUSED_LATE = (
     (["lora.rank=4", 'lora.targets=["q_prj"]'], "lora.targets: no layer of the model is called q_prj"),
-    (["model.path=broken"], "broken: its weights cannot be loaded"),
-    (["--run-dir", "far/away/run", "model.path=broken"], "broken: its weights cannot be loaded"),
+    (["model.path=broken"], "broken/model.safetensors: a header of "),
+    (["--run-dir", "far/away/run", "model.path=broken"], "broken/model.safetensors: a header of "),
 )
 
 

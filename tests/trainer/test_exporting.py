@@ -26,7 +26,9 @@ def trained(tmp_path: Path) -> tuple[Path, Recipe]:
     policy = Policy.load(str(folder))
     state = TrainerState(next_step=1, fingerprint=checkpoint.fingerprint(policy.parameters()))
     masters = {f"policy/master/{name}": one.detach() + 1.0 for name, one in policy.parameters().items()}
-    return checkpoint.save(tmp_path, state, masters), load_recipe("arithmetic", [f"model.path={folder}"])
+    return checkpoint.save(tmp_path, state, masters), load_recipe(
+        "arithmetic", [f"model.path={folder}", "model.dtype=float32"]
+    )
 
 
 @pytest.mark.parametrize("num_bytes", [MB, 10_000], ids=["tokenizer", "weights"])

@@ -106,7 +106,7 @@ def test_the_engine_generates_with_the_weights_that_are_trained(tmp_path):
     folder = save_small(tmp_path)
     policy = Policy.load(str(folder))
     optimizer = Optimizer(policy.parameters(), OptimizerConfig(lr=1e-2), 4)
-    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(), max_tokens=500, max_new_tokens=CAP)
+    steps = StepAccumulator(policy, optimizer, AlgorithmConfig(max_mismatch=0), max_tokens=500, max_new_tokens=CAP)
     prompts = [[5, 9, 11], [7], [3, 4, 5, 6, 7, 8]]
     before = asyncio.run(generate(policy, folder, prompts))
     steps.begin(0)

@@ -34,6 +34,8 @@ def value_of(kind: msgspec.inspect.Type, words: str) -> Any:
             return False
         case msgspec.inspect.LiteralType():
             return kind.values[0]
+        case msgspec.inspect.DictType():
+            return {value_of(kind.key_type, words): value_of(kind.value_type, words)}
         case msgspec.inspect.VarTupleType():
             return [value_of(kind.item_type, words)]
         case msgspec.inspect.StructType():
@@ -48,6 +50,8 @@ def words_of(value: Any) -> list[str]:
         return [value]
     if isinstance(value, msgspec.Struct):
         return [word for field in value.__struct_fields__ for word in words_of(getattr(value, field))]
+    if isinstance(value, dict):
+        return [word for key, one in value.items() for word in (key, *words_of(one))]
     if isinstance(value, tuple | list):
         return [word for one in value for word in words_of(one)]
     return []

@@ -165,11 +165,11 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
         sample = desk.leases[lease]
         leases.requeue(desk, sample, desk.round_of(sample), now, "lost")
     state.fleet.remove(worker, now)
+    desk.router.update(worker)
+    _resource_pullers(desk, worker)
     forgotten = state.fleet.forget_oldest()
     if forgotten is not None:
         state.ledger.fold(forgotten)
-    desk.router.update(worker)
-    _resource_pullers(desk, worker)
     desk.pulls_due = True
     desk.devices_due = True
     if tell:

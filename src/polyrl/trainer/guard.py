@@ -23,6 +23,8 @@ from polyrl.trainer.ranks import ALONE, Peers
 
 Tensor = torch.Tensor
 
+_FEW_TOKENS = 16
+"""A shorter turn counts as one of so many tokens: a single rare token may differ by nats in an honest engine."""
 _BEYOND = 1e9
 """Nats of a token that is no number: beyond any bound, and finite, so that it adds up with others'."""
 
@@ -36,21 +38,29 @@ class Guard:
         self._excess: list[Tensor] = []
         """Of each turn, its mean over its bound."""
 
-    def keeps(self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], sample_of: Tensor) -> Tensor | None:
-        """Of each token, whether its sample is trained on; None: all are. `sample_of` numbers each token's sample."""
+    def keeps(
+        self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], sample_of: Tensor, *, blames: bool = True
+    ) -> Tensor | None:
+        """Of each token, whether its sample is trained on; None: all are. `sample_of` numbers each token's sample.
+
+        Without `blames` nobody is named: an update has moved our own weights since the step began.
+        """
         if not self._bound:
             return None
         turns = [(number, *turn) for number, one in enumerate(samples) for turn in _turns(one, self._step)]
         numbers, lengths, ages = (np.array([turn[at] for turn in turns], np.int64) for at in (0, 1, 2))
-        self._names += [turn[3] for turn in turns]
 
         def send(array: "np.ndarray[Any, Any]") -> Tensor:
             return torch.from_numpy(array).to(ours.device, non_blocking=True)
 
         apart = (ours.detach() - theirs).abs().double().nan_to_num(_BEYOND, posinf=_BEYOND)
         sums = torch.where(ours.isnan(), 0.0, apart).cumsum(0)[send(np.cumsum(lengths) - 1)]
-        excess = torch.diff(sums, prepend=sums.new_zeros(1)) / send(lengths * (1.0 + ages) * self._bound)
-        self._excess.append(excess)
+        excess = torch.diff(sums, prepend=sums.new_zeros(1)) / send(
+            np.maximum(lengths, _FEW_TOKENS) * (1.0 + ages) * self._bound
+        )
+        if blames:
+            self._names += [turn[3] for turn in turns]
+            self._excess.append(excess)
         most = sums.new_zeros(len(samples)).scatter_reduce(0, send(numbers), excess, "amax")
         return (most <= 1.0)[sample_of]
 

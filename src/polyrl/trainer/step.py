@@ -291,7 +291,10 @@ class StepAccumulator:
         ours = self._ours(batch)
         keeps = None
         if not part.is_spare:
-            keeps = self._guard.keeps(ours, batch.behaviour_logprobs, [one.sample for one in ready], batch.sample)
+            blames = not (config.old_logprobs == "engine" and self._has_moved)
+            whose = [one.sample for one in ready]
+            keeps = self._guard.keeps(ours, batch.behaviour_logprobs, whose, batch.sample, blames=blames)
+        as_it_came = batch
         if keeps is not None:
             batch = batch._replace(
                 behaviour_logprobs=torch.where(keeps, batch.behaviour_logprobs, ours),
@@ -313,16 +316,19 @@ class StepAccumulator:
             total = total - config.entropy_coef * scores.entropy
         _weighed(total, weights).backward()
         tally.add_losses(told)
-        self._tell(batch, scores, ready, tally)
+        self._tell(as_it_came, scores, ready, tally)
         if self._critic is not None:
-            self._train_critic(self._critic, part, ready, tally)
+            self._train_critic(self._critic, part, ready, tally, keeps)
 
-    def _train_critic(self, critic: Critic, part: Part, ready: Sequence[Ready], tally: Tally) -> None:
+    def _train_critic(
+        self, critic: Critic, part: Part, ready: Sequence[Ready], tally: Tally, keeps: Tensor | None
+    ) -> None:
         values = critic.values(part.pack)
         old = self._send(np.concatenate([one.values for one in ready if one.values is not None]))
         returns = self._send(np.concatenate([one.returns for one in ready if one.returns is not None]))
         losses, clipped = value_losses(values, old, returns, self._config.critic.value_clip)
-        _weighed(losses, torch.zeros_like(losses) if part.is_spare else None).backward()
+        weights = None if keeps is None else keeps.to(losses.dtype)
+        _weighed(losses, torch.zeros_like(losses) if part.is_spare else weights).backward()
         tally.add(
             {
                 "critic/vf_loss": losses,

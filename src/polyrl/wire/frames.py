@@ -313,6 +313,10 @@ class Scored(Frame, frozen=True, tag="scored"):
     cpu_s: float
     parts: Parts = {}
 
+    def __post_init__(self) -> None:
+        if self.parts:
+            force_setattr(self, "parts", {plain(name)[:_MAX_TEXT]: value for name, value in self.parts.items()})
+
 
 class Took(Frame, frozen=True, tag="took"):
     seq: Natural
@@ -329,6 +333,7 @@ class Rejected(Frame, frozen=True, tag="rejected"):
 
     def __post_init__(self) -> None:
         _make_plain(self, "reason")
+        force_setattr(self, "workers", tuple(plain(name)[:_MAX_TEXT] for name in self.workers))
 
 
 class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
@@ -369,6 +374,9 @@ class RewardsTold(Frame, frozen=True, tag="rewards"):
     """Answers without a reward so far."""
     why: Text
     """Of the last of them."""
+
+    def __post_init__(self) -> None:
+        _make_plain(self, "function", "why")
 
 
 class Published(Frame, frozen=True, tag="published"):
