@@ -425,7 +425,7 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     every_steps: Count = 0
     """0: at the start alone, if `at_start`."""
     at_start: bool | None = None
-    """Also before the first step. None: as train.local_generation."""
+    """Also before the first step. None: true; with several ranks, as train.local_generation."""
     num_prompts: AtLeastOne = 64
     """Of each set, the first ones."""
     solved_above: float = 0.5

@@ -168,6 +168,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     elif worker.down or (hello.version < worker.version and not worker.local):  # it came back, or died, unheard
         _back(executor, session, hello.version, hello.digest)
     is_ours = _is_ours(executor, hello.version, hello.digest)
+    session.has_installed = session.has_installed or (is_ours and bool(hello.digest))
     if is_ours and worker.version < hello.version <= desk.state.published:  # as at a join, others are as good as none
         executor.tell(e.WeightsInstalled(session.name, session.incarnation, Version(hello.version)))
     if worker.pulling != NO_VERSION:

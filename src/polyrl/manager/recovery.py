@@ -5,6 +5,9 @@ holds is written down anew, whatever half of a batch was on file. Peers bring th
 """
 
 import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from polyrl.errors import JournalError
 from polyrl.ids import Incarnation, show_sample
@@ -24,28 +27,10 @@ def recover(executor: Executor) -> str:
     if found is None:
         journal.begin()
         return "a new run"
-    gc.disable()  # millions of objects are made, and none of them is garbage; the service looks for it when it runs
     reader = PayloadReader(() if found.scheduler is None else found.scheduler.desk.groups)
-    for item in found.payload:
-        match item:
-            case list():
-                reader.tokens(item)
-            case SessionOpened():
-                _reopen(executor, item)
-                reader.note(item)
-            case RunOpened():
-                executor.trainer = TrainerSession(
-                    item.key,
-                    has_reward=item.has_reward,
-                    has_weights=item.has_weights,
-                    trains=item.trains,
-                    answers=item.answers,
-                )
-                executor.set_caveat(item.caveat)
-            case _:
-                reader.note(item)
-    executor.payload = reader.finish(found.scheduler)
-    gc.enable()
+    with _no_collection():
+        _read_payload(executor, reader, found.payload)
+        executor.payload = reader.finish(found.scheduler)
     if found.scheduler is not None:
         _check_answers(found.scheduler.desk, executor.payload)
     executor.scheduler = found.scheduler
@@ -76,6 +61,37 @@ def recover(executor: Executor) -> str:
         f"going on after {found.away_s:.1f} s away: {found.num_records} records, {len(executor.workers)} workers, "
         f"{len(found.scheduler.desk.leases)} samples running, {executor.payload.num_bytes // 8} tokens held"
     )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Millions of objects are made, and none of them is garbage; the service looks for it when it runs."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _read_payload(executor: Executor, reader: PayloadReader, payload: Iterable[Any]) -> None:
+    for item in payload:
+        match item:
+            case list():
+                reader.tokens(item)
+            case SessionOpened():
+                _reopen(executor, item)
+                reader.note(item)
+            case RunOpened():
+                executor.trainer = TrainerSession(
+                    item.key,
+                    has_reward=item.has_reward,
+                    has_weights=item.has_weights,
+                    trains=item.trains,
+                    answers=item.answers,
+                )
+                executor.set_caveat(item.caveat)
+            case _:
+                reader.note(item)
 
 
 def _check_answers(desk: Desk, payload: Payload) -> None:

@@ -49,15 +49,17 @@ def _check_elsewhere(functions: Mapping[str, str], surroundings: Surroundings) -
 
 
 def _check(line: socket.socket, key: str, name: str) -> None:
-    line.sendall(encode(Ask(b"", key, name, {}, None, 0.0)))
     buffer = bytearray()
     try:
+        line.sendall(encode(Ask(b"", key, name, {}, None, 0.0)))
         while not (replies := [decode_reply(one) for one in take_messages(buffer, MAX_REPLY_BYTES)]):
             data = line.recv(1 << 16)
             if not data:
                 raise ConfigError(f'{key}: "{name}": importing it ended its process')
             buffer += data
-    except (TimeoutError, OSError) as error:
+    except TimeoutError as error:
         raise ConfigError(f'{key}: "{name}": cannot be imported within {START_TIMEOUT_S:g} s') from error
+    except OSError as error:
+        raise ConfigError(f'{key}: "{name}": importing it ended its process') from error
     if isinstance(replies[0], Failed):
         raise ConfigError(replies[0].reason)

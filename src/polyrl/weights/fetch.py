@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -148,7 +148,7 @@ class Fetch:
     def _wait(self, deadline: float, on_progress: OnProgress | None) -> None:
         table = self._blob.table
         began, num_before = time.monotonic(), self._blob.num_right
-        least = self._least_bytes_per_s(deadline - began)
+        pace = self._pace_bytes_per_s(deadline - began)
         while True:
             with self._changed:
                 if not self._blob.complete:
@@ -165,6 +165,7 @@ class Fetch:
             if self._stop.is_set():
                 raise self._failed("broken off")
             arrived, took_s = (num_right - num_before) * table.chunk_bytes, time.monotonic() - began
+            least = self._least_bytes_per_s(pace, alive)
             if arrived < least * (took_s - self._dialer.settings.relay_patience_s):
                 rate = f"{arrived / took_s / 1e6:.2f} MB/s, expected at least {least / 1e6:.2f}"
                 raise self._failed(f"too slow for a relay, which the trainer can do without: {rate}")
@@ -173,12 +174,17 @@ class Fetch:
             if quiet_s > max(APPEAR_S, 2 * self._dialer.settings.stall_s):
                 raise self._failed(f"nothing came for {quiet_s:.0f} s")
 
-    def _least_bytes_per_s(self, left_s: float) -> float:
-        """What relays must give: enough to be done while there is as much time again, for the trainer."""
+    def _pace_bytes_per_s(self, left_s: float) -> float:
+        """Enough to be done while there is as much time again, for the trainer."""
+        left = (self._blob.table.num_chunks - self._blob.num_right) * self._blob.table.chunk_bytes
+        return left / max(1.0, left_s / 2)
+
+    def _least_bytes_per_s(self, pace: float, alive: Sequence[Source]) -> float:
+        """What relays must give. One that is still fetching itself is no faster than its own source."""
         if not self._relayed:
             return 0.0
-        left = (self._blob.table.num_chunks - self._blob.num_right) * self._blob.table.chunk_bytes
-        return max(self._dialer.settings.min_relay_mb_s * 1e6, left / max(1.0, left_s / 2))
+        floor = self._dialer.settings.min_relay_mb_s * 1e6
+        return floor if any(source.is_followed for source in alive) else max(floor, pace)
 
     def _failed(self, what: str) -> TransferError:
         bad = tuple(source.address for source in self._sources if source.is_bad)
