@@ -22,10 +22,14 @@ def turn(num_tokens: int, worker: str, *, version: int = 8, engine: str = "vllm"
 
 
 def look(
-    apart: list[float], samples: list[TrainSample], bound: float = 1.0, ours: list[float] | None = None
+    apart: list[float],
+    samples: list[TrainSample],
+    bound: float = 1.0,
+    ours: list[float] | None = None,
+    few_tokens: int = 1,
 ) -> tuple[list[bool], dict[str, float]]:
     """What is kept of samples whose tokens are so far off, token by token; and who is named."""
-    guard = Guard(bound, 8)
+    guard = Guard(bound, 8, few_tokens)
     numbers, own = torch.tensor(apart), torch.zeros(len(apart)) if ours is None else torch.tensor(ours)
     number_of = np.repeat(np.arange(len(samples)), [len(one.answer) for one in samples])
     kept = guard.keeps(own, numbers, samples, torch.from_numpy(number_of))
@@ -48,6 +52,12 @@ def test_signs_do_not_cancel_and_workers_of_one_engine_do_not_cover_for_each_oth
 def test_of_a_sample_that_moved_only_the_worker_of_the_turn_is_named():
     kept, named = look([0.1, 0.1, 7.0, 7.0], [sample(4, turn(2, "honest"), turn(2, "liar"))])
     assert kept == [False] * 4 and named == {"liar": 7.0}
+
+
+def test_one_rare_token_of_a_short_turn_accuses_nobody_and_a_turn_of_them_does():
+    assert look([5.0], [sample(1, turn(1, "honest"))], few_tokens=16) == ([True], {})
+    kept, named = look([5.0] * 4, [sample(4, turn(4, "liar"))], few_tokens=16)
+    assert kept == [False] * 4 and named == {"liar": 1.25}
 
 
 def test_older_weights_may_be_further_off():
@@ -104,7 +114,7 @@ def test_forged_samples_move_nothing_and_everything_stays_finite(policy: Policy,
     assert any(bool(one.any()) for one in honest.values())
     stats, some = step(policy, {0, 3}, old_logprobs)
     ((name, nats),) = stats.too_far
-    assert name == "liar" and nats > 50
+    assert name == "liar" and nats > 25
     assert all(bool(one.isfinite().all()) for one in some.values())
     assert all(np.isfinite(number) for number in stats.metrics.values())
     _, nothing = step(policy, set(range(1000)), old_logprobs)

@@ -23,7 +23,7 @@ from polyrl.trainer.ranks import ALONE, Peers
 
 Tensor = torch.Tensor
 
-_FEW_TOKENS = 16
+FEW_TOKENS = 16
 """A shorter turn counts as one of so many tokens: a single rare token may differ by nats in an honest engine."""
 _BEYOND = 1e9
 """Nats of a token that is no number: beyond any bound, and finite, so that it adds up with others'."""
@@ -32,8 +32,8 @@ _BEYOND = 1e9
 class Guard:
     """Of one step. `bound` is in nats a token; 0: nobody is looked at."""
 
-    def __init__(self, bound: float, step: int) -> None:
-        self._bound, self._step = bound, step
+    def __init__(self, bound: float, step: int, few_tokens: int = FEW_TOKENS) -> None:
+        self._bound, self._step, self._few_tokens = bound, step, few_tokens
         self._names: list[str] = []
         self._excess: list[Tensor] = []
         """Of each turn, its mean over its bound."""
@@ -56,7 +56,7 @@ class Guard:
         apart = (ours.detach() - theirs).abs().double().nan_to_num(_BEYOND, posinf=_BEYOND)
         sums = torch.where(ours.isnan(), 0.0, apart).cumsum(0)[send(np.cumsum(lengths) - 1)]
         excess = torch.diff(sums, prepend=sums.new_zeros(1)) / send(
-            np.maximum(lengths, _FEW_TOKENS) * (1.0 + ages) * self._bound
+            np.maximum(lengths, self._few_tokens) * (1.0 + ages) * self._bound
         )
         if blames:
             self._names += [turn[3] for turn in turns]
