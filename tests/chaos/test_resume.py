@@ -64,7 +64,7 @@ def end_of(run_dir: Path, num_steps: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("num_kills", "at_least", "num_steps", "more"),
-    [(6, 2, 8, ()), (3, 1, 5, LORA), pytest.param(26, 20, 100, (), marks=pytest.mark.long)],
+    [(6, 2, 40, ()), (3, 1, 12, LORA), pytest.param(26, 20, 100, (), marks=pytest.mark.long)],
     ids=["all-weights", "lora", "often"],
 )
 def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(

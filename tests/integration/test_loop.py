@@ -338,7 +338,7 @@ class GuardedSteps(CountingSteps):
     """Of whose model every token's log-probability is -1."""
 
     def finish(self) -> StepStats:
-        guard = Guard(3.0, self._step)
+        guard = Guard(3.0, self._step, few_tokens=1)
         samples = [one for group in self.groups for one in group]
         theirs = torch.from_numpy(np.concatenate([one.logprobs for one in samples]))
         number_of = np.repeat(np.arange(len(samples)), [len(one.answer) for one in samples])
