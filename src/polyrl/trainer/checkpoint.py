@@ -33,6 +33,8 @@ from safetensors.torch import load_file
 
 from polyrl.disk import sync_folder, write_synced, write_whole
 from polyrl.errors import UserError
+from polyrl.trainer import entries
+from polyrl.trainer.entries import name_of, step_of
 
 if TYPE_CHECKING:
     from polyrl.trainer.model import Policy
@@ -89,7 +91,7 @@ class Keep(NamedTuple):
 
     last: int = 2
     every: int | None = None
-    samples_bytes: int = 1 << 30
+    samples_bytes: int = entries.DEFAULT_SAMPLES_BYTES
 
     def is_for_good(self, step: int) -> bool:
         return bool(self.every and step and step % self.every == 0)
@@ -255,26 +257,13 @@ def read_published(run_dir: Path) -> dict[int, tuple[str, ...]]:
     return _unseal(path, dict[int, tuple[str, ...]]) if path.exists() else {}
 
 
-def name_of(step: int) -> str:
-    return f"step-{step:06}"
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
-
-
 def is_there(run_dir: Path, step: int) -> bool:
     return (run_dir / FOLDER / name_of(step) / _STATE).is_file()
 
 
 def found(run_dir: Path) -> list[Path]:
     """Those that were finished, oldest first."""
-    steps = [one for one in (run_dir / FOLDER).glob("step-*") if _is_ours(one)]
-    return sorted(steps, key=step_of)
-
-
-def _is_ours(folder: Path) -> bool:
-    return folder.name.removeprefix("step-").isdecimal() and (folder / _STATE).is_file()
+    return [one for one in entries.found(run_dir / FOLDER) if (one / _STATE).is_file()]
 
 
 def load(folder: Path) -> tuple[TrainerState, dict[str, Tensor]]:
