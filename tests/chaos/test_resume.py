@@ -104,7 +104,7 @@ def test_a_trainer_killed_at_random_moments_ends_with_the_same_weights(
 
 def test_killed_in_its_first_moments_again_and_again_it_begins_or_goes_on_as_it_says(model: Path, tmp_path: Path):
     """Also before it has a checkpoint, and before its manager has heard of it."""
-    run_dir, num_steps, draw = tmp_path / "young", 3, random.Random(1)
+    run_dir, num_steps, draw = tmp_path / "young", 30, random.Random(1)
     for kill in range(5):
         process = again(model, run_dir, num_steps)
         wait_for((run_dir / "manager.json").is_file, process)
