@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/checkpoints.py [--parameters MILLIONS] [--every K] [--dir DIR] [--json]
 
 The state is that of AdamW on float32 weights, in tensors as SmolLM2-135M has them; the steps' groups are random, 32
-prompts of 8 answers of 512 tokens. Nothing is trained: what is measured is the trainer's own code (trainer/saving.py)
+prompts of 8 answers of 512 tokens. Nothing is trained: what is measured is the code of trainer/state/saving.py
 on this machine's memory and on the disk of DIR. `waited_for_s` is what every step would cost if it waited for the whole
 checkpoint.
 """
@@ -21,10 +21,10 @@ from statistics import fmean, median
 import numpy as np
 import torch
 
-from polyrl.trainer import checkpoint
 from polyrl.trainer.batch import TrainSample
-from polyrl.trainer.checkpoint import Keep, TrainerState
-from polyrl.trainer.saving import Rules, Saver
+from polyrl.trainer.state import checkpoint
+from polyrl.trainer.state.checkpoint import Keep, TrainerState
+from polyrl.trainer.state.saving import Rules, Saver
 
 NUM_PROMPTS, NUM_ANSWERS, ANSWER_TOKENS, PROMPT_TOKENS = 32, 8, 512, 128
 _HIDDEN, _WIDE = 576, 1536

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from polyrl.client import Prompt, Sample, connect
-from polyrl.scheduling.parameters import DomainData, RoundsConfig, SchedulerConfig
+from polyrl.scheduling.core.parameters import DomainData, RoundsConfig, SchedulerConfig
 
 MATH = DomainData(name="math", prompts_per_step=8, num_prompts=1000)
 CONFIG = SchedulerConfig(domains=(MATH,), rounds=RoundsConfig(samples_per_prompt=4), max_new_tokens=2048)

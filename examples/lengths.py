@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from polyrl.ids import GroupId, LeaseId, PromptId, SampleId, group_of
-from polyrl.scheduling.commands import Generate, OpenRound
-from polyrl.scheduling.events import SampleFinished
-from polyrl.scheduling.records import resume_scheduler
-from polyrl.telemetry.journal import open_journals
+from polyrl.journal.files import open_journals
+from polyrl.journal.records import resume_scheduler
+from polyrl.scheduling.core.commands import Generate, OpenRound
+from polyrl.scheduling.core.events import SampleFinished
 
 PROMPT_TOKENS = 20  # the journal does not have them
 

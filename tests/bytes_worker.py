@@ -9,10 +9,10 @@ for that. Settings are those of the emulated engine.
 import sys
 from pathlib import Path
 
-from polyrl.cli.loop import run_loop
 from polyrl.config import apply_overrides, build
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineInfo, Sink
+from polyrl.run.event_loop import run_loop
 from polyrl.wire.credentials import read_token_file
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions

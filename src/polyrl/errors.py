@@ -8,6 +8,9 @@ PolyrlError                 everything we raise on purpose
 └── LawViolation            we are wrong: an invariant of the scheduler does not hold      (caught by nobody)
 """
 
+EXIT_BAD_INPUT = 2
+"""The exit code of a process that ended with a UserError."""
+
 
 class PolyrlError(Exception):
     """Everything PolyRL raises on purpose."""

@@ -8,7 +8,7 @@ import pytest
 from msgspec import inspect
 from tests.architecture.settings_tables import rows_of, should_be
 
-from polyrl.scheduling.parallelism import DecodeSpeed, ModelShape
+from polyrl.scheduling.rules.parallelism import DecodeSpeed, ModelShape
 from polyrl.sim import scenario as s
 from polyrl.sim.library import load_scenario
 from polyrl.sim.simulation import Simulation

@@ -112,8 +112,11 @@ def install() -> None:
     bindings: Any = types.ModuleType("cuda.bindings")
     bindings.driver = None
     sys.modules |= {"cuda": types.ModuleType("cuda"), "cuda.bindings": bindings}
-    from polyrl.engines.builtin import cuda, cuda_layout, cuda_memory, engine, runners
+    from polyrl.engines.builtin import engine, runners
     from polyrl.engines.builtin.config import fit
+    from polyrl.engines.builtin.cuda.kernels import kernels as cuda
+    from polyrl.engines.builtin.cuda.kernels import layout as cuda_layout
+    from polyrl.engines.builtin.cuda.kernels import memory as cuda_memory
 
     gpu: Any = torch.cuda
     gpu.set_device = gpu.synchronize = gpu.empty_cache = lambda *_: None

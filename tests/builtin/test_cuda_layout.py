@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
-from polyrl.engines.builtin.cuda_layout import MOST_CONTEXTS, Layout, lay_out, shape_of
+from polyrl.engines.builtin.cuda.layout import MOST_CONTEXTS, Layout, lay_out, shape_of
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.ids import LeaseId
 

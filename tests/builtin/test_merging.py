@@ -10,7 +10,7 @@ from tests.builtin.tiny_models import FAMILIES, SHARED
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from polyrl.engines.builtin.merging import merge_projections
+from polyrl.engines.builtin.cuda.merging import merge_projections
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
 

@@ -11,7 +11,7 @@ from tests.builtin.tiny_models import save_tiny
 from tests.chaos.fleet import POLYRL, Fleet
 
 from polyrl.client import Group, Prompt, connect
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire.frames import Sampling
 
 NEW_TOKENS = 400

@@ -6,8 +6,8 @@ import torch
 from tests.builtin.tiny_models import save_tiny
 
 from polyrl.engines.builtin import models
-from polyrl.engines.builtin.merging import merge_projections
-from polyrl.engines.builtin.offloading import Offloading
+from polyrl.engines.builtin.cuda.merging import merge_projections
+from polyrl.engines.builtin.cuda.offloading import Offloading
 
 
 def test_weights_come_back_as_they_were_into_the_tensors_that_they_were(tmp_path):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from polyrl.client import Prompt, connect
-from polyrl.scheduling.parameters import DomainData, RoundsConfig, SchedulerConfig
+from polyrl.scheduling.core.parameters import DomainData, RoundsConfig, SchedulerConfig
 
 
 async def main(url: str, token_file: str, num_prompts: int, num_steps: int) -> None:

@@ -19,8 +19,8 @@ from polyrl.engines.emulated import EmulatedConfig
 from polyrl.engines.emulated.text import EOS, TOKEN_STREAM, draw, ending_of
 from polyrl.engines.engine import Job
 from polyrl.ids import LeaseId, SampleId
-from polyrl.scheduling.order import mix64
-from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.rules.order import mix64
 from polyrl.wire.frames import Sampling
 
 POLYRL = [sys.executable, "-m", "polyrl"]

@@ -12,12 +12,12 @@ from tests.chaos.fleet import Fleet, Tormentor, expected_tokens, play_round, pro
 from polyrl.client import Group
 from polyrl.engines.emulated import EmulatedConfig
 from polyrl.ids import SampleId, group_of
-from polyrl.scheduling.commands import OpenRound
+from polyrl.journal.files import EVENTS, LIVE_FOLDER, open_journals, segments
+from polyrl.journal.records import resume_scheduler
+from polyrl.scheduling.core.commands import OpenRound
+from polyrl.scheduling.core.parameters import DomainData, RoundsConfig, SchedulerConfig
 from polyrl.scheduling.invariants import check
-from polyrl.scheduling.parameters import DomainData, RoundsConfig, SchedulerConfig
-from polyrl.scheduling.records import resume_scheduler
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, open_journals, segments
 
 ENGINE = ["slots=64", "median_tokens=250", "sigma=0.8", "speedup=1.5", "install_s=0.2"]
 SETTINGS = ["journal.segment_mb=0.25"]

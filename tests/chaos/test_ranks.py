@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.chaos.test_resume import SETTINGS, end_of, model, polyrl, rewards
 
-from polyrl.trainer import checkpoint
+from polyrl.trainer.state import checkpoint
 
 __all__ = ["model"]
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]

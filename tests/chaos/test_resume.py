@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyrl.cli.training import checkpoints
 from polyrl.config.recipe import ArithmeticTask
+from polyrl.run import checkpoints
+from polyrl.starters import arithmetic as warm_start
 from polyrl.telemetry.metrics import read_metrics
-from polyrl.trainer import checkpoint, redo, warm_start
+from polyrl.trainer.state import checkpoint, redo
 
 SETTINGS = (
     "manager.port=0", "data.prompts_per_step=4",

@@ -11,7 +11,7 @@ from polyrl.config.recipe import ArithmeticTask
 from polyrl.data import characters
 from polyrl.data.arithmetic import Problem, draw_problem, is_correct
 from polyrl.errors import UserError
-from polyrl.trainer import warm_start
+from polyrl.starters import arithmetic as warm_start
 
 TASK = ArithmeticTask()
 PROBLEM = Problem((3, 5, 4, 2))

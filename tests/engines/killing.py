@@ -14,7 +14,7 @@ from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.process import members
 from polyrl.manager.settings import ManagerSettings, StreamSettings
 from polyrl.manager.status import status
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire.dial import Dialer
 from polyrl.wire.frames import Sampling
 from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions

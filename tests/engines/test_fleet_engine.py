@@ -10,10 +10,10 @@ from tests.engines.servers import python_of
 from tests.integration.test_train import desk, model, start
 
 from polyrl.cli.main import main
-from polyrl.cli.training.fitting import fit
-from polyrl.cli.training.workers import check_settings, worker_arguments
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError, UserError
+from polyrl.run.fitting import fit
+from polyrl.run.workers import check_settings, worker_arguments
 from polyrl.telemetry.metrics import read_steps
 
 __all__ = ["desk", "model"]  # fixtures

@@ -230,7 +230,7 @@ def make_runner(batch: int, num_blocks: int, context: int, **options):
 
         emulated_gpu.install()
         options["compile_layers"] = False
-    from polyrl.engines.builtin.cuda_runner import CudaRunner
+    from polyrl.engines.builtin.cuda.runner import CudaRunner
 
     model = make_model(Work(ARCH, None, batch, PROMPT, NEW), DEVICE)
     return CudaRunner(describe(model, "x"), num_blocks, 32, batch, context, **options)
@@ -281,7 +281,7 @@ def tune() -> None:
         from tests.builtin import emulated_gpu
 
         emulated_gpu.install()
-    from polyrl.engines.builtin import cuda
+    from polyrl.engines.builtin.cuda.kernels import kernels as cuda
 
     batch, context, num_kv, heads, dim = (2, 64, 2, 4, 32) if SMALL else (256, 512, 8, 16, 128)
     for block in (32,) if SMALL else (32, 64, 128):

@@ -141,8 +141,8 @@ def steps_told(run_dir: Path) -> list[dict[str, Any]]:
 
 def kill_and_go_on(runs: Runs, num_kills: int) -> dict[str, Any]:
     """Train a run to its end, killing it on the way."""
-    from polyrl.cli.training.checkpoints import wait_for_manager_to_end
-    from polyrl.trainer import checkpoint
+    from polyrl.run.checkpoints import wait_for_manager_to_end
+    from polyrl.trainer.state import checkpoint
 
     name, draw = "killed", random.Random(0)
     run_dir = runs.root / name
@@ -187,7 +187,7 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
     """Their metrics, step by step, and all that their last checkpoints hold."""
     import torch
 
-    from polyrl.trainer import checkpoint
+    from polyrl.trainer.state import checkpoint
 
     lines, theirs = steps_told(one), steps_told(other)
     told: dict[str, Any] = {}

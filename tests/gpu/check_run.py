@@ -29,13 +29,13 @@ import torch  # noqa: E402
 from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small  # noqa: E402
 
 from polyrl.cli.bench_engine import Work, make_model  # noqa: E402
-from polyrl.cli.loop import run_loop  # noqa: E402
-from polyrl.cli.training.models import load_crew  # noqa: E402
-from polyrl.cli.training.run import train  # noqa: E402
 from polyrl.config import build  # noqa: E402
 from polyrl.config.recipe import Recipe  # noqa: E402
 from polyrl.engines.builtin.runner import Runner  # noqa: E402
 from polyrl.rewards.reward import Reward  # noqa: E402
+from polyrl.run.event_loop import run_loop  # noqa: E402
+from polyrl.run.models import load_crew  # noqa: E402
+from polyrl.run.run import train  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
 
 QUANTILES = [[0.05, 151], [0.25, 415], [0.5, 661], [0.75, 1129], [0.9, 2566], [0.95, 4101], [0.99, 16384]]
@@ -54,8 +54,8 @@ class Watch:
         self._last_end = None
         watched = [(Runner, "run_burst", "bursts"), (Runner, "run", "prompts"), (Runner, "wake", "waking")]
         if DEVICE == "cuda":
-            from polyrl.engines.builtin.cuda_graphs import Graphs
-            from polyrl.engines.builtin.cuda_runner import CudaRunner
+            from polyrl.engines.builtin.cuda.graphs import Graphs
+            from polyrl.engines.builtin.cuda.runner import CudaRunner
 
             watched = [(CudaRunner, name, what) for _, name, what in watched] + [(Graphs, "capture", "graphs")]
         for owner, name, what in watched:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 from tests.chaos.fleet import expected_tokens
 
-from polyrl.cli.loop import run_loop
 from polyrl.client import Fleet, Group, Prompt, connect
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.manager.http import Address, Front
 from polyrl.manager.service import Service
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.run.event_loop import run_loop
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.control import SESSION_HEADER, JoinReply, JoinRequest
 from polyrl.wire.credentials import bearer, read_token_file

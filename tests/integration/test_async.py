@@ -10,8 +10,8 @@ from tests.integration.live import CONFIG, manager, run
 from tests.integration.test_versions import trainer, worker
 
 from polyrl.client import RoundOver
-from polyrl.scheduling.ledger import Ledger
-from polyrl.scheduling.parameters import DomainData, RoundsConfig
+from polyrl.scheduling.core.ledger import Ledger
+from polyrl.scheduling.core.parameters import DomainData, RoundsConfig
 from polyrl.weights.peer import WeightPeer
 
 NUM_STEPS = 8

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tests.integration.live import QUICK, Live, honest_worker, manager, play_round, run, trainer
 
 from polyrl.cli.main import main
+from polyrl.journal.files import EVENTS, LIVE_FOLDER
 from polyrl.manager.settings import JournalSettings
 from polyrl.telemetry.account import read_account
-from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER
 from polyrl.telemetry.pictures import make_run, timeline_figure
 
 CAVEAT = "lengths of answers are imposed (lognormal)"

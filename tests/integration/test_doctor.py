@@ -24,16 +24,16 @@ from tests.integration.live import (
 )
 
 from polyrl.cli import doctor
-from polyrl.cli.diagnosis import Diagnosis, diagnose
 from polyrl.cli.main import main
-from polyrl.cli.training.checkpoints import write_recipe
 from polyrl.client import Fleet, Sample
 from polyrl.config.recipe_files import load_recipe
 from polyrl.manager import status
-from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import FleetRules
+from polyrl.run.checkpoints import write_recipe
+from polyrl.run.diagnosis import Diagnosis, diagnose
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.telemetry import last_steps
-from polyrl.trainer import checkpoint
+from polyrl.trainer.state import checkpoint
 from polyrl.wire.control import Status
 
 SLOW = structs.replace(ENGINE, slots=2, tokens_per_s=5.0, median_tokens=1000.0)

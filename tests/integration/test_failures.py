@@ -29,8 +29,8 @@ from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version, WorkerName, group_of
 from polyrl.manager import asking, joining
-from polyrl.scheduling.ledger import Ledger
-from polyrl.scheduling.parameters import DomainData, FleetRules
+from polyrl.scheduling.core.ledger import Ledger
+from polyrl.scheduling.core.parameters import DomainData, FleetRules
 from polyrl.wire import frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer

@@ -15,9 +15,9 @@ from tests.integration.test_train import desk, model, start
 
 from polyrl.cli import train
 from polyrl.cli.main import main
-from polyrl.cli.training.checkpoints import read_recipe
+from polyrl.run.checkpoints import read_recipe
 from polyrl.telemetry import breaks, metrics
-from polyrl.trainer import checkpoint, redo
+from polyrl.trainer.state import checkpoint, redo
 
 __all__ = ["desk", "model"]  # fixtures
 pytestmark = pytest.mark.timeout(300)  # several runs, of which each may take 100 s

@@ -44,7 +44,7 @@ from polyrl.manager import sessions
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
-from polyrl.scheduling.parameters import DomainData, FleetRules
+from polyrl.scheduling.core.parameters import DomainData, FleetRules
 from polyrl.wire import columns, frames
 from polyrl.wire.control import MAX_SLOTS, AnswerRules, JoinReply, NameReply, RunReply, RunRequest
 from polyrl.wire.dial import Dialer, NameTaken

@@ -17,8 +17,8 @@ from tests.weights.stage import held_by
 
 from polyrl.engines.emulated import EmulatedEngine
 from polyrl.ids import WorkerName
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.parameters import FleetRules, WeightDeliveryConfig
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.parameters import FleetRules, WeightDeliveryConfig
 from polyrl.weights.chunks import HashName
 from polyrl.weights.manifest import Spec, lay_out
 from polyrl.weights.peer import WeightPeer

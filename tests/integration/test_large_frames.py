@@ -9,8 +9,8 @@ import msgspec
 from tests.integration.live import CONFIG, Live, Peer, manager, play_round, prompt_of, run, tokens, trainer, until
 
 from polyrl.client import Group, Prompt
-from polyrl.scheduling import credit
-from polyrl.scheduling.parameters import DomainData, RoundsConfig
+from polyrl.scheduling.core.parameters import DomainData, RoundsConfig
+from polyrl.scheduling.parts import credit
 from polyrl.wire import frames
 from polyrl.wire.control import RunReply, RunRequest
 from polyrl.wire.dial import Dialer

@@ -17,14 +17,14 @@ from polyrl.config import apply_overrides, build
 from polyrl.config.recipe import Recipe
 from polyrl.engines.emulated import EmulatedConfig
 from polyrl.errors import UserError
-from polyrl.scheduling.parameters import DomainData
-from polyrl.trainer import redo
+from polyrl.scheduling.core.parameters import DomainData
 from polyrl.trainer.batch import Group
-from polyrl.trainer.checkpoint import Keep, TrainerState
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.guard import Guard
 from polyrl.trainer.loop import Loop, Offer, StepReport
-from polyrl.trainer.saving import Rules, Saver
+from polyrl.trainer.state import redo
+from polyrl.trainer.state.checkpoint import Keep, TrainerState
+from polyrl.trainer.state.saving import Rules, Saver
 from polyrl.trainer.step import Added, StepStats
 from polyrl.wire import frames
 

@@ -39,7 +39,7 @@ from polyrl.manager.http import Front, JoinLimit, openapi_text
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskErrorReply
 from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSettings, StreamSettings
-from polyrl.scheduling.parameters import FleetRules
+from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames
 from polyrl.wire.control import ErrorReply, RunReply, RunRequest
 from polyrl.wire.credentials import TOKEN_VARIABLE, bearer, server_tls

@@ -14,11 +14,11 @@ from tests.builtin.tiny_models import save_tiny
 from tests.integration.live import CONFIG, Live, Peer, manager, run, until
 from tests.integration.test_versions import LAYOUT, SETTINGS, Trainer, fill, trainer, worker
 
-from polyrl.cli.diagnosis import diagnose
-from polyrl.cli.training.workers import tell_who_is_turned_away
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.ids import WorkerName
-from polyrl.scheduling.parameters import WeightDeliveryConfig
+from polyrl.run.diagnosis import diagnose
+from polyrl.run.workers import tell_who_is_turned_away
+from polyrl.scheduling.core.parameters import WeightDeliveryConfig
 from polyrl.weights import manifest as manifests
 from polyrl.weights.chunks import table_of
 from polyrl.weights.peer import WeightPeer

@@ -24,12 +24,12 @@ from polyrl.manager.link import Link
 from polyrl.manager.service import Service
 from polyrl.manager.sessions import WorkerSession
 from polyrl.manager.settings import JournalSettings, ManagerSettings
-from polyrl.scheduling import events as e
-from polyrl.scheduling.desk import Desk
-from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.samples import Sample
 from polyrl.scheduling.invariants import check
-from polyrl.scheduling.samples import Sample
-from polyrl.scheduling.staleness import oldest_version
+from polyrl.scheduling.rules.staleness import oldest_version
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import BadColumns
 from polyrl.wire.control import JoinRequest, RunRequest

@@ -34,9 +34,9 @@ from polyrl.engines.emulated import EmulatedEngine
 from polyrl.engines.emulated.text import EOS
 from polyrl.engines.engine import Job, Sink, why_no_tokens
 from polyrl.ids import LeaseId
-from polyrl.scheduling.desk import RULES
-from polyrl.scheduling.records import replay
-from polyrl.telemetry.journal import open_journals
+from polyrl.journal.files import open_journals
+from polyrl.journal.records import replay
+from polyrl.scheduling.core.desk import RULES
 from polyrl.wire import frames
 from polyrl.wire.control import AnswerRules
 from polyrl.wire.dial import Dialer

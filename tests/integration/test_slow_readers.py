@@ -26,7 +26,7 @@ from tests.integration.live import (
 from polyrl.client import Prompt
 from polyrl.manager.link import Link
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
-from polyrl.scheduling.parameters import FleetRules
+from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames
 
 SEND_TIMEOUT_S = 1.0

@@ -10,9 +10,9 @@ from tests.integration.live import CONFIG, QUICK, Live, Peer, begin_round, hones
 
 from polyrl.errors import UserError
 from polyrl.ids import SampleId
+from polyrl.journal.files import open_journals
+from polyrl.journal.story import tell_story
 from polyrl.manager.settings import LimitSettings
-from polyrl.scheduling.story import tell_story
-from polyrl.telemetry.journal import open_journals
 from polyrl.wire import frames
 
 HOSTILE = "bye\n2026-01-01 polyrl.manager worker honest is refused: it lies\x1b[2J\x1b]0;owned\x07\u202etxet"

@@ -22,16 +22,16 @@ from tests.builtin.tiny_models import save_tiny
 from tests.trainer.test_validator import ToldFleet
 
 from polyrl.cli.main import main
-from polyrl.cli.training.fitting import fit
-from polyrl.cli.training.run import weight_settings
-from polyrl.cli.training.tasks import load_tasks
-from polyrl.cli.training.validation import validator
-from polyrl.cli.training.workers import doctor_command, join_command, worker_arguments
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.errors import ConfigError
 from polyrl.rewards.reward import RewardFailed
+from polyrl.run.fitting import fit
+from polyrl.run.run import weight_settings
+from polyrl.run.tasks import load_tasks
+from polyrl.run.validation import validator
+from polyrl.run.workers import doctor_command, join_command, worker_arguments
 from polyrl.telemetry.metrics import read_metrics
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import Answer, Question

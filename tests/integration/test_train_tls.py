@@ -12,11 +12,11 @@ from tests.integration.test_train import desk, model, processes_in, start
 from tests.weights.test_tls import certificate
 
 from polyrl.cli.main import main
-from polyrl.cli.training.encryption import encryption
-from polyrl.cli.training.workers import worker_arguments
 from polyrl.config.recipe import ManagerSection
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import UserError
+from polyrl.run.encryption import encryption
+from polyrl.run.workers import worker_arguments
 from polyrl.telemetry.metrics import read_metrics
 
 __all__ = ["desk", "model"]  # fixtures

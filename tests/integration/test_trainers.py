@@ -11,7 +11,7 @@ from tests.integration.live import CONFIG, PATIENCE_S, Live, honest_worker, mana
 
 from polyrl.client import Fleet
 from polyrl.errors import UserError
-from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.core.ledger import StepLine
 from polyrl.wire import frames
 from polyrl.wire.dial import Dialer
 

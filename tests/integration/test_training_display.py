@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from tests.integration.live import CONFIG, PATIENCE_S, honest_worker, manager, play_round, run, trainer
 
-from polyrl.cli.training.display import Display, Told, view_of
+from polyrl.run.display import Display, Told, view_of
 from polyrl.telemetry.progress import Progress
 from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
 from polyrl.wire.dial import Dialer

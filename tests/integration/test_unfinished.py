@@ -12,8 +12,8 @@ import pytest
 from tests.integration.live import CONFIG, QUICK, Peer, honest_worker, manager, play_round, run, trainer, until
 
 from polyrl.manager.settings import LimitSettings, ManagerSettings
-from polyrl.scheduling.fleet import MAX_DEPARTED
-from polyrl.scheduling.parameters import FleetRules
+from polyrl.scheduling.core.fleet import MAX_DEPARTED
+from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer, Unreachable

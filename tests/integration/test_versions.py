@@ -17,7 +17,7 @@ from polyrl.engines.emulated import EmulatedEngine
 from polyrl.engines.engine import Weights
 from polyrl.errors import UserError
 from polyrl.ids import Version, WorkerName
-from polyrl.scheduling.parameters import FleetRules, SchedulerConfig, WeightDeliveryConfig
+from polyrl.scheduling.core.parameters import FleetRules, SchedulerConfig, WeightDeliveryConfig
 from polyrl.weights.manifest import Spec, lay_out
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import WeightServer

@@ -28,7 +28,7 @@ from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineError, EngineInfo, EngineStats, Job, Sink, Weights
 from polyrl.ids import LeaseId, Version, WorkerName
 from polyrl.manager.status import status
-from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import frames
 from polyrl.wire.control import JoinReply
 from polyrl.wire.dial import Dialer

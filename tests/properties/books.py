@@ -21,9 +21,9 @@ import msgspec
 
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName, group_of, show_sample
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import credit, failures
-from polyrl.scheduling import events as e
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.parts import credit, failures
 from polyrl.scheduling.scheduler import Scheduler
 
 WorkerNews = (

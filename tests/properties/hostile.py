@@ -15,10 +15,9 @@ from typing import Literal
 
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName, sample_id
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.invariants import check
-from polyrl.scheduling.parameters import (
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import (
     DomainData,
     FleetRules,
     HandBackConfig,
@@ -29,6 +28,7 @@ from polyrl.scheduling.parameters import (
     SeedingConfig,
     WeightDeliveryConfig,
 )
+from polyrl.scheduling.invariants import check
 from polyrl.scheduling.scheduler import Scheduler
 from tests.properties.books import Books
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from polyrl.scheduling import events as e
+from polyrl.scheduling.core import events as e
 from polyrl.scheduling.scheduler import Scheduler
 from tests.properties.hostile import HostileWorld, Machine, play
 

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import pytest
 
-from polyrl.cli.loop import run_loop
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
 from polyrl.rewards.messages import Ask, Began, Reply, Setup, decode_reply, encode, take_messages
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
+from polyrl.run.event_loop import run_loop
 
 Result = TypeVar("Result")
 

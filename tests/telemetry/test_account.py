@@ -7,10 +7,10 @@ import pytest
 from tests.properties.hostile import play
 
 from polyrl.errors import JournalError
-from polyrl.scheduling.records import encode_header, encode_record
+from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER, PAYLOAD
+from polyrl.journal.records import encode_header, encode_record
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.telemetry.account import read_account
-from polyrl.telemetry.journal import EVENTS, FILE_NAME, LIVE_FOLDER, PAYLOAD
 from polyrl.telemetry.reconcile import broken_sums
 
 

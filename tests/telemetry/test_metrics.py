@@ -9,7 +9,7 @@ from tests.full_disk import files_of_at_most
 
 from polyrl.errors import UserError
 from polyrl.ids import Step
-from polyrl.scheduling.ledger import DiscardCause, StepLine
+from polyrl.scheduling.core.ledger import DiscardCause, StepLine
 from polyrl.telemetry.metric_names import ALIASES, HEADLINES, METRICS, describe
 from polyrl.telemetry.metrics import (
     CUT_FILE_NAME,

@@ -3,7 +3,7 @@
 import torch
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer.registry import RewardBatch, TokenBatch, batch_advantage
+from polyrl.trainer.objectives.registry import RewardBatch, TokenBatch, batch_advantage
 
 
 def plain(rewards: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:

@@ -15,14 +15,15 @@ from tests.trainer.small import CAP, draw_groups, near, save_small
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.engines.builtin import models
-from polyrl.trainer import checkpoint, sharding
+from polyrl.trainer import sharding
 from polyrl.trainer.batch import TrainSample
-from polyrl.trainer.checkpoint import TrainerState
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Crew, Leader, follow
 from polyrl.trainer.model import Divided, Policy
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.ranks import ALONE, Ranks, Seat
+from polyrl.trainer.state import checkpoint
+from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.step import StepAccumulator
 
 SIZES = (4, 2, 3)

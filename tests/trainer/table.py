@@ -17,13 +17,11 @@ from tests.trainer.reference_step import Known, slopes
 from tests.trainer.small import Recording, load_plain, plain_logprobs
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
-from polyrl.scheduling.order import mix64
-from polyrl.trainer import advantages as _registers_advantages  # noqa: F401
-from polyrl.trainer import losses as _registers_losses  # noqa: F401
+from polyrl.scheduling.rules.order import mix64
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
-from polyrl.trainer.registry import ADVANTAGES, BATCH_ADVANTAGES, BY_CRITIC, LOSSES
+from polyrl.trainer.objectives.registry import ADVANTAGES, BATCH_ADVANTAGES, BY_CRITIC, LOSSES
 from polyrl.trainer.step import StepAccumulator
 
 CAP = 5

@@ -6,10 +6,10 @@ import torch
 from tests.trainer import formulas
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer import aggregation, corrections, kl
-from polyrl.trainer.advantages import dr_grpo, grpo, rloo
-from polyrl.trainer.losses import ppo_clip
-from polyrl.trainer.registry import RewardBatch, TokenBatch, find_advantage, find_batch_advantage, find_loss
+from polyrl.trainer.objectives import aggregation, corrections, kl
+from polyrl.trainer.objectives.advantages import dr_grpo, grpo, rloo
+from polyrl.trainer.objectives.losses import ppo_clip
+from polyrl.trainer.objectives.registry import RewardBatch, TokenBatch, find_advantage, find_batch_advantage, find_loss
 
 NAMES = ("grpo", "dr_grpo", "rloo")
 CLIPS = ({}, {"clip_high": 0.28}, {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}, {"clip_low": 0.0})

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint
-from polyrl.trainer.checkpoint import Best, Keep, TrainerState
+from polyrl.trainer.state import checkpoint
+from polyrl.trainer.state.checkpoint import Best, Keep, TrainerState
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:

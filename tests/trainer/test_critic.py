@@ -11,16 +11,16 @@ from tests.trainer.small import CAP, Recording, draw_groups, near, plain_logprob
 from tests.trainer.test_step import assert_same
 from transformers import AutoModelForCausalLM
 
-from polyrl.cli.training.models import load_critic
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe import AlgorithmConfig, CriticConfig, OptimizerConfig, Recipe
 from polyrl.errors import UserError
-from polyrl.scheduling.order import mix64
+from polyrl.run.models import load_critic
+from polyrl.scheduling.rules.order import mix64
 from polyrl.telemetry.metric_names import describe
-from polyrl.trainer import gae
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.model import Policy
+from polyrl.trainer.objectives import gae
 from polyrl.trainer.packing import make_packs
 from polyrl.trainer.step import StepAccumulator, StepStats
 

@@ -8,7 +8,7 @@ from tests.trainer import formulas, table
 from tests.trainer.table import TOLERANCE, Table
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer.registry import BY_CRITIC
+from polyrl.trainer.objectives.registry import BY_CRITIC
 
 
 @pytest.fixture(scope="module")

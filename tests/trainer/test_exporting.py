@@ -11,9 +11,10 @@ from transformers.utils import logging as transformers_logging
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint, exporting
-from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer import exporting
 from polyrl.trainer.model import Policy
+from polyrl.trainer.state import checkpoint
+from polyrl.trainer.state.checkpoint import TrainerState
 
 MB = 1 << 20
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from polyrl.cli.training.fitting import choose_threads, fit, fits_beside
-from polyrl.cli.training.plan import read_shape, show_plan
-from polyrl.cli.training.ranks import with_ranks
-from polyrl.cli.training.workers import join_command
 from polyrl.config.recipe import ArithmeticTask, Recipe
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import UserError
+from polyrl.run.fitting import choose_threads, fit, fits_beside
+from polyrl.run.plan import read_shape, show_plan
+from polyrl.run.ranks import with_ranks
+from polyrl.run.workers import join_command
+from polyrl.starters.arithmetic import make_model
 from polyrl.trainer.ranks import Seat
-from polyrl.trainer.warm_start import make_model
 
 LARGE = 135_000_000
 GIB = 1 << 30

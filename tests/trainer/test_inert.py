@@ -11,9 +11,9 @@ from tests.trainer.table import CAP, Table
 
 from polyrl.config.inert import inert
 from polyrl.config.recipe import AlgorithmConfig, CriticConfig, OptimizerConfig
-from polyrl.trainer import kl
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
+from polyrl.trainer.objectives import kl
 from polyrl.trainer.step import StepAccumulator
 
 WORLDS: list[dict[str, Any]] = [

@@ -13,11 +13,12 @@ from polyrl.config import build
 from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig, Recipe
 from polyrl.engines.builtin import models
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint, exporting, lora
-from polyrl.trainer.checkpoint import TrainerState
+from polyrl.trainer import exporting, lora
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.packing import make_packs
+from polyrl.trainer.state import checkpoint
+from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.step import StepAccumulator
 
 SMALL = LoraSection(rank=3, alpha=4.5)

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from tests.trainer.small import save_small
 
-from polyrl.cli.training.plan import Memory, estimate_memory, read_shape, show_plan
 from polyrl.config import build
 from polyrl.config.recipe import Recipe
 from polyrl.data.characters import save_tokenizer
 from polyrl.data.tokens import ModelTokenizer
 from polyrl.errors import ConfigError, UserError
+from polyrl.run.plan import Memory, estimate_memory, read_shape, show_plan
 from polyrl.trainer import lora
 from polyrl.trainer.model import Policy
 

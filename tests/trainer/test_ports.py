@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from polyrl.cli.training.ports import choose
 from polyrl.config.recipe import ManagerSection
 from polyrl.errors import UserError
+from polyrl.run.ports import choose
 from polyrl.wire.control import DEFAULT_PORT
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polyrl.cli.training import processes
-from polyrl.cli.training.processes import ManagerProcess
 from polyrl.errors import UserError
+from polyrl.run import processes
+from polyrl.run.processes import ManagerProcess
 
 UP = """
 import json, pathlib, time

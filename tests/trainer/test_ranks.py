@@ -24,9 +24,9 @@ from tests.trainer.ranks_at_work import (
 )
 from tests.trainer.small import draw_groups
 
-from polyrl.trainer import checkpoint
 from polyrl.trainer.batch import TrainSample, Turn, decode_groups, encode_groups
 from polyrl.trainer.packing import make_parts, num_rows, plan_turns
+from polyrl.trainer.state import checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -150,7 +150,7 @@ def assert_goes_on(folder: Path, run: str) -> None:
 MEETING_NOBODY = """
 import subprocess, sys
 from pathlib import Path
-from polyrl.cli.training.ranks import _meet
+from polyrl.run.ranks import _meet
 from polyrl.trainer.ranks import Seat
 folder = Path(sys.argv[1])
 _meet(Seat(0, 2, str(folder / "meeting-point")), folder, [subprocess.Popen(["false"])])

@@ -12,11 +12,12 @@ from tests.trainer.small import CAP, draw_groups, save_small
 
 from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint, lora, redo
+from polyrl.trainer import lora
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.leading import Crew
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
+from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.step import StepAccumulator
 
 NUM_STEPS = 5

@@ -10,8 +10,11 @@ import pytest
 import torch
 from tests.trainer.small import save_small
 
-from polyrl.cli.training.changes import RULES, breaks
-from polyrl.cli.training.checkpoints import (
+from polyrl.config.recipe import Recipe
+from polyrl.config.recipe_files import load_recipe
+from polyrl.errors import ConfigError, UserError
+from polyrl.run.changes import RULES, breaks
+from polyrl.run.checkpoints import (
     Past,
     check_past,
     check_prompts,
@@ -23,16 +26,13 @@ from polyrl.cli.training.checkpoints import (
     tokenizer_digest,
     write_recipe,
 )
-from polyrl.cli.training.run import check_that_it_fits
-from polyrl.cli.training.scheduler import scheduler_config
-from polyrl.config.recipe import Recipe
-from polyrl.config.recipe_files import load_recipe
-from polyrl.errors import ConfigError, UserError
+from polyrl.run.run import check_that_it_fits
+from polyrl.run.scheduler import scheduler_config
 from polyrl.telemetry.metrics import MetricsFile
-from polyrl.trainer import checkpoint, redo
-from polyrl.trainer.checkpoint import TrainerState
 from polyrl.trainer.loop import StepReport
 from polyrl.trainer.model import Policy
+from polyrl.trainer.state import checkpoint, redo
+from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.step import Added, StepStats
 from polyrl.wire.control import RunReply
 

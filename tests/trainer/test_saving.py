@@ -10,13 +10,13 @@ import pytest
 import torch
 from tests.trainer.small import draw_groups
 
-from polyrl.cli.training.checkpoints import Past, train_again
 from polyrl.errors import UserError
+from polyrl.run.checkpoints import Past, train_again
 from polyrl.telemetry import validated
 from polyrl.telemetry.metrics import MetricsFile
-from polyrl.trainer import checkpoint, redo
-from polyrl.trainer.checkpoint import Keep, TrainerState
-from polyrl.trainer.saving import Rules, Saver, Snapshot
+from polyrl.trainer.state import checkpoint, redo
+from polyrl.trainer.state.checkpoint import Keep, TrainerState
+from polyrl.trainer.state.saving import Rules, Saver, Snapshot
 from polyrl.trainer.step import Added, StepStats
 
 GROUPS = [draw_groups(1)]

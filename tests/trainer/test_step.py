@@ -10,12 +10,12 @@ from tests.trainer.small import CAP, Recording, draw_groups, near, plain_gradien
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.errors import ConfigError, UserError
-from polyrl.scheduling.order import mix64
+from polyrl.scheduling.rules.order import mix64
 from polyrl.telemetry.metric_names import describe
 from polyrl.trainer.batch import TrainSample, Turn
 from polyrl.trainer.model import Policy
+from polyrl.trainer.objectives.registry import LOSSES, TokenBatch, loss
 from polyrl.trainer.optimizer import Update
-from polyrl.trainer.registry import LOSSES, TokenBatch, loss
 from polyrl.trainer.step import StepAccumulator
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from polyrl.cli.training.tasks import Domain, RecipeTasks
 from polyrl.config.recipe import DomainSection
 from polyrl.config.rewards import WeightedReward
 from polyrl.data.characters import save_tokenizer
@@ -15,6 +14,7 @@ from polyrl.data.prompts import Messages
 from polyrl.data.sources import open_training
 from polyrl.data.tokens import ModelTokenizer
 from polyrl.rewards.reward import Reward, RewardInput
+from polyrl.run.tasks import Domain, RecipeTasks
 
 NOTHING: Mapping[str, Any] = {}
 TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}<assistant>"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyrl.cli.training.validation import validator
 from polyrl.config import apply_overrides, build
 from polyrl.config.recipe import Recipe
+from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import Answer, Question
 

@@ -7,12 +7,12 @@ event. Workers that joined keep sending heartbeats while time passes, until they
 from typing import TypeVar
 
 from polyrl.ids import GroupId, Incarnation, LeaseId, Step, Version, WorkerName, parse_sample, show_sample
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.ledger import Ledger
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, RoutingConfig, SchedulerConfig
+from polyrl.scheduling.core.samples import Sample
 from polyrl.scheduling.invariants import check
-from polyrl.scheduling.ledger import Ledger
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, RoutingConfig, SchedulerConfig
-from polyrl.scheduling.samples import Sample
 from polyrl.scheduling.scheduler import Scheduler
 
 HEARTBEAT_S = 1.0

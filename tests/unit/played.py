@@ -13,7 +13,7 @@ from polyrl.manager.link import Link
 from polyrl.manager.service import Service
 from polyrl.manager.sessions import WorkerSession
 from polyrl.manager.settings import JournalSettings, ManagerSettings
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import pack_cells
 from polyrl.wire.control import JoinRequest, RunReply, RunRequest

@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 
-from polyrl.scheduling.adaptive import GRID, Correlation, choose_factors
-from polyrl.scheduling.lengths import LengthModel
-from polyrl.scheduling.order import unit
-from polyrl.scheduling.parameters import RoundsConfig
+from polyrl.scheduling.core.parameters import RoundsConfig
+from polyrl.scheduling.rules.adaptive import GRID, Correlation, choose_factors
+from polyrl.scheduling.rules.lengths import LengthModel
+from polyrl.scheduling.rules.order import unit
 
 CAP = 16_384
 Mode = Literal["race", "prompts", "designated", "predicted"]

@@ -3,9 +3,9 @@
 from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.ids import GroupId, Version, parse_sample
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import FleetRules
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.scheduling.scheduler import Scheduler
 
 

@@ -11,10 +11,10 @@ from tests.properties.hostile import play
 from tests.unit.tiny import write_tiny
 
 from polyrl.cli.main import main
+from polyrl.journal.files import EVENTS, FILE_NAME, LIVE_FOLDER, JournalWriter
+from polyrl.journal.records import encode_header, encode_record
 from polyrl.manager.settings import JournalSettings
-from polyrl.scheduling.records import encode_header, encode_record
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import EVENTS, FILE_NAME, LIVE_FOLDER, JournalWriter
 
 PROMPTS_A_STEP = CONFIG.domains[0].prompts_per_step
 SAMPLES_A_STEP = PROMPTS_A_STEP * CONFIG.rounds.samples_per_prompt

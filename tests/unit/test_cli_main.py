@@ -223,7 +223,7 @@ def test_an_interrupt_within_an_import_ends_with_a_line_whatever_is_imported(tmp
 
 LOOPING_COMMAND = """
 import asyncio, os, signal
-from polyrl.cli.loop import run_loop
+from polyrl.run.event_loop import run_loop
 
 def add_arguments(parser): ...
 

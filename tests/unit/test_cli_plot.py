@@ -8,8 +8,8 @@ from tests.properties.hostile import play
 
 from polyrl.cli.main import main
 from polyrl.cli.plot import _short_names
-from polyrl.scheduling.parameters import DomainData, SchedulerConfig
-from polyrl.telemetry.journal import FILE_NAME, JournalWriter
+from polyrl.journal.files import FILE_NAME, JournalWriter
+from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
 from polyrl.telemetry.metrics import MetricsFile
 
 

@@ -6,8 +6,8 @@ import pytest
 from tests.properties.hostile import play
 
 from polyrl.cli.main import main
-from polyrl.scheduling.events import TimePassed
-from polyrl.telemetry.journal import FILE_NAME, JournalWriter
+from polyrl.journal.files import FILE_NAME, JournalWriter
+from polyrl.scheduling.core.events import TimePassed
 
 
 @pytest.fixture(scope="module")

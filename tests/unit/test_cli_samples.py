@@ -7,8 +7,8 @@ import pytest
 
 from polyrl.cli.main import main
 from polyrl.cli.samples import visible
-from polyrl.trainer import entries
 from polyrl.trainer.batch import TrainSample, Turn
+from polyrl.trainer.state import entries
 
 HOSTILE = {
     "an escape sequence": "\x1b[2J\x1b]0;title\x07",

@@ -9,7 +9,7 @@ from tests.unit.tiny import play_tiny, write_tiny
 
 from polyrl.cli import simulate
 from polyrl.cli.main import main
-from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.core.ledger import StepLine
 
 
 @pytest.fixture

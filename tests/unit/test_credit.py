@@ -6,12 +6,12 @@ import pytest
 from tests.unit.driver import Driver, only, small_config
 
 from polyrl.ids import WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.credit import START
-from polyrl.scheduling.fleet import UNBOUNDED
-from polyrl.scheduling.hearing import runs_of, teaches
-from polyrl.scheduling.parameters import FleetRules
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import UNBOUNDED
+from polyrl.scheduling.core.parameters import FleetRules
+from polyrl.scheduling.parts.credit import START
+from polyrl.scheduling.parts.hearing import runs_of, teaches
 from polyrl.scheduling.scheduler import Scheduler
 
 

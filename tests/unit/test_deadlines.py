@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrl.scheduling.deadlines import Deadlines, Wait
+from polyrl.scheduling.core.deadlines import Deadlines, Wait
 
 HEARTBEAT: Wait = ("heartbeat", 1)
 PULL: Wait = ("pull", 1)

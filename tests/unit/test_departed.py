@@ -3,9 +3,9 @@
 from tests.unit.driver import Driver, small_config
 
 from polyrl.ids import WorkerName
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import MAX_DEPARTED
-from polyrl.scheduling.ledger import OTHERS
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import MAX_DEPARTED
+from polyrl.scheduling.core.ledger import OTHERS
 
 NUM = MAX_DEPARTED + 300
 

@@ -5,9 +5,9 @@ from typing import Literal
 from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.ids import Step, Version
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import HandBackConfig, SeedingConfig
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import HandBackConfig, SeedingConfig
 
 
 def seeding(mode: Literal["fixed", "whole_round"] = "fixed", fixed_s=20.0, *, prompts=2, samples=1, **others) -> Driver:

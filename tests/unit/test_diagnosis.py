@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from polyrl.cli.diagnosis import diagnose
+from polyrl.run.diagnosis import diagnose
 from polyrl.wire.control import RewardsStatus, RoundStatus, Status, WaitStatus, WorkerStatus
 
 WORKER = WorkerStatus(

@@ -3,9 +3,9 @@
 from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.ids import WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import leases
-from polyrl.scheduling.parameters import FleetRules, RoundsConfig
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core.parameters import FleetRules, RoundsConfig
+from polyrl.scheduling.parts import leases
 from polyrl.scheduling.scheduler import Scheduler
 
 

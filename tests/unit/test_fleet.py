@@ -7,10 +7,10 @@ from tests.unit.driver import Driver, leased, only, small_config
 from tests.unit.workers import worker
 
 from polyrl.ids import Incarnation, WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import Fleet, Speed, settle
-from polyrl.scheduling.ledger import Ledger
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Fleet, Speed, settle
+from polyrl.scheduling.core.ledger import Ledger
 
 
 def test_news_is_of_that_very_life_or_of_nobody():

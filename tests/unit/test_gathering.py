@@ -11,15 +11,15 @@ from msgspec import structs
 from tests.unit.played import CONFIG, SMALL_FILES, Line, Manager, Worker, tokens_frame
 
 from polyrl.ids import LeaseId, WorkerName
+from polyrl.journal.files import open_journals
+from polyrl.journal.records import replay
 from polyrl.manager import from_workers
 from polyrl.manager.executor import Executor
 from polyrl.manager.gathering import gather
 from polyrl.manager.service import Service
-from polyrl.scheduling import events as e
-from polyrl.scheduling.hearing import concerned, runs_of
-from polyrl.scheduling.parameters import FleetRules, RoutingConfig
-from polyrl.scheduling.records import replay
-from polyrl.telemetry.journal import open_journals
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import FleetRules, RoutingConfig
+from polyrl.scheduling.parts.hearing import concerned, runs_of
 from polyrl.wire import columns, frames
 
 REPORT = frames.Report(1, 0, 0.5, 0, 1.0)

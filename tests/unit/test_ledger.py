@@ -4,9 +4,9 @@ import pytest
 from tests.unit.driver import Driver, only, small_config
 
 from polyrl.ids import WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.ledger import Ledger, length_bin
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.ledger import Ledger, length_bin
 
 
 def seconds(run: Driver, name: str) -> dict[str, float]:

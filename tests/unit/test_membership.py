@@ -4,9 +4,9 @@ import pytest
 from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.ids import Step, Version, WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import FleetRules, WeightDeliveryConfig
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import FleetRules, WeightDeliveryConfig
 from polyrl.scheduling.scheduler import Scheduler
 
 ONE_UPLOAD = WeightDeliveryConfig(trainer_uploads=1)

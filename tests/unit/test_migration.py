@@ -4,11 +4,11 @@ from tests.unit.driver import Driver, only, small_config
 from tests.unit.workers import know_speed, worker
 
 from polyrl.ids import LeaseId, WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.migration import Candidate, plan_moves, relieve_waiting
-from polyrl.scheduling.parameters import FleetRules, RoutingConfig
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.parameters import FleetRules, RoutingConfig
+from polyrl.scheduling.rules.migration import Candidate, plan_moves, relieve_waiting
 
 CONFIG = RoutingConfig(move_every_tokens=512, move_gain_s=2.0, prefill_tokens_per_s=20_000.0)
 

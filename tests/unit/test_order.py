@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrl.scheduling.order import mix64, position_to_prompt, unit
+from polyrl.scheduling.rules.order import mix64, position_to_prompt, unit
 
 integers = st.integers(min_value=-(2**63), max_value=2**64 - 1)
 

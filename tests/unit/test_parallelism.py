@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrl.scheduling.parallelism import (
+from polyrl.scheduling.rules.parallelism import (
     DecodeSpeed,
     Devices,
     ModelShape,

@@ -12,11 +12,11 @@ from tests.unit.played import SMALL_FILES, Manager, cells, kept, tokens_frame
 
 from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, Step, parse_sample, sample_id
+from polyrl.journal.files import LIVE_FOLDER, PAYLOAD, segments
 from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
 from polyrl.manager.payload import Payload, Text, append_cells
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.service import Service
-from polyrl.telemetry.journal import LIVE_FOLDER, PAYLOAD, segments
 from polyrl.wire import columns
 from polyrl.wire.frames import Ended, PromptText, Sampling, Segment, Tokens
 

@@ -16,18 +16,18 @@ from tests.properties.hostile import HostileWorld, play
 
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Step, Version
-from polyrl.scheduling.events import RoundRequested, TimePassed, VersionPublished
-from polyrl.scheduling.framing import CutShort
-from polyrl.scheduling.parameters import DomainData, SchedulerConfig
-from polyrl.scheduling.records import (
+from polyrl.journal.files import FILE_NAME, JournalWriter, open_journal, open_journals
+from polyrl.journal.framing import CutShort
+from polyrl.journal.records import (
     JournalDigest,
     encode_header,
     encode_record,
     read_records,
     replay,
 )
+from polyrl.scheduling.core.events import RoundRequested, TimePassed, VersionPublished
+from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import FILE_NAME, JournalWriter, open_journal, open_journals
 
 CONFIG = SchedulerConfig(domains=(DomainData(name="math", prompts_per_step=2, num_prompts=10),))
 ABOUT = {"scenario": "hostile"}
@@ -104,7 +104,7 @@ def test_the_digest_is_of_all_records_and_of_nothing_else():
 def test_the_digest_is_the_same_under_another_hash_seed():
     program = (
         "from tests.properties.hostile import play\n"
-        "from polyrl.scheduling.records import JournalDigest, encode_record\n"
+        "from polyrl.journal.records import JournalDigest, encode_record\n"
         "digest = JournalDigest()\n"
         "for entry in play(5, num_events=60).log: digest.add_encoded(encode_record(*entry))\n"
         "print(digest.hex())"

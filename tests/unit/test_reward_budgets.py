@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrl.scheduling.reward_budgets import RewardBudgets, RewardConfig
+from polyrl.scheduling.rules.reward_budgets import RewardBudgets, RewardConfig
 
 NO_PROBE = 0.5
 runs = st.lists(st.tuples(st.integers(0, 9), st.floats(0, 60), st.booleans()), max_size=60)

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from tests.unit.workers import worker
 
 from polyrl.ids import LeaseId, SampleId, Version
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.parameters import RoutingConfig
-from polyrl.scheduling.routing import Router
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.parameters import RoutingConfig
+from polyrl.scheduling.rules.routing import Router
 
 V0 = Version(0)
 NOBODY = -1

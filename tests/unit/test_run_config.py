@@ -14,9 +14,9 @@ from polyrl.manager import joining
 from polyrl.manager.refusals import Refused
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
+from polyrl.scheduling.core.parameters import ParallelismConfig, SchedulerConfig
 from polyrl.scheduling.invariants import check
-from polyrl.scheduling.parallelism import DecodeSpeed, ModelShape
-from polyrl.scheduling.parameters import ParallelismConfig, SchedulerConfig
+from polyrl.scheduling.rules.parallelism import DecodeSpeed, ModelShape
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire.control import RunReply, RunRequest
 from polyrl.wire.frames import PROTOCOL

@@ -12,13 +12,13 @@ from tests.unit.driver import Driver, small_config
 
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Step
+from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, open_journals, segments
+from polyrl.journal.records import replay
 from polyrl.manager.journal import AnyNote, Granted, PromptsSupplied, Recovered, RewardKept, RunJournal, RunOpened
 from polyrl.manager.settings import FsyncPolicy, JournalSettings
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.records import replay
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, PAYLOAD, open_journals, segments
 from polyrl.wire import columns
 from polyrl.wire.frames import PromptText, Sampling, Tokens, encode
 

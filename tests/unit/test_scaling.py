@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrl.scheduling.scaling import (
+from polyrl.scheduling.rules.scaling import (
     Advice,
     ScalingConfig,
     ScalingState,
     advise,
     useful_workers,
 )
-from polyrl.scheduling.seeding import StepTimes
+from polyrl.scheduling.rules.seeding import StepTimes
 
 CONFIG = ScalingConfig(min_workers=1, max_workers=8)
 

@@ -6,9 +6,9 @@ from tests.unit.driver import Driver, leased, only, small_config
 
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, Incarnation, LeaseId, Step, Version, WorkerName, show_sample
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import FleetRules, RewardConfig, RoundsConfig
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import FleetRules, RewardConfig, RoundsConfig
 from polyrl.scheduling.scheduler import Scheduler
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrl.scheduling.seeding import SeedingConfig, SeedingState, StepTimes, learn, start, window
+from polyrl.scheduling.rules.seeding import SeedingConfig, SeedingState, StepTimes, learn, start, window
 
 LEARNED = SeedingConfig()
 

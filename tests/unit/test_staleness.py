@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.ids import Step, Version
-from polyrl.scheduling.staleness import newest_step, oldest_version
+from polyrl.scheduling.rules.staleness import newest_step, oldest_version
 from polyrl.sim.library import load_scenario
 from polyrl.sim.result import measure_steps
 from polyrl.sim.simulation import Simulation

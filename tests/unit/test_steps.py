@@ -4,10 +4,10 @@ import pytest
 from tests.unit.driver import Driver, only, small_config
 
 from polyrl.ids import Step, Version, WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.ledger import StepLine
-from polyrl.scheduling.parameters import SeedingConfig
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.ledger import StepLine
+from polyrl.scheduling.core.parameters import SeedingConfig
 
 
 def small(**others) -> Driver:

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from tests.properties.hostile import play
 
 from polyrl.ids import GroupId, Incarnation, SampleId, Step, Version, WorkerName, parse_sample, sample_id
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.desk import RULES
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig, SeedingConfig
-from polyrl.scheduling.records import Journal, JournalHeader, Record
-from polyrl.scheduling.reward_budgets import RewardConfig
+from polyrl.journal.records import Journal, JournalHeader, Record
+from polyrl.journal.story import UnknownSample, tell_story
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.desk import RULES
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig, SeedingConfig
+from polyrl.scheduling.rules.reward_budgets import RewardConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.scheduling.story import UnknownSample, tell_story
 
 W1, W2 = WorkerName("w1"), WorkerName("w2")
 LIFE = Incarnation(1)

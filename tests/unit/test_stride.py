@@ -9,7 +9,7 @@ from tests.unit.test_payload import tokens_in
 from polyrl.ids import Incarnation, LeaseId, SampleId, Version, WorkerName
 from polyrl.manager.payload import Text, append_cells
 from polyrl.manager.stride import Stride
-from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns
 from polyrl.wire.columns import ANY_VOCABULARY, CELL_BYTES, BadColumns
 from polyrl.wire.frames import Ended, Tokens

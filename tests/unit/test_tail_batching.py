@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.ids import PromptId, Step
-from polyrl.scheduling.parameters import DomainData, RoundsConfig
-from polyrl.scheduling.tail_batching import Choice, Planner, RoundPlan, TailBatching, start
+from polyrl.scheduling.core.parameters import DomainData, RoundsConfig
+from polyrl.scheduling.rules.tail_batching import Choice, Planner, RoundPlan, TailBatching, start
 
 Mode = Literal["off", "race", "prompts", "designated", "predicted"]
 MODES: tuple[Mode, ...] = ("off", "race", "prompts", "designated", "predicted")

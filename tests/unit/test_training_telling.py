@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 from tests.telemetry.test_metrics import a_line
 
-from polyrl.cli.training.display import Display
-from polyrl.cli.training.processes import Address
-from polyrl.cli.training.telling import Telling
 from polyrl.config.recipe_files import load_recipe
-from polyrl.scheduling.ledger import StepLine
+from polyrl.run.display import Display
+from polyrl.run.processes import Address
+from polyrl.run.telling import Telling
+from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry.metric_names import describe
 from polyrl.telemetry.metrics import MetricsFile, read_metrics, read_steps
 from polyrl.trainer.loop import StepReport

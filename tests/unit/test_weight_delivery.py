@@ -5,12 +5,12 @@ from tests.unit.driver import Driver, only, small_config
 from tests.unit.workers import worker
 
 from polyrl.ids import Version, WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.parameters import WeightDeliveryConfig
-from polyrl.scheduling.samples import NO_VERSION
-from polyrl.scheduling.weight_delivery import TRAINER, plan_pulls, retry_after_s
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.parameters import WeightDeliveryConfig
+from polyrl.scheduling.core.samples import NO_VERSION
+from polyrl.scheduling.rules.weight_delivery import TRAINER, plan_pulls, retry_after_s
 
 NEW = Version(1)
 

@@ -1,7 +1,7 @@
 """Workers for tests of pure rules: active, generating, with what a test says of them."""
 
 from polyrl.ids import Incarnation, LeaseId, SampleId, Version, WorkerName
-from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.core.fleet import Worker
 
 
 def worker(

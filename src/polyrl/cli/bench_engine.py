@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyrl.cli.bench_scheduler import commit
-from polyrl.cli.loop import run_loop
 from polyrl.cli.scratch import scratch
 from polyrl.engines.builtin.config import MAX_SLOTS
 from polyrl.errors import UserError
+from polyrl.run.event_loop import run_loop
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": {

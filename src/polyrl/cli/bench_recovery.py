@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyrl.cli.bench_scheduler import commit, cpu
+from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, segments
 from polyrl.manager import from_trainer, from_workers, joining
 from polyrl.manager.link import Link
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
-from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, PAYLOAD, segments
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinRequest, RunRequest
 

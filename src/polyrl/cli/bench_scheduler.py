@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from polyrl.cli.bench_world import REPORT_EVERY_S, Clock, Load, World, config_of, names_of, trust_all
 from polyrl.errors import LawViolation
 from polyrl.ids import Incarnation, Step, Version
-from polyrl.scheduling import events as e
+from polyrl.scheduling.core import events as e
 from polyrl.scheduling.scheduler import Scheduler
 
 GC_THRESHOLDS = (50_000, 20, 100)

@@ -23,10 +23,7 @@ from typing import Any, NamedTuple
 
 from polyrl.cli.bench_engine import Work, make_model
 from polyrl.cli.bench_scheduler import commit
-from polyrl.cli.loop import run_loop
 from polyrl.cli.scratch import scratch
-from polyrl.cli.served import python_for
-from polyrl.cli.training.processes import ManagerProcess, start, stop
 from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.between import KEY_VARIABLE
@@ -36,8 +33,11 @@ from polyrl.engines.served.pause import Pause
 from polyrl.engines.served.server import Asked, Part, ServedConfig, Server
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, Version
-from polyrl.scheduling.order import mix64
-from polyrl.scheduling.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.run.event_loop import run_loop
+from polyrl.run.processes import ManagerProcess, start, stop
+from polyrl.run.served import python_for
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
+from polyrl.scheduling.rules.order import mix64
 from polyrl.weights import folder
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import table_of

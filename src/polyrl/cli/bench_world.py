@@ -14,11 +14,10 @@ from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Step, Version, WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import UNBOUNDED
-from polyrl.scheduling.order import mix64
-from polyrl.scheduling.parameters import (
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import UNBOUNDED
+from polyrl.scheduling.core.parameters import (
     DomainData,
     RewardConfig,
     RoundsConfig,
@@ -26,6 +25,7 @@ from polyrl.scheduling.parameters import (
     SchedulerConfig,
     SeedingConfig,
 )
+from polyrl.scheduling.rules.order import mix64
 from polyrl.scheduling.scheduler import Scheduler
 
 REPORT_EVERY_S = 5

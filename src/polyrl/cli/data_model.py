@@ -46,7 +46,7 @@ def _check_writable(folder: Path) -> None:
 
 def _arithmetic(args: argparse.Namespace, folder: Path) -> str:
     from polyrl.config.recipe import ArithmeticTask
-    from polyrl.trainer import warm_start
+    from polyrl.starters import arithmetic as warm_start
 
     if args.wheel is not None:
         raise UserError("--wheel: is for smollm2")
@@ -67,7 +67,7 @@ def _arithmetic(args: argparse.Namespace, folder: Path) -> str:
 
 
 def _smollm2(args: argparse.Namespace, folder: Path) -> str:
-    from polyrl.trainer import smollm2
+    from polyrl.starters import smollm2
 
     if args.seed is not None:
         raise UserError("--seed: is for arithmetic; smollm2 is what it is")

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrl.cli.interrupts import EXIT_INTERRUPTED
+from polyrl.run.interrupts import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from polyrl.cli.training.run import Stage
+    from polyrl.run.run import Stage
 
 EXAMPLE = """\
 example:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _play(stage: "Stage") -> None:
     """A worker joins, another is killed while it writes."""
-    from polyrl.cli.training import workers
+    from polyrl.run import workers
 
     await stage.fleet.line(_JOIN_AT_STEP - 1)
     stage.say("   demo: worker-late is started, and joins in mid-run")

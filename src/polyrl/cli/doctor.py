@@ -13,7 +13,7 @@ from polyrl.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from polyrl.cli.diagnosis import Diagnosis
+    from polyrl.run.diagnosis import Diagnosis
     from polyrl.telemetry.metrics import MetricValue
 
 EXIT_OK = 0
@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _join_command(run_dir: Path) -> str:
     """How a worker joins a run that `polyrl train` runs; empty where that is not known here."""
-    from polyrl.cli.training import workers
-    from polyrl.cli.training.encryption import encryption
     from polyrl.config import build, load_toml
     from polyrl.config.recipe import Recipe
+    from polyrl.run import workers
+    from polyrl.run.encryption import encryption
 
     try:
         recipe = build(load_toml(run_dir / "recipe.toml"), Recipe)
@@ -91,8 +91,8 @@ def _read_steps(run_dir: Path) -> "list[dict[str, MetricValue]]":
 
 def _examine_remains(run_dir: Path, steps: "Sequence[Mapping[str, MetricValue]]") -> "Diagnosis":
     """Of a run that nobody runs. What it wanted is in the recipe that it was started with."""
-    from polyrl.cli.diagnosis import Diagnosis, Finding
     from polyrl.config import load_toml
+    from polyrl.run.diagnosis import Diagnosis, Finding
 
     file = run_dir / "recipe.toml"
     if not file.exists():
@@ -116,13 +116,13 @@ def _why_done(run_dir: Path, recipe: dict[str, Any], steps: "Sequence[Mapping[st
         return f"the mean reward has reached {enough:g}, after {num_steps} steps"
     if recipe.get("data", {}).get("num_epochs") is None:
         return None
-    from polyrl.trainer import checkpoint
+    from polyrl.trainer.state import checkpoint
 
     return f"the data has ended, after {num_steps} steps" if checkpoint.has_data_ended(run_dir, num_steps) else None
 
 
 def _begin_anew(run_dir: Path) -> str:
-    from polyrl.cli.training.changes import begin_anew
+    from polyrl.run.changes import begin_anew
 
     return f"{begin_anew(run_dir, has_weights=False)}: checkpoint.enabled = false kept nothing"
 
@@ -132,8 +132,8 @@ def _resume(run_dir: str) -> str:
 
 
 def _examine(args: argparse.Namespace) -> "Diagnosis":
-    from polyrl.cli.diagnosis import diagnose
-    from polyrl.cli.loop import run_loop
+    from polyrl.run.diagnosis import diagnose
+    from polyrl.run.event_loop import run_loop
     from polyrl.wire.control import Status
     from polyrl.wire.dial import Unreachable
 

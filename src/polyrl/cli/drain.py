@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli.loop import run_loop
     from polyrl.errors import UserError
+    from polyrl.run.event_loop import run_loop
     from polyrl.wire.control import DrainRequest
     from polyrl.wire.dial import Unreachable
     from polyrl.wire.frames import MAX_NOTICE_S

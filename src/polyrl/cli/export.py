@@ -37,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
     run_dir, out = Path(args.run), Path(args.out)
     if out.exists():
         raise UserError(f"{out}: is there already, expected a new directory")
-    from polyrl.cli.training import checkpoints
-    from polyrl.trainer import checkpoint, exporting, redo
+    from polyrl.run import checkpoints
+    from polyrl.trainer import exporting
+    from polyrl.trainer.state import checkpoint, redo
 
     recipe, _ = checkpoints.read_recipe(run_dir, [])
     folder = exporting.choose(run_dir, _best(run_dir, recipe.model.path) if args.best else args.step)
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _best(run_dir: Path, began_with: str) -> int:
     from polyrl.errors import UserError
-    from polyrl.trainer import checkpoint
+    from polyrl.trainer.state import checkpoint
 
     best = checkpoint.read_best(run_dir)
     if best is None:

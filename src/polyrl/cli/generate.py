@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli.loop import run_loop
     from polyrl.config import apply_overrides
+    from polyrl.run.event_loop import run_loop
 
     if args.tokens < 1:
         raise UserError(f"--tokens: {args.tokens}; expected at least 1")

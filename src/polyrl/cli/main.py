@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 from polyrl import __version__
-from polyrl.cli import interrupts
 from polyrl.cli.parser import Parser
-from polyrl.errors import UserError
+from polyrl.errors import EXIT_BAD_INPUT, UserError
+from polyrl.run import interrupts
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
 EXIT_READER_GONE = 141  # 128 + SIGPIPE
 
 EXAMPLES = """\

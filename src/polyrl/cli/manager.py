@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     tls = server_tls(args.tls_cert, args.tls_key)
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    from polyrl.cli.loop import run_loop
+    from polyrl.run.event_loop import run_loop
 
     return run_loop(_serve(args, settings, tls))
 
@@ -140,9 +140,9 @@ async def _recover(service: "Service", front: "Front", stop: asyncio.Event) -> b
 
 def _way_in(args: argparse.Namespace, address: "Address") -> tuple[str, str]:
     """A URL that the certificate is of, and whom a worker must be told to trust: nobody if its system does already."""
-    from polyrl.cli.training.encryption import encryption
     from polyrl.config.recipe import ManagerSection
     from polyrl.errors import UserError
+    from polyrl.run.encryption import encryption
 
     for ca, trust in (("", ""), (args.tls_cert, f" --ca {args.tls_cert}")):
         try:

@@ -79,7 +79,7 @@ def _read(path: Path, name: str) -> "Run":
 def _account_if_any(path: Path) -> "Account | None":
     """A run whose metrics are there is drawn without its journal, if need be."""
     from polyrl.errors import JournalError
-    from polyrl.telemetry.journal import find_journals
+    from polyrl.journal.files import find_journals
 
     if not find_journals(path)[0].exists():
         _say(f"{path}: no journal: no timeline is drawn, the rest is from the metrics")

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyrl.scheduling.records import Difference
+    from polyrl.journal.records import Difference
 
 EXIT_OK = 0
 EXIT_DIFFERENCE = 1
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.scheduling.records import replay
-    from polyrl.telemetry.journal import open_journals
+    from polyrl.journal.files import open_journals
+    from polyrl.journal.records import replay
 
     journals = [*open_journals(args.journal)]
     report = replay(journals)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from polyrl.cli.kept_samples import Kept, KeptSample
     from polyrl.data.tokens import ModelTokenizer
+    from polyrl.run.kept_samples import Kept, KeptSample
 
 EXAMPLE = """\
 examples:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli.kept_samples import Kept
+    from polyrl.run.kept_samples import Kept
 
     run_dir = Path(args.run)
     if not run_dir.is_dir():

@@ -17,10 +17,10 @@ from polyrl.disk import remove_files
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
+    from polyrl.journal.files import JournalWriter
     from polyrl.sim.result import Result
     from polyrl.sim.scenario import Scenario
     from polyrl.sim.simulation import Simulation
-    from polyrl.telemetry.journal import JournalWriter
 
 EXIT_OK = 0
 EXIT_WRONG = 1
@@ -179,7 +179,7 @@ class _LateJournal:
             self._writer.close()
 
     def _open(self) -> "JournalWriter":
-        from polyrl.telemetry.journal import FILE_NAME, JournalWriter
+        from polyrl.journal.files import FILE_NAME, JournalWriter
 
         assert self.sim is not None, "a record before the simulation began"
         make_folder(self._folder)

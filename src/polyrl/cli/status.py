@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from polyrl.cli.loop import run_loop
     from polyrl.errors import UserError
+    from polyrl.run.event_loop import run_loop
     from polyrl.wire.control import Status
     from polyrl.wire.dial import Unreachable
 

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from polyrl.ids import parse_sample
-    from polyrl.scheduling.story import UnknownSample, tell_story
-    from polyrl.telemetry.journal import open_journals
+    from polyrl.journal.files import open_journals
+    from polyrl.journal.story import UnknownSample, tell_story
 
     try:
         sample = parse_sample(args.sample)

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrl.cli.interrupts import EXIT_INTERRUPTED
+from polyrl.run.interrupts import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from polyrl.cli.training.checkpoints import Past
-    from polyrl.cli.training.ranks import Team
-    from polyrl.cli.training.run import Beside
     from polyrl.config.recipe import Recipe
+    from polyrl.run.checkpoints import Past
+    from polyrl.run.ranks import Team
+    from polyrl.run.run import Beside
     from polyrl.trainer.leading import Crew
 
 EXAMPLE = """\
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(show_shipped(list_recipes()))
         return 0
     builtin.check_libraries()
-    from polyrl.cli.training import ranks
+    from polyrl.run import ranks
 
     seat = ranks.seat_of(os.environ)
     if seat is not None and seat.rank > 0:
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = hub.with_local_places(recipe)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
     if args.dry_run:
-        from polyrl.cli.training.fitting import fit
-        from polyrl.cli.training.plan import show_plan
+        from polyrl.run.fitting import fit
+        from polyrl.run.plan import show_plan
 
         print(show_plan(fit(recipe), run_dir))
         return 0
@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
-    from polyrl.cli.training import checkpoints, ranks
     from polyrl.errors import UserError
-    from polyrl.trainer import checkpoint
-    from polyrl.trainer.saving import tidy
+    from polyrl.run import checkpoints, ranks
+    from polyrl.trainer.state import checkpoint
+    from polyrl.trainer.state.saving import tidy
 
     if args.run_dir is not None or args.dry_run:
         raise UserError("--resume: goes on with the recipe and the directory of that run; leave the other option out")
@@ -114,7 +114,7 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
 def conclude(run_dir: Path, why: str | None) -> int:
     run = shlex.quote(str(run_dir))
     if why is None:
-        from polyrl.trainer import checkpoint
+        from polyrl.trainer.state import checkpoint
 
         can_go_on = bool(checkpoint.found(run_dir))
         next_ = f"go on with `polyrl train --resume {run}`" if can_go_on else "there is no checkpoint to go on from"
@@ -137,13 +137,13 @@ def start(
 
     `past`: what the run goes on from; `before`: the recipe that it had until now.
     """
-    from polyrl.cli.loop import run_loop
-    from polyrl.cli.training import checkpoints, crews, models, ports, workers
-    from polyrl.cli.training.encryption import encryption
-    from polyrl.cli.training.fitting import fit
-    from polyrl.cli.training.run import Interrupted, train, until_interrupted, weight_settings
-    from polyrl.cli.training.tasks import load_tasks
     from polyrl.config.inert import inert
+    from polyrl.run import checkpoints, crews, models, ports, workers
+    from polyrl.run.encryption import encryption
+    from polyrl.run.event_loop import run_loop
+    from polyrl.run.fitting import fit
+    from polyrl.run.run import Interrupted, train, until_interrupted, weight_settings
+    from polyrl.run.tasks import load_tasks
     from polyrl.telemetry.trackers import check_libraries
     from polyrl.weights import sender
 
@@ -183,10 +183,10 @@ def start(
 
 def _with_breaks(before: "Recipe", after: "Recipe", run_dir: Path, past: "Past") -> "Past":
     """What is trained otherwise from here on; steps that are in the log alone are finished as they were first."""
-    from polyrl.cli.training import changes, checkpoints, ranks
-    from polyrl.cli.training.fitting import fit
-    from polyrl.cli.training.settling import settle
     from polyrl.errors import UserError
+    from polyrl.run import changes, checkpoints, ranks
+    from polyrl.run.fitting import fit
+    from polyrl.run.settling import settle
 
     changed = tuple(changes.breaks(before, after, past.next_step)) if past.next_step else ()
     if changed and past.log:
@@ -217,7 +217,7 @@ def _warn_on_stderr() -> None:
 @contextlib.contextmanager
 def _logging_to(run_dir: Path, level: int) -> Iterator[None]:
     """Logs go into the run's directory, which is made. A start that is refused leaves nothing of it that is empty."""
-    from polyrl.cli.training import checkpoints
+    from polyrl.run import checkpoints
 
     folder = run_dir / "logs"
     missing = [one for one in (folder, *folder.parents) if not os.path.exists(one)]
@@ -251,9 +251,9 @@ def _remove_what_is_empty(files: Iterable[Path], folders: Iterable[Path]) -> Non
 
 def _check_that_none_is_there(run_dir: Path) -> None:
     """Raises UserError. The manager of one that was killed may be about to write it down."""
-    from polyrl.cli.training import checkpoints
     from polyrl.errors import UserError
-    from polyrl.trainer import checkpoint
+    from polyrl.run import checkpoints
+    from polyrl.trainer.state import checkpoint
 
     if not checkpoints.has_begun(run_dir):
         checkpoints.wait_for_manager_to_end(run_dir)

@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     import math
     import re
 
-    from polyrl.cli.loop import run_loop
     from polyrl.errors import UserError
+    from polyrl.run.event_loop import run_loop
     from polyrl.weights.interfaces import listening_addresses
     from polyrl.wire.control import WORKER_NAME
     from polyrl.wire.frames import MAX_NOTICE_S
@@ -150,7 +150,7 @@ def _engine(args: argparse.Namespace) -> "Engine":
     if args.slots is not None:
         tree["slots"] = args.slots
     if args.engine in ("vllm", "sglang"):
-        from polyrl.cli import served
+        from polyrl.run import served
 
         return served.engine(args, tree, source)
     for option, given in (
@@ -196,7 +196,7 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
 
 
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:
-    from polyrl.cli.main import EXIT_BAD_INPUT
+    from polyrl.errors import EXIT_BAD_INPUT
     from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
     dialer = dialing.dialer_to(args.join, args.token_file, args.ca)

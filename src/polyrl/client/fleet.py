@@ -22,8 +22,8 @@ from polyrl.client.checking import Fault, find_fault, find_stranger
 from polyrl.client.line import Line
 from polyrl.errors import NoReward, PolyrlError, UserError, plain
 from polyrl.ids import show_sample
-from polyrl.scheduling.ledger import StepLine
-from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.core.ledger import StepLine
+from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.control import AnswerRules, RunReply, RunRequest, Status
 from polyrl.wire.dial import Dialer

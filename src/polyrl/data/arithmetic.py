@@ -9,7 +9,7 @@ problems of few terms than of many: most answers are short and some are long.
 Rules kept here: a problem is a function of (task, seed, split, index), on every machine. Whether a problem belongs to
 training or to validation is a function of its terms alone, so the splits never overlap, whatever seeds, sizes and
 numbers of terms they are drawn with.
-Left out: tokens (data/characters.py), and who learns from it (trainer/warm_start.py).
+Left out: tokens (data/characters.py), and who learns from it (starters/arithmetic.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.errors import UserError
-from polyrl.scheduling.order import mix64, unit
+from polyrl.scheduling.rules.order import mix64, unit
 
 Split = Literal["train", "validation"]
 

@@ -1,4 +1,4 @@
-"""Asking beside the trainer: a question becomes a group that no step trains on (scheduling/asking.py says what holds).
+"""Asking beside the trainer: a question becomes a group that no step trains on (rules: scheduling/parts/asking.py).
 
 Rules kept here: questions enter by the executor's one door, as all news does. So they are in the journal, they move
 when a worker dies, and replay and stories know them. What is asked at once is bounded here, never by letting it wait.
@@ -15,8 +15,8 @@ from polyrl.manager.payload import Text
 from polyrl.manager.question import Question
 from polyrl.manager.refusals import Refused
 from polyrl.manager.settings import MISSED_BEATS, ManagerSettings
-from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import DomainData, FleetRules, SchedulerConfig
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import DomainData, FleetRules, SchedulerConfig
 from polyrl.wire import columns
 from polyrl.wire.frames import PromptText, Sampling
 

@@ -12,10 +12,10 @@ from polyrl.manager.executor import Executor
 from polyrl.manager.journal import Granted
 from polyrl.manager.relay_addresses import reachable
 from polyrl.manager.sessions import WorkerSession
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.order import mix64
-from polyrl.scheduling.samples import NO_VERSION
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.samples import NO_VERSION
+from polyrl.scheduling.rules.order import mix64
 from polyrl.wire import columns, frames
 from polyrl.wire.pieces import in_pieces
 

@@ -19,17 +19,17 @@ from collections.abc import Callable
 
 from polyrl.errors import shorten
 from polyrl.ids import GroupId, Incarnation, LeaseId, Seconds, WorkerName
+from polyrl.journal.records import CAVEAT
 from polyrl.manager.gathering import gather
 from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened, VersionOffered
 from polyrl.manager.payload import Payload
 from polyrl.manager.question import Question
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.hearing import concerned
-from polyrl.scheduling.records import CAVEAT
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.parts.hearing import concerned
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import frames
 from polyrl.wire.columns import ANY_VOCABULARY, Vocabulary

@@ -15,8 +15,8 @@ from polyrl.manager.journal import PromptsSupplied, RewardKept, VersionOffered
 from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused
 from polyrl.manager.sessions import TrainerSession
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
 
 log = logging.getLogger("polyrl.manager")

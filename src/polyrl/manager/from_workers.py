@@ -17,10 +17,10 @@ from polyrl.manager.link import Link
 from polyrl.manager.refusals import Refused
 from polyrl.manager.relay_addresses import own_addresses
 from polyrl.manager.sessions import WorkerSession
-from polyrl.scheduling import events as e
-from polyrl.scheduling.hearing import teaches
-from polyrl.scheduling.samples import NO_VERSION, Sample
-from polyrl.scheduling.weight_delivery import TRAINER
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.samples import NO_VERSION, Sample
+from polyrl.scheduling.parts.hearing import teaches
+from polyrl.scheduling.rules.weight_delivery import TRAINER
 from polyrl.wire import columns, frames
 
 log = logging.getLogger("polyrl.manager")
@@ -215,7 +215,7 @@ def _report(executor: Executor, session: WorkerSession, report: frames.Report) -
     session.report = report
     worker = executor.seat_of(session)
     if worker is None:
-        return  # otherwise the scheduler hears of it when something depends on it (scheduling/hearing.py)
+        return  # otherwise the scheduler hears of it when something depends on it (scheduling/parts/hearing.py)
     waited_s = executor.now() - session.told_at
     if worker.unheard or (waited_s > AT_LAST_S and teaches(worker, report.num_waiting)):
         executor.tell_news(session)

@@ -1,4 +1,4 @@
-"""What was heard of workers and not told yet, as one event: when to tell it is said in scheduling/hearing.py.
+"""What was heard of workers and not told yet, as one event: when to tell it is said in scheduling/parts/hearing.py.
 
 Progress and what engines hold back are told every few seconds, or at once where somebody asks for all of it; that a
 worker was heard, when its deadline comes near.
@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 from polyrl.ids import SampleId, Seconds
 from polyrl.manager.payload import Text
 from polyrl.manager.sessions import WorkerSession
-from polyrl.scheduling.desk import Desk
-from polyrl.scheduling.events import FleetReported
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.hearing import MS_A_TICK, runs_of, teaches
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.events import FleetReported
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.parts.hearing import MS_A_TICK, runs_of, teaches
 
 _TELL_EVERY_S = 2.0
 AT_LAST_S = 5.0

@@ -38,7 +38,7 @@ from polyrl.manager.serving.routes import Answerer
 from polyrl.manager.serving.texts import Served
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
-from polyrl.scheduling import events as e
+from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
 from polyrl.wire.control import (
     READ_HEADER,

@@ -13,8 +13,8 @@ from polyrl.manager.executor import Executor
 from polyrl.manager.payload import append_cells, without_rows
 from polyrl.manager.refusals import Refused
 from polyrl.manager.sessions import WorkerSession
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import CELL_BYTES, TOKEN_IDS, BadColumns
 

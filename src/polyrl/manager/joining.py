@@ -19,8 +19,8 @@ from polyrl.manager.journal import SessionOpened
 from polyrl.manager.refusals import Refused
 from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.settings import MISSED_BEATS
-from polyrl.scheduling import events as e
-from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire.control import EMULATED, MAX_SLOTS, JoinReply, JoinRequest, NameReply, RunReply, RunRequest
 

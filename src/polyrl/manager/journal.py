@@ -1,6 +1,6 @@
 """A live run on disk: what the scheduler was told (events), and the tokens, prompts and rewards themselves (payload).
 
-    RUN_DIR/journal/events-000001.bin     scheduling/records.py: replay and stories read these, and these alone
+    RUN_DIR/journal/events-000001.bin     journal/records.py: replay and stories read these, and these alone
     RUN_DIR/journal/payload-000001.bin    frames: `B` and workers' Tokens frames as they came, or `N` and a note
 
 Rules kept here:
@@ -26,14 +26,14 @@ from polyrl.descriptors import Spare
 from polyrl.disk import sync_folder
 from polyrl.errors import JournalError, UserError
 from polyrl.ids import Seconds
+from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, segments
+from polyrl.journal.framing import CutShort, FrameSource, frame_head, read_frame
+from polyrl.journal.records import digest_commands, encode_header, encode_record, read_records, resume_scheduler
 from polyrl.manager.settings import JournalSettings
-from polyrl.scheduling.commands import Command
-from polyrl.scheduling.events import Event
-from polyrl.scheduling.framing import CutShort, FrameSource, frame_head, read_frame
-from polyrl.scheduling.parameters import SchedulerConfig
-from polyrl.scheduling.records import digest_commands, encode_header, encode_record, read_records, resume_scheduler
+from polyrl.scheduling.core.commands import Command
+from polyrl.scheduling.core.events import Event
+from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import EVENTS, LIVE_FOLDER, PAYLOAD, segments
 from polyrl.wire.control import AnswerRules, JoinRequest
 from polyrl.wire.frames import PromptText, Tokens
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from polyrl.ids import GroupId
 from polyrl.manager.payload import Text
-from polyrl.scheduling.commands import CloseAsked
+from polyrl.scheduling.core.commands import CloseAsked
 
 
 class Question:

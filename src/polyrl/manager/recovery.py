@@ -16,8 +16,8 @@ from polyrl.manager.journal import RunOpened, SessionOpened
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.sessions import TrainerSession, WorkerSession
-from polyrl.scheduling import events as e
-from polyrl.scheduling.desk import RULES, Desk
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.desk import RULES, Desk
 
 
 def recover(executor: Executor) -> str:

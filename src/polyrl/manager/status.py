@@ -12,9 +12,9 @@ from polyrl.ids import Step
 from polyrl.manager.executor import Executor
 from polyrl.manager.payload import Payload
 from polyrl.manager.sessions import WorkerSession
-from polyrl.scheduling.desk import Desk
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.samples import Round
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.samples import Round
 from polyrl.wire.control import RewardsStatus, RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
 
 

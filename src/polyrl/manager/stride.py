@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES, Vocabulary
 from polyrl.wire.frames import Tokens

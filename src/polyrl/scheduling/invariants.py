@@ -6,13 +6,13 @@ does not hold is a bug of the scheduler, whatever the environment did.
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds, Version, show_sample
-from polyrl.scheduling import failures
-from polyrl.scheduling.desk import Desk, State
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.samples import ASKED, NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.core.desk import Desk, State
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.parts import failures
+from polyrl.scheduling.rules.staleness import newest_step, oldest_version
+from polyrl.scheduling.rules.tail_batching import num_extra
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.scheduling.staleness import newest_step, oldest_version
-from polyrl.scheduling.tail_batching import num_extra
 
 LEASED = ("leased", "stopping")
 

@@ -16,24 +16,10 @@ import msgspec
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds
-from polyrl.scheduling import (
-    asking,
-    balancing,
-    credit,
-    devices,
-    failures,
-    hearing,
-    leases,
-    membership,
-    notices,
-    rounds,
-    scoring,
-    steps,
-)
-from polyrl.scheduling.commands import Abort, Command
-from polyrl.scheduling.deadlines import Wait
-from polyrl.scheduling.desk import RULES, Desk, State, new_state
-from polyrl.scheduling.events import (
+from polyrl.scheduling.core.commands import Abort, Command
+from polyrl.scheduling.core.deadlines import Wait
+from polyrl.scheduling.core.desk import RULES, Desk, State, new_state
+from polyrl.scheduling.core.events import (
     DrainRequested,
     DriverResumed,
     DutyChanged,
@@ -72,10 +58,24 @@ from polyrl.scheduling.events import (
     WorkerLeft,
     WorkerReported,
 )
-from polyrl.scheduling.fleet import Worker
-from polyrl.scheduling.ledger import Ledger
-from polyrl.scheduling.parameters import SchedulerConfig
-from polyrl.scheduling.samples import Sample
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.ledger import Ledger
+from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.core.samples import Sample
+from polyrl.scheduling.parts import (
+    asking,
+    balancing,
+    credit,
+    devices,
+    failures,
+    hearing,
+    leases,
+    membership,
+    notices,
+    rounds,
+    scoring,
+    steps,
+)
 
 
 class Saved(msgspec.Struct, frozen=True):

@@ -4,8 +4,8 @@ A pull that is asked for again is replaced. When its source goes away the pull f
 """
 
 from polyrl.ids import Version, WorkerName
-from polyrl.scheduling import events as e
-from polyrl.scheduling.commands import PullWeights
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.commands import PullWeights
 from polyrl.sim.agenda import Agenda
 from polyrl.sim.draws import unit
 from polyrl.sim.machines import Machine, Send

@@ -11,9 +11,9 @@ from typing import assert_never
 from msgspec import structs
 
 from polyrl.ids import Incarnation, LeaseId, Seconds, WorkerName
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import Worker
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Worker
 from polyrl.sim.agenda import Agenda
 from polyrl.sim.deliveries import Deliveries
 from polyrl.sim.draws import unit

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from polyrl.ids import Incarnation, WorkerName
-from polyrl.scheduling.events import Event
+from polyrl.scheduling.core.events import Event
 from polyrl.sim.engine_model import EngineModel
 
 

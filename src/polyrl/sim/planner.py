@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from polyrl.cores import num_cores
 from polyrl.ids import Seconds
-from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.core.ledger import StepLine
 from polyrl.sim.result import Result, summarize
 from polyrl.sim.scenario import Scenario, SupplyEvent
 from polyrl.sim.simulation import Simulation, StuckError

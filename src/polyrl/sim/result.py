@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.ids import Seconds
-from polyrl.scheduling.ledger import StepLine
-from polyrl.scheduling.scaling import useful_workers
-from polyrl.scheduling.seeding import StepTimes
+from polyrl.scheduling.core.ledger import StepLine
+from polyrl.scheduling.rules.scaling import useful_workers
+from polyrl.scheduling.rules.seeding import StepTimes
 from polyrl.sim.simulation import Simulation
 from polyrl.telemetry.timeline import seconds_by_activity
 
@@ -79,7 +79,7 @@ class Workers(Struct, frozen=True):
     losses: int
     paid_hours: float
     useful: float
-    """How many would generate a step's samples in the time that it trains (scheduling/scaling.py)."""
+    """How many would generate a step's samples in the time that it trains (scheduling/rules/scaling.py)."""
 
 
 class Idle(Struct, frozen=True):

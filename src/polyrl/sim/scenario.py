@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from polyrl.scheduling.parallelism import DecodeSpeed, capacity_tokens
-from polyrl.scheduling.parameters import (
+from polyrl.scheduling.core.parameters import (
     FleetRules,
     HandBackConfig,
     ParallelismConfig,
@@ -23,6 +22,7 @@ from polyrl.scheduling.parameters import (
     SeedingConfig,
     WeightDeliveryConfig,
 )
+from polyrl.scheduling.rules.parallelism import DecodeSpeed, capacity_tokens
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]

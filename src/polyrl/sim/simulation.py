@@ -14,13 +14,13 @@ from msgspec import structs
 
 from polyrl.errors import LawViolation, PolyrlError
 from polyrl.ids import GroupId, SampleId, Seconds, Step, WorkerName, group_of, index_of
-from polyrl.scheduling import commands as c
-from polyrl.scheduling import events as e
-from polyrl.scheduling.fleet import Worker
+from polyrl.journal.records import JournalDigest, encode_record
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.ledger import StepLine
+from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
 from polyrl.scheduling.invariants import check
-from polyrl.scheduling.ledger import StepLine
-from polyrl.scheduling.parameters import DomainData, SchedulerConfig
-from polyrl.scheduling.records import JournalDigest, encode_record
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.sim.agenda import Agenda
 from polyrl.sim.fleet_model import FleetModel

@@ -11,7 +11,7 @@ It leaves out what training does to the policy: lengths are the workload's.
 from collections.abc import Callable
 
 from polyrl.ids import GroupId, Seconds, Step, Version, WorkerName
-from polyrl.scheduling import events as e
+from polyrl.scheduling.core import events as e
 from polyrl.sim.scenario import Scenario
 
 Later = Callable[[Seconds, Callable[[], None]], None]

@@ -18,9 +18,12 @@ from msgspec import Struct
 
 from polyrl.errors import LawViolation, UserError
 from polyrl.ids import Seconds, WorkerName
+from polyrl.journal.files import find_begun, open_journal
+from polyrl.journal.framing import CutShort
+from polyrl.journal.records import CAVEAT, JournalHeader, Record, digest_commands, resume_scheduler
 from polyrl.scheduling import invariants
-from polyrl.scheduling.commands import Command, ForgetWorker, ReportStep
-from polyrl.scheduling.events import (
+from polyrl.scheduling.core.commands import Command, ForgetWorker, ReportStep
+from polyrl.scheduling.core.events import (
     DriverResumed,
     Event,
     FleetReported,
@@ -33,13 +36,10 @@ from polyrl.scheduling.events import (
     WorkerLeft,
     WorkerReported,
 )
-from polyrl.scheduling.fleet import Worker, settle
-from polyrl.scheduling.framing import CutShort
-from polyrl.scheduling.ledger import Ledger, StepLine
-from polyrl.scheduling.parameters import SchedulerConfig
-from polyrl.scheduling.records import CAVEAT, JournalHeader, Record, digest_commands, resume_scheduler
+from polyrl.scheduling.core.fleet import Worker, settle
+from polyrl.scheduling.core.ledger import Ledger, StepLine
+from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.telemetry.journal import find_begun, open_journal
 from polyrl.telemetry.timeline import Span, Timeline
 
 _SAMPLES_A_CHECK = 4

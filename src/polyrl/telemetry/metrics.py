@@ -22,7 +22,7 @@ import msgspec
 
 from polyrl.errors import UserError
 from polyrl.ids import Step
-from polyrl.scheduling.ledger import DiscardCause, StepLine
+from polyrl.scheduling.core.ledger import DiscardCause, StepLine
 from polyrl.telemetry.metric_names import ALIASES, HEADLINES, IMPOSED_LENGTHS
 
 FILE_NAME = "metrics.jsonl"

@@ -12,7 +12,7 @@ they agree to a millionth.
 
 from collections.abc import Iterator, Mapping
 
-from polyrl.scheduling.ledger import OTHERS
+from polyrl.scheduling.core.ledger import OTHERS
 from polyrl.telemetry.account import Account
 
 _HOUR_S = 3600.0

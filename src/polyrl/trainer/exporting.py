@@ -14,9 +14,10 @@ from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.disk import whole_folder
 from polyrl.engines.builtin.quiet import quiet
 from polyrl.errors import UserError
-from polyrl.trainer import checkpoint, lora
+from polyrl.trainer import lora
 from polyrl.trainer.lora import LoraPolicy
 from polyrl.trainer.model import Policy
+from polyrl.trainer.state import checkpoint
 
 _MASTER = "policy/master/"
 _COPIED = (*TOKENIZER_FILES, "generation_config")

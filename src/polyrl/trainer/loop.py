@@ -27,7 +27,7 @@ import numpy as np
 from polyrl.client import Fleet, Group, RoundOver, Sample
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.errors import UserError
-from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.core.ledger import StepLine
 from polyrl.trainer.batch import Group as TrainedGroup
 from polyrl.trainer.batch import TrainSample, Turn, is_zero_variance, shaped_reward
 from polyrl.trainer.devices import Devices

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from polyrl.trainer import kl
 from polyrl.trainer.batch import TrainSample
+from polyrl.trainer.objectives import kl
 
 KL = "actor/mismatch_kl"
 ABS = "actor/mismatch_abs"

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer import gae, kl
-from polyrl.trainer.advantages import whiten
 from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy, Scorer
+from polyrl.trainer.objectives import gae, kl
+from polyrl.trainer.objectives.advantages import whiten
+from polyrl.trainer.objectives.registry import RewardBatch, checked_advantages, find_advantage, find_batch_advantage
 from polyrl.trainer.packing import Pack, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
-from polyrl.trainer.registry import RewardBatch, checked_advantages, find_advantage, find_batch_advantage
 
 Tensor = torch.Tensor
 Floats = np.ndarray[Any, np.dtype[np.float32]]

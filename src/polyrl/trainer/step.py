@@ -35,17 +35,18 @@ import torch
 
 from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
-from polyrl.scheduling.order import mix64
-from polyrl.trainer import aggregation, corrections, kl, mismatch
+from polyrl.scheduling.rules.order import mix64
+from polyrl.trainer import mismatch
 from polyrl.trainer.batch import Group, TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.guard import Guard
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
+from polyrl.trainer.objectives import aggregation, corrections, kl
+from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
 from polyrl.trainer.optimizer import Optimizer, Update
 from polyrl.trainer.packing import Pack, Part, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.ready import Preparation, Ready
-from polyrl.trainer.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
 from polyrl.trainer.tally import Tally
 
 log = logging.getLogger("polyrl.trainer")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from polyrl.scheduling.parameters import SchedulerConfig
+from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.wire.frames import NoticeSeconds
 
 WORKER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from polyrl.errors import plain
-from polyrl.scheduling.ledger import StepLine
+from polyrl.scheduling.core.ledger import StepLine
 from polyrl.wire.imposed import ImposedLengths
 
 PROTOCOL = 2

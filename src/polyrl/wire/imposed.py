@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from polyrl.ids import SampleId, group_of
-from polyrl.scheduling.order import mix64
+from polyrl.scheduling.rules.order import mix64
 
 _NORMAL = NormalDist()
 _GROUPS, _SAMPLES = 0x1E46, 0x5A3B

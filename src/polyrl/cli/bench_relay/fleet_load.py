@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from polyrl.cli.loop import run_loop
 from polyrl.client import Fleet, Prompt, connect
-from polyrl.scheduling.parameters import DomainData, RewardConfig, RoundsConfig, SchedulerConfig
+from polyrl.run.event_loop import run_loop
+from polyrl.scheduling.core.parameters import DomainData, RewardConfig, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames
 from polyrl.wire.control import JoinReply, JoinRequest
 from polyrl.wire.dial import Dialer

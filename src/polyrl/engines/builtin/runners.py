@@ -53,7 +53,7 @@ def _on_gpu(
     )
     if why_not:
         raise EngineError(f"{loaded.name}: {why_not}")
-    from polyrl.engines.builtin.cuda_runner import CudaRunner
+    from polyrl.engines.builtin.cuda.runner import CudaRunner
 
     return CudaRunner(
         loaded,

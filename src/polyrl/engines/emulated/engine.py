@@ -50,7 +50,7 @@ from polyrl.engines.engine import (
 )
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Seconds, Version
-from polyrl.scheduling.order import mix64
+from polyrl.scheduling.rules.order import mix64
 
 _LONGEST_LOOK_S = 0.5
 """A longer time between two looks at the clock means that the process was stopped."""

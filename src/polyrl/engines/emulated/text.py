@@ -14,8 +14,8 @@ from msgspec import Meta, Struct
 
 from polyrl.engines.engine import EngineEnd, Job
 from polyrl.errors import ConfigError
-from polyrl.scheduling.bounds import AtLeastOne, Count, NotNegative, Positive, Share
-from polyrl.scheduling.order import mix64
+from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
+from polyrl.scheduling.rules.order import mix64
 from polyrl.wire.columns import pack_tokens
 
 EOS = 2

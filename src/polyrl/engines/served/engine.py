@@ -38,7 +38,7 @@ from polyrl.engines.served.pause import Pause
 from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
 from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version
-from polyrl.scheduling.order import mix64
+from polyrl.scheduling.rules.order import mix64
 
 log = logging.getLogger("polyrl.engines.served")
 

@@ -1,0 +1,1 @@
+"""The builtin engine on a GPU."""

@@ -1,0 +1,1 @@
+"""A run: load a recipe, start it, watch it, stop it, resume it."""

@@ -1,0 +1,304 @@
+"""What a training run goes on from, and who saves it.
+
+    RUN/recipe.toml      what was trained, with every default and whole paths: what --resume reads, from any folder
+    RUN/port             where the manager listened: workers dial there again
+    RUN/checkpoints/     trainer/state/checkpoint.py, trainer/state/redo.py
+
+A run goes on from its newest checkpoint, the log of the steps since then, and the manager's journal. Log and journal
+are never more than the open step apart: a step is done for the manager only when it is on disk here.
+"""
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import blake3
+from msgspec.structs import replace
+
+from polyrl.config import apply_overrides, build, load_toml
+from polyrl.config.dump import dump_toml
+from polyrl.config.hub import with_local_places
+from polyrl.config.recipe import Recipe
+from polyrl.config.recipe_files import with_whole_paths
+from polyrl.data.tokens import TOKENIZER_FILES
+from polyrl.disk import write_whole
+from polyrl.errors import UserError
+from polyrl.run.changes import begin_anew, check_changes
+from polyrl.telemetry import metrics, validated
+from polyrl.telemetry.breaks import Break
+from polyrl.trainer.loop import StepReport, why_enough
+from polyrl.trainer.model import Policy
+from polyrl.trainer.state import checkpoint, redo
+from polyrl.trainer.state.checkpoint import Keep, TrainerState
+from polyrl.trainer.state.redo import Entry
+from polyrl.trainer.state.saving import Rules, Saver
+from polyrl.trainer.step import Steps
+
+_RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
+_WEIGHT_FILES = (".safetensors", ".bin")
+_LOCK_FILE = "manager.lock"
+_LOCK_PATIENCE_S = 15.0
+_DIGESTS_KEPT = 16
+"""At least: more than there can be versions in the open rounds."""
+
+
+class Past(NamedTuple):
+    """What a run goes on from."""
+
+    folder: Path
+    state: TrainerState
+    tensors: dict[str, Any]
+    """Empty before the first full checkpoint: then the recipe's models are what it goes on from."""
+    log: list[Entry]
+    """The steps since then."""
+    published: dict[int, tuple[str, ...]]
+    """The digests of the versions that were published last."""
+    port: int
+    last: StepReport | None = None
+    """Of the last step, where there was one; `is_told`: as somebody has told of it already."""
+    is_told: bool = True
+    breaks: tuple[Break, ...] = ()
+    """What is trained otherwise from here on."""
+
+    @property
+    def next_step(self) -> int:
+        return self.state.next_step + len(self.log)
+
+
+def write_recipe(run_dir: Path, recipe: Recipe) -> None:
+    """Raises UserError if the disk does not take it; the one before is whole then."""
+    path = run_dir / _RECIPE_FILE
+    try:
+        write_whole(path, dump_toml(with_whole_paths(recipe)).encode())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_recipe(run_dir: Path, overrides: list[str]) -> tuple[Recipe, Recipe]:
+    """The recipe of a run as it was, and with overrides. Raises UserError for one that the run cannot go on with."""
+    path = run_dir / _RECIPE_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{run_dir}: no {_RECIPE_FILE} there; expected the directory of a run that `polyrl train` began"
+        )
+    tree = load_toml(path)
+    before = with_whole_paths(build(tree, Recipe, source=str(path)))
+    changed = apply_overrides(tree, overrides)
+    after = with_whole_paths(with_local_places(build(changed, Recipe, source=str(path), overrides=overrides)))
+    check_changes(before, after, run_dir)
+    return before, after
+
+
+def read_past(run_dir: Path) -> Past:
+    """The newest checkpoint and what came after it. Raises UserError if there is none, or it cannot be used."""
+    found = checkpoint.found(run_dir)
+    if not found:
+        raise UserError(
+            f"{run_dir}: no checkpoint there to go on from: it was removed, or the run keeps none (checkpoint.enabled "
+            f"= false); {begin_anew(run_dir, has_weights=False)}"
+        )
+    try:
+        state, tensors = checkpoint.load(found[-1])
+        checkpoint.check_run(run_dir, state)
+    except UserError as error:
+        raise UserError(f"{error}{_way_out(run_dir, found)}") from error
+    try:
+        port = int((run_dir / _PORT_FILE).read_text())
+    except (OSError, ValueError):
+        port = 0
+    log = redo.read(run_dir, state.next_step)
+    last_step = state.next_step + len(log) - 1
+    report = redo.report_of(run_dir, last_step)
+    last = StepReport.decode(report) if report else None
+    is_told = last is None or _is_told(run_dir, last_step)
+    return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port, last, is_told)
+
+
+def has_begun(run_dir: Path) -> bool:
+    """A manager that could not listen has begun a journal, and no run."""
+    return any((run_dir / "journal").glob("events-*"))
+
+
+def keep_of(recipe: Recipe) -> Keep:
+    wanted = recipe.checkpoint
+    return Keep(wanted.keep_last, wanted.keep_every, int(recipe.track.samples_gb * (1 << 30)))
+
+
+def _is_told(run_dir: Path, step: int) -> bool:
+    told = run_dir / metrics.FILE_NAME
+    return told.exists() and any(line["step"] == step for line in metrics.read_steps(told))
+
+
+def check_that_something_is_left(past: Past, recipe: Recipe, run_dir: Path) -> None:
+    """Raises UserError if a run that goes on would end at once."""
+    num_steps = recipe.train.steps
+    if past.next_step > num_steps:
+        raise UserError(
+            f"train.steps: got {num_steps}, and {past.next_step} steps of {run_dir} are trained already; expected more"
+        )
+    version = past.next_step
+    if past.log or not past.is_told:  # of logged steps there is no checkpoint yet
+        return
+    if recipe.validation.is_due(version) and not metrics.read_validation(run_dir / metrics.FILE_NAME, version):
+        return
+    if past.last is not None and (why := why_enough(recipe.train, past.last)):
+        raise UserError(f"train.stop_at_reward: the run in {run_dir} has ended: {why}; ask for more to go on")
+    if version < num_steps:
+        if checkpoint.has_data_ended(run_dir, version):
+            raise UserError(
+                f"data.num_epochs: the data of {run_dir} has ended, after {version} steps, and a run that goes on "
+                f"cannot have more; {begin_anew(run_dir)}"
+            )
+        return
+    raise UserError(
+        f"train.steps: all {num_steps} steps of {run_dir} are trained; ask for more: train.steps={2 * num_steps}"
+    )
+
+
+def _way_out(run_dir: Path, found: list[Path]) -> str:
+    """Where the log reaches back to the checkpoint before, that one will do."""
+    if len(found) < 2 or not redo.has(run_dir, checkpoint.step_of(found[-2])):
+        return ""
+    return f"; remove {found[-1]}, and --resume trains the steps since {found[-2].name} again"
+
+
+def write_port(run_dir: Path, port: int) -> None:
+    (run_dir / _PORT_FILE).write_text(f"{port}\n")
+
+
+def wait_for_manager_to_end(run_dir: Path) -> None:
+    """A trainer that was killed leaves a manager that is still putting its files away."""
+    try:
+        descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR)
+    except OSError:
+        return
+    until = time.monotonic() + _LOCK_PATIENCE_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise UserError(f"{run_dir}: another manager has this run; is it still being trained?") from error
+                time.sleep(0.1)
+    finally:
+        os.close(descriptor)
+
+
+def describe(recipe: Recipe, policy: Policy, prompts: tuple[str, ...]) -> TrainerState:
+    """A run that begins: what must be the same whenever it goes on (`check_past`)."""
+    return TrainerState(
+        next_step=0,
+        run=secrets.token_hex(8),
+        fingerprint=checkpoint.fingerprint(policy.parameters()),
+        base=policy.base_fingerprint,
+        tokenizer=tokenizer_digest(Path(recipe.model.path)),
+        prompts=prompts,
+        models=models_digest(recipe),
+        reference=reference_digest(recipe),
+    )
+
+
+def make_saver(
+    recipe: Recipe,
+    run_dir: Path,
+    about: TrainerState,
+    gather: Callable[[], Iterable[tuple[str, Any]]],
+    past: Past | None,
+) -> Saver:
+    """`about` is what must be the same whenever it goes on; `gather` gives all tensors of a checkpoint, whole."""
+    wanted = recipe.checkpoint
+    if past is not None:
+        reference = reference_digest(recipe) or about.reference  # it may be measured against one from now on
+        about = replace(about, next_step=past.next_step, reference=reference)
+    validates_every = recipe.validation.every_steps if wanted.keep_best else 0
+    return Saver(
+        run_dir,
+        about,
+        Rules(wanted.every_steps, keep_of(recipe), validates_every),
+        gather,
+        newest=0 if past is None else past.state.next_step,
+        num_steps=recipe.train.steps,
+        metric=wanted.keep_best,
+        digests_kept=max(_DIGESTS_KEPT, recipe.max_staleness + 2),
+    )
+
+
+async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> None:
+    """The steps of the log; and make up for what their checkpoints lack. Raises UserError."""
+
+    def note_validation(version: int) -> None:
+        saver.validated(version, validated.read(run_dir, version))
+
+    async def after(step: int) -> None:
+        await saver.trained_again(step)
+        note_validation(step + 1)
+
+    note_validation(past.state.next_step)
+    await redo.train_again(steps, past.log, lambda line: print(line, flush=True), after)
+
+
+def check_prompts(past: Past, recipe: Recipe, digests: tuple[str, ...], run_dir: Path) -> None:
+    """Raises UserError if a number means another prompt than it did."""
+    for domain, before, now in zip(recipe.data.all_domains, past.state.prompts, digests, strict=False):
+        if before != now:
+            raise UserError(
+                f"{domain.source}: its prompts are not those that {past.folder} was trained with, or not in their "
+                f"order; put the file back, or {begin_anew(run_dir)}"
+            )
+
+
+def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
+    """Raises UserError if a checkpoint is of another model, or of another tokenizer or reference."""
+    path = recipe.model.path
+    if past.state.tokenizer and past.state.tokenizer != tokenizer_digest(Path(path)):
+        raise UserError(f"{path}: its tokenizer is not the one that {past.folder} was trained with; put that one back")
+    checkpoint.check_model(past.state, policy, path)
+    if past.state.models and past.state.models != models_digest(recipe):
+        raise UserError(
+            f"{path}: its files, or those of another model of the recipe, are not the ones that {past.folder} began "
+            "with, and no weights are kept yet; put those back, or begin anew in another directory (--run-dir)"
+        )
+    reference = reference_digest(recipe)
+    if past.state.reference and reference and past.state.reference != reference:
+        raise UserError(
+            f"{recipe.algorithm.reference or path}: its files are not those of the reference that {past.folder} was "
+            "trained with; put those back, or name a copy of them in the run's recipe.toml: algorithm.reference"
+        )
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Of all files that say what a text's tokens are."""
+    return _digest_of_files(path for path in folder.iterdir() if path.name.startswith(TOKENIZER_FILES))
+
+
+def models_digest(recipe: Recipe) -> str:
+    """Of all files that say what the run's models are before the first step."""
+    algorithm = recipe.algorithm
+    folders = {os.path.abspath(one) for one in (recipe.model.path, algorithm.critic.path, algorithm.reference) if one}
+    return _digest_of_files(path for folder in folders for path in _model_files(folder))
+
+
+def reference_digest(recipe: Recipe) -> str:
+    """Of all files that say what KL is measured against; empty where it is not, or is to LoRA's own base."""
+    algorithm = recipe.algorithm
+    if algorithm.kl == "none" or (recipe.lora.rank and not algorithm.reference):
+        return ""
+    return _digest_of_files(_model_files(algorithm.reference or recipe.model.path))
+
+
+def _model_files(folder: str) -> list[Path]:
+    return [one for one in Path(folder).iterdir() if one.name == "config.json" or one.suffix in _WEIGHT_FILES]
+
+
+def _digest_of_files(paths: Iterable[Path]) -> str:
+    hashing = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    for path in sorted(paths):
+        hashing.update(f"{path.name} {path.stat().st_size} ".encode())
+        hashing.update_mmap(path)
+    return hashing.hexdigest()

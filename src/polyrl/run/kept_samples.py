@@ -1,0 +1,149 @@
+"""The answers of a run that its directory holds: those that steps were trained on, and those of the open round.
+
+    RUN/samples, RUN/checkpoints/redo   what steps were trained on, and what taught nothing (trainer/state/entries.py)
+    RUN/journal                         what the manager keeps of rounds: prompts, tokens, rewards
+
+Rules kept here: files are only read, also while a run writes them: what is cut short is not there yet. A group that a
+step's file has is not taken from the journal as well. Nothing is asked of anybody: a run that is over reads the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from polyrl.errors import JournalError, UserError
+from polyrl.ids import GroupId, SampleId, group_of, show_sample
+from polyrl.journal.files import find_begun, open_journal
+from polyrl.journal.framing import CutShort
+from polyrl.journal.records import resume_scheduler
+from polyrl.manager.journal import RewardKept, read_payload
+from polyrl.manager.payload import Payload
+from polyrl.manager.payload_reader import PayloadReader
+from polyrl.scheduling.core import commands as c
+from polyrl.trainer.batch import TrainSample, Turn
+from polyrl.trainer.state import entries
+from polyrl.wire import columns
+
+State = Literal["trained", "rejected", "open"]
+
+
+class KeptSample(NamedTuple):
+    step: int
+    name: str
+    """GROUP/INDEX; of a trained step, the index counts those that came."""
+    state: State
+    """`rejected`: its group taught nothing; `open`: its step is not trained yet."""
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    reward: float | None
+    """None: it is not scored yet."""
+    parts: dict[str, float]
+    finish: str
+    turns: tuple[Turn, ...]
+
+
+class Kept:
+    """What is there of a run. Raises UserError for a directory without any."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._files = entries.of_run(run_dir)
+        self._open = _open_samples(run_dir)
+        self._open = {step: found for step, found in self._open.items() if step not in self._files}
+        if not self._files and not self._open:
+            raise UserError(f"{run_dir}: no samples there; expected the directory of a run that has answered something")
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({*self._files, *self._open})
+
+    @property
+    def trained_steps(self) -> list[int]:
+        return list(self._files)
+
+    def of_step(self, step: int) -> list[KeptSample]:
+        """Raises UserError for a step that is not there."""
+        if step in self._open:
+            return self._open[step]
+        path = self._files.get(step)
+        if path is None:
+            first, last = self.steps[0], self.steps[-1]
+            raise UserError(f"--step: {step} is not kept; expected one from {first} to {last}")
+        try:
+            entry = entries.read(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        num_trained = sum(len(entries.decode_groups(batch)) for batch in entry.batches)
+        return [
+            _of_entry(step, sample, index, "trained" if place < num_trained else "rejected")
+            for place, group in enumerate(entry.groups())
+            for index, sample in enumerate(group)
+        ]
+
+
+def _of_entry(step: int, sample: TrainSample, index: int, state: State) -> KeptSample:
+    return KeptSample(
+        step, f"{sample.group}/{index}", state, sample.prompt.tolist(), sample.answer.tolist(), sample.reward,
+        dict(sample.parts), sample.finish, sample.written_by,
+    )  # fmt: skip
+
+
+def _open_samples(run_dir: Path) -> dict[int, list[KeptSample]]:
+    """Answers in the manager's journal, by step: whole ones alone."""
+    try:
+        step_of = _steps_of_groups(run_dir)
+    except JournalError:
+        return {}
+    reader, scored = PayloadReader(step_of), set[int]()
+    for item in read_payload(run_dir):
+        if isinstance(item, list):
+            reader.tokens(item)
+        else:
+            reader.note(item)
+        if isinstance(item, RewardKept):
+            scored.add(item.sample)
+    payload = reader.finish(None)
+    found: dict[int, list[KeptSample]] = {}
+    for sample in sorted(payload.texts):
+        step = step_of[group_of(sample)]
+        if payload.texts[sample].finish:
+            found.setdefault(step, []).append(_of_journal(step, sample, payload, is_scored=sample in scored))
+    return found
+
+
+def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: bool) -> KeptSample:
+    text = payload.texts[sample]
+    prompt = payload.prompts.get(group_of(sample))
+    ends = [one.from_token for one in text.segments[1:]] + [text.num_tokens]
+    turns = tuple(
+        Turn(one.version, end - one.from_token, one.engine, one.worker)
+        for one, end in zip(text.segments, ends, strict=True)
+    )
+    return KeptSample(
+        step, show_sample(sample), "open", () if prompt is None else columns.unpack_tokens(prompt.tokens),
+        columns.view_cells(text.cells)["token"].tolist(), text.reward if is_scored else None, text.parts, text.finish,
+        turns,
+    )  # fmt: skip
+
+
+def _steps_of_groups(run_dir: Path) -> dict[GroupId, int]:
+    """Of the groups that the newest file of events speaks of."""
+    header, records = open_journal(find_begun(run_dir)[-1])
+    scheduler = resume_scheduler(header, None)
+    found: dict[GroupId, int] = {group.id: group.step for group in scheduler.desk.groups.values()}
+    try:
+        for record in records:
+            for command in scheduler.handle(record.event, record.now):
+                found |= dict(_opened(command))
+    except CutShort:  # it is being written
+        pass
+    return found
+
+
+def _opened(command: c.Command) -> Iterator[tuple[GroupId, int]]:
+    match command:
+        case c.OpenRound():
+            yield from ((group.group, command.step) for group in command.groups)
+        case c.AddGroup():
+            yield command.group.group, command.step
+        case _:
+            return

@@ -1,0 +1,88 @@
+"""The trainer's own devices as a member of the fleet: an engine on its model, and a worker that hosts it.
+
+The engine is there before the run is opened, and the worker joins when there is a version to write with. Where the
+recipe wants no local generation there is no worker, and the engine, if validation needs one, sleeps in between.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from polyrl.client import Fleet
+from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.run import models
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.local_engine import LocalEngine
+from polyrl.trainer.model import Policy
+from polyrl.wire.dial import Dialer
+from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
+
+NAME = "trainer"
+_DRAIN_S = 2.0
+_CPU_SLOTS, _GPU_SLOTS = 128, 256
+_PROMPT_ROOM = 512
+"""Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
+
+
+@asynccontextmanager
+async def started_engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalEngine | None]:
+    """On the trainer's own device; None if it never generates."""
+    if not models.uses_engine(recipe):
+        yield None
+        return
+    engine = make_engine(recipe, policy)
+    try:
+        await engine.start()
+        if not recipe.train.local_generation:
+            await engine.sleep()  # only validation wakes it: training has the memory of its cache
+        yield engine
+    finally:
+        await engine.close()
+
+
+def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
+    """Slots for a round's samples, as far as it makes sense, and a cache that holds them at their longest."""
+    num = sum(domain.prompts_per_step for domain in recipe.data.all_domains) * recipe.rounds.samples_per_prompt
+    slots = min(_GPU_SLOTS if policy.device.type == "cuda" else _CPU_SLOTS, num)
+    config = BuiltinConfig(
+        model=recipe.model.path,
+        dtype=None if recipe.model.dtype == "auto" else recipe.model.dtype,
+        device=str(policy.device),
+        version=None,
+        max_context=recipe.model.max_context,
+        compile=policy.compiled,  # they share the layers
+        slots=slots,
+        kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
+    )
+    return LocalEngine(config, policy.loaded)
+
+
+@asynccontextmanager
+async def joined(
+    recipe: Recipe, dialer: Dialer, fleet: Fleet, engine: LocalEngine | None, devices: Devices
+) -> "AsyncIterator[asyncio.Task[Left] | None]":
+    """The trainer's devices as a member of the fleet. None, and only validation has the engine, if it is to be none."""
+    if engine is None or not recipe.train.local_generation:
+        yield None
+        return
+    options = WorkerOptions(NAME, is_local=True, relays=False, drain_deadline_s=_DRAIN_S)
+    agent = WorkerAgent(engine, dialer, options, turn_to=devices.turn_to)
+
+    has_joined = False
+
+    async def live() -> Left:
+        nonlocal has_joined
+        await fleet.until_published()  # an open round would give it samples that it cannot write, or sign, yet
+        has_joined = True
+        return await agent.run()
+
+    task = asyncio.create_task(live(), name="the trainer's own worker")
+    try:
+        yield task
+    finally:
+        if has_joined and not task.done():
+            agent.drain("the run is over")
+            await asyncio.wait((task,), timeout=2 * _DRAIN_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,280 @@
+"""What `polyrl train --dry-run` shows: the recipe with every default in it, and what would run where, and how large.
+
+Rules kept here: nothing is started or written. Data is opened as a run opens it, but no more rows are read than it
+takes to find what a step wants. Of models, only config.json, the headers of their weights and their tokenizers are
+looked at. Sizes of tensors are exact; what training keeps beside them is an estimate, and says so.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyrl.config import dump_toml
+from polyrl.config.inert import inert
+from polyrl.config.model_dir import check_model_dir
+from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.config import choose_device
+from polyrl.engines.builtin.models import check_headers
+from polyrl.engines.engine import EngineError
+from polyrl.errors import ConfigError, plain, shorten
+from polyrl.run.encryption import encryption
+from polyrl.run.models import check_device, check_tokenizers, others, uses_engine
+from polyrl.run.sampling import caveat_of
+from polyrl.run.tasks import DomainOfStep, look_at_a_step, prompt_room, too_few
+from polyrl.run.workers import check_settings
+from polyrl.weights import folder as folders
+from polyrl.weights.shards import is_table
+
+_FLOAT32_BYTES = 4
+_BLOCK = 256
+"""Elements that share a scale in eight bits."""
+_GIB = 1 << 30
+_SHOWN_TOKENS = 64
+_SHOWN_LINES = 40
+
+
+class ModelShape(NamedTuple):
+    """What the estimates take from a model directory."""
+
+    architecture: str
+    num_parameters: int
+    num_layers: int
+    hidden: int
+    intermediate: int
+    query: int
+    """Elements of a token's queries; `key` of its keys."""
+    key: int
+    context: int | None
+    matrices: dict[str, tuple[int, int]]
+    """Of the layers, by name: what LoRA can change."""
+
+
+class Memory(NamedTuple):
+    """Bytes, on the trainer's device; and what lies in the host's memory instead."""
+
+    weights: int
+    changes: int
+    """Of LoRA; `sums` are what the local engine has for itself beside them."""
+    sums: int
+    masters: int
+    moments: int
+    gradients: int
+    activations: int
+    reference: int
+    critic: int
+    """With its optimizer, as if it were as large as the policy."""
+    deltas: int
+    """The version that the next one is compared with."""
+    offloaded: int
+
+    @property
+    def total(self) -> int:
+        return sum(self) - self.offloaded
+
+
+def show_plan(recipe: Recipe, run_dir: Path) -> str:
+    """Raises UserError for a device, settings, a model directory, a reward, or data, that cannot be used."""
+    check_device(recipe)
+    check_settings(recipe)
+    shape = read_shape(recipe.model.path)
+    for key, path in others(recipe).items():
+        read_shape(path, key)
+    check_tokenizers(recipe)
+    room = prompt_room(recipe, shape.context)
+    step = look_at_a_step(recipe)
+    num_prompts = [one.num_prompts for one in step]
+    rows = [*_processes(recipe, run_dir), *_sizes(recipe, shape, room, sum(num_prompts)), *_memory(recipe, shape)]
+    warnings = (*inert(recipe.algorithm), *too_few(recipe, num_prompts), caveat_of(recipe))
+    rows += [("warning", line) for line in warnings if line]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"# {name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([dump_toml(recipe), "# The plan", *lines, *_first_prompts(step)])
+
+
+def _first_prompts(step: list[DomainOfStep]) -> list[str]:
+    """What the model would see first of each domain."""
+    lines: list[str] = []
+    for one in step:
+        ids = " ".join(map(str, one.tokens[:_SHOWN_TOKENS]))
+        more = f" and {len(one.tokens) - _SHOWN_TOKENS} more" if len(one.tokens) > _SHOWN_TOKENS else ""
+        shown = [*one.written.splitlines()[:_SHOWN_LINES]]
+        if len(one.written.splitlines()) > _SHOWN_LINES:
+            shown.append("...")
+        lines += ["#", f"# The first prompt of {one.name}, {len(one.tokens)} tokens, as the model sees it"]
+        lines += [f"#   | {shorten(plain(line))}" for line in shown]
+        lines.append(f"#   tokens: {ids}{more}")
+        lines.append(f"#   expected: {shorten(plain(one.expected)) or 'nothing'}")
+    return lines
+
+
+def read_shape(path: str, key: str = "model.path") -> ModelShape:
+    check_model_dir(path, key)
+    place = Path(path) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(place.read_bytes())
+        config = config.get("text_config", config)
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        width = int(config.get("head_dim") or hidden // heads)
+        layers, inner = int(config["num_hidden_layers"]), int(config["intermediate_size"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{key}: {place} cannot be used: {type(error).__name__}: {error}") from error
+    layout = folders.layout_in(Path(path))
+    try:
+        check_headers(path, {one.name: one.shape for one in layout.tensors})
+    except EngineError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    num = sum(one.num_elements for one in layout.tensors)
+    context = config.get("max_position_embeddings")
+    matrices = {
+        one.name.removesuffix(".weight"): (one.shape[0], one.shape[1])
+        for one in layout.tensors
+        if len(one.shape) == 2 and not is_table(one.name)
+    }
+    return ModelShape(
+        layout.architecture, num, layers, hidden, inner, heads * width, kv_heads * width, context, matrices
+    )
+
+
+def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
+    """Of rank zero, while a micro-batch trains; the engine's cache is let go meanwhile."""
+    width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
+    num = shape.num_parameters
+    tokens = recipe.train.micro_batch_tokens
+    layer = 6 * shape.hidden + 3 * shape.query + 4 * shape.key + 4 * shape.intermediate  # what its backward pass reads
+    if recipe.model.gradient_checkpointing:
+        elements = shape.hidden * shape.num_layers + layer
+    else:
+        elements = layer * shape.num_layers
+    ranks = recipe.train.ranks
+    part, has_masters = num // ranks, width == 2 or ranks > 1
+    copy = width * num if ranks == 1 or uses_engine(recipe) else 0  # of several ranks, rank zero's for its engine
+    wanted, gae = recipe.lora, recipe.algorithm.advantage == "gae"
+    changed = _changed(recipe, shape)
+    num_changes = sum(wanted.rank * (rows + columns) for rows, columns in changed)
+    ours = _optimizer(recipe, num_changes, half=False) if wanted.rank else _optimizer(recipe, part, half=has_masters)
+    critics = _optimizer(recipe, part, half=has_masters) if gae else _Optimizer(0, 0, 0)
+    offload = recipe.optimizer.offload
+    has_reference = recipe.algorithm.kl != "none" and not (wanted.rank and not recipe.algorithm.reference)
+    return Memory(
+        weights=copy,
+        changes=_FLOAT32_BYTES * num_changes,
+        sums=width * sum(rows * columns for rows, columns in changed),
+        masters=0 if offload else ours.masters,
+        moments=0 if offload else ours.moments,
+        gradients=ours.gradients,
+        activations=width * tokens * elements,
+        reference=width * part if has_reference else 0,
+        critic=(width * num if ranks == 1 else 0) + (critics.gradients if offload else sum(critics)) if gae else 0,
+        deltas=_published(recipe, width * num, num_changes) if recipe.weights.encode_on == "device" else 0,
+        offloaded=ours.masters + ours.moments + critics.masters + critics.moments if offload else 0,
+    )
+
+
+def _published(recipe: Recipe, num_bytes: int, num_changes: int) -> int:
+    return _FLOAT32_BYTES * num_changes if recipe.lora.rank and recipe.lora.publish == "adapter" else num_bytes
+
+
+class _Optimizer(NamedTuple):
+    masters: int
+    moments: int
+    gradients: int
+
+
+def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:
+    """Of so many parameters, which need masters where they are in half precision."""
+    moment = 1 + _FLOAT32_BYTES / _BLOCK if recipe.optimizer.kind == "adamw8bit" else _FLOAT32_BYTES
+    return _Optimizer(_FLOAT32_BYTES * num if half else 0, int(2 * moment * num), _FLOAT32_BYTES * num)
+
+
+def _changed(recipe: Recipe, shape: ModelShape) -> list[tuple[int, int]]:
+    """The matrices that LoRA changes. Raises ConfigError for a target that none is called."""
+    wanted = recipe.lora
+    if not wanted.rank:
+        return []
+    if wanted.targets == "all-linear":
+        return list(shape.matrices.values())
+    found: dict[str, tuple[int, int]] = {}
+    for target in wanted.targets:
+        its = {name: size for name, size in shape.matrices.items() if f".{name}".endswith(f".{target}")}
+        if not its:
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in shape.matrices)
+            raise ConfigError(f"lora.targets: no matrix of a layer is called {target}; there are {', '.join(ends)}")
+        found |= its
+    return list(found.values())
+
+
+def _processes(recipe: Recipe, run_dir: Path) -> list[tuple[str, str]]:
+    generates = "trains and generates" if recipe.train.local_generation else "trains"
+    port = recipe.manager.port or ("any free port" if recipe.manager.port == 0 else "5000, or any free port")
+    wanted = recipe.fleet
+    workers = f"{wanted.workers} on this machine, {wanted.engine} engine" if wanted.workers else "none to start with"
+    ranks = "" if recipe.train.ranks == 1 else f"{recipe.train.ranks} ranks, "
+    trains = f"{generates}, {_mode(recipe)}, {recipe.train.steps} steps"
+    return [
+        ("run", str(run_dir)),
+        ("trainer", f"{ranks}{_device(recipe)}: {trains}; serves weights"),
+        ("manager", f"a process, CPU, {recipe.manager.host}, {port}{_encrypted(recipe)}"),
+        ("workers", f"{workers}; others may join at any time"),
+        ("rewards", f"up to {recipe.rewards.processes} processes, CPU, {recipe.rewards.timeout_s:g} s an answer"),
+    ]
+
+
+def _device(recipe: Recipe) -> str:
+    device, threads = choose_device(recipe.model.device), recipe.train.threads
+    return device if device != "cpu" or threads is None else f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _encrypted(recipe: Recipe) -> str:
+    tls = encryption(recipe.manager)
+    return "" if tls is None else f", TLS as {tls.host}"
+
+
+def _mode(recipe: Recipe) -> str:
+    most = recipe.max_staleness
+    return f"async (at most {most} version{'s' if most > 1 else ''} behind)" if most else recipe.train.mode
+
+
+def _sizes(recipe: Recipe, shape: ModelShape, room: int | None, prompts: int) -> list[tuple[str, str]]:
+    samples = prompts * recipe.rounds.samples_per_prompt
+    longest = recipe.rollout.max_new_tokens
+    width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
+    token_bytes = 2 * shape.key * shape.num_layers * width
+    limit = "any length" if room is None else f"at most {room:,} tokens"
+    return [
+        ("model", f"{shape.architecture}, {shape.num_parameters:,} parameters, {recipe.model.dtype}"),
+        ("round", f"{prompts} prompts ({limit}) x {recipe.rounds.samples_per_prompt} = {samples} samples"),
+        ("tokens", f"at most {longest:,} a sample, {samples * longest:,} a round, without prompts"),
+        (
+            "cache",
+            f"{token_bytes:,} bytes a token; {_size(samples * longest * token_bytes)} if all were longest at once",
+        ),
+    ]
+
+
+def _memory(recipe: Recipe, shape: ModelShape) -> list[tuple[str, str]]:
+    memory = estimate_memory(recipe, shape)
+    sizes = {name: size for name, size in memory._asdict().items() if size and name != "offloaded"}
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())
+    tokens = recipe.train.micro_batch_tokens
+    whose = "" if recipe.train.ranks == 1 else " of rank zero"
+    rows = [("memory", f"about {_size(memory.total)}{whose} while {tokens:,} tokens train (an estimate): {parts}")]
+    host = [f"{_size(memory.offloaded)} of the optimizer's state"] if memory.offloaded else []
+    if recipe.checkpoint.enabled:
+        host.append(f"{_size(_snapshot(recipe, shape))} to write a checkpoint from")
+    if host:
+        rows.append(("host", ", ".join(host)))
+    return rows
+
+
+def _snapshot(recipe: Recipe, shape: ModelShape) -> int:
+    """What is trained, and its moments, of all ranks."""
+    num = shape.num_parameters
+    if recipe.lora.rank:
+        num = sum(recipe.lora.rank * (rows + columns) for rows, columns in _changed(recipe, shape))
+    size = _optimizer(recipe, num, half=True)
+    return (size.masters + size.moments) * (2 if recipe.algorithm.advantage == "gae" else 1)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"

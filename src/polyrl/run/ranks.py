@@ -1,0 +1,268 @@
+"""The processes of a run whose model is trained by several ranks: started, told what to train, watched, and ended.
+
+    polyrl train recipe.toml train.ranks=4                      this process is rank zero, and starts the others
+    torchrun --nproc-per-node 4 -m polyrl train recipe.toml     torchrun has started all four
+
+Rank zero reads the recipe, the data and the checkpoint's place, and runs everything but the model; the others are told.
+Rules kept here: no rank outlives rank zero. Ctrl+C is rank zero's to hear. A rank that ends before it is told to ends
+the run, with a line that says which one and why; its log is RUN/logs/rank-N.log.
+"""
+
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from polyrl.config.recipe import Recipe
+from polyrl.errors import UserError, one_line
+from polyrl.run import processes
+
+if TYPE_CHECKING:
+    from polyrl.trainer.leading import Crew, Leader
+    from polyrl.trainer.ranks import Ranks, Seat
+
+log = logging.getLogger("polyrl.train")
+
+_SEAT = "POLYRL_RANK"
+"""RANK/SIZE:FILE, for a rank that rank zero has started."""
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_LOOK_EVERY_S = 0.2
+_DEATH_IS_SEEN_S = 3.0
+"""A connection may be known to be closed before its process is known to have ended."""
+_GRACE_S = 10.0
+
+
+class Setup(Struct, frozen=True):
+    """What the others are told at first."""
+
+    recipe: Recipe
+    run_dir: str
+    checkpoint: str | None
+    """That the run goes on from."""
+
+
+def seat_of(environment: Mapping[str, str]) -> "Seat | None":
+    """Which rank this process is; None: the only one, or the one that starts the others. Raises UserError."""
+    from polyrl.trainer.ranks import Seat
+
+    if _SEAT in environment:
+        numbers, _, meeting_point = environment[_SEAT].partition(":")
+        rank, _, size = numbers.partition("/")
+        return Seat(int(rank), int(size), meeting_point)
+    if _TORCHRUN not in environment or environment["WORLD_SIZE"] == "1":
+        return None
+    if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
+        raise UserError(
+            f"torchrun: {environment['WORLD_SIZE']} ranks on several machines; expected all on one machine: "
+            "more machines take part as workers, see docs/guides/ranks.md"
+        )
+    return Seat(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+
+
+def with_ranks(read: Callable[[list[str]], Recipe], overrides: list[str], seat: "Seat | None") -> Recipe:
+    """The recipe that `read` gives for these overrides, with as many ranks as there are. What it leaves to the number
+    of ranks is chosen as it is read. Raises UserError if it says another number.
+    """
+    recipe = read(overrides)
+    if seat is None or recipe.train.ranks == seat.size:
+        return recipe
+    if recipe.train.ranks != 1:
+        raise UserError(
+            f"train.ranks: {recipe.train.ranks}, and torchrun has started {seat.size}; leave one of them out"
+        )
+    return read([*overrides, f"train.ranks={seat.size}"])
+
+
+class Team:
+    """The other ranks, as rank zero sees them. `started` are those that it started itself, from rank one on."""
+
+    def __init__(self, ranks: "Ranks", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> None:
+        self.ranks = ranks
+        self._run_dir, self._started = run_dir, started
+        self._leader: Leader | None = None
+
+    def check(self) -> None:
+        """Raises UserError when a rank has ended: nobody watches them before the run begins."""
+        if (why := _ended(self._run_dir, self._started)) is not None:
+            raise UserError(why)
+
+    def lead(self, crew: "Crew") -> "Leader":
+        from polyrl.trainer.leading import Leader
+
+        self._leader = Leader(self.ranks, crew, lambda error: _lost(error, self._run_dir, self._started))
+        return self._leader
+
+    async def failed(self) -> None:
+        """Waits for as long as all is well; raises UserError when a rank has ended."""
+        while (why := _ended(self._run_dir, self._started)) is None:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self.ranks.break_off()
+        raise UserError(why)
+
+    def close(self) -> None:
+        """Tell the others to stop; end those that do not hear it."""
+        if self._leader is not None:
+            self._leader.stop()
+        until = time.monotonic() + _GRACE_S
+        for process in self._started:
+            if self._leader is None:
+                process.kill()
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                until = 0.0
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def assembled(recipe: Recipe, run_dir: Path, seat: "Seat | None", checkpoint: Path | None) -> Iterator[Team | None]:
+    """All ranks of a run, told what it is; None where there is only this one."""
+    if recipe.train.ranks == 1:
+        yield None
+        return
+    from polyrl.engines.builtin.config import choose_device
+    from polyrl.trainer.ranks import Seat, check_gpus
+
+    device = choose_device(recipe.model.device)
+    if device == "cuda":
+        check_gpus(recipe.train.ranks)
+    started: list[subprocess.Popen[bytes]] = []
+    team: Team | None = None
+    with tempfile.TemporaryDirectory(prefix="polyrl-ranks-") as folder:
+        try:
+            if seat is None:
+                seat = Seat(0, recipe.train.ranks, f"{folder}/meeting-point")
+                started += (_start(run_dir, seat._replace(rank=rank)) for rank in range(1, seat.size))
+            ranks = _meet(seat, run_dir, started)
+            ranks.broadcast(msgspec.msgpack.encode(Setup(recipe, str(run_dir), checkpoint and str(checkpoint))))
+            ranks.use(device)
+            team = Team(ranks, run_dir, started)
+            yield team
+        except RuntimeError as error:
+            if (why := _lost(error, run_dir, started)) is None:
+                raise
+            raise UserError(why) from error
+        finally:
+            if team is not None:
+                team.close()
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+def _meet(seat: "Seat", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> "Ranks":
+    """All ranks together. Raises UserError, at once when one that was started has ended.
+
+    Nothing ends the wait for ranks that never come but time, ten minutes of it: so a thread waits.
+    """
+    from polyrl.trainer.ranks import Ranks
+
+    meeting: Future[Ranks] = Future()
+
+    def wait() -> None:
+        try:
+            meeting.set_result(Ranks.join(seat))
+        except Exception as error:  # noqa: BLE001  whoever waits is told of it
+            meeting.set_exception(error)
+
+    threading.Thread(target=wait, name="meeting the other ranks", daemon=True).start()
+    while True:
+        try:
+            return meeting.result(_LOOK_EVERY_S)
+        except TimeoutError:
+            if (why := _ended(run_dir, started)) is not None:
+                raise UserError(why) from None
+        except RuntimeError as error:
+            why = _lost(error, run_dir, started) or f"the ranks did not meet, see {run_dir / 'logs'}: {one_line(error)}"
+            raise UserError(why) from error
+
+
+def _lost(error: RuntimeError, run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
+    """Which rank is gone, if that is why something failed."""
+    until = time.monotonic() + _DEATH_IS_SEEN_S
+    while started and time.monotonic() < until:
+        if (why := _ended(run_dir, started)) is not None:
+            return why
+        time.sleep(_LOOK_EVERY_S)
+    if started or not any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
+        return None
+    return f"another rank has ended: see {run_dir / 'logs'}; {_go_on(run_dir)}"
+
+
+def _ended(run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
+    """What is said of the first rank that has ended."""
+    for number, process in enumerate(started, 1):
+        code = process.poll()
+        if code is not None:
+            return f"rank {number} {processes.show_end(code, log_file(run_dir, number))}; {_go_on(run_dir)}"
+    return None
+
+
+def _start(run_dir: Path, seat: "Seat") -> "subprocess.Popen[bytes]":
+    with log_file(run_dir, seat.rank).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "polyrl", "train"],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            env={**os.environ, _SEAT: f"{seat.rank}/{seat.size}:{seat.meeting_point}"},
+            start_new_session=True, preexec_fn=processes.terminate_with_parent,  # noqa: PLW1509  it takes no lock
+        )  # fmt: skip
+
+
+def follow(seat: "Seat") -> int:
+    """The life of every rank but zero. What goes wrong is in its log: rank zero says it to the user."""
+    from polyrl.engines.builtin.config import choose_device
+    from polyrl.run import models
+    from polyrl.trainer import leading
+    from polyrl.trainer.ranks import Ranks
+    from polyrl.trainer.state import checkpoint
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not seat.meeting_point:  # torchrun tells all to end at once; rank zero still needs the others while it does so
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ranks = Ranks.join(seat)
+    setup = msgspec.msgpack.decode(ranks.broadcast(), type=Setup)
+    run_dir, recipe = Path(setup.run_dir), setup.recipe
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, seat.rank))
+    try:
+        ranks.use(choose_device(recipe.model.device))
+        crew = models.load_crew(recipe, ranks)
+        tensors = {} if setup.checkpoint is None else checkpoint.load(Path(setup.checkpoint))[1]
+        if tensors:
+            crew.restore(tensors)
+        log.info("rank %d of %d is ready, on %s", seat.rank, seat.size, ranks.device)
+        leading.follow(ranks, crew)
+    except UserError as error:
+        log.error("%s", error)
+        return 1
+    except RuntimeError:
+        log.exception("rank %d cannot go on", seat.rank)
+        return 1
+    ranks.close()
+    return 0
+
+
+def log_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank-{rank}.log"
+
+
+def _go_on(run_dir: Path) -> str:
+    from polyrl.trainer.state import checkpoint
+
+    if not checkpoint.found(run_dir):
+        return "nothing is trained yet: the same command begins again"
+    return f"go on with `polyrl train --resume {shlex.quote(str(run_dir))}`"

@@ -1,0 +1,57 @@
+"""What a recipe says to the scheduler. A run that goes on says the same: the manager's journal was written with it."""
+
+import math
+from collections.abc import Sequence
+
+from polyrl.config.recipe import Recipe
+from polyrl.config.rewards import RewardsSection
+from polyrl.rewards.line import START_TIMEOUT_S
+from polyrl.scheduling.core.parameters import DomainData, RewardConfig, SchedulerConfig
+
+
+def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: int = 512) -> SchedulerConfig:
+    """What the recipe says to the scheduler. `num_prompts` counts the rows of each domain that can be used.
+
+    Raises ValueError for a domain that cannot fill a single step.
+    """
+    data = recipe.data
+    domains = []
+    for domain, available in zip(data.all_domains, num_prompts, strict=True):
+        if available < 1:
+            raise ValueError(f"{domain.source}: domain {domain.name!r} has no prompt that can be used")
+        domains.append(DomainData(name=domain.name, prompts_per_step=domain.prompts_per_step, num_prompts=available))
+    streaming = recipe.train.mode != "synchronous"
+    return SchedulerConfig(
+        domains=tuple(domains),
+        seed=recipe.train.seed if data.shuffle_seed is None else data.shuffle_seed,
+        num_epochs=data.num_epochs,
+        max_new_tokens=recipe.rollout.max_new_tokens,
+        max_staleness=recipe.max_staleness,
+        streaming=streaming,
+        trainer_usd_per_hour=recipe.train.price_usd_per_hour,
+        prompt_tokens=max(1, prompt_tokens),
+        rounds=recipe.rounds,
+        routing=recipe.routing,
+        seeding=recipe.seeding,
+        hand_back=recipe.hand_back,
+        rewards=_reward_rules(recipe.rewards, as_finished=streaming),
+        fleet_rules=recipe.fleet_rules,
+        weight_delivery=recipe.weight_delivery,
+        scaling=recipe.scaling,
+    )
+
+
+def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig:
+    """The pool ends what takes too long; the scheduler's own limit is for a pool that does not answer at all: it is
+    later than the last of the queue, if a process starts anew for each before it, and each takes all of its time.
+    """
+    slots, functions = rewards.max_under_way, max(1, len(rewards.functions))
+    longest_s = functions * (START_TIMEOUT_S + rewards.timeout_s) * (1 + math.ceil(slots / rewards.processes))
+    return RewardConfig(
+        adaptive=False,
+        t_min_s=min(2.0, longest_s),
+        t_max_s=longest_s,
+        max_attempts=1,
+        slots=slots,
+        as_finished=as_finished,
+    )

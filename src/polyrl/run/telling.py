@@ -1,0 +1,176 @@
+"""What a training run says: how to join it, a line a step, a display in a terminal, metrics for whoever tracks them."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.text import Text
+
+from polyrl.client import Fleet
+from polyrl.config.recipe import Recipe
+from polyrl.run.display import Display
+from polyrl.run.processes import Address
+from polyrl.run.sampling import caveat_of
+from polyrl.run.workers import join_command, status_command
+from polyrl.scheduling.core.ledger import StepLine
+from polyrl.telemetry import breaks, validated
+from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
+from polyrl.telemetry.trackers import open_trackers
+from polyrl.trainer import mismatch
+from polyrl.trainer.loop import StepReport
+from polyrl.wire.dial import is_loopback
+
+
+class Telling:
+    """Keeps the contract of the loop's `Events`."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display, first_step: int = 0) -> None:
+        track = recipe.track
+        self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
+        self._validated = validated.read(run_dir, first_step)  # before the lines from there on are cut off
+        """Of the present version: told with the step that starts from it."""
+        self._version = first_step
+        self._trackers = open_trackers(
+            run_dir,
+            first_step=first_step,
+            tensorboard=track.tensorboard,
+            wandb=track.wandb,
+            project=track.project,
+            recipe=msgspec.to_builtins(recipe),
+        )
+        self._breaks = {first_step: breaks.read(run_dir, first_step)} if first_step else {}
+        self._fleet: Fleet | None = None
+        self._far: dict[str, float] = {}
+        """Kinds of engines that were too far from the trainer in the last step."""
+
+    def begin(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        say = self._display.say
+        url = self._address.url
+        say(f"run: {self._run_dir}   manager: {url}   status: {status_command(self._recipe, self._run_dir, url)}")
+        say(f"metrics: {self._trackers.where}")
+        command = join_command(self._recipe, self._run_dir, url)
+        say(Text.assemble("a worker joins with:  ", (command, "bold green")))
+        if self._address.tls is None and not is_loopback(url):
+            say(Text("tokens and weights cross the network in clear: use a private network, or a tunnel", "yellow"))
+        if caveat := caveat_of(self._recipe):
+            say(Text(caveat, style="yellow"))
+        for step, changed in self._breaks.items():
+            if changed:
+                line = f"from step {step} on, the curve has a break: {', '.join(map(str, changed))}"
+                say(Text(line, style="yellow"))
+
+    async def step_begins(self, step: int) -> None:
+        self._display.step_begins(step)
+
+    async def groups_trained(self, step: int, num: int) -> None:
+        self._display.groups_trained(num)
+
+    async def step_ended(self, report: StepReport) -> None:
+        metrics = with_aliases(self._metrics(report))
+        if self._version == report.step:  # another one's is still to be told
+            metrics |= self._validated
+            self._validated = {}
+        elif report.step < self._version:  # a step of the past: a process before this one validated what it began with
+            metrics |= validated.read(self._run_dir, report.step)
+        self._trackers.log(report.step, metrics)
+        self._display.step_ended(report.step, metrics)
+        if not report.stats.added.num_groups and report.num_filtered:
+            why = f"all rewards were equal in each of the {report.num_filtered} groups that came"
+            self._display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
+        self._warn_of_mismatch(report)
+
+    def _warn_of_mismatch(self, report: StepReport) -> None:
+        """Once for each kind of engine, and again when it has been better in between."""
+        bound = self._recipe.train.mismatch_warning
+        far = dict(mismatch.too_far(report.stats.metrics, bound))
+        for engine in [one for one in far if one not in self._far]:
+            line = f"step {report.step}: log-probabilities of {engine} workers are {far[engine]:.3g} nats from the "
+            line += f"trainer's for the same weights, above train.mismatch_warning={bound:g}: docs/guides/engines.md"
+            self._display.say(Text(line, style="yellow"))
+        self._far = far
+
+    async def saves(self) -> None:
+        self._display.doing("writes the last checkpoint")
+
+    def knows(self, version: int) -> bool:
+        """Whether it was validated, by this process or one before."""
+        return bool(self._validated) and self._version == version
+
+    async def validates(self) -> None:
+        self._display.doing("validates")
+
+    async def validated(self, version: int, rates: dict[str, float]) -> None:
+        validated.note(self._run_dir, version, rates)
+        self._validated, self._version = dict(rates), version
+        shown = {name.removeprefix("validation/"): rate for name, rate in rates.items()}
+        of_all = {name: rate for name, rate in shown.items() if name == "reward/mean" or name.startswith("pass@")}
+        several = len(shown) > 2 * len(of_all)  # a single set has the same figures as all
+        parts = [f"{name} {rate:.3f}" for name, rate in {**of_all, **(shown if several else {})}.items()]
+        self._display.say("  ".join([f"version {version} validates:", *parts]))
+
+    def _metrics(self, report: StepReport) -> dict[str, MetricValue]:
+        rewards = np.array(report.rewards or [0.0])
+        lengths = np.array(report.lengths or [0])
+        seconds = report.seconds
+        metrics: dict[str, MetricValue] = {
+            **self._of_the_scheduler(report),
+            **report.stats.metrics,
+            "reward/mean": float(rewards.mean()) if report.rewards else None,
+            "reward/std": float(rewards.std()) if report.rewards else None,
+            "reward/max": float(rewards.max()) if report.rewards else None,
+            "reward/min": float(rewards.min()) if report.rewards else None,
+            **{f"reward/{name}/mean": mean for name, mean in report.parts.items()},
+            "token/response_length/mean": float(lengths.mean()) if report.lengths else None,
+            "token/response_length/max": int(lengths.max()) if report.lengths else None,
+            "token/response_length/min": int(lengths.min()) if report.lengths else None,
+            "token/response_length/p95": float(np.percentile(lengths, 95)) if report.lengths else None,
+            "token/prompt_length/mean": float(np.mean(report.prompt_lengths)) if report.prompt_lengths else None,
+            "time/step_total": seconds["total"],
+            "time/step_train": seconds["train"],
+            "time/step_save": seconds.get("save"),
+            "time/step_publish": seconds.get("publish"),
+            "idle/trainer_share": seconds["idle"] / seconds["total"],
+            "rounds/filtered_groups": report.num_filtered,
+            **ages(report),
+        }
+        num_tokens = report.stats.added.num_tokens
+        metrics["perf/throughput_all_gpus"] = num_tokens / seconds["total"]
+        num_workers = 0.0 if report.line is None else report.line.mean_workers
+        metrics["perf/throughput"] = num_tokens / seconds["total"] / (self._recipe.train.ranks + num_workers)
+        if self._fleet is not None and self._fleet.advice is not None:
+            metrics["fleet/useful"] = self._fleet.advice[0]
+        if caveat_of(self._recipe):
+            metrics["rollout/imposed_lengths"] = 1
+        if changed := self._breaks.get(report.step):
+            metrics["run/breaks"] = len(changed)
+            metrics["run/changed"] = ", ".join(map(str, changed))
+        return metrics
+
+    def _of_the_scheduler(self, report: StepReport) -> dict[str, MetricValue]:
+        if report.line is None:
+            return {}
+        return from_step_line(report.line, self._line_before(report.step), step_s=report.seconds["total"])
+
+    def _line_before(self, step: int) -> StepLine | None:
+        """A run that goes on has it from the manager: the step was trained by another process."""
+        lines = [] if self._fleet is None else self._fleet.lines
+        return next((one for one in reversed(lines) if one.step == step - 1), None)
+
+    def close(self) -> None:
+        if self._validated:  # no step starts from the last version
+            self._trackers.log(self._version, self._validated)
+        self._trackers.close()
+
+
+def ages(report: StepReport) -> dict[str, MetricValue]:
+    """How old what was trained on is, against the version that the step began with."""
+    by_age, total = report.tokens_by_age, sum(report.tokens_by_age.values())
+    if not total:
+        return {}
+    return {
+        "staleness/mean": sum(age * num for age, num in by_age.items()) / total,
+        "staleness/max": max(by_age),
+        "staleness/mixed_samples": report.num_mixed / len(report.lengths),
+        **{f"staleness/tokens/{age}": num / total for age, num in by_age.items()},
+    }

@@ -1,0 +1,98 @@
+"""Validating a version: the trainer's own engine answers prompts that no step trains on, and rewards score them."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from msgspec import structs
+
+from polyrl.client import Fleet
+from polyrl.config.recipe import Recipe
+from polyrl.errors import PolyrlError, one_line
+from polyrl.run.sampling import sampling_of
+from polyrl.run.tasks import Tasks
+from polyrl.run.telling import Telling
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.local_engine import LocalEngine, Question
+from polyrl.trainer.state.saving import Saver
+from polyrl.trainer.validation import report
+
+log = logging.getLogger("polyrl.train")
+
+
+def validator(
+    recipe: Recipe,
+    engine: LocalEngine | None,
+    devices: Devices,
+    tasks: Tasks,
+    telling: Telling,
+    fleet: Fleet,
+    saver: Saver | None = None,
+) -> Callable[[int], Coroutine[Any, Any, None]] | None:
+    """Validates a version, unless that is done already; none where the recipe wants no validation."""
+    wanted = recipe.validation
+    if engine is None or not recipe.validates:
+        return None
+
+    async def validate(version: int) -> None:
+        if telling.knows(version):
+            return
+        await telling.validates()
+        told: dict[str, float] = {}
+        all_rewards: list[list[float | None]] = []
+
+        def add(place: str, rewards: list[list[float | None]]) -> None:
+            means = report(rewards, wanted.pass_at, wanted.solved_above)
+            told.update({f"{place}/{metric}": mean for metric, mean in means.items()})
+
+        async with fleet.validation(), devices.for_validation():
+            for name in tasks.validation_names:
+                rewards = await _attempt(recipe, engine, tasks, name)
+                add(f"validation/{name}", rewards)
+                all_rewards += rewards
+        add("validation", all_rewards)
+        if told:
+            await telling.validated(version, told)
+            if saver is not None:
+                saver.validated(version, told)
+
+    return validate
+
+
+async def _attempt(recipe: Recipe, engine: LocalEngine, tasks: Tasks, name: str) -> list[list[float | None]]:
+    """Return the rewards of every prompt's attempts; None where there is none."""
+    wanted, rollout = recipe.validation, recipe.rollout
+    prompts = tasks.validation_tokens(name)[: wanted.num_prompts]
+    temperature = rollout.temperature if wanted.temperature is None else wanted.temperature
+    sampling = structs.replace(sampling_of(recipe), temperature=temperature, imposed=None)
+    num = wanted.samples_per_prompt
+    questions = [
+        Question(prompt.tolist(), rollout.max_new_tokens, number * num + attempt, sampling)
+        for number, prompt in enumerate(prompts)
+        for attempt in range(num)
+    ]
+    answers = await engine.answer(questions)
+
+    async def score(place: int) -> float | str:
+        """Or why there is no reward: then it is no attempt, not a wrong one."""
+        answer = answers[place]
+        if not answer.is_whole:
+            return f"no answer: {answer.finish}"
+        try:
+            return await tasks.score_validation(name, place // num, answer.tokens, answer.finish)
+        except PolyrlError as error:
+            return f"no reward: {error}"
+        except Exception as error:  # noqa: BLE001  what is not ours may raise anything
+            return f"no reward: {one_line(error)}"
+
+    scored = await asyncio.gather(*(score(place) for place in range(len(answers))))
+    reasons = Counter(one for one in scored if isinstance(one, str))
+    for reason, times in reasons.most_common(1):
+        log.warning(
+            "validation of %s: %d of %d attempts are left out; %d of them: %s",
+            name, reasons.total(), len(scored), times, reason,
+        )  # fmt: skip
+    rewards: list[float | None] = [None if isinstance(one, str) else one for one in scored]
+    return [rewards[at : at + num] for at in range(0, len(rewards), num)]

@@ -1,0 +1,191 @@
+"""Workers of a run: how one joins, as a command for people and as a process; and those that `[fleet]` asks for."""
+
+import asyncio
+import contextlib
+import logging
+import shlex
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Container
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Generic, TypeVar
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+from rich.text import Text
+
+from polyrl.client import Fleet
+from polyrl.config import build
+from polyrl.config.dump import inline
+from polyrl.config.hub import shown_model
+from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.config import BuiltinConfig
+from polyrl.engines.served.server import ServedConfig
+from polyrl.errors import ConfigError, UserError
+from polyrl.run import processes
+from polyrl.run.processes import Address
+from polyrl.weights.interfaces import listening_addresses
+
+log = logging.getLogger("polyrl.train")
+
+SettingsT = TypeVar("SettingsT", BuiltinConfig, ServedConfig)
+
+_JOIN_TIMEOUT_S = 120.0
+_SERVER_TIMEOUT_S = 1800.0
+"""A server loads and compiles for long."""
+_LOOK_EVERY_S = 0.5
+_ASK_EVERY_S = 2.0
+
+
+class _Fleet(Struct, Generic[SettingsT], frozen=True, kw_only=True):
+    settings: SettingsT
+
+
+class _Checked(Struct, Generic[SettingsT], frozen=True, kw_only=True):
+    """The part of a recipe that the engine of `[fleet]` reads, by its dotted path."""
+
+    fleet: _Fleet[SettingsT]
+
+
+def check_settings(recipe: Recipe) -> None:
+    """Raises ConfigError for what a worker would end with, and only its log would say why."""
+    if "model" in recipe.fleet.settings:
+        raise ConfigError("fleet.settings.model: workers have that of model.path; expected none")
+    tree = {"fleet": {"settings": {**recipe.fleet.settings, "model": recipe.model.path}}}
+    engine = recipe.fleet.engine
+    if engine == "builtin":
+        build(tree, _Checked[BuiltinConfig])
+        return
+    from polyrl.run import served
+
+    served.check_settings(engine, build(tree, _Checked[ServedConfig]).fleet.settings, "fleet.settings")
+    if recipe.fleet.workers:
+        served.python_for(engine, recipe.fleet.engine_python, ("fleet.engine", "fleet.engine_python"))
+
+
+def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    """What somebody types on another machine."""
+    joining = _joining(recipe, run_dir, _from_elsewhere(url), "builtin", shown_model(recipe.model.path))
+    return shlex.join(["polyrl", *joining, f"dtype={recipe.model.dtype}"])
+
+
+def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list[str]:
+    """How a worker joins this run, from this machine: what `polyrl` is called with."""
+    wanted = recipe.fleet
+    arguments = [*_joining(recipe, run_dir, url, wanted.engine, recipe.model.path), "--name", name]
+    settings, flags = dict(wanted.settings), []
+    if wanted.engine == "builtin":
+        settings = {"dtype": recipe.model.dtype, **settings}
+    else:
+        settings = {"log": str(run_dir / "logs" / f"{name}-server.log"), **settings}
+        flags = ["--", "--dtype", recipe.model.dtype, *settings.pop("flags", ())]  # the last of two is what holds
+    if wanted.engine_python:
+        arguments += ["--engine-python", wanted.engine_python]
+    if wanted.spot:
+        arguments.append("--spot")
+    if wanted.price_usd_per_hour:
+        arguments += ["--price", f"{wanted.price_usd_per_hour:g}"]
+    return [*arguments, *(f"{key}={inline(value)}" for key, value in settings.items()), *flags]
+
+
+def _joining(recipe: Recipe, run_dir: Path, url: str, engine: str, model: str) -> list[str]:
+    """The token is a file, so that it is in nobody's process list."""
+    arguments = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), *_trust(recipe)]
+    return [*arguments, "--engine", engine, "--model", model]
+
+
+def status_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    return shlex.join(["polyrl", "status", "--run-dir", str(run_dir), *_reaching(recipe, url)])
+
+
+def doctor_command(recipe: Recipe, run_dir: Path, url: str) -> str:
+    return shlex.join(["polyrl", "doctor", str(run_dir), *_reaching(recipe, url)])
+
+
+def _reaching(recipe: Recipe, url: str) -> list[str]:
+    """The directory knows where the manager listens, and not the name that its certificate is of."""
+    return [*(["--manager", url] if recipe.manager.tls_cert else []), *_trust(recipe)]
+
+
+def _trust(recipe: Recipe) -> list[str]:
+    return ["--ca", recipe.manager.ca] if recipe.manager.ca else []
+
+
+def _from_elsewhere(url: str) -> str:
+    """A manager that listens on all addresses is dialled at one of them."""
+    parts = urlsplit(url)
+    try:
+        listens = ip_address(parts.hostname or "")
+    except ValueError:  # a name
+        return url
+    if not listens.is_unspecified:
+        return url
+    fitting = [one for one in listening_addresses(()) if ip_address(one).version == listens.version]
+    return url.replace(str(listens), fitting[0], 1) if fitting else url
+
+
+@asynccontextmanager
+async def started(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIterator[dict[str, Process]]:
+    """The workers that `[fleet]` asks for. Whoever starts another one puts it in, to have it ended too."""
+    started: dict[str, Process] = {}
+    try:
+        for number in range(recipe.fleet.workers):
+            name = f"worker-{number}"
+            started[name] = await start(recipe, run_dir, address, name)
+        yield started
+    finally:
+        await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started.values()))
+
+
+async def start(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
+    command, *arguments = worker_arguments(recipe, run_dir, address.url, name)
+    session = ("--session-file", str(run_dir / f"{name}.session"))  # a run that goes on has it, and the name with it
+    arguments = [command, *session, *arguments]
+    return await processes.start(arguments, _log_file(run_dir, name))
+
+
+def _log_file(run_dir: Path, name: str) -> Path:
+    return run_dir / "logs" / f"{name}.log"
+
+
+async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
+    """All that were started here, where the recipe wants to begin with them."""
+    until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
+    while recipe.fleet.wait and workers.keys() - {one.name for one in (await fleet.status()).workers}:
+        if time.monotonic() > until or any(one.returncode is not None for one in workers.values()):
+            log.warning(
+                "not all of the %d workers have joined; see the logs. The run begins without them", len(workers)
+            )
+            return
+        await asyncio.sleep(0.1)
+
+
+async def tell_who_is_turned_away(
+    fleet: Fleet, started: Container[str], say: Callable[[str | Text], None], every_s: float = _ASK_EVERY_S
+) -> None:
+    """A line for each worker from elsewhere that cannot serve this run, until somebody cancels this, or the manager is
+    given up, which the run says itself. `started` are told of by `tell_who_ends`."""
+    told: dict[str, str] = {}
+    with contextlib.suppress(UserError):
+        while True:
+            for one in (await fleet.status()).turned_away:
+                if told.get(one.name) != one.why and one.name not in started:
+                    told[one.name] = one.why
+                    say(Text(f"worker {one.name} is gone: {one.why}", style="yellow"))
+            await asyncio.sleep(every_s)
+
+
+async def tell_who_ends(run_dir: Path, workers: dict[str, Process], say: Callable[[str | Text], None]) -> None:
+    """A line for each that ends, until somebody cancels this: when the run is over, all of them end."""
+    told: set[str] = set()
+    while True:
+        for name, process in workers.items():
+            if process.returncode is None or name in told:
+                continue
+            told.add(name)
+            how = processes.show_end(process.returncode, _log_file(run_dir, name))
+            line = f"{name} {how}; the run goes on, and does not start it again: another joins with the command above"
+            say(Text(line, style="yellow"))
+        await asyncio.sleep(_LOOK_EVERY_S)

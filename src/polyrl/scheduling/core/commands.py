@@ -1,0 +1,248 @@
+"""Wishes, imperative: all that the scheduler ever asks for. Each says why.
+
+A driver carries them out in order. Every command ends in an event, also when it fails; commands that only tell (those
+whose docstring says so) end nothing. A command that names a sample's tokens names their number only: payload lives in
+the driver.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from polyrl.ids import GroupId, LeaseId, PromptId, SampleId, Seconds, Step, Version, WorkerName
+from polyrl.scheduling.core.ledger import DiscardCause, StepLine
+
+RoundKind = Literal["short", "long"]
+
+
+class CommandStruct(Struct, frozen=True, tag_field="command", gc=False):
+    """What all commands share: how they are written down."""
+
+
+class Generate(CommandStruct, frozen=True, tag=True):
+    """Ends in SampleFinished or LeaseEnded."""
+
+    worker: WorkerName
+    lease: LeaseId
+    sample: SampleId
+    from_token: int
+    """Resume after this many tokens; 0 is a fresh start."""
+    max_tokens: int
+    """The sample ends at this many tokens in all."""
+    why: str
+
+
+class Abort(CommandStruct, frozen=True, tag=True):
+    """Stop it. The lease is over when this is said; nothing need be answered.
+
+    A driver that holds more tokens of a discarded sample than it has told says so (TokensDiscarded).
+    """
+
+    worker: WorkerName
+    lease: LeaseId
+    why: str
+    sample: SampleId
+    num_tokens: int
+    """What has been told of it."""
+    discarded_for: DiscardCause | None = None
+    """None: it goes on elsewhere."""
+
+
+class ForgetTokens(CommandStruct, frozen=True, tag=True):
+    """Throw all tokens of a sample away, whoever wrote them: it begins anew. Only tells."""
+
+    sample: SampleId
+    lease: LeaseId
+    """The last one that it had. It is over."""
+    why: str
+
+
+class HandOver(CommandStruct, frozen=True, tag=True):
+    """Stop it at its current token and deliver all of them. Ends in LeaseEnded, or SampleFinished if that was first."""
+
+    worker: WorkerName
+    lease: LeaseId
+    why: str
+
+
+class PullWeights(CommandStruct, frozen=True, tag=True):
+    """Ends in WeightsInstalled or WeightsFailed. A pull that is under way is replaced."""
+
+    worker: WorkerName
+    version: Version
+    source: WorkerName | None
+    """A peer that holds it, or None for the trainer."""
+    held: Version | None
+    """What it holds now: a delta from there may be enough."""
+    why: str
+
+
+class ReleaseWorker(CommandStruct, frozen=True, tag=True):
+    """A drained worker owes nothing more: let it go. Ends in WorkerLeft."""
+
+    worker: WorkerName
+    why: str
+
+
+class ForgetWorker(CommandStruct, frozen=True, tag=True, omit_defaults=True):
+    """A worker is given up: close its connection, refuse its news. Only tells."""
+
+    worker: WorkerName
+    why: str
+    rejoin: bool = True
+    """It may join again. Not so when it was drained, or fails what others can do: it would fail it again."""
+    drained: bool = False
+    """It was to leave: nobody blames it."""
+
+
+class StartTraining(CommandStruct, frozen=True, tag=True):
+    """Give a local worker's devices to the trainer. Ends in DutyChanged."""
+
+    worker: WorkerName
+    why: str
+
+
+class StartGenerating(CommandStruct, frozen=True, tag=True):
+    """Give a local worker's devices back to its engine. Ends in DutyChanged."""
+
+    worker: WorkerName
+    why: str
+
+
+class PlannedGroup(Struct, frozen=True, gc=False):
+    group: GroupId
+    domain: int
+    prompt: PromptId
+    epoch: int
+    num_samples: int
+
+
+class OpenRound(CommandStruct, frozen=True, tag=True):
+    """A round begins with these prompts. Only tells: the driver fetches what they say."""
+
+    step: Step
+    kind: RoundKind
+    groups: tuple[PlannedGroup, ...]
+    why: str
+
+
+class AddGroup(CommandStruct, frozen=True, tag=True):
+    """A round gets one more prompt, in place of a lost one. Only tells."""
+
+    step: Step
+    group: PlannedGroup
+    why: str
+
+
+class Score(CommandStruct, frozen=True, tag=True):
+    """Ends in RewardFinished."""
+
+    sample: SampleId
+    attempt: int
+    timeout_s: Seconds
+    why: str
+
+
+class CancelScore(CommandStruct, frozen=True, tag=True):
+    """Its sample is no longer wanted. Only tells."""
+
+    sample: SampleId
+    attempt: int
+    why: str
+
+
+class DeliverGroup(CommandStruct, frozen=True, tag=True):
+    """A group is complete. Ends in GroupsTaken or GroupRejected."""
+
+    step: Step
+    group: GroupId
+    samples: tuple[SampleId, ...]
+    why: str
+
+
+class DropGroup(CommandStruct, frozen=True, tag=True):
+    """A prompt leaves the run for a reason, or waits for another round. Only tells."""
+
+    group: GroupId
+    why: str
+
+
+class CloseRound(CommandStruct, frozen=True, tag=True):
+    """The last group of the round has been delivered: the denominators are known. Ends in StepTrained.
+
+    After a GroupRejected it no longer holds; it is said again when the round is complete without that group.
+    """
+
+    step: Step
+    num_groups: int
+    why: str
+
+
+class AddAsked(CommandStruct, frozen=True, tag=True):
+    """A group that was asked for has its name now. Only tells."""
+
+    group: GroupId
+    num_samples: int
+    why: str
+
+
+class CloseAsked(CommandStruct, frozen=True, tag=True):
+    """An asked group is over: all of it is answered, or none of it will be. Only tells."""
+
+    group: GroupId
+    answered: bool
+    why: str
+
+
+class EndData(CommandStruct, frozen=True, tag=True):
+    """There is no prompt left for this step. Only tells."""
+
+    step: Step
+    why: str
+
+
+class ReportStep(CommandStruct, frozen=True, tag=True):
+    """What the step was made of. Only tells."""
+
+    line: StepLine
+
+
+class AdviseFleet(CommandStruct, frozen=True, tag=True):
+    """So many remote workers are worth holding. Only tells."""
+
+    num_workers: int
+    why: str
+
+
+class Reshape(CommandStruct, frozen=True, tag=True):
+    """Run the local engines with this tensor parallelism. The old ones leave, the new ones join."""
+
+    tensor_parallel: int
+    replicas: int
+    why: str
+
+
+Command = (
+    Generate
+    | Abort
+    | ForgetTokens
+    | HandOver
+    | PullWeights
+    | ReleaseWorker
+    | ForgetWorker
+    | StartTraining
+    | StartGenerating
+    | OpenRound
+    | AddGroup
+    | Score
+    | CancelScore
+    | DeliverGroup
+    | DropGroup
+    | CloseRound
+    | AddAsked
+    | CloseAsked
+    | EndData
+    | ReportStep
+    | AdviseFleet
+    | Reshape
+)

@@ -1,0 +1,166 @@
+"""What the parts of the scheduler work on: its state, the indexes over it, and the commands of the event in hand.
+
+`State` is everything that is saved. The rest of `Desk` is derived from it and rebuilt on load: which sample a lease is
+for, which worker has credit, which deadline is next. The parts (leases, scoring, rounds, membership, devices, steps)
+are modules of functions that take the desk; scheduler.py calls them. They note what has become possible in the `*_due`
+flags, and scheduler.py acts on those once, at the end of the event.
+"""
+
+from msgspec import Struct, field
+
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
+from polyrl.scheduling.core.commands import Command, RoundKind
+from polyrl.scheduling.core.deadlines import Deadlines, Wait
+from polyrl.scheduling.core.fleet import Fleet
+from polyrl.scheduling.core.ledger import Ledger, StepLine
+from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.rules import seeding, tail_batching
+from polyrl.scheduling.rules.lengths import LengthModel
+from polyrl.scheduling.rules.parallelism import ParallelismState
+from polyrl.scheduling.rules.reward_budgets import RewardBudgets
+from polyrl.scheduling.rules.routing import Router
+from polyrl.scheduling.rules.scaling import ScalingState
+from polyrl.scheduling.rules.seeding import SeedingState
+from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
+
+RULES = 1
+"""The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
+
+    0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
+         fault; nobody is sent to a peer with which one has failed; what trainer and driver were gone for at the same
+         time is left out of the step twice
+    1    credit is earned (credit.py), both are failures (failures.py), two have to fail with a peer (membership.py),
+         and no second is left out twice (steps.py)
+"""
+
+
+class TrainerClock(Struct):
+    """How the trainer and the fleet spent the step so far."""
+
+    step_began_at: Seconds = 0.0
+    busy_since: Seconds | None = None
+    idle_since: Seconds | None = None
+    """Since when its devices are there to train and nothing is."""
+    wait_train_s: Seconds = 0.0
+    train_s: Seconds = 0.0
+    first_remote_at: Seconds | None = None
+    last_remote_at: Seconds | None = None
+    seeded_s: Seconds = 0.0
+    """How long the local workers generated in this step."""
+    seeding_since: Seconds | None = None
+    validating_since: Seconds | None = None
+
+    def skip(self, seconds: Seconds, now: Seconds) -> None:
+        """It stood still for so long: what was going on before goes on now."""
+
+        def later(moment: Seconds | None) -> Seconds | None:
+            return None if moment is None else min(now, moment + seconds)
+
+        self.step_began_at = min(now, self.step_began_at + seconds)
+        self.busy_since, self.idle_since = later(self.busy_since), later(self.idle_since)
+        self.seeding_since, self.validating_since = later(self.seeding_since), later(self.validating_since)
+        self.first_remote_at, self.last_remote_at = later(self.first_remote_at), later(self.last_remote_at)
+
+
+class Scoring(Struct):
+    queue: list[tuple[float, SampleId]] = []
+    """Heap of generated samples that wait for a place in the reward pool: cheapest expected first."""
+    running: dict[SampleId, Seconds] = {}
+    """Samples being scored: when the attempt is given up."""
+
+
+class State(Struct):
+    tail: TailBatching
+    seeding: dict[RoundKind, SeedingState]
+    """A window for each kind of round: what is right for a short one is wrong for a long one."""
+    budgets: RewardBudgets
+    parallelism: ParallelismState = field(default_factory=ParallelismState)
+    scaling: ScalingState = field(default_factory=ScalingState)
+    fleet: Fleet = field(default_factory=Fleet)
+    samples: dict[SampleId, Sample] = {}
+    groups: dict[GroupId, Group] = {}
+    rounds: dict[Step, Round] = {}
+    asked: Round = field(default_factory=Round.of_asked)
+    """Groups that no step trains on (asking.py)."""
+    requested: list[Step] = []
+    last_requested: Step = Step(-1)
+    published: Version = NO_VERSION
+    paused: bool = False
+    """No lease is given until somebody says so."""
+    trainer_away_since: Seconds | None = None
+    absence_skipped_s: Seconds = 0.0
+    """How much of the trainer's absence the clock has left out already."""
+    data_ended_at: Step | None = None
+    """The first step for which there was no prompt left."""
+    next_lease: LeaseId = LeaseId(1)
+    next_group: int = 1
+    lengths: LengthModel = field(default_factory=LengthModel)
+    lengths_by_kind: dict[RoundKind, LengthModel] = field(
+        default_factory=lambda: {"short": LengthModel(), "long": LengthModel()}
+    )
+    """How far samples ran, ended or stopped. Only kept when parallelism is planned, as is the next one."""
+    round_lengths: dict[RoundKind, LengthModel] = field(
+        default_factory=lambda: {"short": LengthModel(), "long": LengthModel()}
+    )
+    """How far the last sample of each round ran."""
+    scoring: Scoring = field(default_factory=Scoring)
+    clock: TrainerClock = field(default_factory=TrainerClock)
+    ledger: Ledger = field(default_factory=Ledger)
+    rules: int = 0
+    """Those of `RULES` that it is made by."""
+    last_line: StepLine | None = None
+    """Of the step that was trained last: a trainer that was away has not heard it."""
+    deadlines: dict[Wait, Seconds] = {}
+
+
+def new_state(config: SchedulerConfig, rules: int = RULES) -> State:
+    return State(
+        rules=rules,
+        tail=tail_batching.start(config.rounds, len(config.domains)),
+        seeding={"short": seeding.start(config.seeding), "long": seeding.start(config.seeding)},
+        budgets=RewardBudgets(config=config.rewards),
+        ledger=Ledger(trainer_usd_per_hour=config.trainer_usd_per_hour),
+    )
+
+
+class Desk:
+    def __init__(self, config: SchedulerConfig, state: State) -> None:
+        self.config = config
+        self.state = state
+        self.planner = Planner(config.rounds, config.domains, config.seed, config.num_epochs)
+        self.deadlines = Deadlines(state.deadlines)
+        self.leases: dict[LeaseId, Sample] = {
+            sample.lease: sample for sample in state.samples.values() if sample.lease != NO_LEASE
+        }
+        self.router = Router(config.routing, state.fleet.seats)
+        self.commands: list[Command] = []
+        # The same objects as in the state, one look-up nearer: these are what every event touches.
+        self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
+        self.asked = state.asked
+        self.seats, self.ledger, self.scoring = state.fleet.seats, state.ledger, state.scoring
+        self.budgets, self.num_domains, self.lengths = state.budgets, len(config.domains), state.lengths
+        self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
+        self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
+        self.scores_due = False
+        """Answers wait for their rewards and a place is free."""
+        self.failed_wait = any(round_.failed for round_ in (state.asked, *state.rounds.values()))
+        """Samples that a worker failed wait: who may have them can change with any event."""
+        self.place_due = False
+        """Samples wait and a worker may have credit."""
+        self.rounds_due = False
+        """A requested round may be able to open."""
+        self.pulls_due = False
+        """A worker may need weights, or a source became free."""
+        self.devices_due = False
+        """What the trainer's own devices should do may have changed."""
+
+    def change_rules(self, config: SchedulerConfig) -> None:
+        """Go on with the rules of another configuration; what rounds are made of stays."""
+        self.config = self.config.with_rules_of(config)
+        self.budgets.config, self.num_rewards = self.config.rewards, self.config.rewards.slots
+        self.router.config = self.config.routing
+
+    def round_of(self, sample: Sample) -> Round:
+        """Where a sample is counted."""
+        return self.asked if sample.group in self.asked.groups else self.rounds[self.groups[sample.group].step]

@@ -1,0 +1,335 @@
+"""Facts, in the past tense: all that the scheduler ever hears.
+
+The union is closed: a driver that forgets one does not type-check. News about a sample carries the lease it was made
+under; news about a worker carries the incarnation it came from; so late news of the dead is a dictionary miss. Every
+struct is frozen and has a stable tag: the journal is made of them.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Step, Version, WorkerName
+from polyrl.scheduling.core.ledger import DiscardCause
+from polyrl.scheduling.core.parameters import SchedulerConfig
+
+LeaseEnd = Literal["handed_over", "engine_failed", "refused"]
+RewardOutcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward"]
+"""`no_reward`: there is none, and another attempt would end the same."""
+Duty = Literal["generating", "training"]
+
+
+class EventStruct(Struct, frozen=True, tag_field="event", gc=False):
+    """What all events share: how they are written down."""
+
+
+# The fleet
+
+
+class WorkerJoined(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    slots: int
+    spot: bool = False
+    local: bool = False
+    """It runs on the trainer's own devices and holds every version the moment it is published."""
+    num_devices: int = 1
+    price_usd_per_hour: float = 0.0
+    kv_tokens: int = 0
+    """Tokens that fit into its cache; 0 when it does not say."""
+    version: Version | None = None
+    """The version it holds already, if any."""
+    starting_s: Seconds = 0.0
+    """How long its machine has been paid for already."""
+    relays: bool = True
+    """Others may fetch weights from it."""
+
+
+class WorkerReported(EventStruct, frozen=True, tag=True):
+    """A heartbeat, with the engine's own figures."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    num_waiting: int = 0
+    """Samples that the engine itself holds back, for want of cache."""
+    num_preemptions: int = 0
+    """Since it joined: how often the engine threw a running sample's cache away."""
+
+
+class FleetReported(EventStruct, frozen=True, tag=True):
+    """What was heard of workers since it was last told, of all of them at once (hearing.py): as WorkerReported and
+    TokensArrived, in as few bytes as it takes. A driver that holds news back tells it so."""
+
+    seats: tuple[int, ...]
+    """Rising; each as the difference to the one before."""
+    heard_ago: tuple[int, ...]
+    """When each was last heard, in hundredths of a second before now; -1: not since that was told."""
+    progress: tuple[tuple[int, ...], ...] = ()
+    """Which of the seats; its first lease with new tokens; then, run by run, how many lease numbers further and how
+    many tokens more than was told each of its leases up to there has."""
+    engines: tuple[tuple[int, int, int], ...] = ()
+    """Which of the seats; `num_waiting` and `num_preemptions` as in WorkerReported."""
+
+
+class WorkerLeft(EventStruct, frozen=True, tag=True):
+    """The driver knows that it is gone: it said goodbye, or its process was seen to die."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    reason: str
+
+
+class DrainRequested(EventStruct, frozen=True, tag=True):
+    """A spot notice, a signal, or a person asked: hand over and go."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    reason: str
+    notice_s: Seconds = 0.0
+    """How long its machine stays; 0: it hands over now."""
+
+
+class WeightsInstalled(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    version: Version
+
+
+class WeightsFailed(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    version: Version
+    reason: str
+
+
+class EngineDown(EventStruct, frozen=True, tag=True):
+    """What generates in it has died, and is being started again. What ran on it ends by itself."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    reason: str
+
+
+class EngineBack(EventStruct, frozen=True, tag=True):
+    worker: WorkerName
+    incarnation: Incarnation
+    version: Version | None
+    """What it runs now, which may be older than what it ran; none: nothing."""
+
+
+class DutyChanged(EventStruct, frozen=True, tag=True):
+    """A local worker's devices now do the other thing."""
+
+    worker: WorkerName
+    incarnation: Incarnation
+    duty: Duty
+
+
+# Samples
+
+
+class TokensArrived(EventStruct, frozen=True, tag=True):
+    """Progress of one worker: columns of leases and of their samples' token counts, absolute.
+
+    Every few seconds is enough: balance and stalled leases are judged by it. Exact counts come with the end of each
+    lease, and a driver that holds more tokens than it has told resumes a lost sample after all of them.
+    """
+
+    worker: WorkerName
+    incarnation: Incarnation
+    leases: tuple[LeaseId, ...]
+    num_tokens: tuple[int, ...]
+
+
+class SampleFinished(EventStruct, frozen=True, tag=True):
+    lease: LeaseId
+    num_tokens: int
+    """All tokens of the sample, also those of earlier leases."""
+
+
+class LeaseEnded(EventStruct, frozen=True, tag=True):
+    """A lease ended without an end of the answer."""
+
+    lease: LeaseId
+    num_tokens: int
+    reason: LeaseEnd
+
+
+class TokensDiscarded(EventStruct, frozen=True, tag=True):
+    """A sample that was discarded while it ran had so many more tokens than had been told."""
+
+    cause: DiscardCause
+    num_tokens: int
+
+
+class RewardFinished(EventStruct, frozen=True, tag=True):
+    sample: SampleId
+    attempt: int
+    outcome: RewardOutcome
+    correct: bool = False
+    cpu_s: Seconds = 0.0
+
+
+# Asked beside the trainer
+
+
+class GroupAsked(EventStruct, frozen=True, tag=True):
+    """Somebody wants so many answers to a prompt. No step trains on them."""
+
+    num_samples: int
+
+
+class SampleStopped(EventStruct, frozen=True, tag=True):
+    """Whoever asked has enough of this answer: it ends here, and counts."""
+
+    sample: SampleId
+    num_tokens: int
+
+
+class GroupWithdrawn(EventStruct, frozen=True, tag=True):
+    """Nobody waits for this asked group any longer."""
+
+    group: GroupId
+    reason: str
+
+
+# The trainer
+
+
+class VersionPublished(EventStruct, frozen=True, tag=True):
+    version: Version
+
+
+class VersionReplaced(EventStruct, frozen=True, tag=True):
+    """A trainer that was started again made the version anew, and it is not what it was to the last bit."""
+
+    version: Version
+
+
+class RoundRequested(EventStruct, frozen=True, tag=True):
+    step: Step
+
+
+class GroupsTaken(EventStruct, frozen=True, tag=True):
+    """The trainer starts a micro-batch of these groups: from now on they count as trained with the step."""
+
+    step: Step
+    groups: tuple[GroupId, ...]
+
+
+class GroupRejected(EventStruct, frozen=True, tag=True):
+    """The trainer will not train on this group (for example: all rewards equal)."""
+
+    group: GroupId
+    reason: str
+    blamed: tuple[WorkerName, ...] = ()
+    """Workers whose tokens it is rejected for."""
+
+
+class MicroBatchTrained(EventStruct, frozen=True, tag=True):
+    step: Step
+
+
+class StepRestarted(EventStruct, frozen=True, tag=True):
+    """The trainer has lost what it made of the step, and begins it anew: what it took, it must get again."""
+
+    step: Step
+
+
+class StepTrained(EventStruct, frozen=True, tag=True):
+    step: Step
+
+
+class ValidationBegan(EventStruct, frozen=True, tag=True):
+    """Between two steps: its devices answer prompts that are not trained on."""
+
+
+class ValidationEnded(EventStruct, frozen=True, tag=True):
+    pass
+
+
+# The driver
+
+
+class PlacingPaused(EventStruct, frozen=True, tag=True):
+    """A person wants no more leases given; running ones go on."""
+
+
+class PlacingResumed(EventStruct, frozen=True, tag=True):
+    pass
+
+
+class TrainerLeft(EventStruct, frozen=True, tag=True):
+    """Nobody scores, and nobody says what prompts are, until it is back. Nobody else is to blame for that."""
+
+    away_s: Seconds = 0.0
+    """How long ago it was last heard of, by a driver that was away itself."""
+
+
+class TrainerReturned(EventStruct, frozen=True, tag=True):
+    pass
+
+
+class TrainerReplaced(EventStruct, frozen=True, tag=True):
+    """Another process goes on in its place: it was gone, not only out of reach."""
+
+
+class RulesChanged(EventStruct, frozen=True, tag=True):
+    """A run goes on with other rules: those parts of this configuration that an open run may change, and no others."""
+
+    config: SchedulerConfig
+
+
+class DriverResumed(EventStruct, frozen=True, tag=True):
+    """The driver was away and is back with its journal: what was due meanwhile could not be heard."""
+
+    away_s: Seconds
+    grace_s: Seconds
+    """How much longer than usual workers may take to be heard of."""
+
+
+# Time
+
+
+class TimePassed(EventStruct, frozen=True, tag=True):
+    """Nothing happened, but `wakeup_at` has come."""
+
+
+Event = (
+    TokensArrived
+    | SampleFinished
+    | TokensDiscarded
+    | RewardFinished
+    | WorkerReported
+    | FleetReported
+    | LeaseEnded
+    | TimePassed
+    | GroupsTaken
+    | MicroBatchTrained
+    | WeightsInstalled
+    | WeightsFailed
+    | EngineDown
+    | EngineBack
+    | DutyChanged
+    | WorkerJoined
+    | WorkerLeft
+    | DrainRequested
+    | GroupRejected
+    | StepRestarted
+    | StepTrained
+    | ValidationBegan
+    | ValidationEnded
+    | VersionPublished
+    | VersionReplaced
+    | RoundRequested
+    | GroupAsked
+    | SampleStopped
+    | GroupWithdrawn
+    | PlacingPaused
+    | PlacingResumed
+    | DriverResumed
+    | TrainerLeft
+    | TrainerReturned
+    | TrainerReplaced
+    | RulesChanged
+)

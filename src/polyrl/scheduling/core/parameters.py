@@ -1,0 +1,178 @@
+"""Every knob of the scheduler, typed, with its default. A live recipe and a scenario read the same structs.
+
+What can be measured is no knob: speeds, plateaus, length distributions, seeding windows and time limits are learned.
+"""
+
+import math
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, structs
+
+from polyrl.ids import MAX_SAMPLES_PER_GROUP
+from polyrl.scheduling.core.bounds import AtLeastOne, Count, Factor, NotNegative, Positive, Seed, Share, Tokens
+from polyrl.scheduling.rules.parallelism import ParallelismConfig
+from polyrl.scheduling.rules.reward_budgets import RewardConfig
+from polyrl.scheduling.rules.scaling import ScalingConfig
+from polyrl.scheduling.rules.seeding import SeedingConfig
+
+__all__ = [
+    "DomainData",
+    "FleetRules",
+    "HandBackConfig",
+    "ParallelismConfig",
+    "RewardConfig",
+    "RoundsConfig",
+    "RoutingConfig",
+    "ScalingConfig",
+    "SchedulerConfig",
+    "SeedingConfig",
+    "WeightDeliveryConfig",
+]
+
+MAX_SAMPLES_PER_ROUND = 1 << 22
+
+
+class RoundsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which prompts and how many samples a round starts; docs/concepts/tail-batching.md."""
+
+    tail_batching: Literal["off", "race", "prompts", "designated", "predicted"] = "off"
+    samples_per_prompt: Annotated[int, Meta(ge=1, le=512)] = 8
+    prompt_factor: Factor = 1.25
+    sample_factor: Factor = 1.25
+    adaptive: bool = False
+    """Choose both factors anew after every long round, from the lengths seen, under the two bounds below."""
+    max_waste: Share = 0.4
+    """The most tokens that adaptive factors may discard, as a share of all generated."""
+    max_bias: Share = 0.35
+    """The most by which adaptive factors may shorten the mean trained answer, as a share of it."""
+    refill: bool = True
+    """Start a fresh prompt for one that was dropped or filtered; otherwise the step goes on with one less."""
+    max_refill_share: NotNegative = 1.0
+    """At most this many refills in a round, as a share of its prompts."""
+    min_group_samples: AtLeastOne = 2
+    """A group that lost samples to failures is still trained with at least this many."""
+
+    def __post_init__(self) -> None:
+        if self.adaptive and self.tail_batching in ("designated", "predicted"):
+            raise ValueError(f"adaptive: factors are chosen for race and prompts only, not for {self.tail_batching}")
+        if math.ceil(self.samples_per_prompt * self.sample_factor) > MAX_SAMPLES_PER_GROUP:
+            raise ValueError(f"sample_factor: a prompt would start more than {MAX_SAMPLES_PER_GROUP} samples")
+        if self.min_group_samples > max(2, self.samples_per_prompt):
+            raise ValueError(f"min_group_samples: expected at most samples_per_prompt, {self.samples_per_prompt}")
+
+
+class RoutingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where samples go, and when they move; docs/concepts/routing.md and migration.md."""
+
+    prefix_imbalance: NotNegative = 0.1
+    """How much more loaded, as a share of its slots, a worker may be and still get a sample for its cached prompt."""
+    balance: bool = True
+    balance_interval_s: Annotated[float, Meta(ge=0.01, le=1e9)] = 2.0
+    move_every_tokens: AtLeastOne = 512
+    """A running sample moves at most once in this many tokens."""
+    move_gain_s: NotNegative = 5.0
+    """A move must save at least this many seconds beyond its own cost."""
+    prefill_tokens_per_s: Positive = 20_000.0
+    """Assumed speed of re-prefilling a moved sample; only ever used to refuse moves that do not pay."""
+
+
+class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long we wait for a worker before we act; docs/concepts/fleet.md."""
+
+    heartbeat_timeout_s: Positive = 3.0
+    stall_timeout_s: Positive = 120.0
+    """A sample with no new token from one look to the next, this far apart, is taken back; all of them: the worker."""
+    hand_over_timeout_s: Positive = 10.0
+    pull_timeout_s: Positive = 900.0
+    switch_timeout_s: Positive = 300.0
+    drain_timeout_s: Positive = 30.0
+    leave_margin_s: NotNegative = 2.0
+    """A worker that was given notice hands over this long before its machine goes."""
+    max_failures: AtLeastOne = 3
+    """A worker that fails this many groups in a row that others answer is given up; a sample that fails this often is
+    dropped."""
+    migrate: bool = True
+    """Resume the samples of a lost worker where they stopped. Off: they start again, for comparison."""
+
+
+class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who fetches weights from whom; docs/concepts/weight-delivery.md."""
+
+    relay: bool = True
+    trainer_uploads: AtLeastOne = 4
+    peer_uploads: AtLeastOne = 2
+    retry_s: Positive = 2.0
+    max_retry_s: Positive = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_retry_s < self.retry_s:
+            raise ValueError(f"max_retry_s: {self.max_retry_s:g} is below retry_s = {self.retry_s:g}")
+
+
+class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the trainer's own devices stop generating one by one; docs/concepts/devices.md."""
+
+    enabled: bool = False
+    first_share: Share = 0.2
+    last_share: Share = 0.5
+    check_every_share: Annotated[float, Meta(gt=0, le=1)] = 0.05
+    max_slowdown: Factor = 1.1
+    """How much slower the samples that go on may become."""
+    come_back_after_s: Positive = 60.0
+    """Devices that had nothing to train for this long generate again, if samples wait or the fleet has much to do."""
+
+    def __post_init__(self) -> None:
+        if self.last_share < self.first_share:
+            raise ValueError(f"last_share: {self.last_share:g} is below first_share = {self.first_share:g}")
+
+
+class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A domain's data set and its share of every step."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    prompts_per_step: AtLeastOne
+    num_prompts: AtLeastOne
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    domains: Annotated[tuple[DomainData, ...], Meta(min_length=1, max_length=1024)]
+    seed: Seed = 0
+    num_epochs: AtLeastOne | None = None
+    """How often the data is gone through; none: for as long as rounds are requested."""
+    max_new_tokens: Tokens = 8192
+    max_staleness: Count = 0
+    streaming: bool = True
+    """Hand complete groups to the trainer as they come. Off: all of a round at once."""
+    trainer_usd_per_hour: NotNegative = 0.0
+    prompt_tokens: Tokens = 512
+    """A typical prompt; only used to project how much cache is needed and what a move costs."""
+    rounds: RoundsConfig = RoundsConfig()
+    routing: RoutingConfig = RoutingConfig()
+    seeding: SeedingConfig = SeedingConfig()
+    hand_back: HandBackConfig = HandBackConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
+    rewards: RewardConfig = RewardConfig()
+    fleet_rules: FleetRules = FleetRules()
+    weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
+    scaling: ScalingConfig = ScalingConfig()
+
+    def __post_init__(self) -> None:
+        rounds, num_prompts = self.rounds, sum(domain.prompts_per_step for domain in self.domains)
+        extra = 1.0 if rounds.tail_batching == "off" else rounds.prompt_factor * rounds.sample_factor
+        if num_prompts * rounds.samples_per_prompt * extra > MAX_SAMPLES_PER_ROUND:
+            raise ValueError(f"domains: a round would start more than {MAX_SAMPLES_PER_ROUND} samples")
+
+    def with_rules_of(self, other: "SchedulerConfig") -> "SchedulerConfig":
+        """This configuration with those parts of another that a run may change while it is open: how long is waited for
+        whom, how many at once, who is chosen. What rounds are made of stays."""
+        rewards = structs.replace(other.rewards, as_finished=self.rewards.as_finished)
+        fleet_rules = structs.replace(other.fleet_rules, migrate=self.fleet_rules.migrate)
+        return structs.replace(
+            self,
+            routing=other.routing,
+            hand_back=other.hand_back,
+            rewards=rewards,
+            fleet_rules=fleet_rules,
+            weight_delivery=other.weight_delivery,
+            scaling=other.scaling,
+        )

@@ -1,0 +1,103 @@
+"""Continuous balancing: every few seconds, while samples run, see whether some of them should run elsewhere.
+
+What moves is decided in migration.py, from values; here the values are gathered and the moves are asked for. The speed
+of each worker is learned from the progress it brings, its plateau from what its engine reports.
+"""
+
+from polyrl.ids import Seconds
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.parts import leases
+from polyrl.scheduling.rules import migration
+from polyrl.scheduling.rules.migration import Candidate
+
+_MIN_SPAN_S = 0.05
+_MAX_GRANTED = 0.1
+"""A span in which a worker got more new samples than this share tells of prefilling, not of decoding."""
+_PLATEAU_GROWTH = 20
+"""A plateau that holds grows by one part in this many, at every report."""
+
+
+def learn_speed(worker: Worker, num_running: int, num_steps: int, now: Seconds) -> None:
+    """A worker has made `num_steps` decode steps with `num_running` samples since it last brought tokens.
+
+    Samples decode in lock step, so the most that any of them gained is the number of steps; the others came later.
+    """
+    worker.has_progressed = True
+    span = now - worker.last_tokens_at
+    if span < _MIN_SPAN_S:
+        return
+    worker.last_tokens_at = now
+    disturbed = worker.num_granted > _MAX_GRANTED * num_running
+    worker.num_granted = 0
+    if disturbed:
+        return
+    worker.speed.observe(num_running, span / num_steps)
+
+
+def learn_plateau(desk: Desk, worker: Worker, num_waiting: int) -> None:
+    """An engine that holds samples back has too many; one that runs all it has may be given a few more.
+
+    What it runs at once depends on its cache and on how long contexts are now, and it is the one who knows. But samples
+    also wait while it computes prompts, or compiles: so it counts as full only when it held some back at the report
+    before too, brought tokens since, and runs no more than then. A report of more held back than it has is old news.
+    """
+    num = len(worker.leases)
+    num_running = num - num_waiting
+    holds_back = 0 < num_waiting < num
+    is_full = holds_back and worker.has_progressed and num_running <= worker.held_back_at
+    worker.num_waiting = num_waiting if is_full else 0
+    worker.held_back_at = num_running if holds_back else -1
+    worker.has_progressed = False
+    plateau = worker.plateau
+    if is_full:
+        plateau = min(plateau, num_running)
+    elif num_waiting == 0 and num >= plateau:
+        plateau = min(worker.slots, plateau + max(1, plateau // _PLATEAU_GROWTH))
+    if plateau != worker.plateau:
+        worker.plateau = plateau
+        desk.router.update(worker)
+        desk.place_due = True
+
+
+def balance(desk: Desk, now: Seconds) -> None:
+    """Move what should move; then arm the next look."""
+    state = desk.state
+    desk.devices_due = True
+    waiting = any(round_.num_waiting for round_ in state.rounds.values())
+    if not waiting and len(state.fleet.seats) > 1:
+        workers = list(state.fleet.seats.values())
+        if not _relieve(desk, workers, now):
+            _move(desk, workers, now)
+    if desk.leases:
+        leases.look_later(desk, now)
+
+
+def _relieve(desk: Desk, workers: list[Worker], now: Seconds) -> bool:
+    """Whether anything was asked back. Who gets it is not known yet, and with it how loaded anybody will be."""
+    given = migration.relieve_waiting(workers)
+    for worker, num in given:
+        for lease in list(worker.leases)[-num:]:
+            leases.hand_over(desk, desk.leases[lease], "its engine holds it back, another worker has room", now)
+    return bool(given)
+
+
+def _move(desk: Desk, workers: list[Worker], now: Seconds) -> None:
+    moves = migration.plan_moves(
+        workers, desk.config.routing, desk.config.prompt_tokens, lambda worker: _candidates(desk, worker)
+    )
+    for move in moves:
+        sample = desk.leases[move.lease]
+        sample.target = move.target
+        leases.hand_over(desk, sample, move.why, now)
+
+
+def _candidates(desk: Desk, worker: Worker) -> list[Candidate]:
+    lengths, cap = desk.state.lengths, desk.config.max_new_tokens
+    found: list[Candidate] = []
+    for lease in worker.leases:
+        sample = desk.leases[lease]
+        if sample.state == "leased" and sample.group not in desk.asked.groups:
+            remaining = lengths.expected_remaining(sample.num_tokens, cap)
+            found.append(Candidate(lease, sample.num_tokens, sample.moved_at, remaining))
+    return found

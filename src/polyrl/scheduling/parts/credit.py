@@ -1,0 +1,63 @@
+"""How many samples a worker is trusted with at once: few at first, more with what it shows, fewer after a stall.
+
+    it joins                      START, whatever number of slots it claims
+    an answer of it ends          one more: twice as many with every generation of its answers
+    it is seen to run n at once   2 n
+    some samples stall on it      half as many
+    all of them do                it is given up, and begins with less if it joins again
+    it has reached its slots      its plateau alone decides from then on (balancing.py)
+
+The number of slots is a worker's own word. A worker that claims a million and brings nothing keeps a few samples from
+the others for as long as a stall takes, and fewer the next time. An honest worker has as many as it can run after a few
+reports of progress, each of which doubles them. The trainer's own workers are trusted from the start.
+"""
+
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.fleet import UNBOUNDED, Worker
+from polyrl.scheduling.core.ledger import WorkerLine
+
+START = 8
+_LESS_A_STALL = 4
+"""What a worker begins with is divided by this for each time that its name has stalled."""
+
+
+def at_join(desk: Desk, line: WorkerLine, slots: int, *, local: bool) -> int:
+    start = max(1, START // _LESS_A_STALL**line.num_stalls)
+    return UNBOUNDED if local or start >= slots or not desk.state.rules else start
+
+
+def answered(desk: Desk, worker: Worker) -> None:
+    """An answer of it ends: its lease does too, and who may have what is looked at then."""
+    if worker.has_stalled:  # it is forgiven
+        worker.has_stalled = False
+        desk.ledger.workers[worker.name].num_stalls = 0
+    worker.earned = UNBOUNDED if worker.earned + 1 >= worker.slots else worker.earned + 1
+
+
+def progressed(desk: Desk, worker: Worker) -> None:
+    """It brought tokens. Those of its samples count that have grown since they were given to it."""
+    held = map(desk.samples.__getitem__, worker.leases.values())
+    _raise(desk, worker, 2 * sum(sample.num_tokens > sample.moved_at for sample in held))
+
+
+def _raise(desk: Desk, worker: Worker, earned: int) -> None:
+    if earned > worker.earned:
+        worker.earned = UNBOUNDED if earned >= worker.slots else earned
+        desk.router.update(worker)
+        desk.place_due = True
+
+
+def halve(desk: Desk, worker: Worker) -> None:
+    """It did not do what it was trusted with."""
+    if desk.state.rules and not worker.local:
+        worker.earned = max(1, worker.capacity // 2)
+        desk.router.update(worker)
+
+
+def may_rejoin(desk: Desk, worker: Worker) -> bool:
+    """All its samples have stalled. Not so often in a row, without an answer: nobody waits for it for ever."""
+    if worker.local or not desk.state.rules:
+        return True
+    line = desk.ledger.workers[worker.name]
+    line.num_stalls += 1
+    return line.num_stalls < desk.config.fleet_rules.max_failures

@@ -1,0 +1,250 @@
+"""What the trainer's own devices do: generate, or train.
+
+Each step starts with local workers generating. They stop, hand their samples over and train
+- when the seeding window is over and there is somebody to hand over to (seeding.py says how long it is);
+- one by one, in a round without a fleet, as soon as fewer devices hold what still runs (hand-back);
+- when nothing is left for them to generate, or the step's round is complete: what they write for later rounds waits.
+They generate again when the step is trained, unless the next round is complete by then, and in mid-step when samples
+wait and nobody else can take them, or when there has been nothing to train for a while. Zero remote workers is a normal
+state: then they generate the whole round.
+"""
+
+import math
+
+from polyrl.ids import Seconds
+from polyrl.scheduling.core.commands import StartGenerating, StartTraining
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.fleet import Worker, settle
+from polyrl.scheduling.core.samples import Round
+from polyrl.scheduling.parts import leases
+from polyrl.scheduling.rules import seeding
+
+_RECHECK_S = 2.0
+_CROWD = 16
+"""More samples than this on each worker that generates are worth coming back for."""
+_LOOKS = 2
+
+
+def oldest_round(desk: Desk) -> Round | None:
+    """The round of the step that is trained next."""
+    return next(iter(desk.state.rounds.values()), None)
+
+
+def arm_window(desk: Desk, now: Seconds) -> None:
+    """Set the end of the seeding window, from the round's start and the fleet as it is now."""
+    round_ = oldest_round(desk)
+    if round_ is None or round_.closed_at is not None:
+        return
+    desk.deadlines.clear(("seed", round_.step))
+    end = _window_end(desk, round_)
+    if end < math.inf:
+        desk.deadlines.set(("seed", round_.step), max(now, end))
+
+
+def _window_end(desk: Desk, round_: Round) -> Seconds:
+    """The window starts with the step: when its round opens, or when the step before is trained if that is later."""
+    span = seeding.window(desk.config.seeding, desk.state.seeding[round_.kind], desk.state.fleet.num_remote).seconds
+    return max(round_.opened_at, desk.state.clock.step_began_at) + span
+
+
+def window_over(desk: Desk, step: int, now: Seconds) -> None:
+    """The seeding window has ended: hand over, unless nobody could go on with the samples."""
+    round_ = desk.state.rounds.get(step)  # type: ignore[call-overload]
+    if round_ is None or round_ is not oldest_round(desk):
+        return
+    if not _somebody_else_generates(desk):
+        desk.deadlines.set(("seed", step), now + _RECHECK_S)
+        return
+    for worker in desk.state.fleet.local():
+        if worker.duty == "generating":
+            stop_generating(desk, worker, "the seeding window is over", now)
+
+
+def _somebody_else_generates(desk: Desk) -> bool:
+    return any(worker.may_take for worker in desk.state.fleet.seats.values() if not worker.local)
+
+
+def stop_generating(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
+    """Take a local worker's samples back; when the last one is here, its devices train."""
+    worker.duty = "stopping"
+    desk.router.update(worker)
+    for lease in list(worker.leases):
+        leases.hand_over(desk, desk.leases[lease], why, now)
+    desk.devices_due = True
+
+
+def review(desk: Desk, now: Seconds) -> None:
+    """Set every local worker to what it should do now. Cheap, and called after any event that may change it."""
+    state = desk.state
+    local = state.fleet.local()
+    if state.clock.seeding_since is not None and all(one.duty in ("training", "to_generating") for one in local):
+        note_seeding(desk, now)  # the last one that generated is gone
+    if not local:
+        return
+    round_ = oldest_round(desk)
+    why = _why_generate(desk, round_, now) if any(worker.duty == "training" for worker in local) else None
+    for worker in local:
+        if worker.duty == "stopping" and not worker.leases:
+            _switch(desk, worker, "to_training", "its samples are handed over", now)
+        elif worker.duty == "generating" and round_ is not None and _has_nothing_to_generate(desk, worker, round_, now):
+            _switch(desk, worker, "to_training", "nothing is left for it to generate", now)
+        elif worker.duty == "generating" and worker.leases and round_ is not None and round_.closed_at is not None:
+            stop_generating(desk, worker, "the step's round is complete, and these samples are of later ones", now)
+        elif worker.duty == "training" and why is not None:
+            _switch(desk, worker, "to_generating", why, now)
+            _renew_window(desk, round_, now)
+    if round_ is not None:
+        _hand_back(desk, round_, local, now)
+
+
+def _renew_window(desk: Desk, round_: Round | None, now: Seconds) -> None:
+    """Devices that come back in mid-step seed once more, for as long as suits the fleet as it is now."""
+    if round_ is None or now < _window_end(desk, round_):
+        return
+    span = seeding.window(desk.config.seeding, desk.state.seeding[round_.kind], desk.state.fleet.num_remote).seconds
+    if span < math.inf:
+        desk.deadlines.set(("seed", round_.step), now + max(span, _RECHECK_S))
+
+
+def _has_nothing_to_generate(desk: Desk, worker: Worker, round_: Round, now: Seconds) -> bool:
+    if worker.leases:
+        return False
+    if round_.closed_at is not None:
+        return True
+    waiting = any(one.num_waiting for one in desk.state.rounds.values())
+    if waiting or not desk.config.streaming or round_.num_delivered == 0:
+        return False
+    # The next look at the balance may bring it samples that others have too many of.
+    return now - worker.since >= _LOOKS * desk.config.routing.balance_interval_s or not desk.config.routing.balance
+
+
+def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
+    """Why devices that train should generate, or None."""
+    state = desk.state
+    if state.clock.busy_since is not None:
+        return None
+    if round_ is None:
+        seeds = desk.config.seeding.mode != "off" or state.fleet.num_remote == 0
+        return "the step is trained" if seeds else None
+    if round_.closed_at is not None:
+        return None
+    if state.clock.train_s == 0.0 and now < _window_end(desk, round_):
+        if round_.num_waiting:
+            return "the step begins and samples wait"
+        if state.published < round_.step:
+            return "the step is trained, and a round opens with its version"
+    num_generating = sum(worker.may_generate for worker in state.fleet.seats.values())
+    if round_.num_waiting and num_generating == 0:
+        return "samples wait and no other worker is there"
+    idle = state.clock.idle_since
+    if idle is None or now - idle < desk.config.hand_back.come_back_after_s:
+        return None
+    crowded = round_.num_waiting > 0 or round_.num_leased > _CROWD * num_generating
+    return f"the fleet has much to do, and nothing was there to train for {now - idle:.0f} s" if crowded else None
+
+
+def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> None:
+    settle(worker, desk.state.ledger, now)
+    worker.duty = duty  # type: ignore[assignment]
+    if duty == "to_generating":
+        stop_waiting(desk, now)
+    desk.router.update(worker)
+    desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
+    command = StartTraining if duty == "to_training" else StartGenerating
+    desk.commands.append(command(worker.name, why))
+
+
+def duty_changed(desk: Desk, worker: Worker, duty: str, now: Seconds) -> None:
+    """A local worker's devices have turned round."""
+    expected = {"to_training": "training", "to_generating": "generating"}.get(worker.duty)
+    if duty != expected:
+        desk.state.ledger.late_news += 1
+        return
+    settle(worker, desk.state.ledger, now)
+    worker.duty = duty  # type: ignore[assignment]
+    desk.deadlines.clear(("switch", worker.seat))
+    desk.router.update(worker)
+    desk.place_due = True
+    desk.devices_due = True
+    note_waiting(desk, now)
+    note_seeding(desk, now)
+
+
+def all_train(desk: Desk) -> bool:
+    """Whether the trainer has all of its devices: only then is it waiting when it has nothing to train."""
+    return all(worker.duty == "training" for worker in desk.state.fleet.local())
+
+
+def note_waiting(desk: Desk, now: Seconds) -> None:
+    """From now on the trainer waits, if it has all that it needs to train but samples. Publishing is no waiting."""
+    clock = desk.state.clock
+    round_ = oldest_round(desk)
+    is_busy = clock.busy_since is not None or clock.validating_since is not None
+    if clock.idle_since is not None or is_busy or round_ is None:
+        return
+    if desk.state.published >= round_.step and all_train(desk):
+        clock.idle_since = now
+
+
+def stop_waiting(desk: Desk, now: Seconds) -> None:
+    clock = desk.state.clock
+    if clock.idle_since is not None:
+        clock.wait_train_s += now - clock.idle_since
+        clock.idle_since = None
+
+
+def note_seeding(desk: Desk, now: Seconds) -> None:
+    """Keep the time in which at least one local worker generates for a round; while it validates, it does not."""
+    clock = desk.state.clock
+    may_seed = bool(desk.rounds) and clock.validating_since is None
+    generating = may_seed and any(one.duty in ("generating", "stopping") for one in desk.state.fleet.local())
+    if generating and clock.seeding_since is None:
+        clock.seeding_since = now
+    elif not generating and clock.seeding_since is not None:
+        clock.seeded_s += now - clock.seeding_since
+        clock.seeding_since = None
+
+
+# Hand-back: fewer devices generate while the rest already train
+
+
+def _hand_back(desk: Desk, round_: Round, local: list[Worker], now: Seconds) -> None:
+    config = desk.config.hand_back
+    if not config.enabled or round_.closed_at is not None or round_.next_hand_back_share > config.last_share + 1e-9:
+        return
+    done = round_.num_generated / round_.num_planned
+    if done < round_.next_hand_back_share or round_.num_waiting:
+        return
+    while round_.next_hand_back_share <= done:
+        round_.next_hand_back_share += config.check_every_share
+    generating = [worker for worker in local if worker.may_generate]
+    keep = _num_to_keep(desk, generating)
+    for worker in sorted(generating, key=lambda one: (len(one.leases), one.seat))[: len(generating) - keep]:
+        why = f"{keep} of {len(generating)} local workers hold what still runs"
+        stop_generating(desk, worker, why, now)
+
+
+def _num_to_keep(desk: Desk, generating: list[Worker]) -> int:
+    """The fewest local workers whose cache, slots and speed suffice for all that runs on them now."""
+    running = [desk.leases[lease] for worker in generating for lease in worker.leases]
+    if not running or len(generating) < 2:
+        return len(generating)
+    lengths, cap = desk.state.lengths, desk.config.max_new_tokens
+    tokens = sum(
+        desk.config.prompt_tokens + sample.num_tokens + lengths.expected_remaining(sample.num_tokens, cap)
+        for sample in running
+    )
+    for keep in range(1, len(generating)):
+        share = len(running) / keep
+        kept = generating[:keep]
+        fits = all(worker.kv_tokens == 0 or worker.kv_tokens >= tokens / keep for worker in kept)
+        roomy = all(worker.plateau >= share for worker in kept)
+        if fits and roomy and all(_slowdown(worker, share) <= desk.config.hand_back.max_slowdown for worker in kept):
+            return keep
+    return len(generating)
+
+
+def _slowdown(worker: Worker, num_running: float) -> float:
+    before = worker.speed.step_s(len(worker.leases))
+    after = worker.speed.step_s(num_running)
+    return 1.0 if before is None or after is None else after / before

@@ -1,0 +1,112 @@
+"""News of workers that changes nothing until somebody looks: heartbeats, progress, what engines hold back.
+
+A driver hears it all the time and gathers it; a journal that held each piece would grow by gigabytes a day. It is told
+in one event, of all workers at once, when something depends on it: before time passes, since whoever is not heard of is
+then given up, before an event that takes leases away without saying how far they were, and at once of a worker that has
+not been heard of since the driver was away.
+
+Rules kept here: what is told late is told exactly. A worker's deadline counts from when it was heard, not from when
+that was told, so nobody is given up sooner or later for it.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from polyrl.ids import LeaseId, Seconds
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.events import (
+    EngineBack,
+    Event,
+    FleetReported,
+    GroupRejected,
+    SampleFinished,
+    TimePassed,
+    VersionReplaced,
+    WorkerLeft,
+)
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.parts import balancing, credit, membership
+from polyrl.scheduling.parts.leases import note_tokens
+
+MS_A_TICK = 10
+"""Of `FleetReported.heard_ago`."""
+_WAITS = ("heartbeat", "unheard", "stall", "switch", "drain", "notice")
+"""Those that may end a worker's turn at all its samples."""
+
+
+def fleet_reported(desk: Desk, event: FleetReported, now: Seconds) -> None:
+    workers: list[Worker | None] = []
+    seat = 0
+    for more, ago in zip(event.seats, event.heard_ago, strict=False):
+        seat += more
+        worker = desk.seats.get(seat)
+        workers.append(worker)
+        if worker is None:
+            desk.ledger.late_news += 1
+        elif ago >= 0:
+            membership.heard_from(desk, worker, now, ago * MS_A_TICK / 1000)
+    for which, first, *runs in event.progress:
+        if 0 <= which < len(workers) and (worker := workers[which]) is not None:
+            _progressed(desk, worker, LeaseId(first), runs, now)
+    for which, num_waiting, num_preemptions in event.engines:
+        if 0 <= which < len(workers) and (worker := workers[which]) is not None:
+            balancing.learn_plateau(desk, worker, num_waiting)
+            worker.num_preemptions = max(worker.num_preemptions, num_preemptions)
+
+
+def _progressed(desk: Desk, worker: Worker, first: LeaseId, runs: Sequence[int], now: Seconds) -> None:
+    """Leases rise, and so do the runs: each says up to which lease, and how many tokens more those have."""
+    most, at, until, gain = 0, 0, int(first), 0
+    for lease in worker.leases:
+        while lease >= until and at + 1 < len(runs):
+            until, gain, at = until + runs[at], runs[at + 1], at + 2
+        if lease < first or lease >= until or gain <= 0:
+            continue
+        sample = desk.leases[lease]
+        most = max(most, note_tokens(desk, sample, sample.num_tokens + gain))
+    if most:
+        balancing.learn_speed(worker, len(worker.leases), most, now)
+        if worker.earned < worker.slots:
+            credit.progressed(desk, worker)
+
+
+def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
+    """The first lease, and then for each run of leases with the same gain how far it reaches and what that is."""
+    runs: list[int] = []
+    first = at = -1
+    for gain, leases in groupby(gains, key=lambda one: one[1]):
+        numbers = [lease for lease, _ in leases]
+        if first < 0:
+            first = at = numbers[0]
+        runs += (numbers[-1] + 1 - at, gain)
+        at = numbers[-1] + 1
+    return (first, *runs)
+
+
+def teaches(worker: Worker, num_waiting: int) -> bool:
+    """Whether a report of so many samples held back, or progress, would change how many samples it may have."""
+    grows = len(worker.leases) >= worker.limit < worker.slots
+    return num_waiting > 0 or worker.held_back_at >= 0 or worker.num_waiting > 0 or grows
+
+
+def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
+    """The seats whose samples the event may take away as they are: all of their news is told before. None: nobody's."""
+    match event:
+        case TimePassed():
+            waits = desk.deadlines.entries
+            if any(name == "hand_over" and at <= now for (name, _), at in waits.items()):
+                return list(desk.seats)
+            return [seat for seat in desk.seats if any(waits.get((name, seat), now + 1.0) <= now for name in _WAITS)]
+        case WorkerLeft() | EngineBack():
+            worker = desk.state.fleet.find(event.worker, event.incarnation)
+            return None if worker is None else [worker.seat]
+        case GroupRejected():
+            by_name = desk.state.fleet.by_name
+            return [by_name[name] for name in event.blamed if name in by_name] or None
+        case SampleFinished():  # whoever failed where this one did not may be given up
+            sample = desk.leases.get(event.lease)
+            return None if sample is None else desk.groups[sample.group].failed_on or None
+        case VersionReplaced():
+            return list(desk.seats)
+        case _:
+            return None

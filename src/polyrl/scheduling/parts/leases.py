@@ -1,0 +1,259 @@
+"""A worker's turn at a sample: given, ended, taken back, handed over.
+
+Rules kept here: a sample has at most one lease; a lease is never reused; the tokens of a lost lease that have arrived
+are kept and the sample is resumed after them. An aborted lease is over when we say so; whatever its worker still sends
+of it is late news.
+"""
+
+import heapq
+
+from polyrl.ids import LeaseId, SampleId, Seconds, Version
+from polyrl.scheduling.core.commands import Abort, ForgetTokens, Generate, HandOver, ReleaseWorker
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.fleet import Worker, settle
+from polyrl.scheduling.core.ledger import DiscardCause
+from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.parts import failures
+from polyrl.scheduling.rules.staleness import oldest_version
+
+_ANY_VERSION = Version(0)
+_MORE_THAN_WERE_LOST = 1_000_000
+"""Leases that no driver gives between two writes that reach the disk."""
+
+
+def place_waiting(desk: Desk, now: Seconds) -> None:
+    """Give waiting samples to workers with credit: asked ones, then earlier rounds; moved samples before fresh ones."""
+    if desk.state.paused:
+        return
+    desk.failed_wait = False
+    if desk.asked.num_waiting:
+        _place_asked(desk, now)
+    groups = desk.groups
+    choose = desk.router.choose
+    with_credit = desk.router.loads
+    for round_ in desk.rounds.values():
+        if not round_.num_waiting:
+            continue
+        if round_.failed:
+            _place_failed(desk, round_, now)
+        if not with_credit:
+            continue
+        min_version = oldest_version(round_.step, desk.config.max_staleness)
+        while round_.num_waiting > len(round_.failed) and with_credit:
+            sample = _first_waiting(desk.samples, round_)
+            group = groups[sample.group]
+            worker = None if sample.target < 0 else desk.router.take(sample.target, min_version)
+            if worker is None:
+                worker = choose(min_version, -1 if sample.num_tokens else group.prefix_worker)
+            if worker is None:
+                break
+            _grant(desk, sample, group, round_, worker, now)
+
+
+def _place_asked(desk: Desk, now: Seconds) -> None:
+    """Any version may write what was asked; the trainer's own devices do not (asking.py)."""
+    asked, router = desk.asked, desk.router
+    if asked.failed:
+        _place_failed(desk, asked, now)
+    while asked.num_waiting > len(asked.failed):
+        sample = _first_waiting(desk.samples, asked)
+        group = desk.groups[sample.group]
+        worker = router.choose(_ANY_VERSION, -1 if sample.num_tokens else group.prefix_worker, remote=True)
+        if worker is None:
+            return
+        _grant(desk, sample, group, asked, worker, now)
+    asked.fresh.clear()
+    asked.resumed.clear()
+
+
+def _place_failed(desk: Desk, round_: Round, now: Seconds) -> None:
+    """First come, first served: there may be thousands, and while nobody may have the first, no other is looked at."""
+    while round_.failed:
+        sample = desk.samples[round_.failed[0]]
+        group = desk.groups[sample.group]
+        worker = failures.choose(desk, sample, group)
+        if worker is None:
+            desk.failed_wait = True
+            return
+        del round_.failed[0]
+        _grant(desk, sample, group, round_, worker, now)
+
+
+def _first_waiting(samples: dict[SampleId, Sample], round_: Round) -> Sample:
+    """The sample to place next. There is one: `num_waiting` says so."""
+    resumed = round_.resumed
+    while resumed:
+        sample = samples.get(resumed[0][1])
+        if sample is not None and sample.num_tokens == -resumed[0][0] and _waits_here(sample):
+            return sample
+        heapq.heappop(resumed)
+    fresh = round_.fresh
+    while True:
+        sample = samples.get(fresh[-1])
+        if sample is not None and sample.num_tokens == 0 and _waits_here(sample):
+            return sample
+        fresh.pop()
+
+
+def _waits_here(sample: Sample) -> bool:
+    """In `fresh` or `resumed`: samples that failed wait elsewhere."""
+    return sample.state == "waiting" and not sample.num_failures
+
+
+def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Worker, now: Seconds) -> None:
+    state = desk.state
+    seat = worker.seat
+    if not worker.leases:
+        settle(worker, desk.ledger, now)
+        worker.last_tokens_at = now
+        desk.deadlines.set(("stall", seat), now + desk.config.fleet_rules.stall_timeout_s / 2)
+        look_later(desk, now)
+    lease = state.next_lease
+    state.next_lease += 1  # pyright: ignore[reportAttributeAccessIssue]  a call of LeaseId is not free here
+    sample.state = "leased"
+    sample.lease = lease
+    sample.worker = seat
+    sample.seen_tokens = -1
+    sample.target = -1
+    version = sample.version
+    if version == NO_VERSION or worker.version < version:
+        sample.version = worker.version
+    desk.leases[lease] = sample
+    worker.leases[lease] = sample.id
+    worker.num_granted += 1
+    round_.num_waiting -= 1
+    round_.num_leased += 1
+    desk.router.update(worker)
+    why = "with its siblings" if group.prefix_worker == seat else "least loaded"
+    group.prefix_worker = seat
+    if not worker.local and state.clock.first_remote_at is None and round_ is not desk.asked:
+        state.clock.first_remote_at = now
+    num_tokens = sample.num_tokens
+    if num_tokens:
+        desk.ledger.tokens_reprefilled += num_tokens
+    desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, desk.max_new_tokens, why))
+
+
+def skip_numbers(desk: Desk) -> None:
+    """Give no number again that may have been given before: what a driver wrote last may be lost with its machine."""
+    desk.state.next_lease = LeaseId(desk.state.next_lease + _MORE_THAN_WERE_LOST)
+
+
+def look_later(desk: Desk, now: Seconds) -> None:
+    """See to it that somebody looks whether the running samples should run elsewhere (balancing.py)."""
+    if desk.config.routing.balance and ("balance", 0) not in desk.deadlines.entries:
+        desk.deadlines.set(("balance", 0), now + desk.config.routing.balance_interval_s)
+
+
+def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
+    """Take in how far a sample is; returns how many tokens are new. Fewer, or beyond the cap, is not believed."""
+    cap = desk.max_new_tokens
+    gained = (num_tokens if num_tokens < cap else cap) - sample.num_tokens
+    if gained <= 0:
+        return 0
+    sample.num_tokens += gained
+    desk.ledger.tokens_arrived += gained
+    return gained
+
+
+def note_length(desk: Desk, sample: Sample, round_: Round, *, finished: bool) -> None:
+    """Learn from an answer that ended, or was stopped and would have gone on. Not from asked ones: others' prompts."""
+    if round_ is desk.asked:
+        return
+    desk.lengths.observe(sample.num_tokens, finished=finished)
+    if desk.plans_parallelism:  # how far it ran is what a round is made of, whoever ended it
+        desk.state.lengths_by_kind[round_.kind].observe(sample.num_tokens, finished=True)
+        round_.farthest = max(round_.farthest, sample.num_tokens)
+
+
+def end_lease(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> Worker:
+    """Take a sample's lease away, whatever comes next for it. Returns the worker that had it."""
+    worker = desk.seats[sample.worker]
+    lease = sample.lease
+    if len(worker.leases) == 1:
+        settle(worker, desk.ledger, now)
+        desk.deadlines.clear(("stall", worker.seat))
+    if sample.state == "stopping":
+        desk.deadlines.clear(("hand_over", lease))
+    del desk.leases[lease]
+    del worker.leases[lease]
+    sample.lease = NO_LEASE
+    sample.worker = -1
+    round_.num_leased -= 1
+    if not worker.local and round_ is not desk.asked:
+        desk.state.clock.last_remote_at = now
+    if worker.state == "draining":
+        release_if_drained(desk, worker)
+    else:
+        desk.router.update(worker)
+        desk.place_due = True
+        if worker.local:
+            desk.devices_due = True
+    return worker
+
+
+def release_if_drained(desk: Desk, worker: Worker) -> None:
+    waited_for = ("drain", worker.seat) in desk.deadlines.entries  # not so when it is lost: nobody is there to release
+    if worker.state == "draining" and not worker.leases and waited_for:
+        desk.commands.append(ReleaseWorker(worker.name, "it has handed everything over"))
+
+
+def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str) -> None:
+    """End a sample's lease before the answer ended; it waits for another worker, from the tokens that have arrived."""
+    worker = end_lease(desk, sample, round_, now)
+    if sample.num_tokens > sample.moved_at:
+        sample.writer = worker.seat
+    state = desk.state
+    sample.state = "waiting"
+    round_.num_waiting += 1
+    round_.num_moves += 1
+    state.ledger.count_move(cause)
+    if cause == "lost" and not desk.config.fleet_rules.migrate and round_ is not desk.asked:  # it was shown already
+        state.ledger.discard_tokens("preemption", sample.num_tokens)
+        sample.num_tokens = 0
+        sample.version = NO_VERSION
+    sample.moved_at = sample.num_tokens
+    if sample.num_failures:
+        round_.failed.append(sample.id)
+    elif sample.num_tokens:
+        heapq.heappush(round_.resumed, (-sample.num_tokens, sample.id))
+    else:
+        round_.fresh.append(sample.id)
+    desk.place_due = True
+
+
+def forget_tokens(desk: Desk, sample: Sample, why: str) -> None:
+    """Have a sample begin anew when its lease ends."""
+    desk.commands.append(ForgetTokens(sample.id, sample.lease, why))
+    desk.ledger.discard_tokens("refused", sample.num_tokens)
+    sample.num_tokens = sample.moved_at = 0
+    sample.version = NO_VERSION
+
+
+def hand_over(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
+    """Ask for a running sample back, at its current token."""
+    if sample.state != "leased":
+        return
+    sample.state = "stopping"
+    worker = desk.state.fleet.seats[sample.worker]
+    desk.deadlines.set(("hand_over", sample.lease), now + desk.config.fleet_rules.hand_over_timeout_s)
+    desk.commands.append(HandOver(worker.name, sample.lease, why))
+
+
+def stop_waiting(round_: Round, sample: Sample) -> None:
+    round_.num_waiting -= 1
+    if sample.num_failures:
+        round_.failed.remove(sample.id)
+
+
+def discard_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+    """End a sample untrained, wherever it stands; abort it if it runs. Scoring is cancelled by the caller's part."""
+    if sample.state == "waiting":
+        stop_waiting(round_, sample)
+    elif sample.lease != NO_LEASE:
+        note_length(desk, sample, round_, finished=False)
+        lease = sample.lease
+        worker = end_lease(desk, sample, round_, now)
+        desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens, cause))
+    sample.state = "discarded"
+    desk.state.ledger.discard(cause, sample.num_tokens)

@@ -1,0 +1,397 @@
+"""Workers come, go, drain and are given up; weights reach them.
+
+Rules kept here: a worker that is gone, however we learned it, gives its samples back at once, each after its last token
+that arrived. A join that is older than what we know is refused. Nobody waits for a dead peer's weights: who pulled from
+it gets another source. A worker counts as active only while it holds a version that some step may still be trained on.
+After the driver was away, nobody is given anything, or paid for the absence, before it is heard of: it may be dead.
+"""
+
+import math
+
+from polyrl.ids import Seconds, Step, Version
+from polyrl.scheduling.core.commands import Abort, ForgetWorker, PullWeights, StartGenerating
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.events import EngineBack, WeightsFailed, WeightsInstalled, WorkerJoined
+from polyrl.scheduling.core.fleet import NUM_ACCUSERS, Worker, settle
+from polyrl.scheduling.core.samples import NO_VERSION
+from polyrl.scheduling.parts import credit, leases
+from polyrl.scheduling.rules import weight_delivery
+from polyrl.scheduling.rules.staleness import oldest_version
+from polyrl.scheduling.rules.weight_delivery import TRAINER
+
+_LOOK_AGAIN_S = 1.0
+
+
+def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
+    """Give a worker a seat. False for a join that is repeated late."""
+    fleet = desk.state.fleet
+    newest_life = fleet.last_incarnations.get(event.worker)
+    if newest_life is not None and event.incarnation <= newest_life:
+        desk.state.ledger.late_news += 1
+        return False
+    seat = fleet.by_name.get(event.worker)
+    if seat is not None:
+        # Not told: a command goes by name, and would hit the newer process. Who said it joined knows the old is over.
+        lose(desk, fleet.seats[seat], "a newer process joined under its name", now, tell=False)
+    unknown = event.version is None or event.version > desk.state.published
+    line = desk.state.ledger.worker_line(event.worker, _sane(event.price_usd_per_hour))
+    slots = max(1, event.slots)
+    worker = Worker(
+        seat=fleet.next_seat,
+        name=event.worker,
+        incarnation=event.incarnation,
+        slots=slots,
+        spot=event.spot,
+        local=event.local,
+        num_devices=event.num_devices,
+        kv_tokens=event.kv_tokens,
+        since=now,
+        version=NO_VERSION if unknown or event.version is None else event.version,
+        last_tokens_at=now,
+        plateau=slots,
+        earned=credit.at_join(desk, line, slots, local=event.local),
+        has_stalled=line.num_stalls > 0,
+        relays=event.relays,
+    )
+    fleet.next_seat += 1
+    fleet.add(worker, now)
+    line.num_joins += 1
+    unpaid_s = math.inf if line.paid_until is None else now - line.paid_until  # no second of a name is paid twice
+    desk.state.ledger.pay(worker.name, "starting", min(_sane(event.starting_s), unpaid_s))
+    desk.deadlines.set(("heartbeat", worker.seat), now + _heartbeat_timeout_s(desk, worker))
+    if worker.local:
+        worker.version = desk.state.published
+        worker.validating = desk.state.clock.validating_since is not None
+        worker.duty = "to_generating"
+        desk.deadlines.set(("switch", worker.seat), now + desk.config.fleet_rules.switch_timeout_s)
+        desk.commands.append(StartGenerating(worker.name, "it has joined"))
+    _refresh_state(desk, worker, now)
+    desk.pulls_due = True
+    desk.devices_due = True
+    return True
+
+
+def _sane(amount: float) -> float:
+    """What a worker says of its price and its past is not believed if it cannot be true: the ledger must stay a sum."""
+    return amount if 0.0 <= amount < math.inf else 0.0
+
+
+def _heartbeat_timeout_s(desk: Desk, worker: Worker) -> Seconds:
+    """A local worker shares a process with a trainer, which may be busy for as long as a change of duty may take."""
+    rules = desk.config.fleet_rules
+    return max(rules.heartbeat_timeout_s, rules.switch_timeout_s) if worker.local else rules.heartbeat_timeout_s
+
+
+def heard_from(desk: Desk, worker: Worker, now: Seconds, ago_s: Seconds = 0.0) -> None:
+    """Any news of a worker shows that it lived. Its deadline moves back, never forth: the heap is not told of it."""
+    if worker.unheard:
+        _was_there(desk, worker, now)
+    entries = desk.deadlines.entries
+    wait = ("heartbeat", worker.seat)
+    due = now - ago_s + _heartbeat_timeout_s(desk, worker)
+    if due > entries[wait]:
+        entries[wait] = due
+
+
+def _was_there(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """It did not go while we were away: it is paid for all of it, and gets samples and weights again."""
+    worker.unheard = False
+    desk.deadlines.clear(("unheard", worker.seat))
+    settle(worker, desk.state.ledger, now)
+    desk.router.update(worker)
+    desk.place_due = True
+    desk.pulls_due = True
+    desk.devices_due = True
+
+
+def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, left_at: Seconds, now: Seconds) -> None:
+    """We heard nothing for a while because we were away: move every deadline, and be patient with heartbeats.
+
+    Whoever went meanwhile is given up when that patience ends. Who was not heard of yet gets nothing, and keeps what it
+    has until another can go on with it.
+    """
+    desk.deadlines.postpone(max(0.0, away_s))
+    desk.state.fleet.skip(now - left_at)
+    desk.devices_due = True
+    for seat, worker in desk.seats.items():
+        settle(worker, desk.state.ledger, left_at)
+        worker.unheard = True
+        desk.router.update(worker)
+        timeout_s = _heartbeat_timeout_s(desk, worker)
+        desk.deadlines.set(("heartbeat", seat), now + timeout_s + max(0.0, grace_s))
+        desk.deadlines.set(("unheard", seat), now + timeout_s)
+
+
+def let_others_go_on(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """It may be dead, and its samples wait for it. Whoever can write goes on with them; it may still come back."""
+    if not worker.leases:
+        return
+    if any(one.may_take for one in desk.seats.values()):
+        _take_back_all(desk, worker, "it was not heard of since we are back", "lost", now)
+    else:
+        desk.deadlines.set(("unheard", worker.seat), now + _LOOK_AGAIN_S)
+
+
+def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
+    """Take everything back from a worker, at the current token, and then let it go."""
+    if worker.state == "draining":
+        return
+    settle(worker, desk.state.ledger, now)
+    _stop_pull(desk, worker)
+    desk.state.fleet.start_drain(worker, now)
+    desk.router.update(worker)
+    desk.deadlines.clear(("notice", worker.seat))
+    desk.deadlines.set(("drain", worker.seat), now + desk.config.fleet_rules.drain_timeout_s)
+    for lease in list(worker.leases):
+        leases.hand_over(desk, desk.leases[lease], why, now)
+    leases.release_if_drained(desk, worker)
+    _resource_pullers(desk, worker)
+    desk.devices_due = True
+
+
+def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejoin: bool = True) -> None:
+    """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back.
+
+    Who was drained may not, also if it did not hand over in time or was not there to hear of it.
+    """
+    state = desk.state
+    drained = worker.state == "draining"
+    settle(worker, state.ledger, now)
+    line = state.ledger.workers[worker.name]
+    line.paid_until = worker.since
+    line.num_losses += worker.owes
+    for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
+        desk.deadlines.clear((name, worker.seat))
+    for lease in list(worker.leases):
+        sample = desk.leases[lease]
+        leases.requeue(desk, sample, desk.round_of(sample), now, "lost")
+    state.fleet.remove(worker, now)
+    desk.router.update(worker)
+    _resource_pullers(desk, worker)
+    forgotten = state.fleet.forget_oldest()
+    if forgotten is not None:
+        state.ledger.fold(forgotten)
+    desk.pulls_due = True
+    desk.devices_due = True
+    if tell:
+        desk.commands.append(ForgetWorker(worker.name, why, rejoin and not drained, drained))
+
+
+def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """Take samples back that brought no token for too long; give the worker up if that is all of them."""
+    desk.deadlines.set(("stall", worker.seat), now + desk.config.fleet_rules.stall_timeout_s)
+    held = [desk.leases[lease] for lease in worker.leases]
+    if desk.state.trainer_away_since is not None:  # it may be the prompts that are missing
+        return
+    stalled = [sample for sample in held if sample.seen_tokens == sample.num_tokens]
+    for sample in held:
+        sample.seen_tokens = sample.num_tokens
+    if len(stalled) == len(worker.leases):
+        rejoin = credit.may_rejoin(desk, worker)
+        lose(desk, worker, "it has samples and brings no token", now, tell=True, rejoin=rejoin)
+        return
+    if stalled:
+        credit.halve(desk, worker)
+    for sample in stalled:
+        desk.commands.append(
+            Abort(worker.name, sample.lease, "it brought no token for too long", sample.id, sample.num_tokens)
+        )
+        leases.requeue(desk, sample, desk.round_of(sample), now, "stalled")
+
+
+# An engine that dies and comes back while its worker stays
+
+
+def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """No more samples for it. Those that it has are ended by itself, each after its last token."""
+    if worker.down:
+        return
+    settle(worker, desk.state.ledger, now)
+    worker.down = True
+    desk.router.update(worker)
+    desk.devices_due = True
+
+
+def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> None:
+    """It runs what it ran at its start. What it was given meanwhile, or never ended, somebody else gets."""
+    if worker.state == "draining":
+        return
+    settle(worker, desk.state.ledger, now)
+    _take_back_all(desk, worker, "its engine was down", "engine_failed", now)
+    if not worker.local:  # that one has what the trainer has
+        unknown = event.version is None or event.version > desk.state.published
+        worker.version = NO_VERSION if unknown or event.version is None else event.version
+    worker.down = False
+    _resource_pullers(desk, worker)
+    _refresh_state(desk, worker, now)
+    desk.router.update(worker)
+    desk.pulls_due = True
+    desk.place_due = True
+    desk.devices_due = True
+
+
+def _take_back_all(desk: Desk, worker: Worker, why: str, cause: str, now: Seconds) -> None:
+    """Each after its last token that arrived; whatever the worker still sends is late."""
+    for lease in list(worker.leases):
+        sample = desk.leases[lease]
+        desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens))
+        leases.requeue(desk, sample, desk.round_of(sample), now, cause)
+
+
+# Weights
+
+
+def publish(desk: Desk, version: Version, now: Seconds) -> bool:
+    """A newer version can be had. Local workers hold it already. False for one that is repeated late."""
+    if version <= desk.state.published:
+        desk.state.ledger.late_news += 1
+        return False
+    desk.state.published = version
+    for worker in desk.state.fleet.seats.values():
+        worker.accused_by, worker.failed_with_peer = [], False
+        if worker.local:
+            worker.version = version
+        _refresh_state(desk, worker, now)
+    desk.pulls_due = True
+    desk.rounds_due = True
+    return True
+
+
+def replace(desk: Desk, version: Version, now: Seconds) -> None:
+    """A version is another than it was. Who holds it, or is getting it, holds none of ours: it fetches it anew.
+
+    What was written with the former one stays: the driver knows which it was.
+    """
+    for worker in desk.state.fleet.seats.values():
+        if worker.version == version:
+            settle(worker, desk.state.ledger, now)
+            _take_back_all(desk, worker, "its version was replaced", "replaced", now)
+            if not worker.local:  # its weights are the trainer's own
+                worker.version = NO_VERSION
+            leases.release_if_drained(desk, worker)
+        if worker.pulling == version:
+            _stop_pull(desk, worker)
+        _refresh_state(desk, worker, now)
+        desk.router.update(worker)
+    desk.pulls_due = True
+    desk.place_due = True
+    desk.devices_due = True
+
+
+def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:
+    """Active is who holds a version that may still write; the others wait for weights or pull them."""
+    if worker.state == "draining":
+        return
+    usable = worker.version >= oldest_version_wanted(desk) and worker.version != NO_VERSION
+    state = "active" if usable else "pulling" if worker.pulling != NO_VERSION else "waiting"
+    if state != worker.state:
+        settle(worker, desk.state.ledger, now)
+        worker.state = state
+        desk.router.update(worker)
+        desk.place_due = desk.place_due or usable
+        desk.devices_due = True
+
+
+def refresh_all(desk: Desk, now: Seconds) -> None:
+    """A step is over: what counts as active may have changed for everyone."""
+    for worker in desk.state.fleet.seats.values():
+        _refresh_state(desk, worker, now)
+
+
+def oldest_version_wanted(desk: Desk) -> Version:
+    """The oldest version that a round not yet trained may be written by."""
+    newest = Step(desk.state.published)
+    oldest_round = next(iter(desk.state.rounds), newest)
+    return oldest_version(min(newest, oldest_round), desk.config.max_staleness)
+
+
+def start_pulls(desk: Desk, now: Seconds) -> None:
+    """Find a source for every worker that lacks the newest version."""
+    state = desk.state
+    wanting = [
+        worker
+        for worker in state.fleet.seats.values()
+        if not worker.local
+        and worker.state != "draining"
+        and not worker.down
+        and not worker.unheard
+        and worker.version < state.published
+        and worker.pulling == NO_VERSION
+        and ("retry_pull", worker.seat) not in desk.deadlines.entries
+    ]
+    pulls = weight_delivery.plan_pulls(
+        wanting, state.fleet.seats.values(), state.published, desk.config.weight_delivery
+    )
+    for pull in pulls:
+        worker = state.fleet.seats[pull.worker]
+        worker.pulling = state.published
+        worker.source = pull.source
+        _refresh_state(desk, worker, now)
+        desk.deadlines.set(("pull", worker.seat), now + desk.config.fleet_rules.pull_timeout_s)
+        source = None if pull.source == TRAINER else state.fleet.seats[pull.source].name
+        held = None if worker.version == NO_VERSION else worker.version
+        desk.commands.append(PullWeights(worker.name, worker.pulling, source, held, pull.why))
+
+
+def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: Seconds) -> None:
+    if event.version > desk.state.published or event.version <= worker.version or worker.local:
+        desk.state.ledger.late_news += 1
+        return
+    worker.version = event.version
+    worker.num_pull_failures = 0
+    if worker.pulling == event.version:
+        _stop_pull(desk, worker)
+    _refresh_state(desk, worker, now)
+    desk.router.update(worker)
+    desk.pulls_due = True
+    desk.place_due = True
+    desk.devices_due = True
+
+
+def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Seconds) -> None:
+    """The worker keeps what it has and tries again later; at the trainer, if it was with a peer.
+
+    Nobody is sent to that peer once another worker has failed with it too. A worker that fails with several sources
+    accuses the last one alone, and one that fails with the trainer accuses nobody: it has itself to blame.
+    """
+    if worker.pulling != event.version:
+        desk.state.ledger.late_news += 1
+        return
+    _accuse_source(desk, worker)
+    _stop_pull(desk, worker)
+    worker.num_pull_failures += 1
+    pause = weight_delivery.retry_after_s(worker.num_pull_failures, desk.config.weight_delivery)
+    desk.deadlines.set(("retry_pull", worker.seat), now + pause)
+    _refresh_state(desk, worker, now)
+    _resource_pullers(desk, worker)
+    desk.pulls_due = True
+
+
+def _accuse_source(desk: Desk, worker: Worker) -> None:
+    source = desk.seats.get(worker.source)
+    if desk.state.rules == 0:
+        if source is not None:
+            source.accused_by = [worker.name] * NUM_ACCUSERS
+        return
+    for other in desk.seats.values():
+        if worker.name in other.accused_by:
+            other.accused_by.remove(worker.name)
+    if source is not None:
+        source.accused_by.append(worker.name)
+        worker.failed_with_peer = True
+
+
+def _stop_pull(desk: Desk, worker: Worker) -> None:
+    worker.pulling = NO_VERSION
+    worker.source = TRAINER
+    desk.deadlines.clear(("pull", worker.seat))
+    desk.pulls_due = True
+
+
+def _resource_pullers(desk: Desk, source: Worker) -> None:
+    """Whoever pulled from this worker, and cannot go on, asks anew."""
+    if source.version == desk.state.published and source.seat in desk.state.fleet.seats and source.state != "draining":
+        return
+    for worker in desk.state.fleet.seats.values():
+        if worker.pulling != NO_VERSION and worker.source == source.seat:
+            _stop_pull(desk, worker)

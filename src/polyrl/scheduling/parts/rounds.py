@@ -1,0 +1,396 @@
+"""From a requested round to a trained step: groups race, claim their places, are scored, delivered and trained.
+
+Rules kept here:
+- The race is decided by the order in which samples are generated, never by how fast their rewards are: a slow sandbox
+  must not send a short answer to the long queue. The group that has enough answers claims its place; when a domain's
+  places are all claimed, its other groups are deferred at that moment.
+- Whole groups only, each delivered once. A group that cannot be completed is dropped with a reason and replaced by a
+  fresh prompt, or the step goes on with one less; both are in the ledger.
+- A sample is trained if and only if the trainer took its group. What it did not take when the step ended is discarded.
+"""
+
+from polyrl.ids import GroupId, Seconds, Step
+from polyrl.scheduling.core.commands import (
+    AddGroup,
+    CloseRound,
+    DeliverGroup,
+    DropGroup,
+    EndData,
+    OpenRound,
+    PlannedGroup,
+)
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.ledger import DiscardCause, length_bin
+from polyrl.scheduling.core.samples import Group, Round, Sample
+from polyrl.scheduling.parts import leases, scoring
+from polyrl.scheduling.rules.order import mix64
+from polyrl.scheduling.rules.staleness import newest_step
+from polyrl.scheduling.rules.tail_batching import Choice, RoundPlan
+
+
+def open_requested(desk: Desk, now: Seconds) -> list[Round]:
+    """Open what may open: requested, fresh enough a version published, no earlier round with samples to place."""
+    state = desk.state
+    opened: list[Round] = []
+    while may_open_next(desk):
+        step = state.requested[0]
+        plan = desk.planner.plan_round(state.tail, step)
+        if plan is None and any(round_.closed_at is None for round_ in state.rounds.values()):
+            break  # an open round may still defer prompts: the data has not ended yet
+        state.requested.pop(0)
+        if plan is None:
+            if state.data_ended_at is None:
+                state.data_ended_at = step
+            desk.commands.append(EndData(step, "every prompt of the last epoch is trained or dropped"))
+        else:
+            opened.append(_open(desk, step, plan, now))
+    return opened
+
+
+def may_open_next(desk: Desk) -> bool:
+    """Whether a round is requested that staleness and the open rounds allow."""
+    state = desk.state
+    if not state.requested or state.published < 0 or len(state.rounds) > desk.config.max_staleness:
+        return False
+    if state.requested[0] > newest_step(state.published, desk.config.max_staleness):
+        return False
+    return not any(round_.num_waiting for round_ in state.rounds.values())
+
+
+def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
+    state = desk.state
+    ledger = state.ledger
+    round_ = Round(
+        step=step,
+        kind=plan.kind,
+        opened_at=now,
+        quotas=list(plan.quotas),
+        claims=[0] * len(plan.quotas),
+        num_open=[0] * len(plan.quotas),
+        groups={},
+        num_planned=len(plan.choices) * plan.num_samples,
+        fresh=[],
+        resumed=[],
+        next_hand_back_share=desk.config.hand_back.first_share,
+    )
+    state.rounds[step] = round_
+    ledger.rounds[plan.kind] = ledger.rounds.get(plan.kind, 0) + 1
+    ledger.prompts_started += plan.num_passed_over
+    ledger.num_deferrals += plan.num_passed_over
+    planned = [_add_group(desk, round_, choice, plan.num_samples) for choice in plan.choices]
+    round_.fresh.reverse()
+    desk.commands.append(OpenRound(step, plan.kind, tuple(planned), plan.why))
+    desk.place_due = True
+    return round_
+
+
+def _add_group(desk: Desk, round_: Round, choice: Choice, num_samples: int) -> PlannedGroup:
+    state = desk.state
+    group_id = GroupId(state.next_group)
+    state.next_group += 1
+    group = Group(
+        id=group_id,
+        step=round_.step,
+        domain=choice.domain,
+        prompt=choice.prompt,
+        epoch=choice.epoch,
+        times_deferred=choice.times_deferred,
+        first_deferred_step=choice.first_deferred_step,
+        num_samples=num_samples,
+        need=desk.config.rounds.samples_per_prompt,
+    )
+    state.groups[group_id] = group
+    round_.groups[group_id] = None
+    round_.num_open[choice.domain] += 1
+    kept = _designated(desk, group)
+    for index, sample in enumerate(group.sample_ids()):
+        state.samples[sample] = Sample(sample, group_id, index in kept)
+        round_.fresh.append(sample)
+    round_.num_waiting += num_samples
+    state.ledger.samples_started += num_samples
+    if choice.first_deferred_step < 0:
+        state.ledger.prompts_started += 1
+    return PlannedGroup(group_id, choice.domain, choice.prompt, choice.epoch, num_samples)
+
+
+def _designated(desk: Desk, group: Group) -> range | frozenset[int]:
+    """Which samples may be trained: all, or in designated mode as many as are needed, drawn before any is generated."""
+    if desk.config.rounds.tail_batching != "designated" or group.num_samples == group.need:
+        return range(group.num_samples)
+    draws = sorted((mix64(desk.config.seed, group.id, index), index) for index in range(group.num_samples))
+    return frozenset(index for _, index in draws[: group.need])
+
+
+# Generating
+
+
+def sample_generated(desk: Desk, sample: Sample, now: Seconds) -> None:
+    """An answer has ended."""
+    group = desk.groups[sample.group]
+    round_ = desk.rounds[group.step]
+    leases.end_lease(desk, sample, round_, now)
+    sample.state = "generated"
+    num_tokens = sample.num_tokens
+    leases.note_length(desk, sample, round_, finished=num_tokens < desk.max_new_tokens)
+    desk.ledger.ended_by_bin[length_bin(num_tokens)] += 1
+    group.num_generated += 1
+    round_.num_generated += 1
+    round_.ended_tokens += num_tokens
+    if not sample.kept:
+        leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
+    elif desk.as_finished:
+        scoring.score(desk, sample, group)
+    if group.state == "open" and group.num_generated >= group.need:
+        _claim(desk, group, round_, now)
+    if not desk.as_finished:
+        score_if_generated(desk, round_)
+
+
+def score_if_generated(desk: Desk, round_: Round) -> None:
+    """With `as_finished` off: when nothing of the round is left to generate, score all of it."""
+    if desk.config.rewards.as_finished or round_.is_generating:
+        return
+    for group_id in list(round_.groups):
+        group = desk.state.groups[group_id]
+        for sample in _samples(desk, group):
+            if sample.state == "generated":
+                scoring.score(desk, sample, group)
+
+
+def sample_failed(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> None:
+    """No worker could generate it: drop it, and let its group go on without it if that makes sense."""
+    _drop_sample(desk, sample, round_, "failed", "no worker could generate it", now)
+
+
+def group_refused(desk: Desk, group: Group, round_: Round, why: str, now: Seconds) -> None:
+    """No worker will generate any of it."""
+    drop_group(desk, group, round_, "refused", why, now)
+    score_if_generated(desk, round_)
+
+
+def _claim(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
+    group.state = "claimed"
+    round_.claims[group.domain] += 1
+    round_.num_open[group.domain] -= 1
+    designated = desk.config.rounds.tail_batching == "designated"
+    for sample in _samples(desk, group):
+        running = sample.state in ("waiting", "leased", "stopping")
+        if running and not (designated and sample.kept):
+            leases.discard_sample(desk, sample, round_, "speculation", "its group has enough answers", now)
+    _defer_if_full(desk, round_, group.domain, now)
+    _deliver_if_complete(desk, group, round_, now)
+
+
+def _defer_if_full(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
+    """When a domain's places are all claimed, its groups that still race wait for a long round."""
+    if round_.claims[domain] < round_.quotas[domain] or round_.num_open[domain] == 0:
+        return
+    for group_id in list(round_.groups):
+        group = desk.state.groups[group_id]
+        if group.domain == domain and group.state == "open":
+            _defer(desk, group, round_, now)
+
+
+def _defer(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
+    why = "the step's places are taken: it waits for a long round"
+    _discard_group(desk, group, round_, "deferral", why, now)
+    round_.num_open[group.domain] -= 1
+    choice = Choice(group.domain, group.prompt, group.epoch, group.times_deferred, group.first_deferred_step)
+    desk.planner.defer(desk.state.tail, choice, round_.step)
+    desk.state.ledger.num_deferrals += 1
+    desk.commands.append(DropGroup(group.id, why))
+
+
+# Scoring
+
+
+def sample_scored(desk: Desk, sample: Sample, now: Seconds) -> None:
+    """A reward is there, whatever its value."""
+    sample.state = "scored"
+    group = desk.state.groups[sample.group]
+    group.num_scored += 1
+    _deliver_if_complete(desk, group, desk.state.rounds[group.step], now)
+
+
+def reward_failed(desk: Desk, sample: Sample, now: Seconds, *, again: bool) -> None:
+    """The reward could not be had: try again where that may help; in the end drop the sample. It is never a zero."""
+    if again and desk.state.budgets.retry(sample.attempt).again:
+        scoring.score(desk, sample, desk.groups[sample.group])
+        return
+    round_ = desk.state.rounds[desk.state.groups[sample.group].step]
+    _drop_sample(desk, sample, round_, "reward_failed", "its reward could not be had", now)
+
+
+def _drop_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+    group = desk.state.groups[sample.group]
+    counted = sample.state == "scoring"
+    leases.discard_sample(desk, sample, round_, cause, why, now)
+    alive = sum(1 for one in _samples(desk, group) if one.state != "discarded" and one.kept)
+    if counted:
+        group.num_generated -= 1
+    if alive < group.need:
+        group.need -= 1
+    if group.need < min(desk.config.rounds.min_group_samples, desk.config.rounds.samples_per_prompt):
+        drop_group(desk, group, round_, cause, why, now)
+    elif group.state == "open" and group.num_generated >= group.need:
+        _claim(desk, group, round_, now)
+    else:
+        _deliver_if_complete(desk, group, round_, now)
+    score_if_generated(desk, round_)
+
+
+# Delivering
+
+
+def _deliver_if_complete(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
+    if group.state != "claimed" or group.num_scored < group.need:
+        return
+    group.state = "ready"
+    round_.num_ready += 1
+    if desk.config.streaming:
+        _deliver(desk, group, round_)
+    _close_if_complete(desk, round_, now)
+
+
+def _deliver(desk: Desk, group: Group, round_: Round) -> None:
+    group.state = "delivered"
+    round_.num_ready -= 1
+    round_.num_delivered += 1
+    desk.devices_due = True
+    kept = tuple(sample.id for sample in _samples(desk, group) if sample.state == "scored")
+    desk.commands.append(DeliverGroup(round_.step, group.id, kept, "all its samples are scored"))
+
+
+def _close_if_complete(desk: Desk, round_: Round, now: Seconds) -> None:
+    due = sum(round_.quotas)
+    if round_.closed_at is not None or round_.num_ready + round_.num_delivered < due:
+        return
+    for group_id in list(round_.groups) if round_.num_ready else ():
+        group = desk.state.groups[group_id]
+        if group.state == "ready":
+            _deliver(desk, group, round_)
+    round_.closed_at = now
+    desk.rounds_due = True
+    desk.devices_due = True
+    desk.commands.append(CloseRound(round_.step, round_.num_delivered, "every place of the step is filled"))
+
+
+# Losing a group
+
+
+def drop_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
+    """A prompt leaves the run. A fresh one takes its place, or the step goes on with one less."""
+    before = group.state
+    _discard_group(desk, group, round_, cause, reason, now)
+    desk.state.ledger.drop_prompt(cause)
+    desk.commands.append(DropGroup(group.id, reason))
+    domain = group.domain
+    if before == "open":
+        round_.num_open[domain] -= 1
+    else:
+        round_.claims[domain] -= 1
+    if before == "ready":
+        round_.num_ready -= 1
+    elif before in ("delivered", "taken"):
+        round_.num_delivered -= 1
+        round_.closed_at = None  # the trainer is told anew, with the number that is due now
+    if round_.claims[domain] + round_.num_open[domain] < round_.quotas[domain]:
+        _refill(desk, round_, domain)
+    _defer_if_full(desk, round_, domain, now)
+    _close_if_complete(desk, round_, now)
+
+
+def _refill(desk: Desk, round_: Round, domain: int) -> None:
+    config = desk.config.rounds
+    num_prompts = sum(one.prompts_per_step for one in desk.config.domains)
+    may = config.refill and round_.num_refills < config.max_refill_share * num_prompts
+    choice = desk.planner.take_fresh(desk.state.tail, domain) if may else None
+    if choice is None:
+        round_.quotas[domain] -= 1
+        return
+    round_.num_refills += 1
+    planned = _add_group(desk, round_, choice, config.samples_per_prompt)
+    desk.commands.append(AddGroup(round_.step, planned, "in place of a dropped prompt"))
+    desk.place_due = True
+    desk.devices_due = True
+
+
+def _discard_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+    """End all of a group's samples untrained, and forget it."""
+    for sample in _samples(desk, group):
+        if sample.state != "discarded":
+            scoring.cancel(desk, sample, why)
+            leases.discard_sample(desk, sample, round_, cause, why, now)
+    _forget(desk, group)
+    del round_.groups[group.id]
+
+
+def _forget(desk: Desk, group: Group) -> None:
+    for one in group.sample_ids():
+        del desk.state.samples[one]
+    del desk.state.groups[group.id]
+
+
+def _samples(desk: Desk, group: Group) -> list[Sample]:
+    samples = desk.samples
+    return [samples[one] for one in group.sample_ids()]
+
+
+# Training
+
+
+def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
+    """Whether a micro-batch began: none does by repeated news."""
+    began = False
+    for group_id in groups:
+        group = desk.state.groups.get(group_id)
+        if group is None or group.step != step or group.state != "delivered":
+            desk.state.ledger.late_news += 1
+        else:
+            group.state = "taken"
+            began = True
+    return began
+
+
+def give_again(desk: Desk, step: Step) -> None:
+    """The trainer begins the step anew: groups that it took are delivered once more, and the round is closed again."""
+    round_ = desk.state.rounds.get(step)
+    if round_ is None:
+        desk.state.ledger.late_news += 1
+        return
+    for group_id in round_.groups:
+        group = desk.state.groups[group_id]
+        if group.state == "taken":
+            group.state = "delivered"
+            kept = tuple(sample.id for sample in _samples(desk, group) if sample.state == "scored")
+            desk.commands.append(DeliverGroup(step, group_id, kept, "the trainer begins the step anew"))
+    if round_.closed_at is not None:
+        desk.commands.append(CloseRound(step, round_.num_delivered, "the trainer begins the step anew"))
+
+
+def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]:
+    """The step is trained: settle every group of it. Returns (groups, samples, longest answer) trained."""
+    state = desk.state
+    ledger = state.ledger
+    num_groups = num_samples = longest = 0
+    for group_id in list(round_.groups):
+        group = state.groups[group_id]
+        if group.state != "taken":
+            _discard_group(desk, group, round_, "not_taken", "the step ended without it", now)
+            ledger.drop_prompt("not_taken")
+            continue
+        lengths = [sample.num_tokens for sample in _samples(desk, group) if sample.state == "scored"]
+        for num_tokens in lengths:
+            ledger.trained_by_bin[length_bin(num_tokens)] += 1
+        ledger.tokens_kept += sum(lengths)
+        ledger.samples_trained += len(lengths)
+        ledger.prompts_trained += 1
+        if desk.config.rounds.adaptive:
+            state.tail.correlation.observe(lengths)
+        desk.planner.remember(state.tail, group.domain, group.prompt, sum(lengths) / len(lengths))
+        num_groups += 1
+        num_samples += len(lengths)
+        longest = max(longest, *lengths)
+        _forget(desk, group)
+    del state.rounds[round_.step]
+    return num_groups, num_samples, longest

@@ -1,0 +1,117 @@
+"""Rewards beside generation: a bounded pool, cheapest expected first, learned limits; a failure is never a zero.
+
+A sample's reward starts when its answer ends (or, with `as_finished` off, when the whole round has been generated).
+Every attempt has a number; only the answer to the latest one counts. An attempt that the outside never answers is taken
+for an infrastructure failure after its deadline.
+
+Free places are filled at the end of an event, never within it: until then, whoever waits for one may be given up.
+"""
+
+import heapq
+
+from polyrl.ids import SampleId, Seconds
+from polyrl.scheduling.core.commands import CancelScore, Score
+from polyrl.scheduling.core.deadlines import Wait
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.events import RewardFinished
+from polyrl.scheduling.core.samples import Group, Sample
+from polyrl.scheduling.rules.order import quick_unit
+
+_LOOK: Wait = ("reward", 0)
+_LOOK_EVERY_S = 10.0
+_BACKSTOP_S = 30.0
+_BACKSTOP_FACTOR = 4.0
+"""A time limit is CPU time of one case; an attempt may take this many times as long on the wall, and a while more."""
+
+
+def case_of(desk: Desk, group: Group) -> int:
+    """What a learned time limit belongs to: the prompt."""
+    return group.prompt * desk.num_domains + group.domain
+
+
+def score(desk: Desk, sample: Sample, group: Group) -> None:
+    """A sample is generated: score it as soon as the pool has a place."""
+    sample.state = "scoring"
+    scoring = desk.scoring
+    expected = desk.budgets.expected_s(case_of(desk, group))
+    heapq.heappush(scoring.queue, (expected, sample.id))
+    if len(scoring.running) < desk.num_rewards:
+        desk.scores_due = True
+
+
+def start_waiting(desk: Desk, now: Seconds) -> None:
+    """Fill the places that are free, cheapest expected first."""
+    scoring = desk.scoring
+    while scoring.queue and len(scoring.running) < desk.num_rewards:
+        _, sample_id = heapq.heappop(scoring.queue)
+        sample = desk.state.samples.get(sample_id)
+        if sample is not None and sample.state == "scoring":
+            _start(desk, sample, desk.groups[sample.group], now)
+
+
+def _start(desk: Desk, sample: Sample, group: Group, now: Seconds) -> None:
+    sample.attempt = attempt = sample.attempt + 1
+    sample_id = sample.id
+    draw = quick_unit(sample_id ^ desk.config.seed ^ attempt << 32)
+    limit = desk.budgets.limit(case_of(desk, group), draw)
+    timeout_s = limit.timeout_s
+    desk.scoring.running[sample_id] = now + _BACKSTOP_S + _BACKSTOP_FACTOR * timeout_s
+    if _LOOK not in desk.deadlines.entries:
+        desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
+    desk.commands.append(Score(sample_id, attempt, timeout_s, limit.why))
+
+
+def accept(desk: Desk, event: RewardFinished) -> Sample | None:
+    """Take in an answer. Returns the sample if it is the one waited for, None for late or repeated news."""
+    scoring = desk.scoring
+    sample = desk.samples.get(event.sample)
+    if sample is None or sample.attempt != event.attempt or sample.id not in scoring.running:
+        desk.ledger.late_news += 1
+        return None
+    _free_place(desk, sample.id)
+    return sample
+
+
+def cancel(desk: Desk, sample: Sample, why: str) -> None:
+    """A sample is no longer wanted: take it out of the pool if it is there."""
+    if sample.id in desk.scoring.running:
+        desk.commands.append(CancelScore(sample.id, sample.attempt, why))
+        _free_place(desk, sample.id)
+
+
+def fit(desk: Desk, why: str) -> None:
+    """The pool may have other places than before: who began last, and has none, waits again."""
+    scoring = desk.scoring
+    while len(scoring.running) > desk.num_rewards:
+        sample = desk.samples[next(reversed(scoring.running))]
+        cancel(desk, sample, why)
+        score(desk, sample, desk.groups[sample.group])
+    desk.scores_due = bool(scoring.queue)
+
+
+def postpone(desk: Desk, seconds: Seconds) -> None:
+    """Nobody could answer for so long."""
+    running = desk.scoring.running
+    for sample_id in running:
+        running[sample_id] += seconds
+
+
+def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
+    """Take out who was not answered in time, and see to the next look. Called now and then, not at each moment."""
+    running = desk.scoring.running
+    if desk.state.trainer_away_since is not None:
+        desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
+        return []
+    overdue = [desk.state.samples[sample_id] for sample_id, due in running.items() if due <= now]
+    for sample in overdue:
+        desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
+        _free_place(desk, sample.id)
+    if running:
+        desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
+    return overdue
+
+
+def _free_place(desk: Desk, sample_id: SampleId) -> None:
+    del desk.scoring.running[sample_id]
+    if desk.scoring.queue:
+        desk.scores_due = True

@@ -1,0 +1,228 @@
+"""A step's clock: when the trainer worked, when it waited, when the fleet did, and what is learned from it.
+
+After each step the seeding window is corrected, advice on the size of the fleet is given if it changed, and the step's
+line goes into the metrics.
+
+Rules kept here: the clock stands still while the trainer validates, and while it or the driver is gone: neither says
+anything of how long a step takes. A step that is begun anew has waited and trained for nothing.
+"""
+
+from polyrl.ids import Seconds, Step
+from polyrl.scheduling.core.commands import AdviseFleet, ReportStep
+from polyrl.scheduling.core.desk import Desk, TrainerClock
+from polyrl.scheduling.core.fleet import settle
+from polyrl.scheduling.core.ledger import StepLine
+from polyrl.scheduling.core.samples import Round
+from polyrl.scheduling.parts import devices, membership, reshaping, rounds
+from polyrl.scheduling.rules import adaptive, scaling, seeding
+from polyrl.scheduling.rules.seeding import StepTimes
+
+_ADAPT_EVERY = 8
+"""Steps after which factors are chosen anew if no long round came: at a factor of 1 none would ever come."""
+_FORGET_PER_STEP = 0.9
+"""How much earlier answers count in the length model after each step: the policy changes."""
+
+
+def rounds_opened(desk: Desk, opened: list[Round], now: Seconds) -> None:
+    for round_ in opened:
+        reshaping.round_opened(desk, round_)
+    state = desk.state
+    if state.last_line is None and len(state.rounds) == len(opened):
+        state.clock.step_began_at = now
+    devices.arm_window(desk, now)
+    devices.note_seeding(desk, now)
+    if not state.fleet.local():
+        devices.note_waiting(desk, now)
+
+
+def published(desk: Desk, now: Seconds) -> None:
+    """The trainer is done with publishing. If a round is open already, it waits for that one's groups now."""
+    devices.note_waiting(desk, now)
+
+
+def training_began(desk: Desk, step: Step, now: Seconds) -> None:
+    """A micro-batch was taken."""
+    clock = desk.state.clock
+    if step not in desk.state.rounds or clock.busy_since is not None:
+        return
+    devices.stop_waiting(desk, now)
+    clock.busy_since = now
+
+
+def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
+    """A micro-batch is done; the next may be there or not."""
+    clock = desk.state.clock
+    if step not in desk.state.rounds or clock.busy_since is None:
+        return
+    clock.train_s += now - clock.busy_since
+    clock.busy_since = None
+    devices.note_waiting(desk, now)
+    desk.devices_due = True
+
+
+def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
+    """What was made of the step is lost, and its time with it."""
+    training_paused(desk, step, now)
+    rounds.give_again(desk, step)
+    if step == next(iter(desk.rounds), None):
+        clock = desk.state.clock
+        clock.wait_train_s = clock.train_s = 0.0
+        clock.idle_since = None
+        devices.note_waiting(desk, now)
+
+
+# The clock stands still
+
+
+def stand_still(desk: Desk, seconds: Seconds, now: Seconds) -> None:
+    """Leave so much out of the step: the driver or the trainer was gone. No second of an absence is left out twice."""
+    seconds = max(0.0, seconds)
+    desk.state.clock.skip(seconds, now)
+    if desk.state.trainer_away_since is not None and desk.state.rules > 0:
+        desk.state.absence_skipped_s += seconds
+
+
+def validation_began(desk: Desk, now: Seconds) -> None:
+    clock = desk.state.clock
+    if clock.validating_since is not None:
+        return
+    devices.stop_waiting(desk, now)
+    clock.validating_since = now
+    devices.note_seeding(desk, now)
+    _mark_validating(desk, now)
+
+
+def validation_ended(desk: Desk, now: Seconds) -> None:
+    clock = desk.state.clock
+    if clock.validating_since is None:
+        return
+    clock.step_began_at += now - clock.validating_since
+    clock.validating_since = None
+    _mark_validating(desk, now)
+    devices.note_seeding(desk, now)
+    devices.note_waiting(desk, now)
+    devices.arm_window(desk, now)
+
+
+def _mark_validating(desk: Desk, now: Seconds) -> None:
+    for worker in desk.state.fleet.local():
+        settle(worker, desk.ledger, now)
+        worker.validating = desk.state.clock.validating_since is not None
+
+
+# A step's end
+
+
+def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
+    state = desk.state
+    round_ = state.rounds.get(step)
+    if round_ is None:
+        state.ledger.late_news += 1
+        return
+    for worker in state.fleet.seats.values():
+        settle(worker, state.ledger, now)
+    kept_before = state.ledger.tokens_kept
+    num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
+    times = _measure(desk, now)
+    learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
+    tokens = state.ledger.tokens_kept - kept_before
+    state.last_line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
+    desk.commands.append(ReportStep(state.last_line))
+    advice = scaling.advise(state.scaling, desk.config.scaling, times, state.clock.seeded_s, state.fleet.num_remote)
+    if advice is not None:
+        desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
+    if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):
+        _adapt(desk)
+    state.lengths.age(_FORGET_PER_STEP)
+    if desk.config.parallelism.enabled:
+        reshaping.step_trained(desk, round_, now)
+        state.lengths_by_kind[round_.kind].age(_FORGET_PER_STEP)
+        state.round_lengths[round_.kind].age(_FORGET_PER_STEP)
+    _restart_clock(desk, now)
+    desk.deadlines.clear(("seed", step))
+    membership.refresh_all(desk, now)
+    devices.arm_window(desk, now)
+    desk.rounds_due = True
+    desk.devices_due = True
+    desk.place_due = True
+
+
+def _adapt(desk: Desk) -> None:
+    tail, config = desk.state.tail, desk.config
+    num_prompts = sum(domain.prompts_per_step for domain in config.domains)
+    outlook = adaptive.choose_factors(
+        config.rounds, desk.state.lengths, tail.correlation.value(), config.max_new_tokens, num_prompts
+    )
+    if outlook is not None:
+        tail.factors.prompts, tail.factors.samples = outlook.prompts, outlook.samples
+
+
+def _measure(desk: Desk, now: Seconds) -> StepTimes:
+    state, clock = desk.state, desk.state.clock
+    if clock.seeding_since is not None:
+        clock.seeded_s += now - clock.seeding_since
+    first = clock.step_began_at if clock.first_remote_at is None else clock.first_remote_at
+    last = first if clock.last_remote_at is None else clock.last_remote_at
+    return StepTimes(
+        wait_train_s=clock.wait_train_s,
+        wait_remote_s=0.0 if clock.last_remote_at is None else now - last,
+        remote_s=last - first,
+        train_s=clock.train_s,
+        mean_workers=state.fleet.mean_remote(now),
+        workers_now=state.fleet.num_remote if clock.last_remote_at is not None else 0,
+        num_reserved=len(state.fleet.local()),
+    )
+
+
+def _restart_clock(desk: Desk, now: Seconds) -> None:
+    state = desk.state
+    state.clock = TrainerClock(step_began_at=now, validating_since=state.clock.validating_since)
+    devices.note_seeding(desk, now)
+    devices.note_waiting(desk, now)
+    state.fleet.restart_mean(now)
+
+
+def _line(
+    desk: Desk,
+    round_: Round,
+    times: StepTimes,
+    now: Seconds,
+    num_groups: int,
+    num_samples: int,
+    longest: int,
+    tokens: int,
+    learned: str,
+) -> StepLine:
+    ledger = desk.state.ledger
+    before = ledger.discarded_told
+    discarded = {cause: num - before.get(cause, 0) for cause, num in ledger.tokens_discarded.items()}
+    ledger.discarded_told = dict(ledger.tokens_discarded)
+    return StepLine(
+        step=round_.step,
+        kind=round_.kind,
+        opened_at=round_.opened_at,
+        closed_at=now if round_.closed_at is None else round_.closed_at,
+        trained_at=now,
+        step_s=now - desk.state.clock.step_began_at,
+        num_groups=num_groups,
+        num_samples=num_samples,
+        tokens_trained=tokens,
+        tokens_discarded={cause: num for cause, num in discarded.items() if num},
+        longest=longest,
+        trained_mean=tokens / num_samples if num_samples else 0.0,
+        generated_mean=round_.ended_tokens / round_.num_generated if round_.num_generated else 0.0,
+        inclusion_by_length=tuple(
+            (b, ended, trained)
+            for b, (ended, trained) in enumerate(zip(ledger.ended_by_bin, ledger.trained_by_bin, strict=True))
+            if ended
+        ),
+        wait_train_s=times.wait_train_s,
+        wait_remote_s=times.wait_remote_s,
+        train_s=times.train_s,
+        seed_window_s=desk.state.clock.seeded_s,
+        seed_window_why=learned,
+        predicted_s=round_.predicted_s,
+        mean_workers=times.mean_workers,
+        num_moves=round_.num_moves,
+        usd=ledger.usd(now),
+    )

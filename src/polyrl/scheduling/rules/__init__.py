@@ -1,0 +1,1 @@
+"""The decisions: values in, a decision and its reason out. No rule changes the state."""

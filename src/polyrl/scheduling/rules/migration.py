@@ -1,0 +1,117 @@
+"""Which running samples move to another worker although nobody died.
+
+Two reasons. An engine holds samples back for want of cache while another worker has credit: the youngest ones move. Or
+a worker has few samples while another runs many: a sample that moves decodes faster there, and moves if the time it
+saves pays for its re-prefill and `move_gain_s` beyond. Longest expected remaining first, a sample at most once in
+`move_every_tokens`, reserved machines before spot. In the tail of a round this spreads the stragglers out.
+
+Everything is decided from values: loads, speeds that were seen, expected remaining tokens. Nothing moves away from a
+worker whose speed is not yet known.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+
+from polyrl.ids import LeaseId
+from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.parameters import RoutingConfig
+
+_MIN_EXCESS = 0.25
+"""A worker gives samples away only to one that has at least this share fewer."""
+_MAX_MOVES = 256
+HAND_OVER_S = 0.5
+"""What a move costs besides re-prefilling: stop, deliver, start."""
+
+
+class Candidate(Struct, frozen=True, gc=False):
+    """A running sample that may move."""
+
+    lease: LeaseId
+    num_tokens: int
+    moved_at: int
+    remaining: float
+
+
+class Move(Struct, frozen=True, gc=False):
+    target: int
+    """The seat of the worker that should go on with it."""
+    lease: LeaseId
+    why: str
+
+
+def relieve_waiting(workers: Iterable[Worker]) -> list[tuple[Worker, int]]:
+    """How many of its youngest samples each overfull worker gives up: no more than the others have credit for."""
+    able = [worker for worker in workers if worker.may_generate]
+    room = sum(worker.credit for worker in able if worker.may_take and worker.num_waiting == 0 and worker.credit > 0)
+    given: list[tuple[Worker, int]] = []
+    for worker in able:
+        num = min(worker.num_waiting, room, len(worker.leases) - 1)
+        if num > 0:
+            given.append((worker, num))
+            room -= num
+    return given
+
+
+def plan_moves(
+    workers: Iterable[Worker],
+    config: RoutingConfig,
+    prompt_tokens: int,
+    candidates: Callable[[Worker], list[Candidate]],
+) -> list[Move]:
+    """Moves from crowded workers to empty ones, each of which pays for itself; at most `_MAX_MOVES` at a time."""
+    able = [worker for worker in workers if worker.may_generate]
+    targets = [
+        (len(one.leases), one.spot, one.seat, one) for one in able if one.may_take and len(one.leases) < one.limit
+    ]
+    heapq.heapify(targets)
+    moves: list[Move] = []
+    for source in sorted(able, key=lambda one: (-len(one.leases), one.seat)):
+        if not targets or not _is_crowded(len(source.leases), targets[0][0]):
+            break
+        _move_from(source, targets, config, prompt_tokens, candidates, moves)
+        if len(moves) >= _MAX_MOVES:
+            break
+    return moves
+
+
+def _is_crowded(num_here: int, num_there: int) -> bool:
+    return num_here - num_there >= max(2, _MIN_EXCESS * num_here)
+
+
+def _move_from(
+    source: Worker,
+    targets: list[tuple[int, bool, int, Worker]],
+    config: RoutingConfig,
+    prompt_tokens: int,
+    candidates: Callable[[Worker], list[Candidate]],
+    moves: list[Move],
+) -> None:
+    num_here = len(source.leases)
+    for candidate in sorted(candidates(source), key=lambda one: (-one.remaining, one.lease)):
+        if not targets or len(moves) >= _MAX_MOVES:
+            return
+        num_there, spot, seat, target = targets[0]
+        saved = _saved_s(source, num_here, target, num_there, candidate)
+        cost = HAND_OVER_S + (prompt_tokens + candidate.num_tokens) / config.prefill_tokens_per_s
+        if not _is_crowded(num_here, num_there) or saved < cost + config.move_gain_s:
+            return
+        if candidate.moved_at > 0 and candidate.num_tokens < candidate.moved_at + config.move_every_tokens:
+            continue
+        moves.append(Move(seat, candidate.lease, f"saves about {saved:.0f} s, costs {cost:.1f} s"))
+        num_here -= 1
+        if num_there + 1 < target.limit:
+            heapq.heapreplace(targets, (num_there + 1, spot, seat, target))
+        else:
+            heapq.heappop(targets)
+
+
+def _saved_s(source: Worker, num_source: int, target: Worker, num_target: int, candidate: Candidate) -> float:
+    """What the sample would gain. A target is not believed to be faster than the source with as few samples."""
+    here = source.speed.step_s(num_source)
+    alike = source.speed.step_s(num_target + 1)
+    if here is None or alike is None:
+        return 0.0
+    there = target.speed.step_s(num_target + 1)
+    return candidate.remaining * (here - (alike if there is None else max(there, alike)))

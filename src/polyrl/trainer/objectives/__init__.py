@@ -1,0 +1,1 @@
+"""Losses, advantages, corrections, KL estimators and aggregation, by name."""

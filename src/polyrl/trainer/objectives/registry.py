@@ -1,0 +1,146 @@
+"""Advantages and losses by name: ours, those that a program registers, and `module:function` straight from a recipe.
+
+    from polyrl.trainer.objectives.registry import advantage
+
+    @advantage("best_of")
+    def best_of(rewards, config):
+        return (rewards == rewards.max()).float() - 1 / len(rewards)
+
+A recipe then says `algorithm.advantage = "best_of"` if the module is imported, or `"my_module:best_of"` in any case.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from polyrl.config.functions import find_function
+from polyrl.config.recipe import AlgorithmConfig
+from polyrl.errors import UserError
+
+Tensor = torch.Tensor
+
+
+class TokenBatch(NamedTuple):
+    """What a loss sees: the answer tokens of whole samples, one after the other. All are trained on."""
+
+    logprobs: Tensor
+    """(tokens,) float32, by the present weights; the only one with a gradient."""
+    old_logprobs: Tensor
+    """By the weights at the step's start, or by the engine: `algorithm.old_logprobs`."""
+    behaviour_logprobs: Tensor
+    """By the engine that drew the tokens."""
+    advantages: Tensor
+    """Of each token's sample."""
+    sample: Tensor
+    """(tokens,) int64: the number of each token's sample, from 0."""
+    num_tokens: Tensor
+    """(samples,) int64."""
+
+
+class RewardBatch(NamedTuple):
+    """What an advantage of the whole step sees: all its samples, group by group."""
+
+    rewards: Tensor
+    """(samples,) float64, less the KL of the whole answer where the reward pays for it."""
+    group: Tensor
+    """(samples,) int64: the number of each sample's group, from 0."""
+    num_tokens: Tensor
+    """(samples,) int64: answer tokens that are trained; 0 for a sample that its siblings alone are compared with."""
+    to_come: Tensor
+    """(tokens,) float64, of all answer tokens, sample by sample: the reward, less the KL of this token and of those
+    after it."""
+    is_trained: Tensor
+    """(tokens,) int64: 1, or 0 for the tokens of a sample that its siblings alone are compared with."""
+
+
+AdvantageFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
+"""Rewards of one group, (n,) float64, to its advantages."""
+BatchAdvantageFunction = Callable[[RewardBatch, AlgorithmConfig], Tensor]
+"""Rewards of a whole step to its advantages, (samples,) or (tokens,). Nothing is trained before its last sample."""
+LossFunction = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
+"""To the loss of each token, (tokens,); and anything worth a mean over tokens in the metrics, under `actor/`."""
+
+BY_CRITIC = "gae"
+"""The advantage that is no function of rewards alone."""
+ADVANTAGES: dict[str, AdvantageFunction] = {}
+BATCH_ADVANTAGES: dict[str, BatchAdvantageFunction] = {}
+LOSSES: dict[str, LossFunction] = {}
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def advantage(name: str) -> Callable[[_F], _F]:
+    return _register(ADVANTAGES, name)
+
+
+def batch_advantage(name: str) -> Callable[[_F], _F]:
+    return _register(BATCH_ADVANTAGES, name)
+
+
+def loss(name: str) -> Callable[[_F], _F]:
+    return _register(LOSSES, name)
+
+
+def checked_loss(found: Any, num_tokens: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss of this name gave for so many tokens. Raises UserError if it is none."""
+    match found:
+        case (Tensor() as losses, dict() as told) if all(isinstance(one, Tensor) for one in told.values()):
+            if losses.shape == (num_tokens,):
+                return losses, told
+            gave = f"shape {list(losses.shape)}"
+        case tuple():
+            gave = f"({', '.join(type(one).__name__ for one in found)})"
+        case _:
+            gave = f"one {type(found).__name__}"
+    raise UserError(
+        f"algorithm.loss: {name} gave {gave}; expected a pair: a tensor with one number for each of {num_tokens} "
+        "tokens, and a dict of such tensors for the metrics, which may be empty"
+    )
+
+
+def checked_advantages(found: Any, num_samples: int, name: str, what: str, num_tokens: int | None = None) -> Tensor:
+    """What an advantage of this name gave for `what` of so many samples, and tokens, where it may be of each of them.
+
+    Raises UserError if it is none.
+    """
+    if isinstance(found, Tensor) and found.shape in ((num_samples,), (num_tokens,)):
+        return found.detach()
+    gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"one {type(found).__name__}"
+    or_tokens = "" if num_tokens is None else f" or [{num_tokens}], one for each token"
+    raise UserError(
+        f"algorithm.advantage: {name} gave {gave} for {what} of {num_samples} samples; expected a tensor of shape "
+        f"[{num_samples}]{or_tokens}"
+    )
+
+
+def _register(known: dict[str, Any], name: str) -> Callable[[_F], _F]:
+    def keep(function: _F) -> _F:
+        if known.get(name, function) is not function:
+            raise ValueError(f"{name} is registered already")
+        known[name] = function
+        return function
+
+    return keep
+
+
+def find_advantage(name: str) -> AdvantageFunction:
+    """Of one group. Raises ConfigError."""
+    return _find_any_advantage(name)
+
+
+def find_batch_advantage(name: str) -> BatchAdvantageFunction | None:
+    """None if the name is of one that compares the samples of a group. Raises ConfigError."""
+    found = _find_any_advantage(name)
+    return found if any(found is one for one in BATCH_ADVANTAGES.values()) else None
+
+
+def _find_any_advantage(name: str) -> Any:
+
+    return find_function(name, "algorithm.advantage", {**ADVANTAGES, **BATCH_ADVANTAGES}, also=(BY_CRITIC,))
+
+
+def find_loss(name: str) -> LossFunction:
+    """Raises ConfigError."""
+
+    return find_function(name, "algorithm.loss", LOSSES)

@@ -1,0 +1,174 @@
+"""The redo log: what each step was trained on, so that a step is safe for a few megabytes.
+
+    RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added; and what will
+                                         be told of it
+    RUN/checkpoints/redo/rejected-000013 of the open step: the rewards of groups that were rejected. They are part of
+                                         what is told of it, and the manager hands them out no more
+
+A checkpoint and the entries from its step on are one state: who trains them again is where the run was. On a CPU to the
+last bit; on a GPU, whose sums have no fixed order, to rounding.
+
+Rules kept here: an entry is on the disk, whole, before anyone is told that its step is done. It is verified when it is
+read, and a step that is missing among them is an error: nobody goes on from half of a run. Entries go when two
+checkpoints cover them, where two are kept, so that one of them may be damaged (saving.py); they are kept among the
+run's samples then (entries.py). A rejection is on file
+before the manager hears of it; it is not flushed, since a machine that loses its power costs a figure, and no step.
+"""
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from polyrl.disk import sync_folder, write_whole
+from polyrl.errors import UserError
+from polyrl.trainer.batch import Group, decode_groups
+from polyrl.trainer.devices import Devices
+from polyrl.trainer.state import checkpoint, entries
+from polyrl.trainer.state.entries import Entry
+from polyrl.trainer.step import Steps
+
+
+def append(
+    run_dir: Path,
+    step: int,
+    num_steps: int,
+    batches: Sequence[Sequence[Group]],
+    report: bytes = b"",
+    rejected: Sequence[Group] = (),
+) -> None:
+    """Raises OSError; what is there is whole then."""
+    folder = _folder(run_dir)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        sync_folder(folder.parent)
+    write_whole(
+        folder / checkpoint.name_of(step), entries.encode(entries.make(step, num_steps, batches, report, rejected))
+    )
+
+
+def read(run_dir: Path, first_step: int) -> list[Entry]:
+    """The steps from this one on. Raises UserError if one is damaged, or missing among them."""
+    found = [one for one in _found(run_dir) if checkpoint.step_of(one) >= first_step]
+    for step, path in enumerate(found, first_step):
+        if checkpoint.step_of(path) != step:
+            missing = path.with_name(checkpoint.name_of(step))
+            raise UserError(f"{missing}: is missing, and later steps are there; {_what_is_left(run_dir)}")
+    return [_read(path, run_dir) for path in found]
+
+
+def report_of(run_dir: Path, step: int) -> bytes:
+    """What was to be told of a step; empty where that is not known."""
+    if has(run_dir, step):
+        with contextlib.suppress(UserError):  # nobody needs the step to go on
+            return _read(_folder(run_dir) / checkpoint.name_of(step), run_dir).report
+    return b""
+
+
+def has(run_dir: Path, step: int) -> bool:
+    return (_folder(run_dir) / checkpoint.name_of(step)).is_file()
+
+
+def num_after(run_dir: Path, checkpoint_step: int) -> int:
+    """Steps that the checkpoint of this step does not cover."""
+    return sum(checkpoint.step_of(one) >= checkpoint_step for one in _found(run_dir))
+
+
+def forget(run_dir: Path, before: int, samples_bytes: int = entries.DEFAULT_SAMPLES_BYTES) -> None:
+    """The steps before this one are not trained again: let them go to the run's samples. Raises OSError."""
+    entries.retire(run_dir, [one for one in _found(run_dir) if checkpoint.step_of(one) < before], samples_bytes)
+
+
+class Rejection(Struct, frozen=True):
+    """A group of the open step."""
+
+    group: int
+    rewards: list[float]
+
+
+def note_rejection(run_dir: Path, step: int, rejection: Rejection) -> None:
+    """Raises OSError."""
+    path = _rejections_of(run_dir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:  # a line begins anew, whatever a process that was killed left of its own
+        file.write((b"\n" if file.tell() else b"") + msgspec.json.encode(rejection))
+
+
+def read_rejections(run_dir: Path, step: int) -> list[Rejection]:
+    """What a process before this one rejected of a step. A line that is cut short is of a group that comes again."""
+    try:
+        lines = _rejections_of(run_dir, step).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found: list[Rejection] = []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            found.append(msgspec.json.decode(line, type=Rejection))
+    return found
+
+
+def forget_rejections(run_dir: Path, step: int) -> None:
+    """The step's entry has them. Raises OSError."""
+    _rejections_of(run_dir, step).unlink(missing_ok=True)
+
+
+def _rejections_of(run_dir: Path, step: int) -> Path:
+    return _folder(run_dir) / f"rejected-{step:06}"
+
+
+async def train_again(
+    steps: Steps,
+    log: Sequence[Entry],
+    say: Callable[[str], None],
+    after: Callable[[int], Awaitable[None]] | None = None,
+) -> None:
+    """Move the weights as they were moved before. Nobody else uses the devices meanwhile, but `after` each step."""
+    if not log:
+        return
+    first, last = log[0].step, log[-1].step
+    say(f"trains steps {first} to {last} again from the log" if first < last else f"trains step {first} again")
+    devices = Devices()
+    try:
+        for entry in log:
+            steps.begin(entry.step, entry.num_steps)
+            for batch in entry.batches:
+                groups = await asyncio.to_thread(decode_groups, batch)
+                await devices.train(lambda groups=groups: steps.add(groups))
+            await devices.train(steps.finish)
+            if after is not None:
+                await after(entry.step)
+            if entry.step < last:
+                say(f"step {entry.step} is trained again")
+    finally:
+        devices.close()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # who sizes an engine's cache next looks at what is free
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / entries.REDO_FOLDER
+
+
+def _found(run_dir: Path) -> list[Path]:
+    return entries.found(_folder(run_dir))
+
+
+def _read(path: Path, run_dir: Path) -> Entry:
+    try:
+        return entries.read(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; {_what_is_left(run_dir)}") from error
+    except entries.Damaged as error:
+        raise UserError(f"{error}; {_what_is_left(run_dir)}") from error
+
+
+def _what_is_left(run_dir: Path) -> str:
+    return (
+        "the run cannot go on without that step: put the file back from a copy, or take what the last checkpoint has "
+        f"with `polyrl export {shlex.quote(str(run_dir))} DIR` and begin anew from there"
+    )
