@@ -2,7 +2,7 @@
 
 import torch
 
-from polyrl.engines.served.taking import Rank
+from polyrl.engines.served.inside import Rank
 
 
 class Model(torch.nn.Module):

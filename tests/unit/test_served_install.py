@@ -16,11 +16,11 @@ from tests.unit.slices import Model, loader, state
 from tests.weights.copies import copy_of
 
 from polyrl.engines.engine import EngineError, Weights
-from polyrl.engines.served import checking, staging
-from polyrl.engines.served.handing import Offer, new_name
+from polyrl.engines.served import installing
 from polyrl.engines.served.http import ServerAnswered
+from polyrl.engines.served.inside import Rank, take
+from polyrl.engines.served.installing import Offer, handing, new_name
 from polyrl.engines.served.server import ServerBroken
-from polyrl.engines.served.taking import Rank, take
 from polyrl.ids import Version
 from polyrl.weights.manifest import AdapterFacts
 from polyrl.weights.shelf import HostCopy
@@ -33,13 +33,13 @@ def hand_over(copy: HostCopy, ranks: list[Callable[[str], None]], tmp_path: Path
 
 def install(weights: Weights, ranks: list[Callable[[str], None]], tmp_path: Path) -> None:
     async def main() -> None:
-        staged = await staging.stage(weights, str(tmp_path))
+        staged = await installing.stage(weights, str(tmp_path))
         name = new_name()
 
         async def ask() -> None:
             await asyncio.gather(*(asyncio.to_thread(one, name) for one in ranks))
 
-        await staging.hand_over(staged, name, ask(), late_s=0.1)
+        await installing.hand_over(staged, name, ask(), late_s=0.1)
 
     asyncio.run(main())
 
@@ -106,12 +106,12 @@ def test_a_server_that_runs_already_must_have_the_tensors_of_our_directory(chang
         folder.mkdir()
         (folder / "config.json").write_text('{"vocab_size": 64}')
         safetensors.torch.save_file(saved, folder / "model.safetensors")
-    checking.check_served(str(tmp_path / "ours"), str(tmp_path / "ours"))
+    installing.check_served(str(tmp_path / "ours"), str(tmp_path / "ours"))
     assert not caplog.text
     with pytest.raises(EngineError, match=why) if why else contextlib.nullcontext():
-        checking.check_served(str(tmp_path / "ours"), str(tmp_path / "theirs"))
+        installing.check_served(str(tmp_path / "ours"), str(tmp_path / "theirs"))
     assert ("is taken for" in caplog.text) == (not why)
-    checking.check_served(str(tmp_path / "ours"), "somebody/a-model")
+    installing.check_served(str(tmp_path / "ours"), "somebody/a-model")
     assert "which is no directory here" in caplog.text
 
 
@@ -182,8 +182,6 @@ def test_a_file_that_can_be_shortened_is_not_read(tmp_path: Path):
     os.ftruncate(fd, 1 << 20)
 
     async def main() -> None:
-        from polyrl.engines.served.handing import handing
-
         name = new_name()
         async with handing(name, Offer([], 1 << 20, []), fd) as offered:
             asking = asyncio.to_thread(take, name, Rank(0, 1, 0, 1), model, lambda _: None)
@@ -217,7 +215,7 @@ def test_an_adapter_is_refused_with_the_key_that_sends_whole_weights(tmp_path: P
     with copy_of(state(1), 1) as copy:
         manifest = replace(copy.manifest, adapter=AdapterFacts("ab" * 32, "float32", 2.0))
     with pytest.raises(EngineError, match=r'cannot merge; expected whole weights: lora.publish = "merged"'):
-        checking.offer_of(manifest, tmp_path)
+        installing.offer_of(manifest, tmp_path)
 
 
 def test_what_is_read_back_are_tables_and_vectors_from_all_over_the_model():
@@ -225,7 +223,7 @@ def test_what_is_read_back_are_tables_and_vectors_from_all_over_the_model():
     matrices = {"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 4)}
     state = {"model.embed_tokens.weight": torch.zeros(8, 4), **layers, **matrices, "model.norm.weight": torch.zeros(4)}
     with copy_of(state, 1) as copy:
-        probes = checking.probes_of(copy.manifest.layout)
+        probes = installing.probes_of(copy.manifest.layout)
     assert len(probes) == 8
     assert probes[0] == "model.embed_tokens.weight"
     assert "model.layers.0.mlp.up_proj.weight" not in probes

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from polyrl.engines.served.http import Http
-from polyrl.engines.served.metrics import read_gauges
+from polyrl.engines.served.http import Http, read_gauges
 from polyrl.engines.served.server import Load, ServedConfig
 from polyrl.engines.served.sglang import SglangServer
 from polyrl.engines.served.vllm import VllmServer

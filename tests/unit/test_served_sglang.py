@@ -20,9 +20,9 @@ from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served import sglang, vllm
 from polyrl.engines.served.between import SOCKET_VARIABLE
 from polyrl.engines.served.http import Http
+from polyrl.engines.served.inside import Rank, take
 from polyrl.engines.served.server import Asked, JobRefused, Part, ServedConfig, ServerBroken, Span
-from polyrl.engines.served.sglang_weights import SglangWeighing
-from polyrl.engines.served.taking import Rank, take
+from polyrl.engines.served.sglang import SglangWeighing
 from polyrl.ids import Version
 from polyrl.wire.frames import Sampling
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from polyrl.engines.served.between import KEY_VARIABLE
-from polyrl.engines.served.vllm_guard import Guard
+from polyrl.engines.served.inside import Guard
 
 
 @pytest.fixture

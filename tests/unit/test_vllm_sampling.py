@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from polyrl.engines.served import vllm_sampling
+from polyrl.engines.served import inside
 
 TEMPERATURES = torch.tensor([0.5, 1.0, 2.0])
 
@@ -52,7 +52,7 @@ def metadata(top_k: int | None = None, min_p_count: int = 0, temperatures: torch
 @pytest.mark.parametrize("how", [{"top_k": 1}, {"top_k": 5}, {"min_p_count": 2}, {"top_k": 3, "min_p_count": 2}])
 def test_what_is_reported_is_before_truncation_and_what_is_drawn_stays(how):
     plain, sampler = make_sampler(), make_sampler()
-    vllm_sampling.wrap(sampler, vllm_sampling.of_sampler)
+    inside.wrap(sampler, inside.of_sampler)
     drawn, after = plain().sample(logits(), metadata(**how))
     tokens, told = sampler().sample(logits(), metadata(**how))
     assert torch.equal(tokens, drawn)
@@ -62,7 +62,7 @@ def test_what_is_reported_is_before_truncation_and_what_is_drawn_stays(how):
 
 def test_rows_that_are_greedy_have_that_at_temperature_1():
     sampler = make_sampler()
-    vllm_sampling.wrap(sampler, vllm_sampling.of_sampler)
+    inside.wrap(sampler, inside.of_sampler)
     mixed = torch.tensor([0.0, 1.0, 2.0])
     torch.testing.assert_close(
         sampler().sample(logits(), metadata(top_k=4, temperatures=mixed))[1], expected(torch.tensor([1.0, 1.0, 2.0]))
@@ -73,9 +73,9 @@ def test_rows_that_are_greedy_have_that_at_temperature_1():
 def test_what_is_not_truncated_is_left_as_it_is_and_wrapping_twice_is_wrapping_once():
     sampler = make_sampler()
     for _ in range(2):
-        vllm_sampling.wrap(sampler, vllm_sampling.of_sampler)
+        inside.wrap(sampler, inside.of_sampler)
     first = sampler.sample
-    vllm_sampling.wrap(sampler, vllm_sampling.of_sampler)
+    inside.wrap(sampler, inside.of_sampler)
     assert sampler.sample is first
     torch.testing.assert_close(sampler().sample(logits(), metadata())[1], expected())
 
@@ -112,7 +112,7 @@ def make_newer_sampler(states: States) -> Any:
 @pytest.mark.parametrize(("top_k", "min_p"), [(3, 0.0), (None, 0.1), (None, 0.0)])
 def test_so_is_what_the_newer_sampler_reports(top_k, min_p):
     sampler = make_newer_sampler(States(top_k, min_p))
-    vllm_sampling.wrap(sampler, vllm_sampling.of_newer_sampler)
+    inside.wrap(sampler, inside.of_newer_sampler)
     numbers = np.arange(3)
     given = logits()
     tokens, told = sampler().sample(given, torch.arange(3), torch.arange(3), numbers, None, return_logprobs=True)

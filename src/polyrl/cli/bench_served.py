@@ -28,8 +28,7 @@ from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.engine import Kind, ServedEngine
-from polyrl.engines.served.http import Events, Http
-from polyrl.engines.served.pause import Pause
+from polyrl.engines.served.http import Events, Http, Pause
 from polyrl.engines.served.server import Asked, Part, ServedConfig, Server
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, Version

@@ -1,4 +1,4 @@
-"""What `handing`, in a worker, and `taking`, in a server, must agree on. Standard library only."""
+"""What `installing`, in a worker, and `inside`, in a server, must agree on. Standard library only."""
 
 import socket
 import struct

@@ -32,9 +32,8 @@ from polyrl.engines.engine import (
     why_not_begun,
 )
 from polyrl.engines.finishing import finish
-from polyrl.engines.served.http import Events, Http
+from polyrl.engines.served.http import Events, Http, Pause
 from polyrl.engines.served.keeper import Keeper
-from polyrl.engines.served.pause import Pause
 from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
 from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version

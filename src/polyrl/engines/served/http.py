@@ -1,9 +1,14 @@
-"""Requests to a server on this machine, and its event streams. Every request has a deadline, and every error is a line.
+"""Requests to a server on this machine, its event streams, and its figures.
 
-A stream has none: an answer may wait for its turn for long. It ends with its server, which `keeper` watches.
+Every request has a deadline, and every error is one line.
+
+A stream has no deadline: an answer may wait for its turn for long. It ends with its server, which `keeper` watches.
 """
 
+import asyncio
+import math
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -173,3 +178,50 @@ def _error_line(raw: bytes) -> str:
         inner = body.get("error", body.get("detail", body))
         text = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
     return " ".join(text.split())[:500] or "nothing"
+
+
+def read_gauges(page: str, prefix: str) -> dict[str, list[float]]:
+    """Return the figures of a Prometheus page by name, without the prefix: a list, one of each engine of a server."""
+    figures: dict[str, list[float]] = {}
+    for line in page.splitlines():
+        if not line.startswith(prefix):
+            continue
+        name = line[len(prefix) :].partition("{")[0].partition(" ")[0]
+        try:
+            value = float(line.rpartition(" ")[2])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            figures.setdefault(name, []).append(value)
+    return figures
+
+
+_EVERY_S = 0.025
+"""Half of what a worker gathers tokens for before it sends them."""
+_MANY = 4
+_MANY_EVERY_S = 0.05
+_READ_S = 0.008
+"""Of them, for reading what is in the sockets."""
+
+
+class Pause:
+    """How long streams are left alone before all that came of them is read. `rests`: the event loop may stand still.
+
+    A server that writes 32 answers sends 32 chunks a step, one by one, and waking for each costs more than reading it:
+    of two cores that server and worker shared, the server lost a tenth. So with many answers the whole event loop
+    stands still, and what gathers in the sockets meanwhile is read in one go. Nobody else in a worker minds 40 ms, and
+    all that computes there does so in threads.
+    """
+
+    def __init__(self, *, rests: bool = True) -> None:
+        self._rests = rests
+        self._rested_at = 0.0
+
+    async def take(self, num_answers: int) -> None:
+        """Returns when what came of so many answers should be read."""
+        if num_answers < _MANY or not self._rests:
+            await asyncio.sleep(_EVERY_S)
+            return
+        time.sleep(max(0.0, self._rested_at + _MANY_EVERY_S - time.monotonic()))
+        self._rested_at = time.monotonic()
+        await asyncio.sleep(_READ_S)

@@ -4,8 +4,11 @@ A server speaks in token ids only. What it gives is told as it is: `Part` holds 
 """
 
 import math
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -14,6 +17,11 @@ from msgspec import Meta, Struct
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.http import Events, Http, ServerAnswered
 from polyrl.wire.frames import Sampling
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_HIDERS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_CPU_KV_TOKENS = 32_768
+_CPU_SLOTS = 64
 
 
 class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +52,32 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A server that is not ready by then is ended. Large models load and compile for long."""
     stall_s: Annotated[float, Meta(gt=0)] = 60.0
     """A server that has samples, and writes no token of any for so long, hangs. More for long prompts on a slow CPU."""
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the server is to compute on the CPU. We have no library to ask a GPU; its driver's files tell."""
+        if self.device != "auto":
+            return self.device == "cpu"
+        hidden = any(os.environ.get(name, "all") in ("", "-1") for name in _HIDERS)
+        return hidden or not any(Path(one).exists() for one in _GPU_FILES)
+
+    @property
+    def interpreter(self) -> str:
+        return self.python or sys.executable
+
+    @property
+    def cpu_kv_tokens(self) -> int:
+        return _CPU_KV_TOKENS if self.kv_tokens is None else self.kv_tokens
+
+    @property
+    def num_slots(self) -> int | None:
+        """None: the server's own number, which is one for GPUs."""
+        return _CPU_SLOTS if self.slots is None and self.is_on_cpu else self.slots
+
+    def cpu_context(self, model_context: int | None) -> int:
+        """Prompt and answer together: no more than the model can, and than its cache can hold."""
+        wanted = (self.max_context, model_context, self.cpu_kv_tokens)
+        return min(one for one in wanted if one is not None)
 
 
 End = Literal["", "stop", "length", "aborted"]

@@ -5,8 +5,11 @@ under the sampling temperature before truncation; greedy: that at temperature 1.
 started with --enable-deterministic-inference, which its CPU backend refuses.
 """
 
+import base64
 import os
+import pickle
 import tempfile
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from polyrl.engines.engine import EngineError
-from polyrl.engines.served import checking, machine, model_files
-from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable
-from polyrl.engines.served.metrics import read_gauges
+from polyrl.engines.engine import EngineError, Weights
+from polyrl.engines.served import installing, model_files
+from polyrl.engines.served.between import SOCKET_VARIABLE
+from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable, read_gauges
+from polyrl.engines.served.installing import PUT_S, OurModules, Staged, hand_over, labelled, new_name, stage
 from polyrl.engines.served.server import (
     Asked,
     Command,
@@ -27,12 +31,12 @@ from polyrl.engines.served.server import (
     Load,
     Part,
     ServedConfig,
+    ServerBroken,
     Span,
     Weighing,
     number,
     stream,
 )
-from polyrl.engines.served.sglang_weights import SglangWeighing
 
 _ASK_S = 10.0
 _FACTS_S = 120.0
@@ -83,8 +87,8 @@ class SglangServer:
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         environment |= {name: "0" for name in _DUMPS if name not in os.environ}
         kv_tokens, context = config.kv_tokens, config.max_context
-        if machine.is_cpu(config):
-            kv_tokens, context = machine.cpu_kv_tokens(config), machine.cpu_context(config, model.max_context)
+        if config.is_on_cpu:
+            kv_tokens, context = config.cpu_kv_tokens, config.cpu_context(model.max_context)
             flags += ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
             flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
             # What others take of the memory while it loads counts as its own. Its cache has a size of its own, below.
@@ -94,13 +98,13 @@ class SglangServer:
             flags += ["--max-total-tokens", str(kv_tokens)]
         if context is not None:
             flags += ["--context-length", str(context)]
-        slots = machine.slots(config)
+        slots = config.num_slots
         if slots is not None:
             flags += ["--max-running-requests", str(slots)]
         if "--config" in config.flags:
             raise EngineError("--config: the worker has one of its own; give SGLang its flags one by one")
         flags += ["--config", self._write_key()]
-        argv = [machine.python_of(config), "-m", "sglang.launch_server"]
+        argv = [config.interpreter, "-m", "sglang.launch_server"]
         return Command(
             [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}
         )
@@ -136,7 +140,7 @@ class SglangServer:
         if not said.get("incremental_streaming_output"):
             raise EngineError("an SGLang server needs --incremental-streaming-output")
         if self._config.url:
-            checking.check_served(self._config.model, str(model.get("model_path", "")))
+            installing.check_served(self._config.model, str(model.get("model_path", "")))
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
 
@@ -197,3 +201,77 @@ def _part(event: _Event) -> Part:
         raise EngineError(f"the server ended an answer with {finish.type!r}")
     spans = meta.weight_versions or ()
     return Part(event.output_ids, logprobs, _ENDS[finish.type], spans)
+
+
+_ANSWER_S = 60.0
+_LOADER = "polyrl.engines.served.inside.sglang_load"
+_NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
+
+
+class SglangWeighing:
+    """How SGLang takes weights, through its public hooks only; docs/guides/engine-versions.md lists them.
+
+    /update_weights_from_tensor calls a loader that the server was started with, which fetches a version out of our
+    memory and gives it to the model's own `load_weights`. The request carries no tensors, and nothing but an empty list
+    a rank is unpickled. /pause_generation with mode=retract throws the cache of running samples away, to be computed
+    anew; in_place keeps it.
+    """
+
+    def __init__(self, http: Http, config: ServedConfig) -> None:
+        self._http = http
+        self._config = config
+        self._modules = OurModules()
+        self._socket_name = os.environ.get(SOCKET_VARIABLE, "") or new_name()
+        self._num_ranks: int | None = None
+
+    def flags(self) -> list[str]:
+        flags = ["--custom-weight-loader", _LOADER]
+        # A cache of prompts cannot be emptied while samples run: one shared by all would stay at the first version.
+        return flags if self._config.after_install == "recompute" else [*flags, "--disable-radix-cache"]
+
+    def environment(self) -> Mapping[str, str]:
+        return {"PYTHONPATH": self._modules.path, SOCKET_VARIABLE: self._socket_name}
+
+    async def stage(self, weights: Weights) -> Staged:
+        if self._num_ranks is None:
+            said: dict[str, Any] = await self._http.get("/server_info", timeout_s=_ANSWER_S)
+            self._num_ranks = int(said.get("tp_size", 1))
+        return await stage(weights, self._config.model)
+
+    async def pause(self) -> None:
+        mode = "retract" if self._config.after_install == "recompute" else "in_place"
+        await self._http.post("/pause_generation", {"mode": mode}, timeout_s=_ANSWER_S)
+
+    async def put(self, staged: Staged) -> None:
+        await self._http.post("/begin_weight_update", {}, timeout_s=_ANSWER_S)
+        try:
+            await hand_over(staged, self._socket_name, self._update())
+        finally:
+            await self._end()
+        label = {"new_version": str(staged.version), "abort_all_requests": False}
+        await labelled(self._http.post("/update_weight_version", label, timeout_s=_ANSWER_S))
+
+    async def _update(self) -> None:
+        body = {
+            "serialized_named_tensors": [_NO_TENSORS] * (self._num_ranks or 1),
+            "load_format": _LOADER,
+            "flush_cache": self._config.after_install == "recompute",
+        }
+        await self._http.post("/update_weights_from_tensor", body, timeout_s=PUT_S)
+
+    async def _end(self) -> None:
+        try:
+            await self._http.post("/end_weight_update", {}, timeout_s=_ANSWER_S)
+        except EngineError as error:
+            raise ServerBroken(f"an update of weights could not be ended: {error}") from error
+
+    async def resume(self) -> None:
+        await self._http.post("/continue_generation", {}, timeout_s=_ANSWER_S)
+
+    async def is_paused(self) -> bool:
+        """A server that is up and not ready for requests is one that pauses."""
+        try:
+            await self._http.get("/ready", timeout_s=_ANSWER_S, text=True)
+        except ServerAnswered:
+            return True
+        return False

@@ -1,12 +1,13 @@
 """A vLLM server: how it is started, what it says, how it streams. Its version is in `versions`.
 
 It takes token ids and gives token ids (`/inference/v1/generate`), and loads no tokenizer. The log-probability of a
-token is that under the sampling temperature before truncation: our extension sees to it (`vllm_sampling`). Greedy: that
+token is that under the sampling temperature before truncation: our extension sees to it (`inside`). Greedy: that
 at temperature 1. A server whose extension is not of this PolyRL reports those after truncation, and is given no samples
 that are truncated.
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from polyrl.engines.engine import EngineError
-from polyrl.engines.served import checking, machine, model_files
+from polyrl.engines.engine import EngineError, Weights
+from polyrl.engines.served import installing, model_files
 from polyrl.engines.served.between import KEY_VARIABLE
-from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable
-from polyrl.engines.served.metrics import read_gauges
+from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable, read_gauges
+from polyrl.engines.served.installing import PUT_S, OurModules, Staged, hand_over, labelled, new_name, stage
 from polyrl.engines.served.server import (
     Asked,
     Command,
@@ -32,7 +33,6 @@ from polyrl.engines.served.server import (
     number,
     stream,
 )
-from polyrl.engines.served.vllm_weights import VllmWeighing
 
 log = logging.getLogger("polyrl.engines.served")
 
@@ -83,7 +83,7 @@ class VllmServer:
         flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "polyrl"]
         flags += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm"]
         flags += ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
-        flags += ["--middleware", "polyrl.engines.served.vllm_guard.Guard"]
+        flags += ["--middleware", "polyrl.engines.served.inside.Guard"]
         environment = {
             KEY_VARIABLE: self.http.key,
             "HF_HUB_OFFLINE": "1",
@@ -91,9 +91,9 @@ class VllmServer:
             "VLLM_SERVER_DEV_MODE": "1",
         }
         context = config.max_context
-        if machine.is_cpu(config):
-            context = machine.cpu_context(config, model.max_context)
-            kv_tokens = _num_blocks(machine.cpu_kv_tokens(config), _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
+        if config.is_on_cpu:
+            context = config.cpu_context(model.max_context)
+            kv_tokens = _num_blocks(config.cpu_kv_tokens, _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
             flags += ["--dtype", "float32", "--enforce-eager"]
             flags += ["--kv-cache-memory-bytes", str(kv_tokens * model.kv_numbers * _FLOAT32_BYTES)]
             environment |= _cpu_environment(config)
@@ -102,10 +102,10 @@ class VllmServer:
             flags += ["--block-size", str(_GPU_BLOCK_TOKENS), "--num-gpu-blocks-override", str(num_blocks)]
         if context is not None:
             flags += ["--max-model-len", str(context)]
-        slots = machine.slots(config)
+        slots = config.num_slots
         if slots is not None:
             flags += ["--max-num-seqs", str(slots)]
-        argv = [machine.python_of(config), "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+        argv = [config.interpreter, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
         return Command(
             [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}
         )
@@ -129,7 +129,7 @@ class VllmServer:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"/server_info says something else than expected: {error!r}") from error
         if self._config.url:
-            checking.check_served(self._config.model, str(model.get("model", "")))
+            installing.check_served(self._config.model, str(model.get("model", "")))
         self.tells_policy = await self._tell_policy()
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
@@ -169,7 +169,7 @@ def _num_blocks(kv_tokens: int, block_tokens: int) -> int:
 def _cpu_environment(config: ServedConfig) -> dict[str, str]:
     """Threads that are not bound: `auto` binds those of every server on the machine to the same cores."""
     threads = {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    openmp = Path(machine.python_of(config)).parent.parent / "lib" / "libiomp5.so"
+    openmp = Path(config.interpreter).parent.parent / "lib" / "libiomp5.so"
     return threads | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
@@ -204,3 +204,50 @@ def _part(choice: _Choice) -> Part:
         raise EngineError(f"the server ended an answer with {choice.finish_reason!r}")
     spans = choice.weight_versions or ()
     return Part(choice.token_ids, logprobs, _ENDS[choice.finish_reason], spans)
+
+
+_ANSWER_S = 60.0
+_METHOD = "polyrl_install"
+
+
+class VllmWeighing:
+    """How vLLM takes weights, through its public hooks only; docs/guides/engine-versions.md lists them.
+
+    Its workers are extended by a method that fetches a version out of our memory and gives it to `reload_weights`,
+    which is vLLM's own way to put weights in place, on every device and at every rank. /pause with mode=keep freezes
+    running samples; with clear_cache=true their cache is computed anew afterwards.
+    """
+
+    def __init__(self, http: Http, config: ServedConfig) -> None:
+        self._http = http
+        self._config = config
+        self._modules = OurModules()
+
+    def flags(self) -> list[str]:
+        flags = ["--worker-extension-cls", "polyrl.engines.served.inside.PolyrlExtension"]
+        # A cache of prompts cannot be emptied while samples run: one shared by all would stay at the first version.
+        return flags if self._config.after_install == "recompute" else [*flags, "--no-enable-prefix-caching"]
+
+    def environment(self) -> Mapping[str, str]:
+        return {"PYTHONPATH": self._modules.path, "VLLM_SERVER_DEV_MODE": "1"}
+
+    async def stage(self, weights: Weights) -> Staged:
+        return await stage(weights, self._config.model)
+
+    async def pause(self) -> None:
+        clear = "true" if self._config.after_install == "recompute" else "false"
+        await self._http.post(f"/pause?mode=keep&clear_cache={clear}", timeout_s=_ANSWER_S)
+
+    async def put(self, staged: Staged) -> None:
+        name = new_name()
+        body = {"method": _METHOD, "args": [name], "timeout": PUT_S}
+        await hand_over(staged, name, self._http.post("/collective_rpc", body, timeout_s=PUT_S))
+        label = {"new_version": str(staged.version)}
+        await labelled(self._http.post("/update_weight_version", label, timeout_s=_ANSWER_S))
+
+    async def resume(self) -> None:
+        await self._http.post("/resume", timeout_s=_ANSWER_S)
+
+    async def is_paused(self) -> bool:
+        said: dict[str, Any] = await self._http.get("/is_paused", timeout_s=_ANSWER_S)
+        return bool(said["is_paused"])

@@ -28,7 +28,7 @@ def install(name: str) -> None:
     """Take a version as the real server does, and throw it away."""
     import torch
 
-    from polyrl.engines.served.taking import Rank, take
+    from polyrl.engines.served.inside import Rank, take
 
     def load(tensors: Iterable[object]) -> None:
         for _ in tensors:
@@ -39,7 +39,7 @@ def install(name: str) -> None:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """As `vllm_guard` has it, which the real server is given by a flag. Some tests start one without a key."""
+    """As `inside.Guard` has it, which the real server is given by a flag. Some tests start one without a key."""
     key = os.environ.get("POLYRL_ENGINE_KEY")
     if key and request.headers.get("Authorization") != f"Bearer {key}":
         return web.Response(status=401)
