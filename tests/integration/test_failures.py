@@ -28,7 +28,8 @@ from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version, WorkerName, group_of
-from polyrl.manager import asking, joining
+from polyrl.manager import asking
+from polyrl.manager.frames_in import joining
 from polyrl.scheduling.core.ledger import Ledger
 from polyrl.scheduling.core.parameters import DomainData, FleetRules
 from polyrl.wire import frames

@@ -40,8 +40,8 @@ from polyrl.engines.emulated import EmulatedEngine
 from polyrl.engines.emulated.text import EOS
 from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.errors import UserError
-from polyrl.manager import sessions
 from polyrl.manager.journal import RunJournal
+from polyrl.manager.peers import sessions
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core.parameters import DomainData, FleetRules

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from aiohttp import ClientSession, ClientWebSocketResponse, WebSocketError, WSMsgType, web
 from tests.integration.live import run, until
 
-from polyrl.manager.inlet import Inlet
+from polyrl.manager.peers.inlet import Inlet
 
 MAX_BYTES = 1 << 17
 

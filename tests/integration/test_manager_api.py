@@ -34,7 +34,8 @@ from tests.integration.live import (
 )
 
 from polyrl.errors import UserError
-from polyrl.manager import asking, joining, openapi
+from polyrl.manager import asking, openapi
+from polyrl.manager.frames_in import joining
 from polyrl.manager.http import Front, JoinLimit, openapi_text
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskErrorReply

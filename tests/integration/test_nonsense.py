@@ -18,11 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.properties.hostile import random_config
 
 from polyrl.ids import WorkerName
-from polyrl.manager import from_trainer, from_workers, joining
-from polyrl.manager.executor import Executor
-from polyrl.manager.link import Link
+from polyrl.manager.frames_in import from_trainer, from_workers, joining
+from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
-from polyrl.manager.sessions import WorkerSession
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import Desk

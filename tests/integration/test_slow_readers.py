@@ -24,7 +24,7 @@ from tests.integration.live import (
 )
 
 from polyrl.client import Prompt
-from polyrl.manager.link import Link
+from polyrl.manager.peers.link import Link
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
 from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames

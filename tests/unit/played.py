@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polyrl.ids import WorkerName, group_of
-from polyrl.manager import from_trainer, from_workers, joining
-from polyrl.manager.link import Link
+from polyrl.manager.frames_in import from_trainer, from_workers, joining
+from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.service import Service
-from polyrl.manager.sessions import WorkerSession
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames

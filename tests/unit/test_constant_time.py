@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from polyrl.ids import Incarnation
-from polyrl.manager import joining
-from polyrl.manager.sessions import TrainerSession, WorkerSession
+from polyrl.manager.frames_in import joining
+from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.wire.control import JoinRequest
 from polyrl.wire.credentials import Tokens
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polyrl.manager.door import Door
+from polyrl.manager.peers.door import Door
 
 
 class Wire:

@@ -13,9 +13,9 @@ from tests.unit.played import CONFIG, SMALL_FILES, Line, Manager, Worker, tokens
 from polyrl.ids import LeaseId, WorkerName
 from polyrl.journal.files import open_journals
 from polyrl.journal.records import replay
-from polyrl.manager import from_workers
-from polyrl.manager.executor import Executor
+from polyrl.manager.frames_in import from_workers
 from polyrl.manager.gathering import gather
+from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules, RoutingConfig

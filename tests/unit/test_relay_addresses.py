@@ -4,7 +4,7 @@ import pytest
 
 from polyrl.config import build
 from polyrl.errors import ConfigError
-from polyrl.manager.relay_addresses import own_addresses, reachable
+from polyrl.manager.peers.relay_addresses import own_addresses, reachable
 from polyrl.manager.settings import ManagerSettings
 
 PORT = ":7000"

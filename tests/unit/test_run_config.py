@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import inspect, structs
 from tests.unit.played import CONFIG, Manager, Worker
 
-from polyrl.manager import joining
+from polyrl.manager.frames_in import joining
 from polyrl.manager.refusals import Refused
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings

@@ -14,9 +14,10 @@ import pytest
 from tests.unit.played import Line
 
 import polyrl.manager
-from polyrl.manager import asking, joining
-from polyrl.manager.executor import Executor
-from polyrl.manager.link import Link
+from polyrl.manager import asking
+from polyrl.manager.frames_in import joining
+from polyrl.manager.peers.link import Link
+from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 

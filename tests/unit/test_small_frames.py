@@ -4,7 +4,7 @@ import pytest
 from tests.unit.played import Line
 
 from polyrl.ids import Incarnation
-from polyrl.manager.sessions import WorkerSession
+from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.wire import frames
 from polyrl.wire.control import JoinRequest
 

@@ -7,8 +7,8 @@ from msgspec import structs
 from tests.unit.test_payload import tokens_in
 
 from polyrl.ids import Incarnation, LeaseId, SampleId, Version, WorkerName
+from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.payload import Text, append_cells
-from polyrl.manager.stride import Stride
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns
 from polyrl.wire.columns import ANY_VOCABULARY, CELL_BYTES, BadColumns

@@ -22,8 +22,8 @@ import numpy as np
 
 from polyrl.cli.bench_scheduler import commit, cpu
 from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, segments
-from polyrl.manager import from_trainer, from_workers, joining
-from polyrl.manager.link import Link
+from polyrl.manager.frames_in import from_trainer, from_workers, joining
+from polyrl.manager.peers.link import Link
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig

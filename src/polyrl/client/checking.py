@@ -1,7 +1,7 @@
 """What of an answer cannot be trained on, and which worker wrote it. Pure.
 
-The manager refuses such tokens when they come in (manager/intake.py). What it took before it knew the vocabulary, or
-before it looked, is in its journal and is delivered: it is found here.
+The manager refuses such tokens when they come in (manager/frames_in/intake.py). What it took before it knew the
+vocabulary, or before it looked, is in its journal and is delivered: it is found here.
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from polyrl.ids import GroupId, SampleId, sample_id
-from polyrl.manager.executor import Executor
 from polyrl.manager.payload import Text
 from polyrl.manager.question import Question
 from polyrl.manager.refusals import Refused
+from polyrl.manager.run import Executor
 from polyrl.manager.settings import MISSED_BEATS, ManagerSettings
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, SchedulerConfig

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from polyrl.ids import SampleId, Seconds
 from polyrl.manager.payload import Text
-from polyrl.manager.sessions import WorkerSession
+from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import FleetReported
 from polyrl.scheduling.core.fleet import Worker

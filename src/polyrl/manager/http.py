@@ -25,18 +25,19 @@ from aiohttp import WebSocketError, WSMsgType, web
 from polyrl.disk import write_whole
 from polyrl.errors import UserError
 from polyrl.ids import WorkerName
-from polyrl.manager import asking, from_trainer, from_workers, joining
-from polyrl.manager.door import Connection, Door
-from polyrl.manager.executor import Executor
-from polyrl.manager.inlet import Inlet, Unfinished
-from polyrl.manager.link import Link
+from polyrl.manager import asking
+from polyrl.manager.frames_in import from_trainer, from_workers, joining
+from polyrl.manager.peers.door import Connection, Door
+from polyrl.manager.peers.inlet import Inlet, Unfinished
+from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.manager.refusals import Refused, RequestError
+from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskError, error_reply
 from polyrl.manager.serving.requests import ChatRequest, CompletionRequest
 from polyrl.manager.serving.routes import Answerer
 from polyrl.manager.serving.texts import Served
-from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.status import metrics, status
 from polyrl.scheduling.core import events as e
 from polyrl.wire import frames

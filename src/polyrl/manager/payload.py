@@ -10,8 +10,8 @@ from typing import Any
 from msgspec import structs
 
 from polyrl.ids import GroupId, SampleId, Step, group_of
+from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.journal import VersionOffered
-from polyrl.manager.stride import Stride
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES
 from polyrl.wire.frames import Ended, PromptText, SampleText, Segment, Tokens

@@ -11,11 +11,11 @@ from typing import Any
 
 from polyrl.errors import JournalError
 from polyrl.ids import Incarnation, show_sample
-from polyrl.manager.executor import Executor
 from polyrl.manager.journal import RunOpened, SessionOpened
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
-from polyrl.manager.sessions import TrainerSession, WorkerSession
+from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
+from polyrl.manager.run import Executor
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import RULES, Desk
 

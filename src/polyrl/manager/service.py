@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 from polyrl import __version__
 from polyrl.errors import UserError
-from polyrl.manager.carrying import carry_out
-from polyrl.manager.executor import Executor
+from polyrl.manager.frames_out import carry_out
 from polyrl.manager.journal import RunJournal
-from polyrl.manager.link import Link
+from polyrl.manager.peers.link import Link
 from polyrl.manager.recovery import recover
 from polyrl.manager.refusals import RequestError
+from polyrl.manager.run import Executor
 from polyrl.manager.settings import ManagerSettings
 from polyrl.wire.credentials import Tokens, ensure_tokens
 

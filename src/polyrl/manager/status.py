@@ -9,9 +9,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from polyrl.ids import Step
-from polyrl.manager.executor import Executor
 from polyrl.manager.payload import Payload
-from polyrl.manager.sessions import WorkerSession
+from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.run import Executor
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import Round

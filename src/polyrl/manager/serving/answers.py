@@ -17,10 +17,10 @@ from aiohttp import web
 from polyrl.ids import SampleId, sample_id
 from polyrl.manager import asking
 from polyrl.manager.asking import Wanted
-from polyrl.manager.executor import Executor
 from polyrl.manager.payload import Text
 from polyrl.manager.question import Question
 from polyrl.manager.refusals import Refused
+from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskError
 from polyrl.manager.serving.replies import Finish

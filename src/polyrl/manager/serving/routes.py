@@ -15,8 +15,8 @@ from aiohttp import web
 
 from polyrl.manager import asking
 from polyrl.manager.asking import Wanted
-from polyrl.manager.executor import Executor
 from polyrl.manager.refusals import Refused
+from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.serving import replies
 from polyrl.manager.serving.answers import Answers, Open

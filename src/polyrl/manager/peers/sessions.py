@@ -7,8 +7,8 @@ is thrown away: when the peer dials again, each side says what it holds and the 
 """
 
 from polyrl.ids import Incarnation, WorkerName
-from polyrl.manager.link import Link
-from polyrl.manager.stride import Stride
+from polyrl.manager.frames_in.stride import Stride
+from polyrl.manager.peers.link import Link
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
 from polyrl.wire.columns import ANY_ID, Vocabulary

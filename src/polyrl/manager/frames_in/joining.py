@@ -14,10 +14,10 @@ import secrets
 import time
 
 from polyrl.ids import Seconds, Version, WorkerName
-from polyrl.manager.executor import Executor
 from polyrl.manager.journal import SessionOpened
+from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.manager.refusals import Refused
-from polyrl.manager.sessions import TrainerSession, WorkerSession
+from polyrl.manager.run import Executor
 from polyrl.manager.settings import MISSED_BEATS
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import SchedulerConfig
@@ -238,7 +238,7 @@ def _check_heartbeats(executor: Executor, config: SchedulerConfig) -> None:
 
 
 def _check_carried_out(config: SchedulerConfig) -> None:
-    """What the scheduler would ask for and nobody here does (carrying.py) is refused before it is asked for."""
+    """What the scheduler would ask for and nobody here does (frames_out.py) is refused before it is asked for."""
     if config.parallelism.enabled:
         raise Refused(
             "run",

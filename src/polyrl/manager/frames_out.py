@@ -8,10 +8,10 @@ import logging
 
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of, show_sample
-from polyrl.manager.executor import Executor
 from polyrl.manager.journal import Granted
-from polyrl.manager.relay_addresses import reachable
-from polyrl.manager.sessions import WorkerSession
+from polyrl.manager.peers.relay_addresses import reachable
+from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.run import Executor
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.samples import NO_VERSION

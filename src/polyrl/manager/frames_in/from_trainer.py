@@ -9,12 +9,12 @@ import math
 from typing import assert_never
 
 from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
-from polyrl.manager import carrying
-from polyrl.manager.executor import Executor
+from polyrl.manager import frames_out
 from polyrl.manager.journal import PromptsSupplied, RewardKept, VersionOffered
-from polyrl.manager.link import Link
+from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.sessions import TrainerSession
 from polyrl.manager.refusals import Refused
-from polyrl.manager.sessions import TrainerSession
+from polyrl.manager.run import Executor
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
@@ -132,7 +132,7 @@ def _supply(executor: Executor, frame: frames.SupplyPrompts) -> None:
         group = GroupId(prompt.group)
         executor.payload.prompts[group] = prompt
         for lease in executor.no_prompt_yet.pop(group, ()):
-            carrying.order(executor, lease)
+            frames_out.order(executor, lease)
 
 
 def _scored(executor: Executor, frame: frames.Scored) -> None:
@@ -165,17 +165,17 @@ def _greet(executor: Executor, session: TrainerSession) -> None:
     for round_ in desk.rounds.values():
         missing = [desk.groups[one] for one in round_.groups if one not in executor.payload.prompts]
         plans = tuple(c.PlannedGroup(one.id, one.domain, one.prompt, one.epoch, one.num_samples) for one in missing)
-        session.say(carrying.opened(round_.step, round_.kind, plans, "it is open"))
+        session.say(frames_out.opened(round_.step, round_.kind, plans, "it is open"))
         for group_id in round_.groups:
             group = desk.groups[group_id]
             if group.state == "delivered":
                 kept = [one for one in group.sample_ids() if desk.samples[one].state == "scored"]
-                carrying.deliver(executor, round_.step, group_id, tuple(kept))
+                frames_out.deliver(executor, round_.step, group_id, tuple(kept))
         if round_.closed_at is not None:
-            session.say(carrying.closed(executor, round_.step))
+            session.say(frames_out.closed(executor, round_.step))
     for sample in list(desk.scoring.running):  # without a reward function, each ends at once
         if sample in desk.scoring.running:
-            carrying.score(executor, sample, desk.samples[sample].attempt, desk.config.rewards.t_max_s)
+            frames_out.score(executor, sample, desk.samples[sample].attempt, desk.config.rewards.t_max_s)
 
 
 def gone(executor: Executor, session: TrainerSession, link: Link) -> None:

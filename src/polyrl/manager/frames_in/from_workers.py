@@ -10,13 +10,14 @@ from typing import assert_never
 
 from polyrl.errors import plain, shorten
 from polyrl.ids import LeaseId, Version
-from polyrl.manager import carrying, intake, joining
-from polyrl.manager.executor import Executor
+from polyrl.manager import frames_out
+from polyrl.manager.frames_in import intake, joining
 from polyrl.manager.gathering import AT_LAST_S
-from polyrl.manager.link import Link
+from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.relay_addresses import own_addresses
+from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.refusals import Refused
-from polyrl.manager.relay_addresses import own_addresses
-from polyrl.manager.sessions import WorkerSession
+from polyrl.manager.run import Executor
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.samples import NO_VERSION, Sample
 from polyrl.scheduling.parts.hearing import teaches
@@ -174,7 +175,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     if worker.pulling != NO_VERSION:
         source = desk.seats.get(worker.source)
         name = "" if source is None else source.name
-        session.say(carrying.pull(executor, session, worker.pulling, name, worker.version))
+        session.say(frames_out.pull(executor, session, worker.pulling, name, worker.version))
     if worker.duty == "to_training" or worker.duty == "to_generating":
         session.say(frames.Turn(_DUTIES[worker.duty], "it was to turn"))
     known = frozenset(theirs)
@@ -208,7 +209,7 @@ def _order_again(executor: Executor, lease: LeaseId, sample: Sample) -> None:
     if sample.state == "stopping":
         executor.tell(e.LeaseEnded(lease, executor.payload.text(sample.id).num_tokens, "handed_over"))
     else:
-        carrying.order(executor, lease)
+        frames_out.order(executor, lease)
 
 
 def _report(executor: Executor, session: WorkerSession, report: frames.Report) -> None:

@@ -8,11 +8,12 @@ So is an answer that ends where its tokens do not: cut off before the cap, or st
 import logging
 
 from polyrl.ids import LeaseId, SampleId, group_of, show_sample
-from polyrl.manager import carrying, stride
-from polyrl.manager.executor import Executor
+from polyrl.manager import frames_out
+from polyrl.manager.frames_in import stride
 from polyrl.manager.payload import append_cells, without_rows
+from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.refusals import Refused
-from polyrl.manager.sessions import WorkerSession
+from polyrl.manager.run import Executor
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns, frames
@@ -202,7 +203,9 @@ def _why_no_end(executor: Executor, sample: SampleId, ended: frames.Ended) -> st
     if rules is None or prompt is None:
         return ""
     if ended.reason == "length":
-        most = min(carrying.max_tokens(executor, sample), rules.max_context - len(prompt.tokens) // TOKEN_IDS.itemsize)
+        most = min(
+            frames_out.max_tokens(executor, sample), rules.max_context - len(prompt.tokens) // TOKEN_IDS.itemsize
+        )
         if ended.num_tokens >= most:
             return ""
         return f"an answer cut off after {ended.num_tokens} tokens; the cap is {most}: is its engine's context shorter?"

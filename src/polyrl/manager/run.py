@@ -1,6 +1,6 @@
 """What the manager holds of a run, and its one door to the scheduler: tell an event, carry out, commit, send.
 
-    frames, questions --> from_workers, from_trainer, joining --> tell --> scheduler --> carrying --> sessions
+    frames, questions --> from_workers, from_trainer, joining --> tell --> scheduler --> frames_out --> sessions
                                                                                     commit: journal, then send
 
 It has one owner (service.py), who takes all that has come, writes the journal once, and only then sends, answers and
@@ -23,8 +23,8 @@ from polyrl.journal.records import CAVEAT
 from polyrl.manager.gathering import gather
 from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened, VersionOffered
 from polyrl.manager.payload import Payload
+from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.manager.question import Question
-from polyrl.manager.sessions import TrainerSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
