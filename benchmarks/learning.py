@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from polyrl.cli.bench_scheduler import commit
+from polyrl.bench.scheduler import commit
 from polyrl.errors import PolyrlError, UserError
 from polyrl.telemetry.canvas import GRID, INK, PALE_INK, new_panels, save, set_titles, whole_numbers
 from polyrl.telemetry.metrics import MetricValue, read_metrics

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from polyrl.cli.bench_scheduler import commit
+from polyrl.bench.scheduler import commit
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import load_recipe
 from polyrl.data.arithmetic import draw_problem

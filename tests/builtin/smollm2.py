@@ -6,7 +6,7 @@ python -m tests.builtin.smollm2        prints the directory
 import os
 from pathlib import Path
 
-from polyrl.starters.smollm2 import make_model
+from examples.smollm2 import make_model
 
 
 def cache_directory() -> Path:

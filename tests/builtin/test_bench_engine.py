@@ -9,7 +9,7 @@ import pytest
 from tests.builtin.tiny_models import save_tiny
 from tests.chaos.fleet import POLYRL
 
-from polyrl.cli.bench_engine import (
+from polyrl.bench.engine import (
     ARCHITECTURES,
     Ran,
     Turns,

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.weights import late_joiners
+from benchmarks.weights.star import star, why_not
 from msgspec.structs import replace
 from tests.weights.stage import SETTINGS, Faults, publish, pull, stage, weights
 
-from polyrl.cli.bench_weights import late_joiners
-from polyrl.cli.bench_weights.node import KEY as NODE_KEY
-from polyrl.cli.bench_weights.processes import Node
-from polyrl.cli.bench_weights.star import star, why_not
+from polyrl.bench.node import KEY as NODE_KEY
+from polyrl.bench.processes import Node
 from polyrl.weights.server import Offer
 from polyrl.weights.settings import TransferError, WeightSettings
 

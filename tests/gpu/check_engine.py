@@ -41,7 +41,7 @@ from tests.gpu.setting import (  # noqa: E402
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from polyrl.cli.bench_engine import Work, make_model, measure, prompts_of, run_transformers  # noqa: E402
+from polyrl.bench.engine import Work, make_model, measure, prompts_of, run_transformers  # noqa: E402
 from polyrl.engines.builtin.batching import Chunk, Member  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
 from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402

@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 import torch  # noqa: E402
 from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small  # noqa: E402
 
-from polyrl.cli.bench_engine import Work, make_model, prompts_of  # noqa: E402
+from polyrl.bench.engine import Work, make_model, prompts_of  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
 from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
 from polyrl.engines.builtin.models import describe  # noqa: E402

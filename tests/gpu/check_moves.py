@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 import torch  # noqa: E402
 from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small, synchronize  # noqa: E402
 
-from polyrl.cli.bench_engine import Work, make_model, measure, prompts_of  # noqa: E402
+from polyrl.bench.engine import Work, make_model, measure, prompts_of  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
 from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
 from polyrl.engines.builtin.models import describe  # noqa: E402

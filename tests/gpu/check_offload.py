@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small, reset_peak_memory, synchronize  # noqa: E402
 
-from polyrl.cli.bench_engine import Work, make_model  # noqa: E402
+from polyrl.bench.engine import Work, make_model  # noqa: E402
 from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig  # noqa: E402
 from polyrl.engines.builtin.models import describe  # noqa: E402
 from polyrl.trainer.batch import TrainSample  # noqa: E402

@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small  # noqa: E402
 
-from polyrl.cli.bench_engine import Work, make_model  # noqa: E402
+from polyrl.bench.engine import Work, make_model  # noqa: E402
 from polyrl.config import build  # noqa: E402
 from polyrl.config.recipe import Recipe  # noqa: E402
 from polyrl.engines.builtin.runner import Runner  # noqa: E402

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from tests.builtin.tiny_models import save_tiny  # noqa: E402
 from tests.gpu.setting import ARCH, DEVICE, SMALL, need_a_gpu_or_small, print_profile  # noqa: E402
 
-from polyrl.cli.bench_train import Bench, TrainWork, measure  # noqa: E402
+from polyrl.bench.train import Bench, TrainWork, measure  # noqa: E402
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig  # noqa: E402
 from polyrl.errors import UserError  # noqa: E402
 from polyrl.trainer.batch import TrainSample  # noqa: E402

@@ -2,8 +2,8 @@
 
 import pytest
 
+from polyrl.bench.train import Bench, TrainWork, measure, table
 from polyrl.cli import main
-from polyrl.cli.bench_train import Bench, TrainWork, measure, table
 
 SMALL = TrainWork(pack_tokens=128, num_groups=1, shorter=512, repetitions=1)
 

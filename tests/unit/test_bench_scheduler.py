@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from polyrl.cli.bench_world import Load, World
+from polyrl.bench.world import Load, World
 from polyrl.cli.main import main
 from polyrl.scheduling.invariants import check
 

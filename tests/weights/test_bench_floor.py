@@ -1,6 +1,6 @@
 """The bare loop beside which a pull is measured moves the bytes that it says."""
 
-from polyrl.cli.bench_weights import floor
+from polyrl.bench import floor
 from polyrl.weights.chunks import CHUNK_BYTES
 
 

@@ -61,22 +61,22 @@ def run(args: argparse.Namespace) -> int:
     elif args.part == "served":
         result, lines = _measure_served(args)
     elif args.part == "relay":
-        from polyrl.cli.bench_relay import compare
+        from benchmarks.relay import compare
 
         result = compare.measure(args.workers, quick=args.quick)
         lines = compare.table(result)
     elif args.part == "recovery":
-        from polyrl.cli import bench_recovery
+        from benchmarks import recovery as bench_recovery
 
         result = bench_recovery.measure(quick=args.quick)
         lines = bench_recovery.table(result)
     elif args.part == "weights":
-        from polyrl.cli.bench_weights import compare as weights
+        from benchmarks.weights import compare as weights
 
         result = weights.measure(quick=args.quick)
         lines = weights.table(result)
     else:
-        from polyrl.cli import bench_scheduler
+        from polyrl.bench import scheduler as bench_scheduler
 
         result = bench_scheduler.measure(quick=args.quick)
         lines = _table(result)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_engine(args: argparse.Namespace) -> dict[str, Any]:
-    from polyrl.cli.bench_engine import Work, measure
+    from polyrl.bench.engine import Work, measure
 
     arch = _arch(args, "batch", "prompt", "new")
     work = Work(arch, args.model, args.batch, args.prompt, args.new, not args.eager)
@@ -93,7 +93,7 @@ def _measure_engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_served(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    from polyrl.cli import bench_served
+    from benchmarks import served as bench_served
     from polyrl.errors import UserError
 
     _arch(args, "batch", "prompt", "new")
@@ -107,7 +107,7 @@ def _measure_served(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
 
 
 def _measure_train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    from polyrl.cli import bench_train
+    from polyrl.bench import train as bench_train
 
     work = bench_train.TrainWork(
         arch=_arch(args, "pack_tokens", "shorter"),

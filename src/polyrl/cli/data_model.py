@@ -67,7 +67,7 @@ def _arithmetic(args: argparse.Namespace, folder: Path) -> str:
 
 
 def _smollm2(args: argparse.Namespace, folder: Path) -> str:
-    from polyrl.starters import smollm2
+    from examples import smollm2
 
     if args.seed is not None:
         raise UserError("--seed: is for arithmetic; smollm2 is what it is")

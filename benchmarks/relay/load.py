@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from polyrl.cli.bench_relay.processes import CannotStart, Program, allow_many_files, busy_s, load_cpus
+from benchmarks.relay.processes import CannotStart, Program, allow_many_files, busy_s, load_cpus
 
 HERE = Path(__file__).parent
 NUM_WORKERS = 16

@@ -21,9 +21,9 @@ from operator import sub, truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyrl.cli.bench_engine import Work, make_model
-from polyrl.cli.bench_scheduler import commit
-from polyrl.cli.scratch import scratch
+from benchmarks.scratch import scratch
+from polyrl.bench.engine import Work, make_model
+from polyrl.bench.scheduler import commit
 from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.between import KEY_VARIABLE

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyrl.cli.bench_relay.load import PACED_TOKENS_PER_S, Latency, Load, Reading, Window, read_off
-from polyrl.cli.bench_relay.processes import (
+from benchmarks.relay.load import PACED_TOKENS_PER_S, Latency, Load, Reading, Window, read_off
+from benchmarks.relay.processes import (
     CannotStart,
     Program,
     allow_many_files,
@@ -74,7 +74,7 @@ def _watch(
     rate = PACED_TOKENS_PER_S / load.num_samples if load.name == "paced" else 0.0
     tokens = [(run_dir / f"{scope}.token").read_text(encoding="ascii").strip() for scope in ("worker", "admin")]
     facts = [load.num_samples, load.num_workers, load.seconds, rate, FLUSH_S, length]
-    argv = [sys.executable, "-m", "polyrl.cli.bench_relay.fleet_load", url, *tokens, *map(str, facts)]
+    argv = [sys.executable, str(Path(__file__).with_name("fleet_load.py")), url, *tokens, *map(str, facts)]
     rss_before = manager.rss_bytes()
     fleet = Program(argv, cpus=load_cpus(), log=cache / "logs" / "fleet_load.log", piped=True)
     try:

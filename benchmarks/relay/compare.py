@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from polyrl.cli.bench_relay.load import NUM_TURNS, NUM_WORKERS, Latency, Load, Reading, build_programs, middles
-from polyrl.cli.bench_relay.ours import NAME, measure_delivery, measure_ours
-from polyrl.cli.bench_relay.peers import CACHE, Direct, install_peers, take_turn
-from polyrl.cli.bench_scheduler import commit, cpu
+from benchmarks.relay.load import NUM_TURNS, NUM_WORKERS, Latency, Load, Reading, build_programs, middles
+from benchmarks.relay.ours import NAME, measure_delivery, measure_ours
+from benchmarks.relay.peers import CACHE, Direct, install_peers, take_turn
+from polyrl.bench.scheduler import commit, cpu
 from polyrl.errors import UserError
 
 ROUTERS = ("sglang-router", "vllm-router")

@@ -19,7 +19,7 @@ class Node:
         self, role: Literal["serve", "pull"], settings: WeightSettings, number: int, prefix: list[str] | None = None
     ) -> None:
         """`number` is a trainer's version in bytes, or says which worker this is. `prefix` runs it elsewhere."""
-        module = "polyrl.cli.bench_weights.node"
+        module = "polyrl.bench.node"
         argv = [sys.executable, "-m", module, role, msgspec.json.encode(settings).decode(), str(number)]
         self.process = subprocess.Popen(
             [*(prefix or []), *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

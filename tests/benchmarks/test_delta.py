@@ -1,6 +1,6 @@
 """The benchmark of deltas runs, checks what it applied, and says all that its callers read."""
 
-from polyrl.cli import bench_delta
+from benchmarks import delta as bench_delta
 
 
 def test_it_measures_every_figure_that_has_a_goal():

@@ -22,7 +22,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyrl.cli.bench_world import REPORT_EVERY_S, Clock, Load, World, config_of, names_of, trust_all
+from polyrl.bench.world import REPORT_EVERY_S, Clock, Load, World, config_of, names_of, trust_all
 from polyrl.errors import LawViolation
 from polyrl.ids import Incarnation, Step, Version
 from polyrl.scheduling.core import events as e

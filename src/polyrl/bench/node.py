@@ -1,6 +1,6 @@
 """A process of the bench: a trainer that publishes random weights, or a worker that pulls them. A line in, a line out.
 
-    python -m polyrl.cli.bench_weights.node serve|pull SETTINGS NUM_BYTES|NUMBER
+    python -m polyrl.bench.node serve|pull SETTINGS NUM_BYTES|NUMBER
 
 Lines are JSON. It says {"addresses": [...]} when it is ready, and ends when its input does.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from polyrl.cli.bench_weights.floor import cpu_s
+from polyrl.bench.floor import cpu_s
 from polyrl.weights.manifest import Layout, Spec, lay_out
 from polyrl.weights.peer import WeightPeer
 from polyrl.weights.server import WeightServer

@@ -1,6 +1,6 @@
 """`polyrl bench weights` where a peer is not installed."""
 
-from polyrl.cli.bench_weights import compare
+from benchmarks.weights import compare
 
 
 def test_without_iperf3_there_are_pulls_and_no_ratio_to_it():

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyrl.cli.bench_engine import Work, make_model
-from polyrl.cli.bench_scheduler import commit
+from polyrl.bench.engine import Work, make_model
+from polyrl.bench.scheduler import commit
 
 QUANTILES: dict[str, tuple[tuple[float, float], ...]] = {
     "math": ((0.05, 151), (0.25, 415), (0.5, 661), (0.75, 1129), (0.9, 2566), (0.95, 4101), (0.99, 16384)),

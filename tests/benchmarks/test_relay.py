@@ -1,8 +1,8 @@
 """The load of `polyrl bench relay`: fake workers do what engines would, no more."""
 
 import numpy as np
+from benchmarks.relay.fleet_load import FakeWorker
 
-from polyrl.cli.bench_relay.fleet_load import FakeWorker
 from polyrl.wire import columns, frames
 
 

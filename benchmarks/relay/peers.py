@@ -1,6 +1,6 @@
 """Relays that others wrote, all installed, started and stopped alike: nginx, sglang-router, vllm-router; and none.
 
-    python -m polyrl.cli.bench_relay.peers --seconds 5 --samples 256 1024
+    python -m benchmarks.relay.peers --seconds 5 --samples 256 1024
 
 prints one JSON object: readings (load.py), versions, and for every peer that could not be measured the reason.
 
@@ -27,7 +27,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from polyrl.cli.bench_relay.load import (
+from benchmarks.relay.load import (
     NUM_TURNS,
     Load,
     LoadName,
@@ -38,7 +38,7 @@ from polyrl.cli.bench_relay.load import (
     measure_sse,
     middles,
 )
-from polyrl.cli.bench_relay.processes import CannotStart, Program, free_port, relay_cpus
+from benchmarks.relay.processes import CannotStart, Program, free_port, relay_cpus
 
 INSTALL_S = 300
 READY_S = 30.0

@@ -1,20 +1,12 @@
 """benchmarks/learning.py: what it makes of runs that are there, and which it does again. The runs are made up here."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import learning
 from polyrl.errors import UserError
-
-COMMAND = Path(__file__).parents[2] / "benchmarks" / "learning.py"
-SPEC = importlib.util.spec_from_file_location("learning", COMMAND)
-assert SPEC is not None and SPEC.loader is not None
-learning = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = learning
-SPEC.loader.exec_module(learning)
 
 NUM_STEPS = 8
 

@@ -8,8 +8,8 @@ import time
 from contextlib import ExitStack
 from typing import Any, Literal
 
-from polyrl.cli.bench_weights.processes import Node
-from polyrl.cli.bench_weights.star import Star, star, why_not
+from benchmarks.weights.star import Star, star, why_not
+from polyrl.bench.processes import Node
 from polyrl.weights.settings import WeightSettings
 
 GOALS = {"copies_sent": 1.5, "times_one_copy": 1.4}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyrl.cli.bench_scheduler import commit, cpu
+from polyrl.bench.scheduler import commit, cpu
 from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, segments
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
 from polyrl.manager.peers.link import Link

@@ -18,7 +18,7 @@ wait
 """
 BENCH = """
 import asyncio
-from polyrl.cli.bench_vllm import serve
+from benchmarks.vllm_peer import serve
 
 async def bench():
     async with serve("model", slots=1, max_context=8):

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from polyrl.cli.bench_weights import floor, late_joiners, peers
-from polyrl.cli.bench_weights.processes import Node
+from benchmarks.weights import late_joiners, peers
+from polyrl.bench import floor
+from polyrl.bench.processes import Node
 from polyrl.weights.chunks import HashName
 from polyrl.weights.settings import WeightSettings
 
@@ -151,7 +152,7 @@ def _mooncake(num_bytes: int, notes: dict[str, str]) -> dict[str, Any]:
 
 def _deltas(notes: dict[str, str], *, quick: bool) -> dict[str, Any]:
     try:
-        from polyrl.cli import bench_delta
+        from benchmarks import delta as bench_delta
     except ImportError as error:
         notes["delta"] = f"needs more than the base install: pip install polyrl[train] ({error})"
         return {}

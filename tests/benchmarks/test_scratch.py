@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from polyrl.cli.scratch import scratch
+from benchmarks.scratch import scratch
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from polyrl.cli.scratch import scratch
+from benchmarks.scratch import scratch
 with scratch(Path(sys.argv[1])) as folder:
     (folder / "weights").write_bytes(b"x")
     print(folder, flush=True)

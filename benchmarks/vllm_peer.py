@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from polyrl.cli.scratch import scratch
+from benchmarks.scratch import scratch
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served.process import ServerProcess, free_port
 from polyrl.engines.served.server import Command

@@ -1,6 +1,6 @@
 """What the machine takes for the bytes of a pull: the same system calls in a bare loop, without asking, or checking.
 
-    python -m polyrl.cli.bench_weights.floor NUM_BYTES     # the sending side, until its input ends
+    python -m polyrl.bench.floor NUM_BYTES     # the sending side, until its input ends
 
 Three steps, taken in turn: into one megabyte that stays in the cache, as iperf3 does; into the place where each chunk
 belongs; and hashed there. What a pull takes more than the third is ours.
@@ -53,7 +53,7 @@ def measure(num_bytes: int, num_rounds: int) -> dict[str, dict[str, float]]:
 def measure_into(view: memoryview, num_rounds: int) -> dict[str, dict[str, float]]:
     """The same, into memory of whole chunks, which are all ones afterwards."""
     found: dict[str, list[tuple[float, float, float]]] = {step.name: [] for step in STEPS}
-    argv = [sys.executable, "-m", "polyrl.cli.bench_weights.floor", str(len(view))]
+    argv = [sys.executable, "-m", "polyrl.bench.floor", str(len(view))]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         assert sender.stdin is not None and sender.stdout is not None
         port = int(sender.stdout.readline())

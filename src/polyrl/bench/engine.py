@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyrl.cli.bench_scheduler import commit
-from polyrl.cli.scratch import scratch
+from benchmarks.scratch import scratch
+
+from polyrl.bench.scheduler import commit
 from polyrl.engines.builtin.config import MAX_SLOTS
 from polyrl.errors import UserError
 from polyrl.run.event_loop import run_loop
@@ -99,7 +100,7 @@ class Turns(NamedTuple):
 
 def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
     if peer == "vllm":
-        from polyrl.cli import bench_vllm
+        from benchmarks import vllm_peer as bench_vllm
 
         bench_vllm.check_installed()
     if work.batch > MAX_SLOTS:
@@ -172,7 +173,7 @@ def _check_context(work: Work, model: Any) -> None:
 
 async def run_in_turns(work: Work, model: Any, device: str) -> Turns:
     """The engine and the vLLM server, one after the other, again and again."""
-    from polyrl.cli.bench_vllm import Asked, serve
+    from benchmarks.vllm_peer import Asked, serve
 
     turns = Turns([], [])
     with scratch(Path(tempfile.gettempdir())) as folder:  # who is killed leaves it to the next one

@@ -1,6 +1,6 @@
 """The load on our manager: fake workers and a trainer in one cheap process. Run by ours.py, pinned to the load's core.
 
-    python -m polyrl.cli.bench_relay.fleet_load URL WORKER_TOKEN ADMIN_TOKEN SAMPLES WORKERS SECONDS RATE FLUSH_S LENGTH
+    python -m benchmarks.relay.fleet_load URL WORKER_TOKEN ADMIN_TOKEN SAMPLES WORKERS SECONDS RATE FLUSH_S LENGTH
 
 Each fake worker runs its share of the samples and sends, every FLUSH_S, one frame with what engines of RATE tokens a
 second (of one sample) have made since; samples that it is given ahead of its slots wait for one. RATE 0: frames of

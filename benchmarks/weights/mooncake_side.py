@@ -16,7 +16,7 @@ PIECES = (4 << 20, 64 << 20, 0)
 NUM_READS = 3
 
 
-def engine_with(num_bytes: int):  # noqa: ANN201
+def engine_with(num_bytes: int):
     from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
 
     engine = TransferEngine()

@@ -4,7 +4,6 @@ Few steps are noisy, so tolerances are wider here than on docs/results/published
 tolerances that count, is the test marked `long`.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,12 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published
+
 COMMAND = Path(__file__).parents[2] / "benchmarks" / "published.py"
-SPEC = importlib.util.spec_from_file_location("published", COMMAND)
-assert SPEC is not None and SPEC.loader is not None
-published = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = published  # its dataclasses look themselves up there
-SPEC.loader.exec_module(published)
 
 
 def played(case, *overrides, seed=0):
