@@ -12,7 +12,7 @@ from tests.integration.test_train import desk, model, start
 from polyrl.cli.main import main
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError, UserError
-from polyrl.run.fitting import fit
+from polyrl.run.plan import fit
 from polyrl.run.workers import check_settings, worker_arguments
 from polyrl.telemetry.metrics import read_steps
 

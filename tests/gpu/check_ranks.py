@@ -21,7 +21,7 @@ from polyrl.engines.builtin import models  # noqa: E402
 from polyrl.trainer import sharding  # noqa: E402
 from polyrl.trainer.model import Divided, Policy  # noqa: E402
 from polyrl.trainer.optimizer import Optimizer  # noqa: E402
-from polyrl.trainer.ranks import ALONE, Peers, Ranks, Seat  # noqa: E402
+from polyrl.trainer.ranks import ALONE, Peers, RankInfo, Ranks  # noqa: E402
 from polyrl.trainer.step import StepAccumulator  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def main(device: str) -> None:
     folder = Path(tempfile.mkdtemp())
     save_small(folder / "model")  # the same at every rank: it is drawn from a seed
     meeting_point = "" if size > 1 else str(folder / "meeting-point")
-    ranks = Ranks.join(Seat(int(os.environ.get("RANK", "0")), size, meeting_point))
+    ranks = Ranks.join(RankInfo(int(os.environ.get("RANK", "0")), size, meeting_point))
     ranks.use(device)
     for dtype, most in (("float32", 1e-4), ("bfloat16", 3e-2)):
         for again in (False, True):

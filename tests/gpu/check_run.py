@@ -34,8 +34,8 @@ from polyrl.config.recipe import Recipe  # noqa: E402
 from polyrl.engines.builtin.runner import Runner  # noqa: E402
 from polyrl.rewards.reward import Reward  # noqa: E402
 from polyrl.run.event_loop import run_loop  # noqa: E402
-from polyrl.run.models import load_crew  # noqa: E402
-from polyrl.run.run import train  # noqa: E402
+from polyrl.run.models import load_learner  # noqa: E402
+from polyrl.run.training import train  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
 
 QUANTILES = [[0.05, 151], [0.25, 415], [0.5, 661], [0.75, 1129], [0.9, 2566], [0.95, 4101], [0.99, 16384]]
@@ -154,9 +154,9 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, che
         (run_dir / "logs").mkdir(parents=True)
         num = 5 * max(1, steps // 3) if mode == "tail batching" else steps  # whole periods
         recipe = recipe_of(mode, root / "model", num + 1, prompts, cap, checkpoints=checkpoints)
-        crew = load_crew(recipe)
+        learner = load_learner(recipe)
         began = time.perf_counter()
-        run_loop(train(recipe, run_dir, crew, Tasks()))
+        run_loop(train(recipe, run_dir, learner, Tasks()))
         lines = read_metrics(run_dir / "metrics.jsonl")[1:]  # the first one compiles
         seconds = [line["time/step_total"] for line in lines]
         tokens = sum(line["tokens/kept"] for line in lines)
@@ -171,7 +171,7 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, che
             "longest": [line["token/response_length/max"] for line in lines],
             "trained_tok_s": tokens / sum(seconds), "run_s": time.perf_counter() - began,
         }), flush=True)  # fmt: skip
-        del crew
+        del learner
         gc.collect()
         torch.cuda.empty_cache()
 

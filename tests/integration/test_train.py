@@ -27,8 +27,8 @@ from polyrl.config.recipe_files import load_recipe
 from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.errors import ConfigError
 from polyrl.rewards.reward import RewardFailed
-from polyrl.run.fitting import fit
-from polyrl.run.run import weight_settings
+from polyrl.run.plan import fit
+from polyrl.run.settings import weight_settings
 from polyrl.run.tasks import load_tasks
 from polyrl.run.validation import validator
 from polyrl.run.workers import doctor_command, join_command, worker_arguments

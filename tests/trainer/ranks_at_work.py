@@ -18,10 +18,10 @@ from polyrl.engines.builtin import models
 from polyrl.trainer import sharding
 from polyrl.trainer.batch import TrainSample
 from polyrl.trainer.critic import Critic
-from polyrl.trainer.leading import Crew, Leader, follow
+from polyrl.trainer.leading import Leader, Learner, follow
 from polyrl.trainer.model import Divided, Policy
 from polyrl.trainer.optimizer import Optimizer, Update
-from polyrl.trainer.ranks import ALONE, Ranks, Seat
+from polyrl.trainer.ranks import ALONE, RankInfo, Ranks
 from polyrl.trainer.state import checkpoint
 from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.step import StepAccumulator
@@ -75,7 +75,7 @@ def load(folder: Path, dtype: str, ranks: Ranks | None, **more: Any) -> Policy:
     return Policy(loaded, divided=divided, **more)
 
 
-def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape: dict[str, Any]) -> Crew:
+def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape: dict[str, Any]) -> Learner:
     family, dtype = shape.get("family", "qwen3"), shape.get("dtype", "float32")
     policy = load(folder / family, dtype, ranks, gradient_checkpointing=shape.get("gradient_checkpointing", False))
     reference = None if config.kl == "none" else load(folder / f"{family}-reference", dtype, ranks)
@@ -94,7 +94,7 @@ def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape:
         critic=critic,
         peers=ALONE if ranks is None else ranks,
     )
-    return Crew(policy, optimizer, critic, steps)
+    return Learner(policy, optimizer, critic, steps)
 
 
 def samples(folder: Path, shape: dict[str, Any]) -> list[list[TrainSample]]:
@@ -125,19 +125,19 @@ def every_case() -> dict[str, tuple[AlgorithmConfig, dict[str, Any]]]:
 
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.join(Seat(rank, size, str(folder / f"meeting-{size}")))
+    ranks = Ranks.join(RankInfo(rank, size, str(folder / f"meeting-{size}")))
     ranks.use("cpu")
     for name, (config, shape) in every_case().items():
-        crew = make_crew(folder, ranks, config, shape)
+        learner = make_crew(folder, ranks, config, shape)
         if rank != 0:
-            follow(ranks, crew)
+            follow(ranks, learner)
             continue
-        leader = Leader(ranks, crew, lambda error: None)
+        leader = Leader(ranks, learner, lambda error: None)
         metrics = two_steps(leader, samples(folder, shape))
         state, served = dict(leader.whole_state()), dict(leader.weights())
         leader.stop()
-        assert isinstance(crew.optimizer, Recording)
-        found = {f"first/{key}": one for key, one in (crew.optimizer.first or {}).items()} | state
+        assert isinstance(learner.optimizer, Recording)
+        found = {f"first/{key}": one for key, one in (learner.optimizer.first or {}).items()} | state
         save_file({**found, **{f"served/{key}": one for key, one in served.items()}}, folder / f"{name}.safetensors")
         (folder / f"{name}.json").write_text(json.dumps(metrics))
     go_on(ranks, folder)
@@ -147,13 +147,13 @@ def main(rank: int, size: int, folder: Path) -> None:
 def go_on(ranks: Ranks, folder: Path) -> None:
     """Leave checkpoints for one rank to go on from, and go on from the one that it left."""
     for given, left in ((None, ("from-two", "from-two-later")), ("from-one", ("from-one-again", "from-one-later"))):
-        crew = make_crew(folder, ranks, WITH_CRITIC, {})
+        learner = make_crew(folder, ranks, WITH_CRITIC, {})
         if given is not None:
-            crew.restore(checkpoint.load(checkpoint.found(folder / given)[-1])[1])
+            learner.restore(checkpoint.load(checkpoint.found(folder / given)[-1])[1])
         if ranks.rank != 0:
-            follow(ranks, crew)
+            follow(ranks, learner)
             continue
-        leader = Leader(ranks, crew, lambda error: None)
+        leader = Leader(ranks, learner, lambda error: None)
         if given is None:
             two_steps(leader, samples(folder, {}))
         save(folder / left[0], dict(leader.whole_state()))

@@ -7,12 +7,11 @@ import pytest
 from polyrl.config.recipe import ArithmeticTask, Recipe
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import UserError
-from polyrl.run.fitting import choose_threads, fit, fits_beside
-from polyrl.run.plan import read_shape, show_plan
+from polyrl.run.plan import choose_threads, fit, fits_beside, read_shape, show_plan
 from polyrl.run.ranks import with_ranks
 from polyrl.run.workers import join_command
 from polyrl.starters.arithmetic import make_model
-from polyrl.trainer.ranks import Seat
+from polyrl.trainer.ranks import RankInfo
 
 LARGE = 135_000_000
 GIB = 1 << 30
@@ -84,9 +83,9 @@ def test_rank_zero_generates_where_a_whole_model_fits_beside_its_part(model: str
 def test_what_depends_on_ranks_is_chosen_for_those_that_torchrun_started():
     read = lambda overrides: recipe(*overrides)  # noqa: E731
     assert with_ranks(read, [], None).train.local_generation is True
-    four = with_ranks(read, ["train.steps=7"], Seat(0, 4))
+    four = with_ranks(read, ["train.steps=7"], RankInfo(0, 4))
     assert (four.train.ranks, four.train.steps, four.train.local_generation) == (4, 7, None)
-    assert with_ranks(read, ["train.local_generation=true"], Seat(0, 4)).train.local_generation is True
-    assert with_ranks(read, ["train.mode=synchronous"], Seat(0, 4)).train.local_generation is True
+    assert with_ranks(read, ["train.local_generation=true"], RankInfo(0, 4)).train.local_generation is True
+    assert with_ranks(read, ["train.mode=synchronous"], RankInfo(0, 4)).train.local_generation is True
     with pytest.raises(UserError, match=r"train\.ranks: 2, and torchrun has started 4"):
-        with_ranks(read, ["train.ranks=2"], Seat(0, 4))
+        with_ranks(read, ["train.ranks=2"], RankInfo(0, 4))

@@ -7,12 +7,12 @@ import pytest
 
 from polyrl.config.recipe import ManagerSection
 from polyrl.errors import UserError
-from polyrl.run.ports import choose
+from polyrl.run.processes import choose_port
 from polyrl.wire.control import DEFAULT_PORT
 
 
 def chosen(section: ManagerSection, before: int = 0) -> int:
-    return asyncio.run(choose(section, before))
+    return asyncio.run(choose_port(section, before))
 
 
 def test_a_second_run_on_a_machine_takes_any_port_that_is_free():

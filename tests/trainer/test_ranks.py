@@ -52,9 +52,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def leave_a_checkpoint(place: Path) -> None:
-    crew = make_crew(place, None, WITH_CRITIC, {})
-    two_steps(crew.steps, samples(place, {}))
-    save(place / "from-one", crew.state())
+    learner = make_crew(place, None, WITH_CRITIC, {})
+    two_steps(learner.steps, samples(place, {}))
+    save(place / "from-one", learner.state())
 
 
 def run_two_ranks(place: Path) -> None:
@@ -82,13 +82,13 @@ def apart(ours: Tensors, theirs: Tensors) -> float:
 @pytest.mark.parametrize("case", [name for name in every_case() if name != "nothing"])
 def test_two_ranks_have_the_gradients_metrics_and_weights_of_one(folder: Path, case: str):
     config, shape = every_case()[case]
-    crew = make_crew(folder, None, config, shape)
-    metrics = two_steps(crew.steps, samples(folder, shape))
+    learner = make_crew(folder, None, config, shape)
+    metrics = two_steps(learner.steps, samples(folder, shape))
     found = load_file(folder / f"{case}.safetensors")
     half = shape.get("dtype") == "bfloat16"
-    assert isinstance(crew.optimizer, Recording) and crew.optimizer.first
-    assert apart(part(found, "first/"), crew.optimizer.first) < (2e-2 if half else 2e-5)
-    state = crew.state()
+    assert isinstance(learner.optimizer, Recording) and learner.optimizer.first
+    assert apart(part(found, "first/"), learner.optimizer.first) < (2e-2 if half else 2e-5)
+    state = learner.state()
     for kind in ("policy/", "critic/"):
         if part(state, kind):
             moments = f"{kind}exp_avg/"
@@ -103,10 +103,10 @@ def test_two_ranks_have_the_gradients_metrics_and_weights_of_one(folder: Path, c
 
 def test_a_step_without_samples_moves_nothing(folder: Path):
     config, shape = every_case()["nothing"]
-    crew = make_crew(folder, None, config, shape)
-    assert json.loads((folder / "nothing.json").read_text()) == two_steps(crew.steps, [])
+    learner = make_crew(folder, None, config, shape)
+    assert json.loads((folder / "nothing.json").read_text()) == two_steps(learner.steps, [])
     found = part(load_file(folder / "nothing.safetensors"), "policy/master/")
-    assert all(torch.equal(found[name], one) for name, one in crew.policy.parameters().items())
+    assert all(torch.equal(found[name], one) for name, one in learner.policy.parameters().items())
 
 
 @pytest.mark.parametrize("case", ["token-mean", "tied", "bfloat16"])
@@ -126,10 +126,10 @@ def test_a_checkpoint_of_one_rank_is_gone_on_with_by_two(folder: Path):
 
 
 def test_a_checkpoint_of_two_ranks_is_gone_on_with_by_one(folder: Path):
-    crew = make_crew(folder, None, WITH_CRITIC, {})
+    learner = make_crew(folder, None, WITH_CRITIC, {})
     given = saved(folder / "from-two")
-    crew.restore(given)
-    assert all(torch.equal(one, given[name]) for name, one in crew.state().items())
+    learner.restore(given)
+    assert all(torch.equal(one, given[name]) for name, one in learner.state().items())
     assert_goes_on(folder, "from-two")
 
 
@@ -139,10 +139,10 @@ def saved(run_dir: Path) -> Tensors:
 
 def assert_goes_on(folder: Path, run: str) -> None:
     """One rank from here ends where two ended."""
-    crew = make_crew(folder, None, WITH_CRITIC, {})
-    crew.restore(saved(folder / run))
-    two_steps(crew.steps, samples(folder, {}), 2)
-    state, later = crew.state(), saved(folder / f"{run}-later")
+    learner = make_crew(folder, None, WITH_CRITIC, {})
+    learner.restore(saved(folder / run))
+    two_steps(learner.steps, samples(folder, {}), 2)
+    state, later = learner.state(), saved(folder / f"{run}-later")
     for kind in ("policy/exp_avg/", "critic/exp_avg/", "policy/master/", "critic/master/"):
         assert apart(part(later, kind), part(state, kind)) < 1e-4
 
@@ -151,9 +151,9 @@ MEETING_NOBODY = """
 import subprocess, sys
 from pathlib import Path
 from polyrl.run.ranks import _meet
-from polyrl.trainer.ranks import Seat
+from polyrl.trainer.ranks import RankInfo
 folder = Path(sys.argv[1])
-_meet(Seat(0, 2, str(folder / "meeting-point")), folder, [subprocess.Popen(["false"])])
+_meet(RankInfo(0, 2, str(folder / "meeting-point")), folder, [subprocess.Popen(["false"])])
 """
 
 

@@ -14,7 +14,7 @@ from polyrl.config.recipe import AlgorithmConfig, LoraSection, OptimizerConfig
 from polyrl.errors import UserError
 from polyrl.trainer import lora
 from polyrl.trainer.critic import Critic
-from polyrl.trainer.leading import Crew
+from polyrl.trainer.leading import Learner
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.state import checkpoint, redo
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_small(tmp_path_factory.mktemp("model"))
 
 
-def make_crew(model: Path, num_steps: int = NUM_STEPS, *, rank: int = 0, **algorithm: Any) -> Crew:
+def make_crew(model: Path, num_steps: int = NUM_STEPS, *, rank: int = 0, **algorithm: Any) -> Learner:
     config = AlgorithmConfig(**algorithm)
     policy = Policy.load(str(model))
     if rank:
@@ -47,23 +47,23 @@ def make_crew(model: Path, num_steps: int = NUM_STEPS, *, rank: int = 0, **algor
     steps = StepAccumulator(
         policy, optimizer, config, max_tokens=64, max_new_tokens=CAP, reference=reference, critic=critic
     )
-    return Crew(policy, optimizer, critic, steps)
+    return Learner(policy, optimizer, critic, steps)
 
 
-def train(crew: Crew, run_dir: Path, steps: range) -> None:
+def train(learner: Learner, run_dir: Path, steps: range) -> None:
     """Streamed: two calls a step, and one without a group."""
     for step in steps:
         batches = [draw_groups(10 * step, (3, 2)), draw_groups(10 * step + 1, (4,))] if step != 2 else []
-        crew.steps.begin(step)
+        learner.steps.begin(step)
         for batch in batches:
-            crew.steps.add(batch)
-        crew.steps.finish()
+            learner.steps.add(batch)
+        learner.steps.finish()
         redo.append(run_dir, step, NUM_STEPS, batches)
 
 
-def train_again(crew: Crew, run_dir: Path, first_step: int) -> list[str]:
+def train_again(learner: Learner, run_dir: Path, first_step: int) -> list[str]:
     said: list[str] = []
-    asyncio.run(redo.train_again(crew.steps, redo.read(run_dir, first_step), said.append))
+    asyncio.run(redo.train_again(learner.steps, redo.read(run_dir, first_step), said.append))
     return said
 
 
@@ -75,32 +75,32 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_steps_trained_again_give_the_same_bits_from_the_start_and_from_a_checkpoint(
     model: Path, tmp_path: Path, shape: str
 ):
-    crew = make_crew(model, **SHAPES[shape])
-    train(crew, tmp_path, range(2))
-    halfway = {name: one.clone() for name, one in crew.state().items()}
-    train(crew, tmp_path, range(2, 4))
+    learner = make_crew(model, **SHAPES[shape])
+    train(learner, tmp_path, range(2))
+    halfway = {name: one.clone() for name, one in learner.state().items()}
+    train(learner, tmp_path, range(2, 4))
     from_start, from_halfway = make_crew(model, **SHAPES[shape]), make_crew(model, **SHAPES[shape])
     said = train_again(from_start, tmp_path, 0)
     assert said[0] == "trains steps 0 to 3 again from the log" and len(said) == 4
     from_halfway.restore(halfway)
     train_again(from_halfway, tmp_path, 2)
-    assert same(crew.state(), from_start.state()) and same(crew.state(), from_halfway.state())
-    assert not same(crew.state(), halfway)
+    assert same(learner.state(), from_start.state()) and same(learner.state(), from_halfway.state())
+    assert not same(learner.state(), halfway)
 
 
 def test_with_lora_too_dropout_and_all(model: Path, tmp_path: Path):
-    crew, again = make_crew(model, rank=4), make_crew(model, rank=4)
-    train(crew, tmp_path, range(3))
+    learner, again = make_crew(model, rank=4), make_crew(model, rank=4)
+    train(learner, tmp_path, range(3))
     train_again(again, tmp_path, 0)
-    assert same(crew.state(), again.state())
+    assert same(learner.state(), again.state())
 
 
 def test_they_have_the_learning_rate_that_they_had_whatever_the_run_is_to_be_now(model: Path, tmp_path: Path):
-    crew = make_crew(model)
-    train(crew, tmp_path, range(2))
+    learner = make_crew(model)
+    train(learner, tmp_path, range(2))
     longer = make_crew(model, 10 * NUM_STEPS)
     train_again(longer, tmp_path, 0)
-    assert same(crew.state(), longer.state())
+    assert same(learner.state(), longer.state())
 
 
 def test_entries_are_in_order_and_are_forgotten_up_to_a_step(model: Path, tmp_path: Path):
@@ -153,15 +153,15 @@ def test_a_group_of_ids_that_the_model_does_not_have_is_left_out_and_the_run_goe
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """What is in a log was taken in before anybody looked, and cannot be taken back."""
-    crew, again, poisoned = make_crew(model), make_crew(model), make_crew(model)
+    learner, again, poisoned = make_crew(model), make_crew(model), make_crew(model)
     groups = draw_groups(3, (3, 2))
-    crew.steps.begin(0)
-    crew.steps.add(groups)
-    crew.steps.finish()
+    learner.steps.begin(0)
+    learner.steps.add(groups)
+    learner.steps.finish()
     bad = [one._replace(answer=np.full_like(one.answer, 1_000_000), group=77) for one in groups[0]]
     redo.append(tmp_path, 0, NUM_STEPS, [[*groups, bad]])
     train_again(poisoned, tmp_path, 0)
-    assert same(crew.state(), poisoned.state())
+    assert same(learner.state(), poisoned.state())
     assert "step 0: group 77 is left out: token ids from 1000000 to 1000000" in caplog.text
     redo.append(tmp_path, 0, NUM_STEPS, [[bad]])
     train_again(again, tmp_path, 0)

@@ -15,19 +15,19 @@ from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError, UserError
 from polyrl.run.changes import RULES, breaks
 from polyrl.run.checkpoints import (
-    Past,
-    check_past,
+    ResumePoint,
     check_prompts,
+    check_resume_point,
     check_that_something_is_left,
     describe,
     models_digest,
-    read_past,
     read_recipe,
+    read_resume_point,
     tokenizer_digest,
     write_recipe,
 )
-from polyrl.run.run import check_that_it_fits
-from polyrl.run.scheduler import scheduler_config
+from polyrl.run.settings import scheduler_config
+from polyrl.run.training import check_that_it_fits
 from polyrl.telemetry.metrics import MetricsFile
 from polyrl.trainer.loop import StepReport
 from polyrl.trainer.model import Policy
@@ -137,14 +137,14 @@ def test_a_checkpoint_goes_with_its_own_model_and_tokenizer(tmp_path: Path):
     policy = Policy.load(str(folder))
     ours = checkpoint.fingerprint(policy.parameters())
     state = TrainerState(next_step=3, fingerprint=ours, tokenizer=tokenizer_digest(folder))
-    check_past(past := Past(tmp_path / "step-000003", state, {}, [], {}, 0), recipe, policy)
+    check_resume_point(past := ResumePoint(tmp_path / "step-000003", state, {}, [], {}, 0), recipe, policy)
     (folder / "tokenizer.json").write_text("two")
     with pytest.raises(UserError, match=f"^{folder}: its tokenizer is not the one that .*step-000003 was trained with"):
-        check_past(past, recipe, policy)
+        check_resume_point(past, recipe, policy)
     (folder / "tokenizer.json").write_text("one")
     other = Policy.load(str(save_small(tmp_path / "other", "llama")))
     with pytest.raises(UserError, match=f"^the checkpoint is of another model than {folder}: names or shapes"):
-        check_past(past, recipe, other)
+        check_resume_point(past, recipe, other)
 
 
 @pytest.mark.parametrize("changed", ["model", "critic", "reference"])
@@ -156,12 +156,12 @@ def test_a_run_without_tensors_goes_on_from_the_models_that_it_began_with(tmp_pa
     policy = Policy.load(str(folders["model"]))
     ours = checkpoint.fingerprint(policy.parameters())
     state = TrainerState(next_step=0, fingerprint=ours, models=models_digest(recipe))
-    check_past(past := Past(tmp_path / "step-000000", state, {}, [], {}, 0), recipe, policy)
+    check_resume_point(past := ResumePoint(tmp_path / "step-000000", state, {}, [], {}, 0), recipe, policy)
     (folders[changed] / "README.md").write_text("it says nothing of weights")
-    check_past(past, recipe, policy)
+    check_resume_point(past, recipe, policy)
     save_small(folders[changed], seed=1)
     with pytest.raises(UserError, match=r"its files, .* are not the ones that .*step-000000 began with"):
-        check_past(past, recipe, policy)
+        check_resume_point(past, recipe, policy)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "the model that it began with"])
@@ -174,26 +174,26 @@ def test_the_reference_of_kl_stays_what_it_was(tmp_path: Path, *, named: bool):
     recipe = load_recipe("arithmetic", [path, *settings])
     policy = Policy.load(str(folders["model"]))
 
-    def past(recipe: Recipe) -> Past:
+    def past(recipe: Recipe) -> ResumePoint:
         """Of a run with checkpoints, which began with this recipe."""
         state = msgspec.structs.replace(describe(recipe, policy, ()), next_step=3, models="")
-        return Past(tmp_path / "step-000003", state, {"a": torch.zeros(1)}, [], {}, 0)
+        return ResumePoint(tmp_path / "step-000003", state, {"a": torch.zeros(1)}, [], {}, 0)
 
     before, unmeasured = past(recipe), past(without)
     save_small(folders["model" if named else "reference"], seed=1)  # nobody measures anything against that one
-    check_past(before, recipe, policy)
+    check_resume_point(before, recipe, policy)
     changed = folders["reference" if named else "model"]
     save_small(changed, seed=2)
     with pytest.raises(UserError, match=f"^{changed}: its files are not those of the reference that .*step-000003 was"):
-        check_past(before, recipe, policy)
-    check_past(unmeasured, without, policy)
-    check_past(before, without, policy)  # it is measured no more, and may be again later
+        check_resume_point(before, recipe, policy)
+    check_resume_point(unmeasured, without, policy)
+    check_resume_point(before, without, policy)  # it is measured no more, and may be again later
 
 
 def test_a_prompt_keeps_its_number(tmp_path: Path):
     recipe = load_recipe("arithmetic", ["data.source=rows.jsonl", "data.reward=math", "validation.every_steps=0"])
     state = TrainerState(next_step=3, prompts=("ab",))
-    past = Past(tmp_path / "step-000003", state, {}, [], {}, 0)
+    past = ResumePoint(tmp_path / "step-000003", state, {}, [], {}, 0)
     check_prompts(past, recipe, ("ab",), tmp_path)
     with pytest.raises(
         UserError, match=r"^rows.jsonl: its prompts are not those that .*step-000003 was trained with, or"
@@ -245,21 +245,21 @@ def test_what_was_not_told_of_the_last_step_is_found_also_when_a_checkpoint_cove
     checkpoint.save(tmp_path, TrainerState(next_step=0), {})
     for step in range(2):
         redo.append(tmp_path, step, 9, [], report(step).encode())
-    past = read_past(tmp_path)
+    past = read_resume_point(tmp_path)
     assert (past.last, past.is_told) == (report(1), False)
     file = MetricsFile(tmp_path / "metrics.jsonl", first_step=2)
     file.log(0, {"reward/mean": 1.0})
     checkpoint.save(tmp_path, TrainerState(next_step=2), {"a": torch.zeros(1)})
-    past = read_past(tmp_path)
+    past = read_resume_point(tmp_path)
     assert (past.next_step, past.log, past.last, past.is_told) == (2, [], report(1), False)
     file.log(1, {"reward/mean": 1.0})
     file.close()
-    assert read_past(tmp_path) == past._replace(is_told=True, tensors={"a": torch.zeros(1)})
+    assert read_resume_point(tmp_path) == past._replace(is_told=True, tensors={"a": torch.zeros(1)})
 
 
 def test_a_run_is_over_when_its_last_step_has_a_checkpoint_and_is_told_and_validated(tmp_path: Path):
     def check(*settings: str) -> None:
-        check_that_something_is_left(read_past(tmp_path), load_recipe("arithmetic", list(settings)), tmp_path)
+        check_that_something_is_left(read_resume_point(tmp_path), load_recipe("arithmetic", list(settings)), tmp_path)
 
     def refused(*settings: str) -> str:
         with pytest.raises(UserError) as error:
@@ -313,16 +313,16 @@ def test_a_checkpoint_of_another_run_is_refused_and_what_to_do_is_said(tmp_path:
     for step in range(3):
         redo.append(ours, step, 9, [])
     before = save(ours, "aa", 2)
-    assert read_past(ours).next_step == 3
+    assert read_resume_point(ours).next_step == 3
     shutil.copytree(save(theirs, "bb", 3), foreign := before.with_name("step-000003"))
     with pytest.raises(UserError) as error:
-        read_past(ours)
+        read_resume_point(ours)
     assert str(error.value) == (
         f"{foreign}: is a checkpoint of another run: its id is not that in {ours}/checkpoints/run-id; "
         f"remove {foreign}, and --resume trains the steps since step-000002 again"
     )
     with pytest.raises(UserError, match=r"step-000003: is a checkpoint of another run"):
-        read_past(theirs)  # whose own name nobody knows
+        read_resume_point(theirs)  # whose own name nobody knows
 
 
 def opened(*, last_requested: int, published: int, open_steps: tuple[int, ...] = ()) -> RunReply:

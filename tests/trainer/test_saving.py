@@ -11,7 +11,7 @@ import torch
 from tests.trainer.small import draw_groups
 
 from polyrl.errors import UserError
-from polyrl.run.checkpoints import Past, train_again
+from polyrl.run.checkpoints import ResumePoint, train_again
 from polyrl.telemetry import validated
 from polyrl.telemetry.metrics import MetricsFile
 from polyrl.trainer.state import checkpoint, redo
@@ -305,7 +305,7 @@ def test_checkpoints_that_were_asked_for_and_not_written_are_made_up_for_and_so_
         assert checkpoint.read_best(tmp_path) is None
 
         state, tensors = checkpoint.load(checkpoint.found(tmp_path)[-1])
-        past = Past(checkpoint.found(tmp_path)[-1], state, tensors, redo.read(tmp_path, state.next_step), {}, 0)
+        past = ResumePoint(checkpoint.found(tmp_path)[-1], state, tensors, redo.read(tmp_path, state.next_step), {}, 0)
         again = Model(tmp_path, Rules(100, Keep(1, 2), 2), metric=METRIC, newest=newest)
         await train_again(past, again, again.saver, tmp_path)
         await again.saver.finish()

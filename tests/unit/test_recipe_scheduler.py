@@ -4,7 +4,7 @@ import pytest
 from tests.unit.test_recipe import TWO_DOMAINS, recipe
 
 from polyrl.rewards.line import START_TIMEOUT_S
-from polyrl.run.scheduler import scheduler_config
+from polyrl.run.settings import scheduler_config
 
 
 def test_domains_and_their_sizes_become_the_scheduler_s():

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrl.run.interrupts import EXIT_INTERRUPTED
+from polyrl.run.event_loop import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from polyrl.run.run import Stage
+    from polyrl.run.training import LiveRun
 
 EXAMPLE = """\
 example:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return _conclude(out, why, time.monotonic() - began)
 
 
-async def _play(stage: "Stage") -> None:
+async def _play(stage: "LiveRun") -> None:
     """A worker joins, another is killed while it writes."""
     from polyrl.run import workers
 
@@ -75,7 +75,7 @@ async def _play(stage: "Stage") -> None:
     stage.say(f"   demo: worker-0 is killed with SIGKILL, in the middle of {num_running} answers; they go on elsewhere")
 
 
-async def _until_it_writes(stage: "Stage", name: str) -> int:
+async def _until_it_writes(stage: "LiveRun", name: str) -> int:
     """How many answers it is writing, as soon as there are some."""
     import asyncio
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, cast
 from polyrl import __version__
 from polyrl.cli.parser import Parser
 from polyrl.errors import EXIT_BAD_INPUT, UserError
-from polyrl.run import interrupts
+from polyrl.run import event_loop
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
     """Run one command and return its exit code. argparse exits by itself on --help."""
     try:
         _prepare_process()
-        with interrupts.that_end_imports():
+        with event_loop.that_end_imports():
             return _run_and_flush(sys.argv[1:] if argv is None else argv, commands)
     except UserError as error:
         print(f"polyrl: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print(interrupts.LINE, file=sys.stderr)
-        return interrupts.EXIT_INTERRUPTED
+        print(event_loop.LINE, file=sys.stderr)
+        return event_loop.EXIT_INTERRUPTED
     except BrokenPipeError:
         _discard_stdout()
         return EXIT_READER_GONE

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrl.run.interrupts import EXIT_INTERRUPTED
+from polyrl.run.event_loop import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from polyrl.config.recipe import Recipe
-    from polyrl.run.checkpoints import Past
-    from polyrl.run.ranks import Team
-    from polyrl.run.run import Beside
-    from polyrl.trainer.leading import Crew
+    from polyrl.run.checkpoints import ResumePoint
+    from polyrl.run.ranks import OtherRanks
+    from polyrl.run.training import Alongside
+    from polyrl.trainer.leading import Learner
 
 EXAMPLE = """\
 examples:
@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     builtin.check_libraries()
     from polyrl.run import ranks
 
-    seat = ranks.seat_of(os.environ)
-    if seat is not None and seat.rank > 0:
-        return 0 if args.dry_run else ranks.follow(seat)
+    info = ranks.rank_info(os.environ)
+    if info is not None and info.rank > 0:
+        return 0 if args.dry_run else ranks.follow(info)
     overrides = list(args.settings)
     if args.ranks is not None:
         said = [one for one in overrides if one.partition("=")[0].strip() == "train.ranks"]
@@ -73,12 +73,11 @@ def run(args: argparse.Namespace) -> int:
         return _resume(args, overrides)
     if args.recipe is None:
         raise UserError("a recipe is missing: expected a TOML file, a name of `polyrl train --list`, or --resume DIR")
-    recipe = ranks.with_ranks(partial(load_recipe, args.recipe), overrides, seat)
+    recipe = ranks.with_ranks(partial(load_recipe, args.recipe), overrides, info)
     recipe = hub.with_local_places(recipe)
     run_dir = Path(recipe.run_dir if args.run_dir is None else args.run_dir)
     if args.dry_run:
-        from polyrl.run.fitting import fit
-        from polyrl.run.plan import show_plan
+        from polyrl.run.plan import fit, show_plan
 
         print(show_plan(fit(recipe), run_dir))
         return 0
@@ -96,14 +95,14 @@ def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.recipe is not None:  # the first override was taken for one
         overrides.insert(0, args.recipe)
     run_dir = Path(args.resume)
-    seat = ranks.seat_of(os.environ)
-    recipe = ranks.with_ranks(lambda given: checkpoints.read_recipe(run_dir, given)[1], overrides, seat)
+    info = ranks.rank_info(os.environ)
+    recipe = ranks.with_ranks(lambda given: checkpoints.read_recipe(run_dir, given)[1], overrides, info)
     before, _ = checkpoints.read_recipe(run_dir, [])
     checkpoints.wait_for_manager_to_end(run_dir)
     if not checkpoint.found(run_dir) and not checkpoints.has_begun(run_dir):  # killed before it had written more
         print(f"beginning with {run_dir}: nothing is trained there yet", flush=True)
         return conclude(run_dir, start(recipe, run_dir, quiet=args.quiet))
-    past = checkpoints.read_past(run_dir)
+    past = checkpoints.read_resume_point(run_dir)
     with contextlib.suppress(OSError):  # whoever writes there next says what is wrong
         tidy(run_dir, checkpoints.keep_of(recipe))
     checkpoints.check_that_something_is_left(past, recipe, run_dir)
@@ -129,21 +128,22 @@ def start(
     run_dir: Path,
     *,
     quiet: bool = False,
-    past: "Past | None" = None,
+    past: "ResumePoint | None" = None,
     before: "Recipe | None" = None,
-    beside: "Beside | None" = None,
+    beside: "Alongside | None" = None,
 ) -> str | None:
     """Train to the end, and say why it ended; None if it was interrupted.
 
     `past`: what the run goes on from; `before`: the recipe that it had until now.
     """
     from polyrl.config.inert import inert
-    from polyrl.run import checkpoints, crews, models, ports, workers
+    from polyrl.run import checkpoints, models, processes, resuming, workers
     from polyrl.run.encryption import encryption
     from polyrl.run.event_loop import run_loop
-    from polyrl.run.fitting import fit
-    from polyrl.run.run import Interrupted, train, until_interrupted, weight_settings
+    from polyrl.run.plan import fit
+    from polyrl.run.settings import weight_settings
     from polyrl.run.tasks import load_tasks
+    from polyrl.run.training import Interrupted, train, until_interrupted
     from polyrl.telemetry.trackers import check_libraries
     from polyrl.weights import sender
 
@@ -154,7 +154,7 @@ def start(
     workers.check_settings(recipe)
     tls = encryption(recipe.manager)
     check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)
-    run_loop(ports.choose(recipe.manager, 0 if past is None else past.port))
+    run_loop(processes.choose_port(recipe.manager, 0 if past is None else past.port))
     sender.check_that_it_can_listen(weight_settings(recipe))
     _warn_on_stderr()
     for line in inert(recipe.algorithm):
@@ -164,9 +164,11 @@ def start(
     if past is not None:
         checkpoints.check_prompts(past, recipe, tasks.digests, run_dir)
 
-    async def train_and_close(crew: "Crew", team: "Team | None", past: "Past | None") -> str:
+    async def train_and_close(learner: "Learner", other_ranks: "OtherRanks | None", past: "ResumePoint | None") -> str:
         try:
-            training = train(recipe, run_dir, crew, tasks, tls=tls, past=past, team=team, beside=beside)
+            training = train(
+                recipe, run_dir, learner, tasks, tls=tls, past=past, other_ranks=other_ranks, beside=beside
+            )
             return await until_interrupted(training)
         finally:
             await tasks.close()
@@ -175,28 +177,28 @@ def start(
         with _logging_to(run_dir, logging.WARNING if quiet else logging.INFO):
             if past is not None and before is not None:
                 past = _with_breaks(before, recipe, run_dir, past)
-            with crews.restored(recipe, run_dir, past) as (crew, team):
-                return run_loop(train_and_close(crew, team, past))
+            with resuming.restored(recipe, run_dir, past) as (learner, other_ranks):
+                return run_loop(train_and_close(learner, other_ranks, past))
     except Interrupted:
         return None
 
 
-def _with_breaks(before: "Recipe", after: "Recipe", run_dir: Path, past: "Past") -> "Past":
+def _with_breaks(before: "Recipe", after: "Recipe", run_dir: Path, past: "ResumePoint") -> "ResumePoint":
     """What is trained otherwise from here on; steps that are in the log alone are finished as they were first."""
     from polyrl.errors import UserError
     from polyrl.run import changes, checkpoints, ranks
-    from polyrl.run.fitting import fit
-    from polyrl.run.settling import settle
+    from polyrl.run.plan import fit
+    from polyrl.run.resuming import settle
 
     changed = tuple(changes.breaks(before, after, past.next_step)) if past.next_step else ()
     if changed and past.log:
-        if ranks.seat_of(os.environ) is not None:
+        if ranks.rank_info(os.environ) is not None:
             raise UserError(
                 f"{changed[0].key}: the last {len(past.log)} steps are in the log alone, and are first trained again "
                 "as they were, which torchrun's ranks cannot do: use --ranks, or go on once without the change"
             )
         settle(fit(before), run_dir, past)
-        past = checkpoints.read_past(run_dir)
+        past = checkpoints.read_resume_point(run_dir)
     return past._replace(breaks=changed)
 
 

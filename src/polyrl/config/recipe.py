@@ -589,7 +589,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # What was not said is said here, so that whoever prints the recipe sees it.
 
     def _choose_who_generates(self) -> None:
-        """Of several ranks, memory decides (run/fitting.py)."""
+        """Of several ranks, memory decides (run/plan.py)."""
         train, validation = self.train, self.validation
         if train.local_generation is None and (train.ranks == 1 or train.mode == "synchronous"):
             force_setattr(self, "train", replace(train, local_generation=True))

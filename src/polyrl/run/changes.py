@@ -4,7 +4,7 @@ The nearest name decides: a key's own, or its section's. A section of the recipe
 sees to it.
 
     free        nothing that was trained or is in the journal depends on it
-    a break     steps from here on are trained otherwise: steps before it are finished as they were (settling.py), and
+    a break     steps from here on are trained otherwise: steps before it are finished as they were (resuming.py), and
                 the change is told by its name, in the run's directory and in its metrics (telemetry/breaks.py)
     a reason    it is refused with that
 """

@@ -46,7 +46,7 @@ _DIGESTS_KEPT = 16
 """At least: more than there can be versions in the open rounds."""
 
 
-class Past(NamedTuple):
+class ResumePoint(NamedTuple):
     """What a run goes on from."""
 
     folder: Path
@@ -93,7 +93,7 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> tuple[Recipe, Recipe]:
     return before, after
 
 
-def read_past(run_dir: Path) -> Past:
+def read_resume_point(run_dir: Path) -> ResumePoint:
     """The newest checkpoint and what came after it. Raises UserError if there is none, or it cannot be used."""
     found = checkpoint.found(run_dir)
     if not found:
@@ -115,7 +115,7 @@ def read_past(run_dir: Path) -> Past:
     report = redo.report_of(run_dir, last_step)
     last = StepReport.decode(report) if report else None
     is_told = last is None or _is_told(run_dir, last_step)
-    return Past(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port, last, is_told)
+    return ResumePoint(found[-1], state, tensors, log, checkpoint.read_published(run_dir), port, last, is_told)
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -133,7 +133,7 @@ def _is_told(run_dir: Path, step: int) -> bool:
     return told.exists() and any(line["step"] == step for line in metrics.read_steps(told))
 
 
-def check_that_something_is_left(past: Past, recipe: Recipe, run_dir: Path) -> None:
+def check_that_something_is_left(past: ResumePoint, recipe: Recipe, run_dir: Path) -> None:
     """Raises UserError if a run that goes on would end at once."""
     num_steps = recipe.train.steps
     if past.next_step > num_steps:
@@ -191,7 +191,7 @@ def wait_for_manager_to_end(run_dir: Path) -> None:
 
 
 def describe(recipe: Recipe, policy: Policy, prompts: tuple[str, ...]) -> TrainerState:
-    """A run that begins: what must be the same whenever it goes on (`check_past`)."""
+    """A run that begins: what must be the same whenever it goes on (`check_resume_point`)."""
     return TrainerState(
         next_step=0,
         run=secrets.token_hex(8),
@@ -209,7 +209,7 @@ def make_saver(
     run_dir: Path,
     about: TrainerState,
     gather: Callable[[], Iterable[tuple[str, Any]]],
-    past: Past | None,
+    past: ResumePoint | None,
 ) -> Saver:
     """`about` is what must be the same whenever it goes on; `gather` gives all tensors of a checkpoint, whole."""
     wanted = recipe.checkpoint
@@ -229,7 +229,7 @@ def make_saver(
     )
 
 
-async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> None:
+async def train_again(past: ResumePoint, steps: Steps, saver: Saver, run_dir: Path) -> None:
     """The steps of the log; and make up for what their checkpoints lack. Raises UserError."""
 
     def note_validation(version: int) -> None:
@@ -243,7 +243,7 @@ async def train_again(past: Past, steps: Steps, saver: Saver, run_dir: Path) -> 
     await redo.train_again(steps, past.log, lambda line: print(line, flush=True), after)
 
 
-def check_prompts(past: Past, recipe: Recipe, digests: tuple[str, ...], run_dir: Path) -> None:
+def check_prompts(past: ResumePoint, recipe: Recipe, digests: tuple[str, ...], run_dir: Path) -> None:
     """Raises UserError if a number means another prompt than it did."""
     for domain, before, now in zip(recipe.data.all_domains, past.state.prompts, digests, strict=False):
         if before != now:
@@ -253,7 +253,7 @@ def check_prompts(past: Past, recipe: Recipe, digests: tuple[str, ...], run_dir:
             )
 
 
-def check_past(past: Past, recipe: Recipe, policy: Policy) -> None:
+def check_resume_point(past: ResumePoint, recipe: Recipe, policy: Policy) -> None:
     """Raises UserError if a checkpoint is of another model, or of another tokenizer or reference."""
     path = recipe.model.path
     if past.state.tokenizer and past.state.tokenizer != tokenizer_digest(Path(path)):

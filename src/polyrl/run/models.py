@@ -12,14 +12,14 @@ from polyrl.engines.builtin.config import choose_device
 from polyrl.errors import ConfigError
 from polyrl.trainer import sharding
 from polyrl.trainer.critic import Critic
-from polyrl.trainer.leading import Crew
+from polyrl.trainer.leading import Learner
 from polyrl.trainer.model import Divided, Policy, Scorer, load_model
 from polyrl.trainer.optimizer import Optimizer
 from polyrl.trainer.ranks import ALONE, Ranks
 from polyrl.trainer.step import StepAccumulator
 
 
-def load_crew(recipe: Recipe, ranks: Ranks | None = None) -> Crew:
+def load_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     """All that a rank trains with. Raises UserError."""
     policy, reference = load(recipe, ranks)
     critic = load_critic(recipe, ranks)
@@ -35,7 +35,7 @@ def load_crew(recipe: Recipe, ranks: Ranks | None = None) -> Crew:
         critic=critic,
         peers=ALONE if ranks is None else ranks,
     )
-    return Crew(policy, optimizer, critic, steps)
+    return Learner(policy, optimizer, critic, steps)
 
 
 def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | None]:

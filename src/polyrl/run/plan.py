@@ -6,20 +6,25 @@ looked at. Sizes of tensors are exact; what training keeps beside them is an est
 """
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from polyrl.config import dump_toml
 from polyrl.config.inert import inert
 from polyrl.config.model_dir import check_model_dir
-from polyrl.config.recipe import Recipe
-from polyrl.engines.builtin.config import choose_device
+from polyrl.config.recipe import Recipe, TrainSection
+from polyrl.cores import num_cores
+from polyrl.engines.builtin.config import BuiltinConfig, choose_device
 from polyrl.engines.builtin.models import check_headers
 from polyrl.engines.engine import EngineError
 from polyrl.errors import ConfigError, plain, shorten
 from polyrl.run.encryption import encryption
-from polyrl.run.models import check_device, check_tokenizers, others, uses_engine
-from polyrl.run.sampling import caveat_of
+from polyrl.run.models import check_device, check_tokenizers, gpu_bytes, others, uses_engine
+from polyrl.run.settings import caveat_of
 from polyrl.run.tasks import DomainOfStep, look_at_a_step, prompt_room, too_few
 from polyrl.run.workers import check_settings
 from polyrl.weights import folder as folders
@@ -31,6 +36,10 @@ _BLOCK = 256
 _GIB = 1 << 30
 _SHOWN_TOKENS = 64
 _SHOWN_LINES = 40
+_FEW_PARAMETERS = 10_000_000
+"""With matrices as small as those of fewer, a second thread only waits."""
+_FILLED = 0.8
+"""Of a GPU's memory, this much is planned at most; the rest is for the engine's cache, and for what nobody planned."""
 
 
 class ModelShape(NamedTuple):
@@ -278,3 +287,53 @@ def _snapshot(recipe: Recipe, shape: ModelShape) -> int:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+# What a recipe leaves to the machine: the dtype, the threads, and whether one of several ranks also generates. A run
+# writes down what was chosen, and goes on with that, wherever it is resumed.
+
+
+def fit(recipe: Recipe) -> Recipe:
+    """With nothing left open. Raises ConfigError for a model directory that cannot be used."""
+    device = choose_device(recipe.model.device)
+    if recipe.model.dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        recipe = replace(recipe, model=replace(recipe.model, dtype=dtype))
+    shape = read_shape(recipe.model.path)
+    if device == "cpu" and recipe.train.threads is None:
+        recipe = _with(recipe, replace(recipe.train, threads=choose_threads(recipe, shape.num_parameters)))
+    if recipe.train.local_generation is None:
+        has_room = device == "cpu" or fits_beside(recipe, shape, gpu_bytes())
+        recipe = _with(recipe, replace(recipe.train, local_generation=has_room))
+    if recipe.validation.at_start is None:
+        at_start = bool(recipe.train.local_generation)
+        recipe = replace(recipe, validation=replace(recipe.validation, at_start=at_start))
+    return recipe
+
+
+def _with(recipe: Recipe, train: TrainSection) -> Recipe:
+    return replace(recipe, train=train)
+
+
+def choose_threads(
+    recipe: Recipe, num_parameters: int, cores: int | None = None, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Of one rank. Two threads for one core have been seen to be 20 times slower than one."""
+    said = environment.get("OMP_NUM_THREADS", "")
+    if said.isdecimal() and int(said) > 0:
+        return int(said)
+    if num_parameters < _FEW_PARAMETERS:
+        return 1
+    others = 1 + recipe.fleet.workers * _worker_threads(recipe)
+    return max(1, ((num_cores() if cores is None else cores) - others) // recipe.train.ranks)
+
+
+def _worker_threads(recipe: Recipe) -> int:
+    said = recipe.fleet.settings.get("threads")
+    return said if isinstance(said, int) else BuiltinConfig(model="").threads
+
+
+def fits_beside(recipe: Recipe, shape: ModelShape, num_bytes: int) -> bool:
+    """Whether rank zero's GPU, of so many bytes, has room for the engine's whole copy of the model beside its part."""
+    generating = _with(recipe, replace(recipe.train, local_generation=True))
+    return estimate_memory(generating, shape).total <= _FILLED * num_bytes

@@ -5,6 +5,10 @@ trainer, and they end when it dies, however it dies. A manager that dies is star
 is there, and everyone dials in by themselves. One that ended with a line for a person, of a full disk say, is not: that
 is mended first. Where it says so as it starts again, it is tried once more: its port may be taken for a moment.
 A worker that dies is not started again; workers.py says so.
+
+A port that the recipe names is that one, or an error. Without one it is the usual port, or any that is free where
+another run has that: several runs on one machine need no settings. A run that is resumed takes the port that it had,
+since workers dial there, if it is free.
 """
 
 import asyncio
@@ -21,9 +25,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from polyrl.config.recipe import ManagerSection
 from polyrl.errors import EXIT_BAD_INPUT, UserError
+from polyrl.manager.http import PortTaken, check_that_it_can_listen
 from polyrl.parent import end_with_parent
 from polyrl.run.encryption import Encryption
+from polyrl.wire.control import DEFAULT_PORT
 
 log = logging.getLogger("polyrl.train")
 
@@ -38,6 +45,7 @@ _MAX_FAILED_STARTS = 5
 _MAX_BAD_RESTARTS = 2
 """Nor one that says so often in a row, as it starts again, what a person must mend."""
 _LITTLE_ROOM_BYTES = 1 << 16
+_ANY = 0
 
 
 class Address(NamedTuple):
@@ -186,3 +194,24 @@ def last_line(log_file: Path, since: int = 0) -> str:
         lines = []
     said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
     return f"{said} ({log_file})"
+
+
+async def choose_port(wanted: ManagerSection, before: int = _ANY) -> int:
+    """`before` is the port that the run had; 0: none, and 0 is what is returned for any. Raises UserError."""
+    if wanted.port:
+        try:
+            await check_that_it_can_listen(wanted.host, wanted.port)
+        except PortTaken as error:
+            raise UserError(f"{error}: manager.port=0") from error
+        return wanted.port
+    usual = [DEFAULT_PORT] if wanted.port is None else []
+    for port in [before] if before else usual:
+        try:
+            await check_that_it_can_listen(wanted.host, port)
+        except PortTaken:
+            continue
+        return port
+    if before:
+        log.warning("port %d, which the run had, is taken: workers that know that one must join anew", before)
+    await check_that_it_can_listen(wanted.host, _ANY)
+    return _ANY

@@ -32,12 +32,12 @@ from polyrl.errors import UserError, one_line
 from polyrl.run import processes
 
 if TYPE_CHECKING:
-    from polyrl.trainer.leading import Crew, Leader
-    from polyrl.trainer.ranks import Ranks, Seat
+    from polyrl.trainer.leading import Leader, Learner
+    from polyrl.trainer.ranks import RankInfo, Ranks
 
 log = logging.getLogger("polyrl.train")
 
-_SEAT = "POLYRL_RANK"
+_RANK_INFO = "POLYRL_RANK"
 """RANK/SIZE:FILE, for a rank that rank zero has started."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _LOOK_EVERY_S = 0.2
@@ -55,14 +55,14 @@ class Setup(Struct, frozen=True):
     """That the run goes on from."""
 
 
-def seat_of(environment: Mapping[str, str]) -> "Seat | None":
+def rank_info(environment: Mapping[str, str]) -> "RankInfo | None":
     """Which rank this process is; None: the only one, or the one that starts the others. Raises UserError."""
-    from polyrl.trainer.ranks import Seat
+    from polyrl.trainer.ranks import RankInfo
 
-    if _SEAT in environment:
-        numbers, _, meeting_point = environment[_SEAT].partition(":")
+    if _RANK_INFO in environment:
+        numbers, _, meeting_point = environment[_RANK_INFO].partition(":")
         rank, _, size = numbers.partition("/")
-        return Seat(int(rank), int(size), meeting_point)
+        return RankInfo(int(rank), int(size), meeting_point)
     if _TORCHRUN not in environment or environment["WORLD_SIZE"] == "1":
         return None
     if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
@@ -70,24 +70,24 @@ def seat_of(environment: Mapping[str, str]) -> "Seat | None":
             f"torchrun: {environment['WORLD_SIZE']} ranks on several machines; expected all on one machine: "
             "more machines take part as workers, see docs/guides/ranks.md"
         )
-    return Seat(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    return RankInfo(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
 
 
-def with_ranks(read: Callable[[list[str]], Recipe], overrides: list[str], seat: "Seat | None") -> Recipe:
+def with_ranks(read: Callable[[list[str]], Recipe], overrides: list[str], info: "RankInfo | None") -> Recipe:
     """The recipe that `read` gives for these overrides, with as many ranks as there are. What it leaves to the number
     of ranks is chosen as it is read. Raises UserError if it says another number.
     """
     recipe = read(overrides)
-    if seat is None or recipe.train.ranks == seat.size:
+    if info is None or recipe.train.ranks == info.size:
         return recipe
     if recipe.train.ranks != 1:
         raise UserError(
-            f"train.ranks: {recipe.train.ranks}, and torchrun has started {seat.size}; leave one of them out"
+            f"train.ranks: {recipe.train.ranks}, and torchrun has started {info.size}; leave one of them out"
         )
-    return read([*overrides, f"train.ranks={seat.size}"])
+    return read([*overrides, f"train.ranks={info.size}"])
 
 
-class Team:
+class OtherRanks:
     """The other ranks, as rank zero sees them. `started` are those that it started itself, from rank one on."""
 
     def __init__(self, ranks: "Ranks", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> None:
@@ -100,10 +100,10 @@ class Team:
         if (why := _ended(self._run_dir, self._started)) is not None:
             raise UserError(why)
 
-    def lead(self, crew: "Crew") -> "Leader":
+    def lead(self, learner: "Learner") -> "Leader":
         from polyrl.trainer.leading import Leader
 
-        self._leader = Leader(self.ranks, crew, lambda error: _lost(error, self._run_dir, self._started))
+        self._leader = Leader(self.ranks, learner, lambda error: _lost(error, self._run_dir, self._started))
         return self._leader
 
     async def failed(self) -> None:
@@ -130,42 +130,44 @@ class Team:
 
 
 @contextmanager
-def assembled(recipe: Recipe, run_dir: Path, seat: "Seat | None", checkpoint: Path | None) -> Iterator[Team | None]:
+def assembled(
+    recipe: Recipe, run_dir: Path, info: "RankInfo | None", checkpoint: Path | None
+) -> Iterator[OtherRanks | None]:
     """All ranks of a run, told what it is; None where there is only this one."""
     if recipe.train.ranks == 1:
         yield None
         return
     from polyrl.engines.builtin.config import choose_device
-    from polyrl.trainer.ranks import Seat, check_gpus
+    from polyrl.trainer.ranks import RankInfo, check_gpus
 
     device = choose_device(recipe.model.device)
     if device == "cuda":
         check_gpus(recipe.train.ranks)
     started: list[subprocess.Popen[bytes]] = []
-    team: Team | None = None
+    other_ranks: OtherRanks | None = None
     with tempfile.TemporaryDirectory(prefix="polyrl-ranks-") as folder:
         try:
-            if seat is None:
-                seat = Seat(0, recipe.train.ranks, f"{folder}/meeting-point")
-                started += (_start(run_dir, seat._replace(rank=rank)) for rank in range(1, seat.size))
-            ranks = _meet(seat, run_dir, started)
+            if info is None:
+                info = RankInfo(0, recipe.train.ranks, f"{folder}/meeting-point")
+                started += (_start(run_dir, info._replace(rank=rank)) for rank in range(1, info.size))
+            ranks = _meet(info, run_dir, started)
             ranks.broadcast(msgspec.msgpack.encode(Setup(recipe, str(run_dir), checkpoint and str(checkpoint))))
             ranks.use(device)
-            team = Team(ranks, run_dir, started)
-            yield team
+            other_ranks = OtherRanks(ranks, run_dir, started)
+            yield other_ranks
         except RuntimeError as error:
             if (why := _lost(error, run_dir, started)) is None:
                 raise
             raise UserError(why) from error
         finally:
-            if team is not None:
-                team.close()
+            if other_ranks is not None:
+                other_ranks.close()
             for process in started:
                 process.kill()
                 process.wait()
 
 
-def _meet(seat: "Seat", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> "Ranks":
+def _meet(info: "RankInfo", run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> "Ranks":
     """All ranks together. Raises UserError, at once when one that was started has ended.
 
     Nothing ends the wait for ranks that never come but time, ten minutes of it: so a thread waits.
@@ -176,7 +178,7 @@ def _meet(seat: "Seat", run_dir: Path, started: "list[subprocess.Popen[bytes]]")
 
     def wait() -> None:
         try:
-            meeting.set_result(Ranks.join(seat))
+            meeting.set_result(Ranks.join(info))
         except Exception as error:  # noqa: BLE001  whoever waits is told of it
             meeting.set_exception(error)
 
@@ -213,17 +215,17 @@ def _ended(run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | Non
     return None
 
 
-def _start(run_dir: Path, seat: "Seat") -> "subprocess.Popen[bytes]":
-    with log_file(run_dir, seat.rank).open("ab") as output:
+def _start(run_dir: Path, info: "RankInfo") -> "subprocess.Popen[bytes]":
+    with log_file(run_dir, info.rank).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "polyrl", "train"],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            env={**os.environ, _SEAT: f"{seat.rank}/{seat.size}:{seat.meeting_point}"},
+            env={**os.environ, _RANK_INFO: f"{info.rank}/{info.size}:{info.meeting_point}"},
             start_new_session=True, preexec_fn=processes.terminate_with_parent,  # noqa: PLW1509  it takes no lock
         )  # fmt: skip
 
 
-def follow(seat: "Seat") -> int:
+def follow(info: "RankInfo") -> int:
     """The life of every rank but zero. What goes wrong is in its log: rank zero says it to the user."""
     from polyrl.engines.builtin.config import choose_device
     from polyrl.run import models
@@ -232,25 +234,25 @@ def follow(seat: "Seat") -> int:
     from polyrl.trainer.state import checkpoint
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not seat.meeting_point:  # torchrun tells all to end at once; rank zero still needs the others while it does so
+    if not info.meeting_point:  # torchrun tells all to end at once; rank zero still needs the others while it does so
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ranks = Ranks.join(seat)
+    ranks = Ranks.join(info)
     setup = msgspec.msgpack.decode(ranks.broadcast(), type=Setup)
     run_dir, recipe = Path(setup.run_dir), setup.recipe
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, seat.rank))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, info.rank))
     try:
         ranks.use(choose_device(recipe.model.device))
-        crew = models.load_crew(recipe, ranks)
+        learner = models.load_learner(recipe, ranks)
         tensors = {} if setup.checkpoint is None else checkpoint.load(Path(setup.checkpoint))[1]
         if tensors:
-            crew.restore(tensors)
-        log.info("rank %d of %d is ready, on %s", seat.rank, seat.size, ranks.device)
-        leading.follow(ranks, crew)
+            learner.restore(tensors)
+        log.info("rank %d of %d is ready, on %s", info.rank, info.size, ranks.device)
+        leading.follow(ranks, learner)
     except UserError as error:
         log.error("%s", error)
         return 1
     except RuntimeError:
-        log.exception("rank %d cannot go on", seat.rank)
+        log.exception("rank %d cannot go on", info.rank)
         return 1
     ranks.close()
     return 0

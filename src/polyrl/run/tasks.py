@@ -18,7 +18,7 @@ from polyrl.rewards.line import Surroundings
 from polyrl.rewards.lookup import check_functions
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import OURS, Reward, RewardFailed, RewardInput
-from polyrl.run.scheduler import scheduler_config
+from polyrl.run.settings import scheduler_config
 
 log = logging.getLogger("polyrl.data")
 

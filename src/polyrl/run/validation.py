@@ -11,9 +11,9 @@ from msgspec import structs
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import PolyrlError, one_line
-from polyrl.run.sampling import sampling_of
+from polyrl.run.reporting import Reporter
+from polyrl.run.settings import sampling_of
 from polyrl.run.tasks import Tasks
-from polyrl.run.telling import Telling
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.local_engine import LocalEngine, Question
 from polyrl.trainer.state.saving import Saver
@@ -27,7 +27,7 @@ def validator(
     engine: LocalEngine | None,
     devices: Devices,
     tasks: Tasks,
-    telling: Telling,
+    reporter: Reporter,
     fleet: Fleet,
     saver: Saver | None = None,
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
@@ -37,9 +37,9 @@ def validator(
         return None
 
     async def validate(version: int) -> None:
-        if telling.knows(version):
+        if reporter.knows(version):
             return
-        await telling.validates()
+        await reporter.validates()
         told: dict[str, float] = {}
         all_rewards: list[list[float | None]] = []
 
@@ -54,7 +54,7 @@ def validator(
                 all_rewards += rewards
         add("validation", all_rewards)
         if told:
-            await telling.validated(version, told)
+            await reporter.validated(version, told)
             if saver is not None:
                 saver.validated(version, told)
 

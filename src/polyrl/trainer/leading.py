@@ -4,7 +4,7 @@
     leader.weights(), leader.whole_state()                       whole tensors, one at a time
     leader.stop()                                                the others may go
 
-    follow(ranks, crew)                                          every other rank, until it is told to stop
+    follow(ranks, learner)                                          every other rank, until it is told to stop
 
 Rank zero alone has a client, a manager, rewards and files. The others hear one command at a time, as bytes, and do the
 same as it does, in the same order: that is what makes their collectives meet.
@@ -30,7 +30,7 @@ from polyrl.trainer.step import Added, StepAccumulator, StepStats
 Tensor = torch.Tensor
 
 
-class Crew(NamedTuple):
+class Learner(NamedTuple):
     """What every rank holds its part of."""
 
     policy: Policy
@@ -93,8 +93,8 @@ class Leader:
     a line, or None if that is not why.
     """
 
-    def __init__(self, ranks: Ranks, crew: Crew, lost: Callable[[RuntimeError], str | None]) -> None:
-        self._ranks, self._crew, self._lost = ranks, crew, lost
+    def __init__(self, ranks: Ranks, learner: Learner, lost: Callable[[RuntimeError], str | None]) -> None:
+        self._ranks, self._crew, self._lost = ranks, learner, lost
 
     @property
     def device_type(self) -> str:
@@ -150,25 +150,25 @@ class Leader:
             raise UserError(why) from error
 
 
-def follow(ranks: Ranks, crew: Crew) -> None:
+def follow(ranks: Ranks, learner: Learner) -> None:
     """Do as rank zero does. Raises RuntimeError when it is gone."""
     while True:
         match msgspec.msgpack.decode(ranks.broadcast(), type=Command):
             case Begin(step, num_steps):
-                crew.steps.begin(step, num_steps)
+                learner.steps.begin(step, num_steps)
             case Add(groups):
-                crew.steps.add(decode_groups(groups))
+                learner.steps.add(decode_groups(groups))
             case Finish():
-                crew.steps.finish()
+                learner.steps.finish()
             case GatherWeights():
-                for _ in _weights(crew):
+                for _ in _weights(learner):
                     pass
             case GatherState():
-                for _ in sharding.gather(crew.state()):
+                for _ in sharding.gather(learner.state()):
                     pass
             case Stop():
                 return
 
 
-def _weights(crew: Crew) -> Iterator[tuple[str, Tensor]]:
-    return sharding.gather(crew.policy.parameters(), crew.policy.dtype)
+def _weights(learner: Learner) -> Iterator[tuple[str, Tensor]]:
+    return sharding.gather(learner.policy.parameters(), learner.policy.dtype)

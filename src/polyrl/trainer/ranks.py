@@ -1,6 +1,6 @@
 """Ranks: processes on one host that train one model together, each with a part of it and a part of every batch.
 
-    ranks = Ranks.join(Seat(rank, size))     every process says which one it is; returns when all are there
+    ranks = Ranks.join(RankInfo(rank, size))     every process says which one it is; returns when all are there
     ranks.broadcast(data)                    rank zero's bytes, at every rank
     ranks.exchange(data)                     everybody's bytes, at every rank
     ranks.use("cuda")                        where the model is to be; a GPU for each
@@ -30,7 +30,7 @@ _MEETING_S = 600.0
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-class Seat(NamedTuple):
+class RankInfo(NamedTuple):
     rank: int
     size: int
     meeting_point: str = ""
@@ -62,26 +62,26 @@ ALONE = Alone()
 
 
 class Ranks:
-    def __init__(self, seat: Seat, talk: dist.ProcessGroup) -> None:
-        self.rank, self.size = seat.rank, seat.size
+    def __init__(self, info: RankInfo, talk: dist.ProcessGroup) -> None:
+        self.rank, self.size = info.rank, info.size
         self.device = torch.device("cpu")
         self._talk = talk
         self._mesh: DeviceMesh | None = None
 
     @classmethod
-    def join(cls, seat: Seat) -> "Ranks":
+    def join(cls, info: RankInfo) -> "Ranks":
         for name, value in _LOOPBACK.items():  # nobody beyond this machine takes part
             os.environ.setdefault(name, value)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         patience = timedelta(seconds=_MEETING_S)
-        if seat.meeting_point:
-            store = FileStore(seat.meeting_point, seat.size)
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=patience)
+        if info.meeting_point:
+            store = FileStore(info.meeting_point, info.size)
+            dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.size, timeout=patience)
         else:
             dist.init_process_group(backend, timeout=patience)
         talk = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(talk, dist.ProcessGroup)
-        return cls(seat, talk)
+        return cls(info, talk)
 
     def use(self, device: str) -> None:
         """cpu or cuda. Raises UserError where there are not as many GPUs."""

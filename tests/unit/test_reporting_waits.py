@@ -1,7 +1,7 @@
 """A wait that does not end by itself is told once, when it has lasted a while, and once more when it is over."""
 
 from polyrl.run.diagnosis import Finding
-from polyrl.run.waiting import Waiting
+from polyrl.run.reporting import Waiting
 
 NOBODY = Finding("12 samples wait, and there is no worker", "they wait", "have a worker join", needs_help=True)
 MOVES = Finding("the last sample runs", "it ends by itself")

@@ -1,5 +1,14 @@
-"""What a training run says: how to join it, a line a step, a display in a terminal, metrics for whoever tracks them."""
+"""What a training run says: how to join it, a line a step, a display in a terminal, metrics for whoever tracks them.
 
+Where no display shows it, a wait is told too: that no worker has joined, or that a reward takes long. Zero workers are
+a normal state, so this is no warning. It is told once in a wait, when that has lasted a while, and once more when it is
+over. run/diagnosis.py knows what is waited for. The manager is told what reward functions do, so that others can know.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -8,20 +17,28 @@ from rich.text import Text
 
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
+from polyrl.errors import UserError
+from polyrl.ids import Seconds
+from polyrl.run.diagnosis import Finding, diagnose
 from polyrl.run.display import Display
 from polyrl.run.processes import Address
-from polyrl.run.sampling import caveat_of
+from polyrl.run.settings import caveat_of
+from polyrl.run.tasks import Tasks, UnderWay
 from polyrl.run.workers import join_command, status_command
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry import breaks, validated
+from polyrl.telemetry.looks import show_seconds
 from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
 from polyrl.trainer.loop import StepReport
 from polyrl.wire.dial import is_loopback
 
+_LOOK_EVERY_S = 1.0
+_PATIENCE_S = 15.0
 
-class Telling:
+
+class Reporter:
     """Keeps the contract of the loop's `Events`."""
 
     def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display, first_step: int = 0) -> None:
@@ -174,3 +191,57 @@ def ages(report: StepReport) -> dict[str, MetricValue]:
         "staleness/mixed_samples": report.num_mixed / len(report.lengths),
         **{f"staleness/tokens/{age}": num / total for age, num in by_age.items()},
     }
+
+
+class Waiting:
+    """The wait that the run is in, if it is in one."""
+
+    def __init__(self, doctor: str) -> None:
+        """`doctor` is the command that says what to do."""
+        self._doctor = doctor
+        self._since: Seconds | None = None
+        self._is_told = False
+
+    def look(self, finding: Finding, now: Seconds, *, is_moving: bool = True) -> str | None:
+        """What is to be said, now that this is what all wait for. `is_moving`: something is written, or trained."""
+        if is_moving and not finding.needs_help and not finding.stalls:
+            return self._end(now)
+        if self._since is None:
+            self._since = now
+        if self._is_told or now - self._since < _PATIENCE_S:
+            return None
+        self._is_told = True
+        says = "says what to do" if finding.needs_help else "says more"
+        return f"waits: {finding.what}; `{self._doctor}` {says}"
+
+    def _end(self, now: Seconds) -> str | None:
+        since, is_told = self._since, self._is_told
+        self._since, self._is_told = None, False
+        return f"goes on, after {show_seconds(now - since)}" if is_told and since is not None else None
+
+
+async def tell_of_rewards(fleet: Fleet, tasks: Tasks) -> None:
+    """Tell the manager what reward functions do, until it is cancelled: while some run, and when one has failed."""
+    said: UnderWay | None = None
+    with contextlib.suppress(UserError):
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            now = tasks.rewards_under_way()
+            if now is not None and (now.running or said is None or now._replace(longest=said.longest) != said):
+                await fleet.tell_rewards(*now)
+                said = now
+
+
+async def tell_of_waits(fleet: Fleet, doctor: str, say: Callable[[str], None]) -> None:
+    """Until it is cancelled; or the manager is given up, which the run says itself."""
+    waiting = Waiting(doctor)
+    with contextlib.suppress(UserError):
+        earlier = await fleet.status()
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            status = await fleet.status()
+            found = diagnose(earlier, status)
+            line = waiting.look(found.findings[0], time.monotonic(), is_moving=found.is_moving)
+            if line is not None:
+                say(line)
+            earlier = status

@@ -10,7 +10,7 @@ from tests.telemetry.test_metrics import a_line
 from polyrl.config.recipe_files import load_recipe
 from polyrl.run.display import Display
 from polyrl.run.processes import Address
-from polyrl.run.telling import Telling
+from polyrl.run.reporting import Reporter
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry.metric_names import describe
 from polyrl.telemetry.metrics import MetricsFile, read_metrics, read_steps
@@ -22,11 +22,11 @@ URL = "http://127.0.0.1:9"
 
 
 def test_validation_of_the_last_version_is_on_file_and_is_no_step(tmp_path: Path):
-    telling = Telling(
+    reporter = Reporter(
         load_recipe("arithmetic", []), tmp_path, Address(URL, 9), Display("tiny", 2, Dialer(URL, "a token"))
     )
-    asyncio.run(telling.validated(2, {"validation/pass@1": 0.5}))
-    telling.close()
+    asyncio.run(reporter.validated(2, {"validation/pass@1": 0.5}))
+    reporter.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, "validation/pass@1": 0.5}]
     assert read_steps(tmp_path / "metrics.jsonl") == []
 
@@ -40,10 +40,10 @@ def test_a_run_that_goes_on_keeps_what_was_validated_of_the_version_it_starts_fr
         more = {"reward/mean": 0.2} if before == "a step's line" else {}
         file.log(3, {"validation/pass@1": 0.5, **more})
     file.close()
-    telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
-    assert telling.knows(3) is (before != "none")
-    assert not telling.knows(2)
-    telling.close()  # no step was trained
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
+    assert reporter.knows(3) is (before != "none")
+    assert not reporter.knows(2)
+    reporter.close()  # no step was trained
     assert read_metrics(tmp_path / "metrics.jsonl")[1:] == [
         {"step": 3, "validation/pass@1": 0.5} for _ in range(before != "none")
     ]
@@ -51,12 +51,12 @@ def test_a_run_that_goes_on_keeps_what_was_validated_of_the_version_it_starts_fr
 
 def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     display = Display("tiny", 2, Dialer(URL, "a token"))
-    telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display)
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display)
     seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "idle": 0.0, "save": 0.0, "publish": 0.1}
     stats = StepStats(0, Added(), metrics={})
     report = StepReport(0, stats, a_line(0, num_groups=0), [0.1, 0.1], [], [], {}, 0, 1, seconds)
-    asyncio.run(telling.step_ended(report))
-    telling.close()
+    asyncio.run(reporter.step_ended(report))
+    reporter.close()
     [line] = read_metrics(tmp_path / "metrics.jsonl")
     assert [name for name in line if describe(name) is None] == []
     assert line["reward/mean"] == 0.1
@@ -75,13 +75,13 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
     tmp_path: Path, known: tuple[int, ...], cost: float | None
 ):
     display = Display("tiny", 4, Dialer(URL, "a token"))
-    telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
     lines = {2: a_line(2, usd=7.0), 3: a_line(3, usd=7.5)}
-    telling.begin(cast("Any", OneFleet(*(lines[step] for step in known))))
+    reporter.begin(cast("Any", OneFleet(*(lines[step] for step in known))))
     seconds = {"total": 2.0, "generate": 1.0, "train": 0.0, "idle": 0.5, "save": 0.0, "publish": 0.1}
     stats = StepStats(3, Added(), metrics={})
-    asyncio.run(telling.step_ended(StepReport(3, stats, lines[3], [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
-    telling.close()
+    asyncio.run(reporter.step_ended(StepReport(3, stats, lines[3], [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
+    reporter.close()
     [line] = read_metrics(tmp_path / "metrics.jsonl")
     assert (line["cost/usd_step"], line["cost/usd_total"]) == (cost, 7.5)
     assert (line["time/step_total"], line["idle/trainer_share"]) == (2.0, 0.25)
@@ -89,13 +89,13 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
 
 def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validation_waits_for_its_own(tmp_path: Path):
     display = Display("tiny", 4, Dialer(URL, "a token"))
-    telling = Telling(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=1)
-    asyncio.run(telling.validated(1, {"validation/pass@1": 0.5}))
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=1)
+    asyncio.run(reporter.validated(1, {"validation/pass@1": 0.5}))
     for step, line, seconds in ((0, None, {}), (1, a_line(1), {"save": 0.1, "publish": 0.2})):
         stats = StepStats(step, Added(), metrics={})
         seconds = {"total": 1.0, "generate": 1.0, "train": 0.5, "idle": 0.0, **seconds}
-        asyncio.run(telling.step_ended(StepReport(step, stats, line, [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
-    telling.close()
+        asyncio.run(reporter.step_ended(StepReport(step, stats, line, [1.0], [4], [4], {0: 4}, 0, 0, seconds)))
+    reporter.close()
     first, second = read_metrics(tmp_path / "metrics.jsonl")
     assert (first["step"], first["reward/mean"], first["time/step_publish"]) == (0, 1.0, None)
     assert "cost/usd_total" not in first and "validation/pass@1" not in first
@@ -105,9 +105,9 @@ def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validati
 def test_validation_that_nobody_was_told_of_is_told_with_its_step_by_whoever_goes_on(tmp_path: Path):
     """Killed between making step 2 safe and telling of it: version 2 is not validated again, its step is trained."""
     recipe, display = load_recipe("arithmetic", []), Display("tiny", 4, Dialer(URL, "a token"))
-    before = Telling(recipe, tmp_path, Address(URL, 9), display, first_step=2)
+    before = Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=2)
     asyncio.run(before.validated(2, {"validation/pass@1": 0.5}))
-    after = Telling(recipe, tmp_path, Address(URL, 9), display, first_step=3)
+    after = Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=3)
     assert not after.knows(3)
     for step in (2, 3):
         stats, seconds = (
@@ -122,12 +122,12 @@ def test_validation_that_nobody_was_told_of_is_told_with_its_step_by_whoever_goe
 
 def test_a_version_whose_validation_is_on_file_is_not_validated_again(tmp_path: Path):
     recipe, display = load_recipe("arithmetic", []), Display("tiny", 4, Dialer(URL, "a token"))
-    before = Telling(recipe, tmp_path, Address(URL, 9), display)
+    before = Reporter(recipe, tmp_path, Address(URL, 9), display)
     asyncio.run(before.validated(2, {"validation/pass@1": 0.5}))
-    after = Telling(recipe, tmp_path, Address(URL, 9), display, first_step=2)
+    after = Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=2)
     assert after.knows(2)
     after.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, "validation/pass@1": 0.5}]
     (tmp_path / "validated.json").write_text('{"version": 2, "ra')
     (tmp_path / "metrics.jsonl").unlink()
-    assert not Telling(recipe, tmp_path, Address(URL, 9), display, first_step=2).knows(2)
+    assert not Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=2).knows(2)

@@ -27,30 +27,27 @@ from polyrl.client import Fleet, Prompt, Reward, Sample, connect
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.models import Loaded
 from polyrl.errors import PolyrlError, UserError
-from polyrl.run import checkpoints, local_worker, ports, workers
-from polyrl.run.checkpoints import Past
+from polyrl.run import checkpoints, local_worker, processes, workers
+from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.display import Display
 from polyrl.run.encryption import Encryption, check_reachable
 from polyrl.run.processes import Address, ManagerProcess
-from polyrl.run.ranks import Team
-from polyrl.run.sampling import caveat_of, sampling_of
-from polyrl.run.scheduler import scheduler_config
+from polyrl.run.ranks import OtherRanks
+from polyrl.run.reporting import Reporter, tell_of_rewards, tell_of_waits
+from polyrl.run.settings import caveat_of, manager_options, sampling_of, scheduler_config, weight_settings
 from polyrl.run.tasks import Tasks
-from polyrl.run.telling import Telling
 from polyrl.run.validation import validator
-from polyrl.run.waiting import tell_of_rewards, tell_of_waits
 from polyrl.telemetry import breaks
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.leading import Crew
+from polyrl.trainer.leading import Learner
 from polyrl.trainer.loop import Loop, NothingCameError
 from polyrl.trainer.publishing import Publishing
 from polyrl.trainer.state.saving import Saver
 from polyrl.weights.server import WeightServer
-from polyrl.weights.settings import WeightSettings
 from polyrl.weights.tensors import pin_buffer
 from polyrl.wire.control import AnswerRules, DrainRequest, RunReply
 from polyrl.wire.credentials import read_token_file
-from polyrl.wire.dial import Dialer, Unreachable, is_loopback_host
+from polyrl.wire.dial import Dialer, Unreachable
 from polyrl.worker.agent import Left
 
 log = logging.getLogger("polyrl.train")
@@ -58,14 +55,13 @@ log = logging.getLogger("polyrl.train")
 T = TypeVar("T")
 
 _DISMISS_S = 5.0
-_LOOPBACK = ("127.0.0.0/8",)
 
 
 class Interrupted(Exception):
     """Somebody pressed Ctrl+C, or sent SIGTERM."""
 
 
-class Stage(NamedTuple):
+class LiveRun(NamedTuple):
     """What somebody beside the run can see and use of it."""
 
     recipe: Recipe
@@ -77,30 +73,30 @@ class Stage(NamedTuple):
     say: Callable[[str | Text], None]
 
 
-Beside = Callable[[Stage], Coroutine[Any, Any, None]]
+Alongside = Callable[[LiveRun], Coroutine[Any, Any, None]]
 
 
 async def train(
     recipe: Recipe,
     run_dir: Path,
-    crew: Crew,
+    learner: Learner,
     tasks: Tasks,
     *,
     tls: Encryption | None = None,
-    past: Past | None = None,
-    team: Team | None = None,
-    beside: Beside | None = None,
+    past: ResumePoint | None = None,
+    other_ranks: OtherRanks | None = None,
+    beside: Alongside | None = None,
 ) -> str:
     """Train to the end, or until interrupted. Returns why it ended.
 
-    `past` is what the run goes on from; `team` are the other ranks; `beside` is played meanwhile.
+    `past` is what the run goes on from; `other_ranks` are the other ranks; `beside` is played meanwhile.
     """
-    first_step, policy = 0 if past is None else past.next_step, crew.policy
-    leader = None if team is None else team.lead(crew)
-    steps = crew.steps if leader is None else leader
+    first_step, policy = 0 if past is None else past.next_step, learner.policy
+    leader = None if other_ranks is None else other_ranks.lead(learner)
+    steps = learner.steps if leader is None else leader
     async with AsyncExitStack() as stack:
-        port = await ports.choose(recipe.manager, 0 if past is None else past.port)
-        manager = ManagerProcess(run_dir, recipe.manager.host, port, _manager_options(recipe))
+        port = await processes.choose_port(recipe.manager, 0 if past is None else past.port)
+        manager = ManagerProcess(run_dir, recipe.manager.host, port, manager_options(recipe))
         stack.push_async_callback(manager.stop)
         address = await manager.start()
         checkpoints.write_port(run_dir, address.port)
@@ -109,14 +105,14 @@ async def train(
             await check_reachable(_dialer(run_dir, address))
         saver: Saver | None = None
         if recipe.checkpoint.enabled:
-            gather = (crew if leader is None else leader).whole_state
+            gather = (learner if leader is None else leader).whole_state
             about = checkpoints.describe(recipe, policy, tasks.digests) if past is None else past.state
             saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, about, gather, past)
             stack.push_async_callback(saver.stop)
         if past is not None:  # before there is an engine that takes memory; workers dial again meanwhile
             assert saver is not None, "who keeps no checkpoints has nothing to go on from"
             again = checkpoints.train_again(past, steps, saver, run_dir)
-            await first_of(again, [one.failed() for one in (manager, team, saver) if one is not None], None)
+            await first_of(again, [one.failed() for one in (manager, other_ranks, saver) if one is not None], None)
         engine = await stack.enter_async_context(local_worker.started_engine(recipe, policy))
         if past is None:  # before the manager hears of a run: from then on nobody else may begin one here
             checkpoints.write_recipe(run_dir, recipe)
@@ -146,7 +142,7 @@ async def train(
             breaks.note(run_dir, past.breaks)
         title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)
         display = Display(title, recipe.train.steps, _dialer(run_dir, address), local_worker.NAME)
-        telling = stack.enter_context(contextlib.closing(Telling(recipe, run_dir, address, display, first_step)))
+        reporter = stack.enter_context(contextlib.closing(Reporter(recipe, run_dir, address, display, first_step)))
         await stack.enter_async_context(display)
         parents = {version: digests[-1] for version, digests in fleet.digests.items()}
         loop = Loop(
@@ -163,15 +159,15 @@ async def train(
                 encodes=recipe.weights.encode_on == "device",
             ),
             tasks.tokens,
-            telling,
-            validator(recipe, engine, devices, tasks, telling, fleet, saver),
+            reporter,
+            validator(recipe, engine, devices, tasks, reporter, fleet, saver),
             saver,
         )
-        telling.begin(fleet)
+        reporter.begin(fleet)
         if past is not None:  # what it was called with now fits; the next --resume begins with that
             checkpoints.write_recipe(run_dir, recipe)
         if beside is not None:
-            playing = beside(Stage(recipe, run_dir, address, started, fleet, display.say))
+            playing = beside(LiveRun(recipe, run_dir, address, started, fleet, display.say))
             await stack.enter_async_context(_meanwhile(playing))
         news = [
             workers.tell_who_ends(run_dir, started, display.say),
@@ -183,7 +179,7 @@ async def train(
         try:
             async with _meanwhile(*news):
                 await workers.until_joined(recipe, fleet, started)
-                failures = [one.failed() for one in (manager, team, saver, tasks) if one is not None]
+                failures = [one.failed() for one in (manager, other_ranks, saver, tasks) if one is not None]
                 running = loop.run() if past is None else loop.run(first_step, past.last, is_told=past.is_told)
                 why = await first_of(_with_reason(running, tasks), failures, worker)
         except PolyrlError:  # it will not go on by itself; who was interrupted may come back soon
@@ -191,17 +187,6 @@ async def train(
             raise
         await _dismiss(fleet, _dialer(run_dir, address))
         return why
-
-
-def _manager_options(recipe: Recipe) -> list[str]:
-    """Of `polyrl manager`, beside where it listens."""
-    options: list[str] = []
-    if (Path(recipe.model.path) / "tokenizer.json").is_file():  # it can answer OpenAI's clients
-        options += ["--tokenizer", recipe.model.path]
-    if recipe.manager.tls_cert:
-        options += ["--tls-cert", recipe.manager.tls_cert, "--tls-key", recipe.manager.tls_key]
-    bounds = ("max_price_usd_per_hour", "max_starting_s")
-    return [*options, *(f"limits.{key}={getattr(recipe.manager, key):g}" for key in bounds)]
 
 
 def check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
@@ -343,19 +328,6 @@ async def _connect(
         tls=_client_tls(address),
     ) as fleet:
         yield fleet
-
-
-def weight_settings(recipe: Recipe) -> WeightSettings:
-    wanted = recipe.weights
-    own = _LOOPBACK if is_loopback_host(recipe.manager.host) else ()
-    return WeightSettings(
-        interfaces=wanted.interfaces or own,
-        port=wanted.port,
-        groups=wanted.groups,
-        hash=recipe.weights_hash,
-        mooncake=wanted.mooncake,
-        egress_mb_s=0.0 if wanted.egress_mb_s is None else wanted.egress_mb_s,
-    )
 
 
 @asynccontextmanager

@@ -1,12 +1,23 @@
-"""What a recipe says to the scheduler. A run that goes on says the same: the manager's journal was written with it."""
+"""What a recipe says to each part of a run: the scheduler, engines, the weight server, the manager's process.
+
+A run that is resumed says the same to the scheduler: the manager's journal was written with it.
+"""
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from polyrl.config.recipe import Recipe
 from polyrl.config.rewards import RewardsSection
 from polyrl.rewards.line import START_TIMEOUT_S
 from polyrl.scheduling.core.parameters import DomainData, RewardConfig, SchedulerConfig
+from polyrl.telemetry.metric_names import IMPOSED_LENGTHS
+from polyrl.weights.settings import WeightSettings
+from polyrl.wire.dial import is_loopback_host
+from polyrl.wire.frames import Sampling
+from polyrl.wire.imposed import ImposedLengths
+
+_LOOPBACK = ("127.0.0.0/8",)
 
 
 def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: int = 512) -> SchedulerConfig:
@@ -54,4 +65,51 @@ def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig
         max_attempts=1,
         slots=slots,
         as_finished=as_finished,
+    )
+
+
+def sampling_of(recipe: Recipe) -> Sampling:
+    rollout = recipe.rollout
+    wanted = rollout.impose_lengths
+    imposed = None
+    if wanted.kind != "off":
+        quantiles = wanted.quantiles if wanted.kind == "quantiles" else ()
+        imposed = ImposedLengths(wanted.median, wanted.sigma, quantiles, wanted.correlation)
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=rollout.stop,
+        imposed=imposed,
+    )
+
+
+def caveat_of(recipe: Recipe) -> str:
+    """What every output on the run repeats; mostly nothing."""
+    kind = recipe.rollout.impose_lengths.kind
+    return "" if kind == "off" else f"{IMPOSED_LENGTHS} ({kind})"
+
+
+def manager_options(recipe: Recipe) -> list[str]:
+    """Of `polyrl manager`, beside where it listens."""
+    options: list[str] = []
+    if (Path(recipe.model.path) / "tokenizer.json").is_file():  # it can answer OpenAI's clients
+        options += ["--tokenizer", recipe.model.path]
+    if recipe.manager.tls_cert:
+        options += ["--tls-cert", recipe.manager.tls_cert, "--tls-key", recipe.manager.tls_key]
+    bounds = ("max_price_usd_per_hour", "max_starting_s")
+    return [*options, *(f"limits.{key}={getattr(recipe.manager, key):g}" for key in bounds)]
+
+
+def weight_settings(recipe: Recipe) -> WeightSettings:
+    wanted = recipe.weights
+    own = _LOOPBACK if is_loopback_host(recipe.manager.host) else ()
+    return WeightSettings(
+        interfaces=wanted.interfaces or own,
+        port=wanted.port,
+        groups=wanted.groups,
+        hash=recipe.weights_hash,
+        mooncake=wanted.mooncake,
+        egress_mb_s=0.0 if wanted.egress_mb_s is None else wanted.egress_mb_s,
     )
