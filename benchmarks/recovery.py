@@ -147,7 +147,7 @@ class _Worker:
 
     def listen(self) -> None:
         for frame in self._line.sent:
-            if isinstance(frame, frames.Generate):
+            if isinstance(frame, frames.Orders):
                 self._at |= {one.lease: 0 for one in frame.orders}
         self._line.sent.clear()
 
@@ -166,7 +166,7 @@ class _Worker:
                 ended.append(frames.Ended(lease, ANSWER_TOKENS, "length"))
         self._seq += 1
         self._say(
-            frames.Tokens(
+            frames.NewTokens(
                 self._seq,
                 np.asarray(leases, "<u8").tobytes(),
                 np.asarray(offsets, "<u4").tobytes(),
@@ -200,7 +200,7 @@ def _write(run_dir: Path, load: RecoveryLoad) -> int:
         from_trainer.said(executor, trainer, line, frames.encode(said))
     executor.commit()
     tokens = columns.pack_tokens([5] * 64)
-    prompts = [frames.PromptText(group, tokens, frames.Sampling()) for group in executor.scheduler.desk.groups]  # type: ignore[union-attr]
+    prompts = [frames.PromptPayload(group, tokens, frames.Sampling()) for group in executor.scheduler.desk.groups]  # type: ignore[union-attr]
     from_trainer.said(executor, trainer, line, frames.encode(frames.SupplyPrompts(3, tuple(prompts))))
     workers = [_Worker(service, f"w{number}", load) for number in range(load.num_workers)]
     executor.commit()

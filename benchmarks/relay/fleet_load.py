@@ -86,7 +86,7 @@ class FakeWorker:
     def num_waiting(self) -> int:
         return len(self.leases) - self.num_running
 
-    def frame(self, count: int) -> frames.Tokens:
+    def frame(self, count: int) -> frames.NewTokens:
         leases, samples, offsets = (one[: self.slots] for one in (self.leases, self.samples, self.offsets))
         counts = np.minimum(count, self._length - offsets)
         after = offsets + counts
@@ -102,7 +102,7 @@ class FakeWorker:
         ended = tuple(frames.Ended(lease, self._length, "length") for lease in leases[done].tolist())
         for sample in samples[done].tolist():
             self._ended_at[sample] = now
-        said = frames.Tokens(
+        said = frames.NewTokens(
             self.seq,
             leases.tobytes(),
             offsets.astype("<u4").tobytes(),
@@ -133,11 +133,11 @@ async def work(dialer: Dialer, worker: FakeWorker, rate: float, flush_s: float) 
             match frame:
                 case frames.Ack():
                     worker.acknowledge(frame.seq)
-                case frames.Generate():
+                case frames.Orders():
                     worker.order(frame.orders)
                 case frames.Stop():
                     worker.drop(frame.aborts + frame.hand_overs)
-                case frames.Pull():
+                case frames.PullOrder():
                     await socket.send_bytes(frames.encode(frames.Installed(frame.version)))
                 case _:
                     pass

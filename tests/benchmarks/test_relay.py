@@ -16,7 +16,7 @@ def worker_with(num_orders: int, *, slots: int, length: int) -> FakeWorker:
     return worker
 
 
-def rows(frame: frames.Tokens) -> list[tuple[int, int, int]]:
+def rows(frame: frames.NewTokens) -> list[tuple[int, int, int]]:
     """Lease, offset and count of each."""
     column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
     return list(zip(column.leases, column.offsets, column.counts, strict=True))

@@ -14,7 +14,7 @@ from polyrl.data.characters import save_tokenizer
 from polyrl.data.prompts import Messages
 from polyrl.data.rows import DataError
 from polyrl.data.sources import _PROMPTS_AT_HAND, Source, open_training, open_validation
-from polyrl.data.tokens import ModelTokenizer, Tokens
+from polyrl.data.tokens import ModelTokenizer, TokenIds
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ class CountingTokenizer(ModelTokenizer):
         self.asked: Counter[str] = Counter()
         super().__init__(folder)
 
-    def tokens(self, prompts: Sequence[str | Messages], chat: Mapping[str, Any] | None = None) -> list[Tokens]:
+    def tokens(self, prompts: Sequence[str | Messages], chat: Mapping[str, Any] | None = None) -> list[TokenIds]:
         self.asked.update(str(prompt) for prompt in prompts)
         return super().tokens(prompts, chat or {})
 

@@ -245,14 +245,14 @@ class Peer:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 frame = frames.decode_to_worker(await self.socket.receive_bytes())
-                if isinstance(frame, frames.Generate):
+                if isinstance(frame, frames.Orders):
                     self.orders += frame.orders
                 if isinstance(frame, kind):
                     return frame
 
     async def until_ordered(self) -> frames.Order:
         while not self.orders:
-            await self.hear(frames.Generate)
+            await self.hear(frames.Orders)
         return self.orders[0]
 
     async def fate(self) -> Fate:
@@ -283,10 +283,10 @@ def tokens(
     logprobs: Sequence[float] | None = None,
     count: int | None = None,
     ended: tuple[frames.Ended, ...] = (),
-) -> frames.Tokens:
+) -> frames.NewTokens:
     """A frame about one lease, as true or untrue as its parts."""
     cells = columns.pack_cells(ids, [-1.0] * len(ids) if logprobs is None else logprobs)
-    return frames.Tokens(
+    return frames.NewTokens(
         1,
         columns.pack_column("<u8", [lease]),
         columns.pack_column("<u4", [offset]),

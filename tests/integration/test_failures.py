@@ -161,9 +161,9 @@ def test_a_worker_that_is_given_up_for_its_failures_hears_so_when_it_dials_again
             await peer.enter()
             playing = asyncio.create_task(play_round(fleet, 0))
             while len({group_of(SampleId(order.sample)) for order in peer.orders}) < 3:
-                await peer.hear(frames.Generate)
+                await peer.hear(frames.Orders)
             ended = tuple(frames.Ended(order.lease, 0, "engine_failed", "no memory") for order in peer.orders)
-            await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ended))
+            await peer.say(frames.NewTokens(1, b"", b"", b"", b"", b"", ended))
             if noticed:
                 await peer.socket.close()
             await until(lambda: "bad" not in live.service.executor.workers, "it is given up")

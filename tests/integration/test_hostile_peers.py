@@ -168,7 +168,7 @@ LIES: dict[str, tuple[str, str, Lie]] = {
     "an answer without a token": (
         "end",
         "without a token",
-        lambda one: frames.Tokens(1, b"", b"", b"", b"", b"", (frames.Ended(one.lease, 0, "stop"),)),
+        lambda one: frames.NewTokens(1, b"", b"", b"", b"", b"", (frames.Ended(one.lease, 0, "stop"),)),
     ),
     "tokens of a version never published": ("version", "does not hold", lambda one: tokens(one.lease, version=7)),
     "tokens of version -1": ("version", "does not hold", lambda one: tokens(one.lease, version=-1)),
@@ -176,7 +176,7 @@ LIES: dict[str, tuple[str, str, Lie]] = {
     "an end of a lease never given": (
         "lease",
         "never given",
-        lambda _: frames.Tokens(1, b"", b"", b"", b"", b"", (frames.Ended(1 << 40, 0, "handed_over"),)),
+        lambda _: frames.NewTokens(1, b"", b"", b"", b"", b"", (frames.Ended(1 << 40, 0, "handed_over"),)),
     ),
     "a version never published": ("version", "never published", lambda _: frames.Installed(7)),
 }
@@ -200,7 +200,7 @@ def whole(order: frames.Order) -> list[int]:
     return expected_tokens(order.sample, Prompt(columns.unpack_tokens(order.prompt)), CONFIG, ENGINE)
 
 
-def ending(order: frames.Order, ids: list[int], reason: frames.EndReason) -> frames.Tokens:
+def ending(order: frames.Order, ids: list[int], reason: frames.EndReason) -> frames.NewTokens:
     return tokens(order.lease, ids=ids, ended=(frames.Ended(order.lease, len(ids), reason),))
 
 
@@ -295,7 +295,7 @@ def test_what_comes_after_the_end_of_a_lease_goes_nowhere_now_and_after_a_restar
     run(beside_an_honest_worker(tmp_path / "run", act, stays=True))
 
 
-def lost_in_a_restart(folder: Path, live: Live) -> dict[int, tuple[frames.SampleText, frames.SampleText]]:
+def lost_in_a_restart(folder: Path, live: Live) -> dict[int, tuple[frames.SamplePayload, frames.SamplePayload]]:
     """Samples whose text would be another one if the manager died now: what they are, and what they would be."""
     executor = live.service.executor
     executor.commit()
@@ -316,7 +316,7 @@ def test_an_end_of_a_lease_that_it_does_not_have_ends_nothing(tmp_path: Path):
         assert scheduler is not None
         others = set(range(scheduler.desk.state.next_lease)) - {one.lease for one in peer.orders}
         ends = tuple(frames.Ended(lease, 0, "engine_failed") for lease in sorted(others)[:3])
-        await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ends))
+        await peer.say(frames.NewTokens(1, b"", b"", b"", b"", b"", ends))
         await peer.hear(frames.Ack)
 
     scene = run(beside_an_honest_worker(tmp_path, act, stays=True))
@@ -343,7 +343,7 @@ def test_an_end_that_is_a_lie_is_not_in_the_journal_and_what_came_with_it_is(tmp
 def test_a_flood_of_leases_is_refused_before_they_are_looked_up(tmp_path: Path):
     async def act(peer: Peer, order: frames.Order) -> None:
         num = 100_000
-        flood = frames.Tokens(
+        flood = frames.NewTokens(
             1,
             columns.pack_column("<u8", [order.lease] * num),
             columns.pack_column("<u4", [0] * num),
@@ -385,10 +385,10 @@ def test_a_flood_of_small_frames_is_refused_and_fills_neither_journal_nor_log(
     assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 1 << 20
 
 
-def rows(leases: list[int], count: int) -> frames.Tokens:
+def rows(leases: list[int], count: int) -> frames.NewTokens:
     """So many tokens of each of these leases, from their beginning."""
     num = len(leases)
-    return frames.Tokens(
+    return frames.NewTokens(
         1,
         columns.pack_column("<u8", leases),
         columns.pack_column("<u4", [0] * num),
@@ -398,12 +398,12 @@ def rows(leases: list[int], count: int) -> frames.Tokens:
     )
 
 
-VAIN: dict[str, Callable[[int], frames.Tokens]] = {
+VAIN: dict[str, Callable[[int], frames.NewTokens]] = {
     "tokens of a lease that is over": lambda over: rows([over] * 60, 64),
-    "ends of leases that are over": lambda over: frames.Tokens(
+    "ends of leases that are over": lambda over: frames.NewTokens(
         1, b"", b"", b"", b"", b"", tuple(frames.Ended(over, 0, "stop") for _ in range(60))
     ),
-    "frames of nothing": lambda _: frames.Tokens(1, b"", b"", b"", b"", b""),
+    "frames of nothing": lambda _: frames.NewTokens(1, b"", b"", b"", b"", b""),
 }
 
 
@@ -436,11 +436,11 @@ async def hand_everything_over(peer: Peer) -> list[int]:
     returned: list[int] = []
     with contextlib.suppress(TypeError, ConnectionError):  # the connection was closed
         while True:
-            for order in (await peer.hear(frames.Generate)).orders:
+            for order in (await peer.hear(frames.Orders)).orders:
                 returned.append(order.sample)
                 num = len(order.so_far) // 4
                 ended = (frames.Ended(order.lease, num, "handed_over"),)
-                await peer.say(frames.Tokens(1, b"", b"", b"", b"", b"", ended))
+                await peer.say(frames.NewTokens(1, b"", b"", b"", b"", b"", ended))
     return returned
 
 
@@ -486,7 +486,7 @@ def test_a_worker_that_claims_many_slots_and_brings_nothing_keeps_few_samples_an
             await peer.enter()
             playing = asyncio.create_task(play_round(fleet, 1))
             await fleet.publish(1)
-            await peer.hear(frames.Pull)
+            await peer.hear(frames.PullOrder)
             await peer.say(frames.Installed(1))
             await peer.until_ordered()
             await peer.fate()
@@ -514,7 +514,7 @@ def test_tokens_of_a_version_that_is_published_and_not_installed_are_refused(tmp
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
             playing, order = await begin_round(fleet, peer, 0)
             await fleet.publish(1)
-            await peer.hear(frames.Pull)
+            await peer.hear(frames.PullOrder)
             await peer.say(tokens(order.lease, version=1))
             assert "it holds 0" in (await peer.fate()).why
             assert live.refused == {"version": 1}
@@ -541,7 +541,7 @@ def test_a_late_row_of_a_strange_version_excuses_no_row_beside_it(tmp_path: Path
             playing, order = await begin_round(fleet, peer, 1)
             timely, late = tokens(order.lease, version=0), tokens(999_999, version=50)
             names = ("leases", "offsets", "counts", "versions", "cells")
-            await peer.say(frames.Tokens(1, *(getattr(timely, name) + getattr(late, name) for name in names)))
+            await peer.say(frames.NewTokens(1, *(getattr(timely, name) + getattr(late, name) for name in names)))
             assert "the lease was given to 1" in (await peer.fate()).why
             playing.cancel()
 
@@ -557,7 +557,7 @@ def test_a_worker_that_holds_a_version_before_it_is_published_is_welcome_and_pul
             await fleet.settled()
             await peer.enter()
             await fleet.publish(0)
-            assert (await peer.hear(frames.Pull)).version == 0
+            assert (await peer.hear(frames.PullOrder)).version == 0
             assert live.refused == {}
 
     run(scenario())
@@ -572,7 +572,7 @@ def test_tokens_before_a_hello_are_refused(tmp_path: Path):
             await peer.join()
             await peer.dial()
             await peer.say(tokens(1))
-            assert (await peer.fate()).why == "refused: a Tokens before a Hello"
+            assert (await peer.fate()).why == "refused: a NewTokens before a Hello"
             assert live.refused == {"order": 1}
 
     run(scenario())
@@ -893,10 +893,15 @@ TRAINER_LIES: dict[str, tuple[str, bytes]] = {
     "a worker's frame": ("frame", frames.encode(frames.Installed(0))),
     "a sampling that is not a number": (
         "frame",
-        frames.encode(frames.SupplyPrompts(1, (frames.PromptText(1, b"abcd", frames.Sampling(temperature=math.nan)),))),
+        frames.encode(
+            frames.SupplyPrompts(1, (frames.PromptPayload(1, b"abcd", frames.Sampling(temperature=math.nan)),))
+        ),
     ),
-    "half a prompt": ("prompt", frames.encode(frames.SupplyPrompts(1, (frames.PromptText(1, b"abcdef", SAMPLING),)))),
-    "no prompt": ("prompt", frames.encode(frames.SupplyPrompts(1, (frames.PromptText(1, b"", SAMPLING),)))),
+    "half a prompt": (
+        "prompt",
+        frames.encode(frames.SupplyPrompts(1, (frames.PromptPayload(1, b"abcdef", SAMPLING),))),
+    ),
+    "no prompt": ("prompt", frames.encode(frames.SupplyPrompts(1, (frames.PromptPayload(1, b"", SAMPLING),)))),
     "a reward that is not a number": (
         "reward",
         frames.encode(frames.Scored(1, 1024, 1, "scored", math.nan, True, 0.0)),

@@ -92,7 +92,7 @@ def test_nobody_is_sent_to_an_address_that_is_not_the_workers_own(tmp_path: Path
         peers: dict[str, WeightPeer] = {}
         async with manager(tmp_path) as live, trainer(live, ONE_AT_A_TIME) as ours, relay(live, (address,)) as mallory:
             digest = await ours.publish(0)
-            await mallory.hear(frames.Pull)
+            await mallory.hear(frames.PullOrder)
             async with worker(live, "honest", peers):
                 await until(lambda: peers["honest"].held == (0, digest), "it has the version, from the trainer")
             assert live.refused["address"] == 1
@@ -121,7 +121,7 @@ def test_a_slow_relay_is_left_and_named_and_the_version_comes_from_the_trainer(
                 held.close()
                 async with relay(live, crawling.addresses) as mallory:
                     await ours.fleet.publish(0, offer.digest, offer.addresses)
-                    await mallory.hear(frames.Pull)  # and says nothing of it: whoever is next is sent to it
+                    await mallory.hear(frames.PullOrder)  # and says nothing of it: whoever is next is sent to it
                     async with worker(live, "victim", peers, quick):
                         await until(lambda: seat(live, "mallory").accused_by == ["victim"], "the victim says so")
                         await until(lambda: peers["victim"].held == (0, offer.digest), "it has it from the trainer")
@@ -141,13 +141,13 @@ def test_one_lying_complaint_takes_no_relay_from_the_others(tmp_path: Path):
             digest = await ours.publish(0)
             await until(lambda: seat(live, "good").version == 0, "it has the version")
             async with relay(live, (), "busy") as busy, relay(live, ()) as mallory:
-                await busy.hear(frames.Pull)  # from the trainer, for as long as the test
-                assert (await mallory.hear(frames.Pull)).source == "good"
+                await busy.hear(frames.PullOrder)  # from the trainer, for as long as the test
+                assert (await mallory.hear(frames.PullOrder)).source == "good"
                 await mallory.say(frames.InstallFailed(0, "it lied to me"))
                 await until(lambda: seat(live, "good").accused_by == ["mallory"], "it was heard")
                 async with relay(live, (), "next") as third:
-                    assert (await third.hear(frames.Pull)).source == "good"
-                await mallory.hear(frames.Pull)
+                    assert (await third.hear(frames.PullOrder)).source == "good"
+                await mallory.hear(frames.PullOrder)
             assert digest
 
     run(scene())
@@ -180,7 +180,7 @@ def test_forged_chunks_are_installed_by_nobody_who_cannot_trust_its_neighbours(
                 assert bytes(held_by(forger)) != right
                 async with relay(live, forger.addresses) as mallory:
                     await ours.fleet.publish(0, offer.digest, offer.addresses)
-                    await mallory.hear(frames.Pull)
+                    await mallory.hear(frames.PullOrder)
                     async with worker(live, "victim", peers, quick):
                         await until(lambda: peers["victim"].held == (0, offer.digest), "it has the version")
                         assert (bytes(held_by(peers["victim"])) != right) == is_fooled

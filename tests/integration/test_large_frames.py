@@ -28,7 +28,7 @@ NUM_CELL_BYTES = 8 * len(ANSWER)
 
 async def answer(peer: Peer) -> None:
     while len(peer.orders) < 3:
-        await peer.hear(frames.Generate)
+        await peer.hear(frames.Orders)
     for order in peer.orders:
         await peer.say(tokens(order.lease, ids=ANSWER, ended=(frames.Ended(order.lease, len(ANSWER), "stop"),)))
 
@@ -79,7 +79,7 @@ def test_orders_and_prompts_larger_than_a_frame_come_in_several(tmp_path: Path):
             playing = asyncio.create_task(play_round(fleet, 0))
             sizes: list[int] = []
             while len(peer.orders) < credit.START:
-                sizes.append(len(frames.encode(await peer.hear(frames.Generate))))
+                sizes.append(len(frames.encode(await peer.hear(frames.Orders))))
             assert len({order.lease for order in peer.orders}) == credit.START
             assert len(sizes) >= 4
             assert max(sizes) < 2 * PIECE_BYTES
@@ -112,7 +112,7 @@ def test_prompts_that_take_their_time_hold_nobody_up(tmp_path: Path):
             await fleet.publish(0)
             await peer.enter()
             playing = asyncio.create_task(play_round(fleet, 0))
-            await peer.hear(frames.Generate)
+            await peer.hear(frames.Orders)
             assert len(live.service.executor.payload.prompts) == 1
             await fleet.status()
             await fleet.publish(1)

@@ -18,9 +18,9 @@ from polyrl.config.recipe import Recipe
 from polyrl.engines.emulated import EmulatedConfig
 from polyrl.errors import UserError
 from polyrl.scheduling.core.parameters import DomainData
-from polyrl.trainer.batch import Group
+from polyrl.trainer.batch import TrainGroup
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.guard import Guard
+from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.loop import Loop, Offer, StepReport
 from polyrl.trainer.state import redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
@@ -35,13 +35,13 @@ class CountingSteps:
     device_type = "cpu"
 
     def __init__(self) -> None:
-        self.groups: list[Group] = []
+        self.groups: list[TrainGroup] = []
         self._step = 0
 
     def begin(self, step: int, num_steps: int | None = None) -> None:
         self._step = step
 
-    def add(self, groups: Sequence[Group]) -> Added:
+    def add(self, groups: Sequence[TrainGroup]) -> Added:
         self.groups += groups
         return Added(len(groups))
 
@@ -80,7 +80,7 @@ def prompt_tokens(domain: int, prompt: int) -> Any:
 
 def play(
     run_dir: Path, mode: str, reward_of: RewardOf, *overrides: str, engine: EmulatedConfig = live.ENGINE
-) -> tuple[list[Group], StepReport]:
+) -> tuple[list[TrainGroup], StepReport]:
     """One step: what it trained on, and what was told of it."""
     recipe = make_recipe(f"train.mode={mode}", "train.steps=1", *overrides)
     domain = DomainData(name="d", prompts_per_step=NUM_PROMPTS, num_prompts=50)
@@ -190,9 +190,9 @@ class DiesInStep(Publisher):
     async def trained(
         self,
         step: int,
-        batches: Sequence[Sequence[Group]],
+        batches: Sequence[Sequence[TrainGroup]],
         report: bytes = b"",
-        rejected: Sequence[Group] = (),
+        rejected: Sequence[TrainGroup] = (),
     ) -> None:
         self.report = report
         if self._when_safe:
@@ -338,7 +338,7 @@ class GuardedSteps(CountingSteps):
     """Of whose model every token's log-probability is -1."""
 
     def finish(self) -> StepStats:
-        guard = Guard(3.0, self._step, few_tokens=1)
+        guard = MismatchGuard(3.0, self._step, few_tokens=1)
         samples = [one for group in self.groups for one in group]
         theirs = torch.from_numpy(np.concatenate([one.logprobs for one in samples]))
         number_of = np.repeat(np.arange(len(samples)), [len(one.answer) for one in samples])
@@ -354,10 +354,10 @@ async def forge(peer: live.Peer) -> None:
     with contextlib.suppress(TypeError, ConnectionError, TimeoutError):  # the connection was closed
         while True:
             message = frames.decode_to_worker(await peer.socket.receive_bytes())
-            if isinstance(message, frames.Pull):
+            if isinstance(message, frames.PullOrder):
                 version = message.version
                 await peer.say(frames.Installed(version))
-            if isinstance(message, frames.Generate):
+            if isinstance(message, frames.Orders):
                 for order in message.orders:
                     done = len(order.so_far) // 4
                     ended = (frames.Ended(order.lease, done + 2, "stop"),)

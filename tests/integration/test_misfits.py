@@ -110,7 +110,7 @@ def test_a_worker_of_an_older_polyrl_that_installs_nothing_is_sent_away_after_a_
             await peer.enter()
             await ours.publish(0)
             for _ in range(8):
-                await peer.hear(frames.Pull)
+                await peer.hear(frames.PullOrder)
                 await peer.say(frames.InstallFailed(0, "no source holds \x1b[2Jversion 0"))
             assert "no version could be installed in 8 tries" in (await peer.fate()).why
             (gone,) = (await status_of(live)).turned_away
@@ -125,13 +125,13 @@ def test_a_worker_that_has_served_the_run_is_never_sent_away_for_failing_to_inst
         async with manager(tmp_path) as live, trainer(live, AT_ONCE) as ours, Peer(live, version=None) as peer:
             await peer.enter()
             digest = await ours.publish(0)
-            await peer.hear(frames.Pull)
+            await peer.hear(frames.PullOrder)
             await peer.say(frames.Installed(0, digest))
             await ours.publish(1)
             for _ in range(12):
-                await peer.hear(frames.Pull)
+                await peer.hear(frames.PullOrder)
                 await peer.say(frames.InstallFailed(1, "the disk is full"))
-            await peer.hear(frames.Pull)
+            await peer.hear(frames.PullOrder)
             assert not live.service.executor.turned_away
 
     run(scenario())
@@ -145,9 +145,9 @@ def test_workers_that_cannot_reach_a_trainer_that_is_away_are_kept(tmp_path: Pat
             async with Peer(live, version=None) as peer:
                 await peer.enter()
                 for _ in range(12):
-                    await peer.hear(frames.Pull)
+                    await peer.hear(frames.PullOrder)
                     await peer.say(frames.InstallFailed(0, "no source answers"))
-                await peer.hear(frames.Pull)
+                await peer.hear(frames.PullOrder)
                 assert "mallory" in live.service.executor.workers
 
     run(scenario())

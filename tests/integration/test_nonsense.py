@@ -62,18 +62,20 @@ ended = st.builds(frames.Ended, leases.filter(lambda lease: lease <= 1 << 62), n
 
 
 @st.composite
-def token_frames(draw: st.DrawFn) -> frames.Tokens:
+def token_frames(draw: st.DrawFn) -> frames.NewTokens:
     rows = draw(st.lists(st.tuples(leases, offsets, mostly(st.integers(1, 4), 0), versions), max_size=4))
     num = sum(row[2] for row in rows) + draw(st.sampled_from([0, 0, 0, 0, 1]))
     cells = draw(st.lists(st.tuples(mostly(st.integers(0, 99), -1), logprobs), min_size=num, max_size=num))
     return pack(rows, [one[0] for one in cells], [one[1] for one in cells], draw(st.lists(ended, max_size=3)))
 
 
-def pack(rows: Sequence[Sequence[int]], ids: list[int], probs: list[float], ends: list[frames.Ended]) -> frames.Tokens:
+def pack(
+    rows: Sequence[Sequence[int]], ids: list[int], probs: list[float], ends: list[frames.Ended]
+) -> frames.NewTokens:
     leases, offsets, counts, versions = (
         columns.pack_column(kind, [row[at] for row in rows]) for at, kind in enumerate(("<u8", "<u4", "<u4", "<i4"))
     )
-    return frames.Tokens(1, leases, offsets, counts, versions, columns.pack_cells(ids, probs), tuple(ends))
+    return frames.NewTokens(1, leases, offsets, counts, versions, columns.pack_cells(ids, probs), tuple(ends))
 
 
 digests = st.sampled_from(["", *("0123456789"[version] * 64 for version in range(4)), "ab" * 32, "ab\n"])
@@ -95,7 +97,7 @@ worker_frames: st.SearchStrategy[Any] = st.one_of(
     reports,
     st.builds(frames.Installed, naturals, digests),
     st.builds(frames.InstallFailed, naturals, words),
-    st.builds(frames.Turned, st.sampled_from(["generating", "training", "asleep"])),
+    st.builds(frames.OnDuty, st.sampled_from(["generating", "training", "asleep"])),
     st.builds(frames.Leaving, words),
     st.builds(frames.Goodbye, words),
 )
@@ -108,7 +110,7 @@ sampling = st.builds(
     temperature=st.sampled_from([0.0, 1.0, 2.0, float("nan")]),
     imposed=st.one_of(*[st.none()] * 3, st.just(ImposedLengths()), imposed),
 )
-prompts = st.builds(frames.PromptText, groups, st.sampled_from([b"", b"abc", *[b"abcdefgh"] * 9]), sampling)
+prompts = st.builds(frames.PromptPayload, groups, st.sampled_from([b"", b"abc", *[b"abcdefgh"] * 9]), sampling)
 outcomes: st.SearchStrategy[frames.Outcome] = st.sampled_from(
     ("scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward")
 )
@@ -159,7 +161,7 @@ def test_a_workers_bytes_are_a_frame_or_are_refused(raw: bytes):
         frame = frames.decode_from_worker(raw)
     except frames.NO_FRAME:
         return
-    if isinstance(frame, frames.Tokens):
+    if isinstance(frame, frames.NewTokens):
         check_columns(frame)
 
 
@@ -173,12 +175,12 @@ def test_a_trainers_bytes_are_a_frame_or_are_refused(raw: bytes):
 
 
 @settings(QUIET, max_examples=1000)
-@given(st.builds(frames.Tokens, seqs, *[st.binary(max_size=40)] * 5))
-def test_columns_of_any_bytes_fit_each_other_or_are_refused(frame: frames.Tokens):
+@given(st.builds(frames.NewTokens, seqs, *[st.binary(max_size=40)] * 5))
+def test_columns_of_any_bytes_fit_each_other_or_are_refused(frame: frames.NewTokens):
     check_columns(frame)
 
 
-def check_columns(frame: frames.Tokens) -> None:
+def check_columns(frame: frames.NewTokens) -> None:
     try:
         column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
         columns.check_cells(frame.cells, columns.ANY_VOCABULARY)
@@ -281,7 +283,7 @@ class Talk(RuleBasedStateMachine):
             if worker is not None and worker.leases and session.greeted:
                 self.worker_says(session, self.true_tokens(data, worker))
 
-    def true_tokens(self, data: st.DataObject, worker: Worker) -> frames.Tokens:
+    def true_tokens(self, data: st.DataObject, worker: Worker) -> frames.NewTokens:
         rows: list[tuple[int, int, int, int]] = []
         ends: list[frames.Ended] = []
         for lease, sample in worker.leases.items():
@@ -349,7 +351,7 @@ class Talk(RuleBasedStateMachine):
             self.open_run(has_reward=data.draw(st.booleans()))
         desk = self.desk
         missing = [one for one in desk.groups if one not in self.executor.payload.prompts]
-        text = tuple(frames.PromptText(one, b"abcd", frames.Sampling()) for one in missing)
+        text = tuple(frames.PromptPayload(one, b"abcd", frames.Sampling()) for one in missing)
         self.trainer_says(frames.SupplyPrompts(1, text))
         for one in list(desk.scoring.running):
             if one in desk.samples and data.draw(st.booleans()):

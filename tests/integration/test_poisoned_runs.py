@@ -57,7 +57,7 @@ async def poison(live: Live, fleet: Fleet, ids: list[int], logprob: float) -> No
         answered = 0
         while answered < num:
             while len(peer.orders) <= answered:
-                await peer.hear(frames.Generate)
+                await peer.hear(frames.Orders)
             order = peer.orders[answered]
             ended = (frames.Ended(order.lease, len(ids), "stop"),)
             await peer.say(tokens(order.lease, ids=ids, logprobs=[logprob] * len(ids), ended=ended))
@@ -188,7 +188,7 @@ def test_tokens_that_an_engine_refuses_to_go_on_from_cost_no_prompt_and_are_thei
             await peer.enter()
             await fleet.request(0)
             while len(peer.orders) < 8:
-                await peer.hear(frames.Generate)
+                await peer.hear(frames.Orders)
             for order in peer.orders:
                 await peer.say(tokens(order.lease, ids=[7, NO_ID]))
             await until(lambda: live.service.executor.num_tokens == 16, "they were heard")

@@ -84,7 +84,7 @@ async def connected(max_queued_bytes: int = 1 << 30) -> AsyncIterator[Ends]:
 
 
 def big_frame(num_bytes: int) -> frames.Delivered:
-    return frames.Delivered(0, 1, frames.Origin(0, 0, 0), (frames.SampleText(1, bytes(num_bytes), (), "stop", 0.0),))
+    return frames.Delivered(0, 1, frames.Origin(0, 0, 0), (frames.SamplePayload(1, bytes(num_bytes), (), "stop", 0.0),))
 
 
 def test_a_peer_that_reads_slowly_is_waited_for_however_much_there_is():
@@ -146,7 +146,7 @@ def test_what_waits_beside_payload_is_bounded():
             assert not ends.link.is_too_slow
             order = frames.Order(1, 1024, b"abcd", bytes(1 << 18), 9, 9, frames.Sampling())
             for _ in range(5):
-                ends.link.send(frames.Generate((order,)))
+                ends.link.send(frames.Orders((order,)))
             assert ends.link.is_too_slow
             async with asyncio.timeout(PATIENCE_S):
                 assert not await ends.pump

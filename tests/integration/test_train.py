@@ -34,7 +34,7 @@ from polyrl.run.validation import validator
 from polyrl.run.workers import doctor_command, join_command, worker_arguments
 from polyrl.telemetry.metrics import read_metrics
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.local_engine import Answer, Question
+from polyrl.trainer.local_engine import LocalAnswer, LocalPrompt
 from polyrl.weights.interfaces import listening_addresses
 from polyrl.wire.frames import Sampling
 
@@ -356,12 +356,12 @@ class OneEngine:
 
     def __init__(self) -> None:
         self.is_awake = False
-        self.asked: list[Question] = []
+        self.asked: list[LocalPrompt] = []
 
-    async def answer(self, questions: list[Question]) -> list[Answer]:
+    async def answer(self, questions: list[LocalPrompt]) -> list[LocalAnswer]:
         self.is_awake = True
         self.asked += questions
-        return [Answer([1, 2], "stop") for _ in questions]
+        return [LocalAnswer([1, 2], "stop") for _ in questions]
 
     async def sleep(self) -> None:
         self.is_awake = False

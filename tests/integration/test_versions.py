@@ -109,7 +109,7 @@ def test_a_worker_that_started_with_weights_of_its_own_does_not_write_before_it_
             await peer.enter()
             digest = await ours.publish(0)
             await ours.fleet._state(lambda seq: frames.RequestRound(seq, 0))
-            pull = await peer.hear(frames.Pull)
+            pull = await peer.hear(frames.PullOrder)
             assert (pull.version, pull.digest) == (0, digest)
             assert pull.addresses == ours.server.addresses
             assert peer.orders == []
@@ -125,7 +125,7 @@ def test_a_worker_that_installed_something_else_is_cut_off(tmp_path: Path, diges
         async with manager(tmp_path) as live, trainer(live) as ours, Peer(live, version=None) as peer:
             await peer.enter()
             await ours.publish(0)
-            await peer.hear(frames.Pull)
+            await peer.hear(frames.PullOrder)
             await peer.say(frames.Installed(0, digest))
             assert "version 0 is" in (await peer.fate()).why
             assert live.refused["digest"] == 1
@@ -195,11 +195,11 @@ def test_a_version_that_was_published_never_becomes_another(tmp_path: Path):
 
 async def write_some(peer: Peer, ours: Trainer, digest: str) -> None:
     """Of two samples: two tokens of the first, and all of the second."""
-    await peer.hear(frames.Pull)
+    await peer.hear(frames.PullOrder)
     await peer.say(frames.Installed(0, digest))
     await ours.fleet.request(0)
     while len(peer.orders) < 2:
-        await peer.hear(frames.Generate)
+        await peer.hear(frames.Orders)
     first, second = peer.orders[:2]
     await peer.say(tokens(first.lease, ids=(7, 8)))
     await peer.say(tokens(second.lease, ids=(7, 8, 9), ended=(frames.Ended(second.lease, 3, "stop"),)))
@@ -228,7 +228,7 @@ def test_what_a_replaced_version_wrote_keeps_its_digest_and_late_news_of_it_harm
             async with trainer(live) as ours:
                 ours.fleet.digests[0] = (before,)
                 after = await ours.publish(0, seed=100, replaces=(before,))
-                pull = await peer.hear(frames.Pull)
+                pull = await peer.hear(frames.PullOrder)
                 assert (pull.version, pull.digest) == (0, after) and before != after
                 await peer.say(tokens(first.lease, offset=2))  # it was on its way
                 await peer.say(frames.Installed(0, before))
@@ -237,7 +237,7 @@ def test_what_a_replaced_version_wrote_keeps_its_digest_and_late_news_of_it_harm
                 peer.orders.clear()
                 await peer.say(frames.Installed(0, after))
                 while all(one.sample != first.sample for one in peer.orders):
-                    await peer.hear(frames.Generate)
+                    await peer.hear(frames.Orders)
                 again = next(one for one in peer.orders if one.sample == first.sample)
                 assert again.so_far == columns.pack_tokens([7, 8])
                 await peer.say(tokens(again.lease, offset=2, ended=(frames.Ended(again.lease, 3, "stop"),)))
@@ -332,7 +332,7 @@ def test_a_version_that_was_skipped_is_nobodys(tmp_path: Path, says: frames.Inst
             await peer.join()
             await peer.dial()
             await peer.say(says)
-            await peer.hear(frames.Pull)
+            await peer.hear(frames.PullOrder)
             worker = live.service.executor.seat_of(live.service.executor.workers[WorkerName("mallory")])
             assert worker is not None and worker.version == -1
 
@@ -377,7 +377,7 @@ def test_a_relay_that_cannot_be_reached_costs_a_retry(tmp_path: Path, addresses:
             await relay.dial()
             await relay.say(frames.Hello(-1, b"", weight_addresses=addresses))
             digest = await ours.publish(0)
-            assert (await relay.hear(frames.Pull)).addresses == ours.server.addresses
+            assert (await relay.hear(frames.PullOrder)).addresses == ours.server.addresses
             async with worker(live, "late", peers):
                 await until(lambda: bool(peers), "it has joined")
                 await asyncio.sleep(0.3)
@@ -408,7 +408,7 @@ def test_a_worker_whose_source_is_gone_does_not_wait_for_it(tmp_path: Path):
             await relay.dial()
             await relay.say(frames.Hello(-1, b"", weight_addresses=(f"127.0.0.1:{silent.getsockname()[1]}",)))
             digest = await ours.publish(0)
-            await relay.hear(frames.Pull)
+            await relay.hear(frames.PullOrder)
             async with worker(live, "late", peers):
                 heard, _ = await asyncio.to_thread(silent.accept)
                 await relay.say(frames.Goodbye("it goes"))
@@ -500,8 +500,8 @@ def test_a_worker_that_is_not_local_and_says_that_it_turned_changes_nothing(tmp_
         async with manager(tmp_path) as live, trainer(live) as ours, Peer(live, version=None) as peer:
             await peer.enter()
             digest = await ours.publish(0)
-            await peer.hear(frames.Pull)
-            await peer.say(frames.Turned("training"), frames.Installed(0, digest))
+            await peer.hear(frames.PullOrder)
+            await peer.say(frames.OnDuty("training"), frames.Installed(0, digest))
             await ours.fleet._state(lambda seq: frames.RequestRound(seq, 0))
             order = await peer.until_ordered()
             await peer.say(tokens(order.lease))

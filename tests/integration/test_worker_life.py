@@ -88,7 +88,7 @@ def test_all_that_is_over_for_the_manager_is_aborted_at_once():
     async def scenario() -> None:
         engine = SlowToAbort()
         worker = holding(engine, 1, 2, 3)
-        welcomed = asyncio.create_task(worker._hear(frames.Welcome(held=(frames.Held(2, 0),))))
+        welcomed = asyncio.create_task(worker._hear(frames.Welcome(held=(frames.HeldLease(2, 0),))))
         await until(lambda: engine.asked == [1, 3], "both are asked for")
         assert not worker._welcomed
         engine.may_abort.set()

@@ -6,19 +6,19 @@ import torch
 from tests.trainer.small import CAP, Recording, draw_groups, near, save_small
 
 from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
-from polyrl.trainer.batch import TrainSample, Turn
-from polyrl.trainer.guard import Guard
+from polyrl.trainer.batch import TrainSample, TrainSegment
+from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.model import Policy
 from polyrl.trainer.step import StepAccumulator, StepStats
 
 
-def sample(num_tokens: int, *turns: Turn) -> TrainSample:
+def sample(num_tokens: int, *turns: TrainSegment) -> TrainSample:
     tokens, logprobs = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
     return TrainSample(tokens, tokens, logprobs, 0.0, written_by=turns)
 
 
-def turn(num_tokens: int, worker: str, *, version: int = 8, engine: str = "vllm") -> Turn:
-    return Turn(version, num_tokens, engine, worker)
+def turn(num_tokens: int, worker: str, *, version: int = 8, engine: str = "vllm") -> TrainSegment:
+    return TrainSegment(version, num_tokens, engine, worker)
 
 
 def look(
@@ -29,7 +29,7 @@ def look(
     few_tokens: int = 1,
 ) -> tuple[list[bool], dict[str, float]]:
     """What is kept of samples whose tokens are so far off, token by token; and who is named."""
-    guard = Guard(bound, 8, few_tokens)
+    guard = MismatchGuard(bound, 8, few_tokens)
     numbers, own = torch.tensor(apart), torch.zeros(len(apart)) if ours is None else torch.tensor(ours)
     number_of = np.repeat(np.arange(len(samples)), [len(one.answer) for one in samples])
     kept = guard.keeps(own, numbers, samples, torch.from_numpy(number_of))
@@ -78,7 +78,7 @@ def test_where_our_own_model_has_no_number_nobody_is_named():
 
 
 def test_without_a_bound_nobody_is_looked_at():
-    guard = Guard(0.0, 8)
+    guard = MismatchGuard(0.0, 8)
     assert guard.keeps(torch.zeros(1), torch.ones(1), [sample(1)], torch.zeros(1, dtype=torch.int64)) is None
     assert guard.too_far() == {}
 
@@ -100,7 +100,7 @@ def step(policy: Policy, forged: set[int], old_logprobs: str) -> tuple[StepStats
         for one in group:
             worker = "liar" if number in forged else "honest"
             logprobs = np.full_like(one.logprobs, -99.0) if number in forged else one.logprobs
-            signed = (Turn(0, len(one.answer), "builtin", worker),)
+            signed = (TrainSegment(0, len(one.answer), "builtin", worker),)
             made.append(one._replace(logprobs=logprobs, written_by=signed))
             number += 1
         steps.add([made])

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from polyrl.trainer import mismatch
-from polyrl.trainer.batch import TrainSample, Turn
+from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.tally import Tally
 
 
-def sample(num_tokens: int, *turns: Turn) -> TrainSample:
+def sample(num_tokens: int, *turns: TrainSegment) -> TrainSample:
     tokens, logprobs = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
     return TrainSample(tokens, tokens, logprobs, 0.0, written_by=turns)
 
@@ -22,8 +22,8 @@ def told(apart: list[float], samples: list[TrainSample], step: int) -> dict[str,
 
 
 def test_each_engine_and_age_has_the_mean_of_its_own_tokens():
-    first = sample(3, Turn(7, 1, "vllm"), Turn(8, 2, "vllm"))
-    second = sample(2, Turn(8, 2, "sglang"))
+    first = sample(3, TrainSegment(7, 1, "vllm"), TrainSegment(8, 2, "vllm"))
+    second = sample(2, TrainSegment(8, 2, "sglang"))
     assert told([1.0, 2.0, 4.0, 5.0, 7.0], [first, second], step=8) == pytest.approx(
         {
             "actor/mismatch_kl": 3.8,
@@ -36,7 +36,7 @@ def test_each_engine_and_age_has_the_mean_of_its_own_tokens():
 
 def test_samples_that_nobody_signed_count_for_nobody():
     assert told([1.0, 3.0], [sample(2)], step=0) == {"actor/mismatch_kl": 2.0}
-    signed = sample(1, Turn(0, 1, "builtin"))
+    signed = sample(1, TrainSegment(0, 1, "builtin"))
     assert told([1.0, 3.0, 8.0], [sample(2), signed], step=0)["actor/mismatch_kl/builtin/0"] == pytest.approx(8.0)
 
 

@@ -7,7 +7,7 @@ from tests.trainer.test_optimizer import parameters, push
 from polyrl.config.recipe import OptimizerConfig
 from polyrl.errors import UserError
 from polyrl.trainer import offload
-from polyrl.trainer.offload import Held, HostMemory, OffloadedAdamW, Sum
+from polyrl.trainer.offload import HeldParameter, HostMemory, OffloadedAdamW, Sum
 from polyrl.trainer.optimizer import Optimizer
 
 CONFIG = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1, "grad_clip": 0.5, "schedule": "linear"}
@@ -59,7 +59,9 @@ def test_a_matrix_larger_than_a_piece_is_updated_piece_by_piece():
     half, total = weights.bfloat16(), Sum()
     total.grad = grad
     group = {"params": [weights], "lr": 0.1, "weight_decay": 0.01}
-    one = OffloadedAdamW([Held(half, weights, total)], [group], HostMemory(2 * num), beta1=0.9, beta2=0.99, eps=1e-8)
+    one = OffloadedAdamW(
+        [HeldParameter(half, weights, total)], [group], HostMemory(2 * num), beta1=0.9, beta2=0.99, eps=1e-8
+    )
     one.step()
     assert float(one.state[weights]["step"]) == 1.0
     torch.testing.assert_close(weights, plain.detach(), rtol=0, atol=1e-7)

@@ -24,7 +24,7 @@ from tests.trainer.ranks_at_work import (
 )
 from tests.trainer.small import draw_groups
 
-from polyrl.trainer.batch import TrainSample, Turn, decode_groups, encode_groups
+from polyrl.trainer.batch import TrainSample, TrainSegment, decode_groups, encode_groups
 from polyrl.trainer.packing import make_parts, num_rows, plan_turns
 from polyrl.trainer.state import checkpoint
 
@@ -169,7 +169,7 @@ def test_a_rank_that_ends_before_all_have_met_is_said_at_once(tmp_path: Path):
 def test_samples_cross_as_they_are():
     arrays = {"prompt": np.arange(3, dtype=np.int32), "answer": np.arange(2, dtype=np.int32)}
     logprobs: dict[str, Any] = {"logprobs": np.array([-1.5, -0.1], np.float32), "old_logprobs": np.zeros(2, np.float32)}
-    turns = (Turn(3, 1, "vllm"), Turn(4, 1, "builtin"))
+    turns = (TrainSegment(3, 1, "vllm"), TrainSegment(4, 1, "builtin"))
     given = [[TrainSample(**arrays, **logprobs, reward=0.1, group=7, finish="length", written_by=turns)], []]
     (found,), nobody = decode_groups(encode_groups(given))
     assert nobody == []

@@ -12,7 +12,7 @@ from polyrl.config.recipe import AlgorithmConfig, OptimizerConfig
 from polyrl.errors import ConfigError, UserError
 from polyrl.scheduling.rules.order import mix64
 from polyrl.telemetry.metric_names import describe
-from polyrl.trainer.batch import TrainSample, Turn
+from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.model import Policy
 from polyrl.trainer.objectives.registry import LOSSES, TokenBatch, loss
 from polyrl.trainer.optimizer import Update
@@ -279,7 +279,7 @@ def test_each_mini_batch_has_the_formula_s_gradient_with_ratios_from_the_step_s_
 def test_an_engine_that_agrees_is_found_to_agree_also_where_updates_move_the_weights(world):
     """With the engine's ratio and several mini-batches the starting weights are known of the first one alone."""
     policy = Policy.load(str(world.folder))
-    by = (Turn(5, 0, "builtin"),)
+    by = (TrainSegment(5, 0, "builtin"),)
     groups = [
         [one._replace(written_by=(by[0]._replace(num_tokens=len(one.answer)),)) for one in group]
         for group in near(policy, draw_groups(0), spread=0.0)

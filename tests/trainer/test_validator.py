@@ -13,7 +13,7 @@ from polyrl.config import apply_overrides, build
 from polyrl.config.recipe import Recipe
 from polyrl.run.validation import validator
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.local_engine import Answer, Question
+from polyrl.trainer.local_engine import LocalAnswer, LocalPrompt
 
 SMALL: dict[str, Any] = {"name": "r", "model": {"path": "m"}, "data": {"source": "arithmetic"}}
 
@@ -39,10 +39,10 @@ class Engine:
     def __init__(self, fleet: ToldFleet) -> None:
         self._fleet = fleet
 
-    async def answer(self, questions: list[Question]) -> list[Answer]:
+    async def answer(self, questions: list[LocalPrompt]) -> list[LocalAnswer]:
         assert self._fleet.validates
         return [
-            Answer(one.prompt, "stop") if len(one.prompt) < 3 else Answer([], "refused it leaves no room")
+            LocalAnswer(one.prompt, "stop") if len(one.prompt) < 3 else LocalAnswer([], "refused it leaves no room")
             for one in questions
         ]
 

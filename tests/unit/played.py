@@ -17,7 +17,7 @@ from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConf
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import pack_cells
 from polyrl.wire.control import JoinRequest, RunReply, RunRequest
-from polyrl.wire.frames import PROTOCOL, Ended, EndReason, PromptText, SampleText, Sampling, Tokens
+from polyrl.wire.frames import PROTOCOL, Ended, EndReason, NewTokens, PromptPayload, SamplePayload, Sampling
 
 CONFIG = SchedulerConfig(
     domains=(DomainData(name="d", prompts_per_step=2, num_prompts=50),),
@@ -32,11 +32,11 @@ def cells(*tokens: int) -> bytes:
     return pack_cells(tokens, [-0.5] * len(tokens))
 
 
-def tokens_frame(lease: int, offset: int, tokens: list[int], version: int = 0, end: Ended | None = None) -> Tokens:
+def tokens_frame(lease: int, offset: int, tokens: list[int], version: int = 0, end: Ended | None = None) -> NewTokens:
     def column(kind: str, number: int) -> bytes:
         return columns.pack_column(kind, [number] if tokens else [])
 
-    return Tokens(
+    return NewTokens(
         1,
         column("<u8", lease),
         column("<u4", offset),
@@ -102,13 +102,13 @@ class Worker:
     def listen(self) -> None:
         for frame in map(frames.decode_to_worker, self.line.sent):
             match frame:
-                case frames.Generate():
+                case frames.Orders():
                     self.at |= {one.lease: len(one.so_far) // 4 for one in frame.orders}
-                case frames.Pull():
+                case frames.PullOrder():
                     self.version = frame.version
                     self.say(frames.Installed(frame.version))
-                case frames.Turn():
-                    self.say(frames.Turned(frame.duty))
+                case frames.ChangeDuty():
+                    self.say(frames.OnDuty(frame.duty))
                 case frames.Stop():
                     for lease in frame.hand_overs:
                         if lease in self.at:
@@ -218,7 +218,7 @@ class Manager:
             match frame:
                 case frames.Opened():
                     prompts = (
-                        PromptText(one.group, columns.pack_tokens([one.prompt]), Sampling()) for one in frame.groups
+                        PromptPayload(one.group, columns.pack_tokens([one.prompt]), Sampling()) for one in frame.groups
                     )
                     self.state(frames.SupplyPrompts(self.next_seq(), tuple(prompts)))
                 case frames.ScoreThese():
@@ -239,7 +239,7 @@ class Manager:
         self.line.sent.clear()
 
 
-def kept(service: Service) -> Mapping[str, PromptText | SampleText]:
+def kept(service: Service) -> Mapping[str, PromptPayload | SamplePayload]:
     """All that somebody may still ask for."""
     assert service.executor.scheduler is not None
     groups, payload = service.executor.scheduler.desk.groups, service.executor.payload

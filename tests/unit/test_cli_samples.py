@@ -7,7 +7,7 @@ import pytest
 
 from polyrl.cli.main import main
 from polyrl.cli.samples import visible
-from polyrl.trainer.batch import TrainSample, Turn
+from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.state import entries
 
 HOSTILE = {
@@ -32,7 +32,7 @@ def test_what_a_terminal_would_act_on_is_written_out(text: str):
 def sample(reward: float, group: int = 1, **more: object) -> TrainSample:
     return TrainSample(
         np.array([3, 4], np.int32), np.array([5, 6, 7], np.int32), np.zeros(3, np.float32), reward, group,
-        written_by=(Turn(0, 3, "builtin", "spot-1"),), **more,  # type: ignore[arg-type]
+        written_by=(TrainSegment(0, 3, "builtin", "spot-1"),), **more,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -102,4 +102,4 @@ def test_an_entry_of_before_there_were_parts_and_writers_is_read(tmp_path: Path)
     (group,) = msgspec.msgpack.decode(encode_groups([[sample(1.0)]]), ext_hook=msgspec.msgpack.Ext)
     old = [[[*one[:6], [turn[:3] for turn in one[6]], one[7]] for one in group]]
     ((found,),) = decode_groups(msgspec.msgpack.encode(old))
-    assert found.parts == {} and found.written_by == (Turn(0, 3, "builtin"),)
+    assert found.parts == {} and found.written_by == (TrainSegment(0, 3, "builtin"),)

@@ -194,7 +194,7 @@ def test_a_frame_with_a_changed_byte_is_read_or_refused(run, data):
 def test_a_frame_of_tokens_has_nothing_in_it_that_nobody_reads(place: tuple[int, ...]):
     """It is journalled as it came: whoever may add to it may fill the disk."""
     said = msgspec.msgpack.decode(
-        frames.encode(frames.Tokens(1, b"", b"", b"", b"", b"", (frames.Ended(1, 0, "stop"),)))
+        frames.encode(frames.NewTokens(1, b"", b"", b"", b"", b"", (frames.Ended(1, 0, "stop"),)))
     )
     frames.decode_from_worker(msgspec.msgpack.encode(said))
     grown = said

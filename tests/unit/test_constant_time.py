@@ -7,7 +7,7 @@ from polyrl.ids import Incarnation
 from polyrl.manager.frames_in import joining
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.wire.control import JoinRequest
-from polyrl.wire.credentials import Tokens
+from polyrl.wire.credentials import AccessTokens
 
 FACTS = JoinRequest(name="w1", protocol=1, engine="script", slots=1)
 
@@ -36,7 +36,7 @@ for kind in (SecretBytes, SecretText):
 
 
 def test_tokens_and_sessions_are_compared_in_constant_time():
-    tokens = Tokens({"worker": SecretText("w" * 20), "admin": SecretText("a" * 20)})
+    tokens = AccessTokens({"worker": SecretText("w" * 20), "admin": SecretText("a" * 20)})
     worker = WorkerSession(SecretText("w" * 20), Incarnation(1), FACTS)
     trainer = TrainerSession(SecretText("a" * 20), has_reward=False)
     executor = cast(Any, SimpleNamespace(workers={"w1": worker}, trainer=trainer))

@@ -12,7 +12,7 @@ from polyrl.errors import UserError
 from polyrl.wire.credentials import (
     TOKEN_FILES,
     TOKEN_VARIABLE,
-    Tokens,
+    AccessTokens,
     bearer,
     client_tls,
     ensure_tokens,
@@ -77,12 +77,14 @@ def test_two_runs_have_different_tokens(tmp_path):
 
 @pytest.mark.parametrize("token", ["", "admin", "the-admin-token", "THE-ADMIN-TOKEN-OF-A-RUN", "ü" * 20, "\udcff" * 20])
 def test_a_token_that_is_not_ours_has_no_scope(token):
-    tokens = Tokens({"worker": "the-worker-token-of-a-run", "admin": "the-admin-token-of-a-run"})
+    tokens = AccessTokens({"worker": "the-worker-token-of-a-run", "admin": "the-admin-token-of-a-run"})
     assert tokens.scope_of(token) is None
 
 
 def test_who_has_the_worker_token_has_the_key_of_the_runs_weights_and_the_key_is_not_the_token():
-    assert weights_key_of("w" * 20) == bytes.fromhex(Tokens({"worker": "w" * 20, "admin": "a" * 20}).weights_key())
+    assert weights_key_of("w" * 20) == bytes.fromhex(
+        AccessTokens({"worker": "w" * 20, "admin": "a" * 20}).weights_key()
+    )
     assert weights_key_of("w" * 20) != weights_key_of("a" * 20)
     assert b"ww" not in weights_key_of("w" * 20)
 

@@ -5,7 +5,7 @@ from collections import Counter
 from tests.unit.played import Manager
 
 from polyrl.ids import SampleId, WorkerName
-from polyrl.manager.payload import Payload, Text
+from polyrl.manager.payload import Payload, SampleTokens
 from polyrl.manager.status import status
 
 
@@ -15,7 +15,7 @@ class WatchedPayload(Payload):
         self.texts = other.texts
         self.looks: Counter[SampleId] = Counter()
 
-    def text(self, sample: SampleId) -> Text:
+    def text(self, sample: SampleId) -> SampleTokens:
         self.looks[sample] += 1
         return super().text(sample)
 

@@ -14,17 +14,17 @@ from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, Step, parse_sample, sample_id
 from polyrl.journal.files import LIVE_FOLDER, PAYLOAD, segments
 from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
-from polyrl.manager.payload import Payload, Text, append_cells
+from polyrl.manager.payload import Payload, SampleTokens, append_cells
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.service import Service
 from polyrl.wire import columns
-from polyrl.wire.frames import Ended, PromptText, Sampling, Segment, Tokens
+from polyrl.wire.frames import Ended, NewTokens, PromptPayload, Sampling, Segment
 
 OLD_RUN = Path(__file__).parent / "recorded" / "run-before-fleet-reports"
 FIRST, SECOND = parse_sample("1/0"), parse_sample("1/1")
 
 
-def tokens_in(text: Text) -> list[int]:
+def tokens_in(text: SampleTokens) -> list[int]:
     return columns.unpack_tokens(columns.tokens_of(bytes(text.cells)))
 
 
@@ -32,14 +32,14 @@ def tokens_in(text: Text) -> list[int]:
 
 
 def test_cells_are_added_after_those_that_are_there():
-    text = Text()
+    text = SampleTokens()
     assert append_cells(text, 0, 0, cells(1, 2)) == 2
     assert append_cells(text, 2, 0, cells(3)) == 1
     assert tokens_in(text) == [1, 2, 3]
 
 
 def test_cells_that_are_there_already_are_not_added_again():
-    text = Text()
+    text = SampleTokens()
     append_cells(text, 0, 0, cells(1, 2, 3))
     assert append_cells(text, 0, 0, cells(1, 2)) == 0
     assert append_cells(text, 1, 0, cells(2, 3, 4)) == 1
@@ -47,14 +47,14 @@ def test_cells_that_are_there_already_are_not_added_again():
 
 
 def test_cells_with_a_gap_before_them_are_not_added():
-    text = Text()
+    text = SampleTokens()
     append_cells(text, 0, 0, cells(1))
     assert append_cells(text, 2, 0, cells(3)) == -1
     assert tokens_in(text) == [1]
 
 
 def test_segments_say_who_wrote_from_where_with_which_version():
-    text = Text()
+    text = SampleTokens()
     text.lease_to("a", "vllm", 0)
     append_cells(text, 0, 0, cells(1, 2))
     append_cells(text, 2, 1, cells(3))
@@ -68,7 +68,7 @@ def test_segments_say_who_wrote_from_where_with_which_version():
 
 
 def test_a_lease_from_an_earlier_token_forgets_what_came_after_it():
-    text = Text()
+    text = SampleTokens()
     text.lease_to("a", "vllm", 0)
     append_cells(text, 0, 0, cells(1, 2))
     append_cells(text, 2, 1, cells(3, 4))
@@ -79,7 +79,7 @@ def test_a_lease_from_an_earlier_token_forgets_what_came_after_it():
 
 
 def test_the_same_worker_with_the_same_version_goes_on_in_its_segment():
-    text = Text()
+    text = SampleTokens()
     text.lease_to("a", "vllm", 0)
     append_cells(text, 0, 0, cells(1))
     text.lease_to("a", "vllm", 1)
@@ -91,7 +91,7 @@ def test_a_step_that_is_over_takes_its_groups_with_it_and_no_others():
     payload = Payload()
     for step, group in ((0, 1), (1, 2)):
         payload.expect(Step(step), GroupId(group))
-        payload.prompts[GroupId(group)] = PromptText(group, b"1234", Sampling())
+        payload.prompts[GroupId(group)] = PromptPayload(group, b"1234", Sampling())
         payload.text(sample_id(GroupId(group), 0)).cells.extend(cells(1))
     payload.drop_step(Step(0))
     assert (list(payload.prompts), list(payload.texts)) == ([GroupId(2)], [sample_id(GroupId(2), 0)])
@@ -190,8 +190,8 @@ def test_a_lease_that_was_written_down_and_never_given_does_not_take_that_of_ano
 
 def test_prompts_and_rewards_are_kept_as_they_came_last():
     reader = Reader()
-    prompt = PromptText(1, columns.pack_tokens([5, 6]), Sampling(temperature=0.5))
-    reader.note(PromptsSupplied((PromptText(1, b"1234", Sampling()),)))
+    prompt = PromptPayload(1, columns.pack_tokens([5, 6]), Sampling(temperature=0.5))
+    reader.note(PromptsSupplied((PromptPayload(1, b"1234", Sampling()),)))
     reader.note(PromptsSupplied((prompt,)))
     reader.note(RewardKept(FIRST, 0.25))
     reader.note(RewardKept(FIRST, 0.75))
@@ -210,7 +210,7 @@ class RowByRow:
     """What reading must come to, the plain way: one row after the other."""
 
     def __init__(self) -> None:
-        self.texts: dict[SampleId, Text] = {}
+        self.texts: dict[SampleId, SampleTokens] = {}
         self._sample_of: dict[int, SampleId] = {}
         self._lease_of: dict[SampleId, int] = {}
 
@@ -220,9 +220,9 @@ class RowByRow:
             del self._lease_of[former]
         self._sample_of.pop(self._lease_of.get(sample, 0), None)
         self._sample_of[lease], self._lease_of[sample] = sample, lease
-        self.texts.setdefault(sample, Text()).lease_to(worker, "", from_token)
+        self.texts.setdefault(sample, SampleTokens()).lease_to(worker, "", from_token)
 
-    def hear(self, frame: Tokens) -> None:
+    def hear(self, frame: NewTokens) -> None:
         column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
         start = 0
         for lease, offset, _, version, end in zip(*column, strict=True):
@@ -236,7 +236,7 @@ class RowByRow:
                 self.texts[sample].finish = ended.reason if ended.reason == "stop" else self.texts[sample].finish
 
 
-def random_frame(rng: random.Random, at: dict[int, int], *, is_wild: bool) -> Tokens:
+def random_frame(rng: random.Random, at: dict[int, int], *, is_wild: bool) -> NewTokens:
     """Most rows go on where their lease stopped; some say it again, leave a gap, or are of nobody's lease."""
     leases = sorted(rng.sample(sorted(at), min(len(at), rng.randint(1, 6))))
     offsets = [
@@ -248,7 +248,7 @@ def random_frame(rng: random.Random, at: dict[int, int], *, is_wild: bool) -> To
     versions = [rng.randint(0, 1) if is_wild and rng.random() < 0.05 else 0 for _ in leases]
     ended = [Ended(one, at[one], rng.choice(["stop", "handed_over"])) for one in leases if rng.random() < 0.05]
     num = sum(counts)
-    return Tokens(
+    return NewTokens(
         1,
         columns.pack_column("<u8", leases),
         columns.pack_column("<u4", offsets),

@@ -20,7 +20,7 @@ from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import columns
-from polyrl.wire.frames import PromptText, Sampling, Tokens, encode
+from polyrl.wire.frames import NewTokens, PromptPayload, Sampling, encode
 
 ABOUT = {"driver": "a test"}
 WHOLE = JournalSettings(fsync="never")
@@ -33,7 +33,7 @@ REWARD = RewardKept(1024, 0.5)
 def tokens(number: int) -> bytes:
     """A frame of one token."""
     lease, offset, count, version = (columns.pack_column(kind, [1]) for kind in ("<u8", "<u4", "<u4", "<i4"))
-    return encode(Tokens(number, lease, offset, count, version, columns.pack_cells([number], [-0.5])))
+    return encode(NewTokens(number, lease, offset, count, version, columns.pack_cells([number], [-0.5])))
 
 
 class LiveRun(Driver):
@@ -74,7 +74,7 @@ class LiveRun(Driver):
         """A round of two groups, with something of each kind in the payload."""
         self.install("a")
         groups = 2 * step + 1, 2 * step + 2
-        self.note(step, PromptsSupplied(tuple(PromptText(one, b"1234", Sampling()) for one in groups)))
+        self.note(step, PromptsSupplied(tuple(PromptPayload(one, b"1234", Sampling()) for one in groups)))
         for number in range(24):
             self.note(step, tokens(100 * step + number))
         self.wait(2.0)
@@ -549,7 +549,7 @@ def test_a_disk_that_takes_no_more_is_a_line_and_what_was_committed_is_whole(tmp
     run = started(tmp_path)
     (payload,) = files(tmp_path, PAYLOAD)
     before = payload.read_bytes()
-    run.journal.add_note(PromptsSupplied((PromptText(1, b"1234" * 64, Sampling()),)))
+    run.journal.add_note(PromptsSupplied((PromptPayload(1, b"1234" * 64, Sampling()),)))
     said = r"payload-000001\.bin: cannot be written: File too large; what was ack"
     with files_of_at_most(len(before) + 10), pytest.raises(UserError, match=said):
         run.journal.commit()

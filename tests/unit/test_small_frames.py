@@ -9,7 +9,7 @@ from polyrl.wire import frames
 from polyrl.wire.control import JoinRequest
 
 REPORT = frames.Report(0, 0, 0.0, 0, 0.0)
-TURNED = frames.Turned("training")
+TURNED = frames.OnDuty("training")
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def num_taken(session: WorkerSession, frame: frames.FromWorker, *, now: float = 
 @pytest.mark.parametrize(
     "order, answer",
     [
-        (frames.Turn("training", "a step"), TURNED),
-        (frames.Pull(1, "", 0), frames.Installed(1)),
-        (frames.Pull(1, "", 0), frames.InstallFailed(1, "no route")),
+        (frames.ChangeDuty("training", "a step"), TURNED),
+        (frames.PullOrder(1, "", 0), frames.Installed(1)),
+        (frames.PullOrder(1, "", 0), frames.InstallFailed(1, "no route")),
     ],
 )
 def test_answers_to_orders_are_no_flood(session: WorkerSession, order: frames.ToWorker, answer: frames.FromWorker):
@@ -47,14 +47,14 @@ def test_answers_to_orders_are_no_flood(session: WorkerSession, order: frames.To
 
 def test_an_order_that_was_not_sent_is_owed_no_answer(session: WorkerSession):
     session.greeted = False
-    session.say(frames.Turn("training", "a step"))
+    session.say(frames.ChangeDuty("training", "a step"))
     session.flush(1.0)
     assert num_taken(session, TURNED) == 600
 
 
 def test_orders_pay_for_no_other_frame(session: WorkerSession):
     for _ in range(1000):
-        session.say(frames.Turn("training", "a step"))
+        session.say(frames.ChangeDuty("training", "a step"))
     session.flush(1.0)
     assert num_taken(session, REPORT) == 600
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from polyrl.ids import LeaseId
 from polyrl.wire import columns
-from polyrl.wire.frames import MAX_WORKER_FRAME_BYTES, Ended, Held, Tokens, encode
+from polyrl.wire.frames import MAX_WORKER_FRAME_BYTES, Ended, HeldLease, NewTokens, encode
 from polyrl.worker.streams import LeaseBook
 
 A, B, C = LeaseId(1), LeaseId(2), LeaseId(3)
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     tokens: list[int]
 
 
-def runs(frame: Tokens | None) -> list[Run]:
+def runs(frame: NewTokens | None) -> list[Run]:
     assert frame is not None
     column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
     tokens = columns.view_cells(frame.cells)["token"].tolist()
@@ -226,7 +226,7 @@ def test_after_a_break_exactly_what_the_manager_lacks_is_sent_again(num_arrived)
     book = book_with(10, 11, 12, so_far=100)
     add(book, A, 13, 14, version=1)
     book.take_frame()
-    book.welcome([Held(A, 100 + num_arrived)])
+    book.welcome([HeldLease(A, 100 + num_arrived)])
     frame = book.take_frame()
     assert ([] if frame is None else runs(frame)) == [
         Run(A, 100 + max(first, num_arrived), version, tokens[max(0, num_arrived - first) :])
@@ -240,7 +240,7 @@ def test_an_end_is_told_again_after_a_break_although_all_tokens_are_there():
     book = book_with(10)
     book.end(A, "length")
     book.take_frame()
-    assert book.welcome([Held(A, 1)]) == []
+    assert book.welcome([HeldLease(A, 1)]) == []
     frame = book.take_frame()
     assert frame is not None
     assert (runs(frame), frame.ended) == ([], (Ended(A, 1, "length"),))
@@ -250,7 +250,7 @@ def test_the_number_of_a_frame_that_was_lost_does_not_stand_for_the_one_that_rep
     book = book_with(10)
     book.end(A, "stop")
     book.take_frame()
-    book.welcome([Held(A, 0)])
+    book.welcome([HeldLease(A, 0)])
     book.acknowledge(1)
     assert A in book
     frame = book.take_frame()
@@ -266,7 +266,7 @@ def test_leases_that_are_over_for_the_manager_are_dropped_and_those_that_ran_are
     book.end(B, "stop")
     book.open(C, 0)
     add(book, C, 30)
-    assert book.welcome([Held(C, 0)]) == [A]
+    assert book.welcome([HeldLease(C, 0)]) == [A]
     assert (A in book, B in book, C in book) == (False, False, True)
     assert runs(book.take_frame()) == [Run(C, 0, 0, [30])]
 
@@ -298,7 +298,7 @@ class Conversation(RuleBasedStateMachine):
         self.base: dict[LeaseId, int] = {}
         self.finished: set[LeaseId] = set()
         self.aborted: set[LeaseId] = set()
-        self.frames: deque[Tokens] = deque()
+        self.frames: deque[NewTokens] = deque()
         self.acks: deque[int] = deque()
         self.version = 0
         self.num_tokens = 0
@@ -379,7 +379,7 @@ class Conversation(RuleBasedStateMachine):
         self.acks.clear()
         named = set(leases(self.book.hello()))
         open_ones = named - self.finished - self.aborted
-        stopped = self.book.welcome([Held(one, self.base[one] + len(self.got[one])) for one in sorted(open_ones)])
+        stopped = self.book.welcome([HeldLease(one, self.base[one] + len(self.got[one])) for one in sorted(open_ones)])
         assert set(stopped) == (named & self.aborted) - self.ends
 
     @invariant()

@@ -8,11 +8,11 @@ from tests.unit.test_payload import tokens_in
 
 from polyrl.ids import Incarnation, LeaseId, SampleId, Version, WorkerName
 from polyrl.manager.frames_in.stride import Stride
-from polyrl.manager.payload import Text, append_cells
+from polyrl.manager.payload import SampleTokens, append_cells
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns
 from polyrl.wire.columns import ANY_VOCABULARY, CELL_BYTES, BadColumns
-from polyrl.wire.frames import Ended, Tokens
+from polyrl.wire.frames import Ended, NewTokens
 
 MAX_TOKENS = 1000
 
@@ -24,9 +24,9 @@ def seated(leases: list[int]) -> Worker:
     )
 
 
-def frame_of(leases: list[int], offsets: list[int], counts: list[int], first_token: int = 0) -> Tokens:
+def frame_of(leases: list[int], offsets: list[int], counts: list[int], first_token: int = 0) -> NewTokens:
     num = sum(counts)
-    return Tokens(
+    return NewTokens(
         1,
         columns.pack_column("<u8", leases),
         columns.pack_column("<u4", offsets),
@@ -41,19 +41,19 @@ class Rows:
 
     def __init__(self, num: int) -> None:
         self.leases = list(range(1, num + 1))
-        self.texts = [Text() for _ in self.leases]
-        self.plain = [Text() for _ in self.leases]
+        self.texts = [SampleTokens() for _ in self.leases]
+        self.plain = [SampleTokens() for _ in self.leases]
         self.worker = seated(self.leases)
         first = self.frame([1] * num)
         self.append(first, self.texts)
         self.stride = Stride(first, self.texts, self.worker, MAX_TOKENS)
         self.append(first, self.plain)
 
-    def frame(self, counts: list[int]) -> Tokens:
+    def frame(self, counts: list[int]) -> NewTokens:
         offsets = [text.num_tokens for text in self.plain]
         return frame_of(self.leases, offsets, counts, sum(offsets))
 
-    def append(self, frame: Tokens, texts: list[Text]) -> None:
+    def append(self, frame: NewTokens, texts: list[SampleTokens]) -> None:
         start = 0
         offsets, counts = (columns.unpack_column("I", one) for one in (frame.offsets, frame.counts))
         for text, offset, count in zip(texts, offsets, counts, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polyrl.ids import PromptId, Step
 from polyrl.scheduling.core.parameters import DomainData, RoundsConfig
-from polyrl.scheduling.rules.tail_batching import Choice, Planner, RoundPlan, TailBatching, start
+from polyrl.scheduling.rules.tail_batching import PlannedPrompt, Planner, RoundPlan, TailBatching, start
 
 Mode = Literal["off", "race", "prompts", "designated", "predicted"]
 MODES: tuple[Mode, ...] = ("off", "race", "prompts", "designated", "predicted")
@@ -26,14 +26,14 @@ def planner(
     return Planner(config, domains, seed=7, num_epochs=num_epochs), start(config, len(domains))
 
 
-def length(choice: Choice) -> int:
+def length(choice: PlannedPrompt) -> int:
     """A prompt's own length: the same in every turn and epoch, as `predicted` hopes."""
     return 100 + (choice.prompt * 7919 + choice.domain) % 997
 
 
-def race(plan: Planner, state: TailBatching, round_: RoundPlan, step: int) -> list[Choice]:
+def race(plan: Planner, state: TailBatching, round_: RoundPlan, step: int) -> list[PlannedPrompt]:
     """The shortest of each domain win their places; the others are deferred. Returns the trained."""
-    trained: list[Choice] = []
+    trained: list[PlannedPrompt] = []
     for domain, quota in enumerate(round_.quotas):
         order = sorted((one for one in round_.choices if one.domain == domain), key=length)
         trained += order[:quota]
@@ -44,7 +44,7 @@ def race(plan: Planner, state: TailBatching, round_: RoundPlan, step: int) -> li
     return trained
 
 
-def play(plan: Planner, state: TailBatching, num_rounds: int = 10_000) -> list[tuple[RoundPlan, list[Choice]]]:
+def play(plan: Planner, state: TailBatching, num_rounds: int = 10_000) -> list[tuple[RoundPlan, list[PlannedPrompt]]]:
     played = []
     for step in range(num_rounds):
         round_ = plan.plan_round(state, Step(step))
@@ -143,7 +143,7 @@ def test_deferred_prompts_do_not_starve_when_no_more_will_come():
     """With factors that have come down to 1 nothing is deferred any more: what waits is drained by a smaller round."""
     plan, state = planner(quotas=(4,))
     state.factors.prompts = 1.0
-    plan.defer(state, Choice(0, PromptId(1), 0, 0, -1), Step(1))
+    plan.defer(state, PlannedPrompt(0, PromptId(1), 0, 0, -1), Step(1))
     round_ = plan.plan_round(state, Step(2))
     assert round_ is not None
     assert round_.kind == "long"

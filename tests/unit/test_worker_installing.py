@@ -19,7 +19,7 @@ def test_an_engine_that_fails_in_its_own_words_is_answered_in_a_line():
     async def script() -> None:
         answers: asyncio.Queue[frames.Installed | frames.InstallFailed] = asyncio.Queue()
         installer = Installer(Failing(EmulatedConfig()), 1.0, answers.put, pytest.fail)
-        installer.start(frames.Pull(3, "", 0))
+        installer.start(frames.PullOrder(3, "", 0))
         assert await answers.get() == frames.InstallFailed(3, "RuntimeError: out of memory at 0x7f00")
         assert installer.version is None
 
@@ -36,7 +36,7 @@ def test_a_version_of_another_model_is_not_tried_again_and_no_other_is():
         answers: asyncio.Queue[frames.Installed | frames.InstallFailed] = asyncio.Queue()
         misfits: asyncio.Queue[str] = asyncio.Queue()
         installer = Installer(OfAnotherModel(EmulatedConfig()), 1.0, answers.put, misfits.put_nowait)
-        installer.start(frames.Pull(3, "", 0))
+        installer.start(frames.PullOrder(3, "", 0))
         assert (await misfits.get()).startswith("version 3 is not of this model; the command with which")
         assert answers.empty()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polyrl.weights import delta
 from polyrl.weights.chunks import bad_chunks, table_of
 from polyrl.weights.delta import BadDelta
-from polyrl.weights.manifest import BadManifest, DeltaManifest, Manifest, Part, Spec, decode_delta, encode, lay_out
+from polyrl.weights.manifest import BadManifest, DeltaManifest, DeltaPart, Manifest, Spec, decode_delta, encode, lay_out
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "int64"]
 
@@ -245,7 +245,7 @@ def test_made_up_gaps_and_codes_do_no_harm(head, gaps, codes):
         blob = struct.pack("<IIIII", *heads, *map(len, packed)) + b"".join(packed) + bytes(2 * min(heads[2], 99))
         layout = one_tensor("bfloat16", 1000)
         value = DeltaManifest(
-            "aa" * 32, "bb" * 32, layout.fingerprint, (Part(0, 3, 90, "sparse", len(blob)),), table_of(blob)
+            "aa" * 32, "bb" * 32, layout.fingerprint, (DeltaPart(0, 3, 90, "sparse", len(blob)),), table_of(blob)
         )
         apply_guarded(value, layout, blob, np.zeros(layout.num_bytes, np.uint8))
 
@@ -257,7 +257,7 @@ def test_a_frame_that_claims_a_terabyte_is_refused_before_memory_is_taken():
     layout = one_tensor("bfloat16", 1000)
     blob = struct.pack("<IIIII", 5, 5, 0, len(huge), len(frame)) + huge + frame
     value = DeltaManifest(
-        "aa" * 32, "bb" * 32, layout.fingerprint, (Part(0, 0, 1000, "sparse", len(blob)),), table_of(blob)
+        "aa" * 32, "bb" * 32, layout.fingerprint, (DeltaPart(0, 0, 1000, "sparse", len(blob)),), table_of(blob)
     )
     with pytest.raises(BadDelta, match="w from element 0, sparse: a frame of 1099511627776 bytes; expected 5"):
         delta.apply(value, layout, blob, bytearray(layout.num_bytes))

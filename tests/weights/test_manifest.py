@@ -12,9 +12,9 @@ from polyrl.weights.chunks import table_of
 from polyrl.weights.manifest import (
     BadManifest,
     DeltaManifest,
+    DeltaPart,
     Layout,
     Manifest,
-    Part,
     Spec,
     changed_tensors,
     decode_delta,
@@ -70,7 +70,7 @@ def test_a_manifest_comes_back_as_it_was():
 
 
 def test_a_delta_comes_back_as_it_was():
-    value = delta(Part(0, 0, 4, "raw", 16), Part(1, 3, 12, "sparse", 5))
+    value = delta(DeltaPart(0, 0, 4, "raw", 16), DeltaPart(1, 3, 12, "sparse", 5))
     assert decode_delta(encode(value), LAYOUT, value.digest) == value
     assert changed_tensors([value], LAYOUT) == {"a.weight", "b.weight"}
 
@@ -158,13 +158,13 @@ def test_a_huge_manifest_is_refused_before_it_is_read():
 @pytest.mark.parametrize(
     "parts",
     [
-        [Part(3, 0, 1, "raw", 4)],
-        [Part(0, 0, 5, "raw", 20)],
-        [Part(0, 4, 1, "raw", 4)],
-        [Part(0, 1 << 40, 1, "raw", 4)],
-        [Part(2, 0, 1, "raw", 1)],
-        [Part(0, 0, 3, "raw", 12), Part(0, 2, 2, "raw", 8)],
-        [Part(1, 0, 1, "raw", 2), Part(0, 0, 1, "raw", 4)],
+        [DeltaPart(3, 0, 1, "raw", 4)],
+        [DeltaPart(0, 0, 5, "raw", 20)],
+        [DeltaPart(0, 4, 1, "raw", 4)],
+        [DeltaPart(0, 1 << 40, 1, "raw", 4)],
+        [DeltaPart(2, 0, 1, "raw", 1)],
+        [DeltaPart(0, 0, 3, "raw", 12), DeltaPart(0, 2, 2, "raw", 8)],
+        [DeltaPart(1, 0, 1, "raw", 2), DeltaPart(0, 0, 1, "raw", 4)],
     ],
 )
 def test_parts_that_overlap_or_leave_their_tensor_are_refused(parts):
@@ -188,7 +188,7 @@ def test_parts_that_overlap_or_leave_their_tensor_are_refused(parts):
 )
 def test_a_delta_that_cannot_be_true_is_refused(path, new):
     with pytest.raises(BadManifest):
-        decode_delta(edited(delta(Part(0, 0, 4, "raw", 16)), *path, new), LAYOUT)
+        decode_delta(edited(delta(DeltaPart(0, 0, 4, "raw", 16)), *path, new), LAYOUT)
 
 
 def test_a_fingerprint_is_of_names_dtypes_shapes_ties_and_architecture():
@@ -235,7 +235,7 @@ def places(tree, path=()):
 
 @given(st.data())
 def test_whatever_stands_at_any_place_a_manifest_is_refused_or_holds_together(data):
-    value, is_delta = data.draw(st.sampled_from([(manifest(), False), (delta(Part(0, 0, 4, "raw", 16)), True)]))
+    value, is_delta = data.draw(st.sampled_from([(manifest(), False), (delta(DeltaPart(0, 0, 4, "raw", 16)), True)]))
     path = data.draw(st.sampled_from([path for path in places(json.loads(encode(value))) if path]))
     changed = edited(value, *path, data.draw(any_json()))
     try:

@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.weights import protocol
-from polyrl.weights.protocol import HEADER, Code, Frame, Incoming, Kind, NotAllowed, ProtocolError
+from polyrl.weights.protocol import HEADER, Code, FrameKind, Incoming, NotAllowed, ProtocolError, WeightFrame
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 OURS, THEIRS, NODE = b"c" * 32, b"s" * 32, b"n" * 16
 NAME = "ab" * 32
 DIALOGUE = [
-    protocol.frame(Kind.CATALOG),
-    protocol.ask(Kind.MANIFEST, NAME),
+    protocol.frame(FrameKind.CATALOG),
+    protocol.ask(FrameKind.MANIFEST, NAME),
     protocol.have(NAME, 7, 1.5),
     protocol.get(NAME, 3, 2),
-    protocol.ask(Kind.PASS, NAME),
+    protocol.ask(FrameKind.PASS, NAME),
 ]
 
 
-def frames_of(incoming: Incoming) -> list[Frame]:
+def frames_of(incoming: Incoming) -> list[WeightFrame]:
     found = []
     while (frame := incoming.take()) is not None:
         found.append(frame)
@@ -64,14 +64,14 @@ def test_a_catalog_or_a_refusal_of_garbage_is_a_protocol_error(data):
 
 def test_a_frame_that_is_too_long_is_refused_by_its_header_alone():
     incoming = Incoming(protocol.REQUESTS)
-    incoming.feed(HEADER.pack(Kind.GET, 1 << 31))
+    incoming.feed(HEADER.pack(FrameKind.GET, 1 << 31))
     with pytest.raises(ProtocolError, match="GET of 2147483648 bytes"):
         incoming.take()
 
 
 def test_requests_before_the_proof_are_not_listened_to():
     incoming = Incoming(protocol.BEFORE_HELLO)
-    incoming.feed(protocol.frame(Kind.CATALOG))
+    incoming.feed(protocol.frame(FrameKind.CATALOG))
     with pytest.raises(ProtocolError):
         incoming.take()
 

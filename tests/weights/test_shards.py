@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from polyrl.weights.manifest import Spec, lay_out
-from polyrl.weights.shards import BadShard, Vocabulary, Whole, plan
+from polyrl.weights.shards import BadShard, VocabularyRows, WholeTensor, plan
 
 HIDDEN, VOCAB, PADDED = 32, 151, 192
 TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -34,23 +34,25 @@ def test_a_vocabulary_is_padded_and_its_rows_dealt_out_in_order(name, num_ranks)
     table = tensor(TABLE)
     padded = np.concatenate([table, np.zeros((PADDED - VOCAB, HIDDEN), table.dtype)])
     for rank, expected in enumerate(np.split(padded, num_ranks)):
-        np.testing.assert_array_equal(shard(Vocabulary(name), rank, num_ranks), expected)
+        np.testing.assert_array_equal(shard(VocabularyRows(name), rank, num_ranks), expected)
 
 
 @TP
 def test_what_is_not_split_is_whole_at_every_rank(num_ranks):
     for rank in range(num_ranks):
-        np.testing.assert_array_equal(shard(Whole(NORM), rank, num_ranks), tensor(NORM))
+        np.testing.assert_array_equal(shard(WholeTensor(NORM), rank, num_ranks), tensor(NORM))
 
 
 def test_the_last_ranks_of_a_padded_vocabulary_get_zeros():
-    rule = Vocabulary(TABLE, 1024)
+    rule = VocabularyRows(TABLE, 1024)
     assert not shard(rule, 7, 8).any()
     assert shard(rule, 0, 8).shape == (128, HIDDEN)
     np.testing.assert_array_equal(shard(rule, 1, 8)[:23], tensor(TABLE)[128:])
 
 
-@pytest.mark.parametrize(("rule", "rank"), [(Whole("nothing.weight"), 0), (Whole(NORM), 2), (Vocabulary(TABLE), -1)])
+@pytest.mark.parametrize(
+    ("rule", "rank"), [(WholeTensor("nothing.weight"), 0), (WholeTensor(NORM), 2), (VocabularyRows(TABLE), -1)]
+)
 def test_a_slice_that_cannot_be_is_refused_in_a_line(rule, rank):
     with pytest.raises(BadShard) as caught:
         plan(rule, LAYOUT, rank, 2)

@@ -8,7 +8,7 @@ import pytest
 
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import table_of
-from polyrl.weights.protocol import Code, Refused
+from polyrl.weights.protocol import Code, SourceRefused
 from polyrl.weights.store import Blob, Store
 
 DATA = bytes(range(250))
@@ -32,7 +32,7 @@ def bits(data: bytes) -> list[int]:
 def test_a_chunk_is_read_only_after_it_was_marked():
     store, one = Store(), blob(complete=False)
     store.add(one)
-    with pytest.raises(Refused) as no, store.lease(NAME, 2, 1, never):
+    with pytest.raises(SourceRefused) as no, store.lease(NAME, 2, 1, never):
         pass
     assert no.value.code is Code.NOT_YET
     store.mark(one, 2)
@@ -45,7 +45,7 @@ def test_a_chunk_is_read_only_after_it_was_marked():
 def test_chunks_that_do_not_exist_are_refused(first, count):
     store = Store()
     store.add(blob(complete=True))
-    with pytest.raises(Refused) as no, store.lease(NAME, first, count, never):
+    with pytest.raises(SourceRefused) as no, store.lease(NAME, first, count, never):
         pass
     assert no.value.code is Code.NONSENSE
 
@@ -81,7 +81,7 @@ def test_a_blob_that_is_given_up_is_gone_for_everybody_at_once():
     assert store.give_up(NAME, 0.0) is not None
     assert store.give_up(NAME, 0.0) is None
     for ask in (lambda: store.have(NAME, 0, 5.0), lambda: store.manifest_of(NAME)):
-        with pytest.raises(Refused) as no:
+        with pytest.raises(SourceRefused) as no:
             ask()
         assert no.value.code is Code.GONE
 

@@ -14,10 +14,10 @@ from tests.weights.stage import KEY, SETTINGS, Faults, blob_of, layout_of, publi
 from polyrl.errors import UserError
 from polyrl.weights import channel, fetch, protocol, sender
 from polyrl.weights.buffers import Buffer
-from polyrl.weights.channel import Watch
+from polyrl.weights.channel import DeadlineWatch
 from polyrl.weights.chunks import table_of
 from polyrl.weights.manifest import DeltaManifest, encode
-from polyrl.weights.receiver import Dialer
+from polyrl.weights.receiver import SourceDialer
 from polyrl.weights.settings import TransferError
 from polyrl.weights.store import Blob, Store
 from polyrl.wire.credentials import weights_key_of
@@ -234,7 +234,7 @@ def test_a_slow_source_that_breaks_in_its_first_chunk_is_dialled_again(monkeypat
         assert wire.faults.num_faults == 1
 
 
-class Blind(Watch):
+class Blind(DeadlineWatch):
     """Never looks at what its channels moved, as one whose next look comes too late."""
 
     def _look(self) -> None:
@@ -262,12 +262,14 @@ def test_a_source_that_is_paused_is_not_dialled_when_the_fetch_ends(complete):
     data, stop = bytes(8192), threading.Event()
     blob = Blob("ab" * 32, "full", 1, b"", table_of(data, 4096), Buffer(len(data)), complete=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        source = fetch.Source(f"127.0.0.1:{listener.getsockname()[1]}", b"", origin=True, complete=complete)
+        source = fetch.ChunkSource(f"127.0.0.1:{listener.getsockname()[1]}", b"", origin=True, complete=complete)
         source.dial_at = time.monotonic() + 60
-        watch = Watch("watch")
+        watch = DeadlineWatch("watch")
         threading.Timer(0.2, stop.set).start()
         with pytest.raises(TransferError, match="broken off"):
-            fetch.Fetch(blob, Store(), [source], Dialer(SETTINGS, KEY, None, watch), stop).run(time.monotonic() + 10)
+            fetch.Fetch(blob, Store(), [source], SourceDialer(SETTINGS, KEY, None, watch), stop).run(
+                time.monotonic() + 10
+            )
         watch.close()
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):

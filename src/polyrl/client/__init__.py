@@ -17,7 +17,7 @@ It survives breaks and restarts of the manager: what was missed is sent again.
 Left out: training, serving weights (a version is a number here, with a digest and addresses), and the local worker.
 """
 
-from polyrl.client.fleet import Fleet, Group, Prompt, PromptOf, Reward, RewardOf, RoundOver, Sample, connect
+from polyrl.client.fleet import Fleet, Group, Prompt, PromptOf, RewardOf, RewardResult, RoundOver, Sample, connect
 from polyrl.wire.frames import Origin, Sampling
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "Origin",
     "Prompt",
     "PromptOf",
-    "Reward",
     "RewardOf",
+    "RewardResult",
     "RoundOver",
     "Sample",
     "Sampling",

@@ -71,7 +71,7 @@ class Group(NamedTuple):
     origin: Origin
 
 
-class Reward(NamedTuple):
+class RewardResult(NamedTuple):
     """What a reward function may return, if a number alone is not enough."""
 
     value: float
@@ -91,7 +91,7 @@ PromptOf = Callable[[int, int, int], Prompt]
 Called in a thread, one prompt after the other, so it may be slow. Workers wait for it: one whose samples have all
 waited for `fleet_rules.stall_timeout_s` and half as long again is given up.
 """
-RewardOf = Callable[[Sample], Awaitable[float | Reward]]
+RewardOf = Callable[[Sample], Awaitable[float | RewardResult]]
 """One that raises or returns no finite number has failed: tried again, then the sample is dropped. One that takes too
 long, or raises NoReward, is not tried again.
 
@@ -422,12 +422,12 @@ class Fleet:
     async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
         sample = _sample(one.text, one.origin)
         outcome: frames.Outcome = "scored"
-        result = Reward(0.0)
+        result = RewardResult(0.0)
         limit = asyncio.timeout(one.timeout_s)
         try:
             async with limit:
                 given = 0.0 if self._fault(sample) else await reward_of(sample)  # no tokenizer knows ids that are none
-            result = given if isinstance(given, Reward) else Reward(float(given))
+            result = given if isinstance(given, RewardResult) else RewardResult(float(given))
             if not math.isfinite(result.value):
                 raise ValueError(f"a reward of {result.value}")
         except (PolyrlError, TimeoutError) as error:
@@ -438,7 +438,7 @@ class Fleet:
             log.exception("the reward of sample %s failed", sample.name)
             outcome = "infrastructure_failed"
         if outcome != "scored":
-            result = Reward(0.0)
+            result = RewardResult(0.0)
         await self._state(
             lambda seq: frames.Scored(
                 seq,
@@ -487,21 +487,21 @@ class _Round:
         return not voided and self.seen.issuperset(self.closed.delivered)
 
 
-def _ask_for_some(prompt_of: PromptOf, plans: list[frames.GroupPlan]) -> tuple[frames.PromptText, ...]:
+def _ask_for_some(prompt_of: PromptOf, plans: list[frames.GroupPlan]) -> tuple[frames.PromptPayload, ...]:
     """The first prompts of these, at least one: as many as fit into a frame, or are there in a moment."""
-    prompts: list[frames.PromptText] = []
+    prompts: list[frames.PromptPayload] = []
     num_bytes, until = 0, time.monotonic() + _ASK_FOR_S
     for plan in plans:
         prompt = prompt_of(plan.domain, plan.prompt, plan.epoch)
         packed = columns.pack_tokens(prompt.tokens)
-        prompts.append(frames.PromptText(plan.group, packed, prompt.sampling))
+        prompts.append(frames.PromptPayload(plan.group, packed, prompt.sampling))
         num_bytes += len(packed)
         if num_bytes >= PIECE_BYTES or time.monotonic() > until:
             break
     return tuple(prompts)
 
 
-def _sample(text: frames.SampleText, origin: Origin) -> Sample:
+def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
     return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts)

@@ -18,7 +18,7 @@ from polyrl.config.recipe import ARITHMETIC, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
 from polyrl.data.prompts import Task, read_tasks, to_task
 from polyrl.data.rows import DataError, Row
-from polyrl.data.tokens import ModelTokenizer, Tokens
+from polyrl.data.tokens import ModelTokenizer, TokenIds
 
 log = logging.getLogger("polyrl.data")
 
@@ -37,7 +37,7 @@ class Source(Protocol):
         """As the model sees it."""
         ...
 
-    def tokens(self, prompt: int) -> Tokens: ...
+    def tokens(self, prompt: int) -> TokenIds: ...
 
     def digest(self) -> str:
         """Of all prompts, in their order; empty where the recipe says what they are."""
@@ -58,7 +58,7 @@ class FileSource:
         is what the chat template is given beside messages."""
         self._tokenizer, self._chat = tokenizer, {} if chat is None else chat
         self._tasks: list[Task] = []
-        self._tokens: list[Tokens] = []
+        self._tokens: list[TokenIds] = []
         num_rows = 0
         remaining = iter(tasks)
         while batch := list(islice(remaining, _next_batch(len(self._tasks), enough))):
@@ -84,7 +84,7 @@ class FileSource:
     def written(self, prompt: int) -> str:
         return self._tokenizer.written(self._tasks[prompt].prompt, self._chat)
 
-    def tokens(self, prompt: int) -> Tokens:
+    def tokens(self, prompt: int) -> TokenIds:
         return self._tokens[prompt]
 
     def digest(self) -> str:
@@ -123,13 +123,13 @@ class ArithmeticSource:
     def written(self, prompt: int) -> str:
         return self._tokenizer.written(self.task(prompt).prompt, self._domain.chat_template_kwargs)
 
-    def tokens(self, prompt: int) -> Tokens:
+    def tokens(self, prompt: int) -> TokenIds:
         return self._draw(prompt)[1]
 
     def digest(self) -> str:
         return ""
 
-    def _draw_anew(self, prompt: int) -> tuple[Problem, Tokens]:
+    def _draw_anew(self, prompt: int) -> tuple[Problem, TokenIds]:
         for problem in draw_problems(self._domain.arithmetic, self._seed, self._split, prompt):
             written = self._task(prompt, problem).prompt
             (tokens,) = self._tokenizer.tokens([written], self._domain.chat_template_kwargs)
@@ -151,7 +151,7 @@ def _next_batch(found: int, enough: int | None) -> int:
     return _BATCH_PROMPTS if enough is None else min(_BATCH_PROMPTS, enough - found)
 
 
-def _can_be_used(prompt: Tokens, max_tokens: int | None) -> bool:
+def _can_be_used(prompt: TokenIds, max_tokens: int | None) -> bool:
     return len(prompt) > 0 and (max_tokens is None or len(prompt) <= max_tokens)
 
 

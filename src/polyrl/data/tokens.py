@@ -17,7 +17,7 @@ from polyrl.data.prompts import Messages
 from polyrl.data.rows import DataError
 from polyrl.errors import ConfigError
 
-Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
+TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
 """How the names begin of all files that say what a text's tokens are."""
@@ -48,12 +48,12 @@ class ModelTokenizer:
         except Exception as error:  # a template is a program, and refuses roles in its own words
             raise DataError(f"{self._folder}: its chat template refuses the messages: {_line(error)}") from error
 
-    def tokens(self, prompts: Sequence[str | Messages], chat: Mapping[str, Any] = _NOTHING) -> list[Tokens]:
+    def tokens(self, prompts: Sequence[str | Messages], chat: Mapping[str, Any] = _NOTHING) -> list[TokenIds]:
         """Of many prompts at once, which is faster than of one after the other."""
         texts = [self.written(prompt, chat) for prompt in prompts]
         plain = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
         chats = [place for place, prompt in enumerate(prompts) if not isinstance(prompt, str)]
-        found: dict[int, Tokens] = {}
+        found: dict[int, TokenIds] = {}
         for places, special in ((plain, True), (chats, False)):
             if places:
                 lists = self._tokenizer([texts[place] for place in places], add_special_tokens=special)["input_ids"]
@@ -61,7 +61,7 @@ class ModelTokenizer:
         self._check(found.values())
         return [found[place] for place in range(len(prompts))]
 
-    def _check(self, found: Iterable[Tokens]) -> None:
+    def _check(self, found: Iterable[TokenIds]) -> None:
         """Some tokenizers know tokens that their model lacks; what matters is whether the data has them."""
         largest = max((int(one.max()) for one in found if len(one)), default=0)
         if self._vocabulary is not None and largest >= self._vocabulary:

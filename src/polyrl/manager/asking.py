@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from polyrl.ids import GroupId, SampleId, sample_id
-from polyrl.manager.payload import Text
+from polyrl.manager.payload import SampleTokens
 from polyrl.manager.question import Question
 from polyrl.manager.refusals import Refused
 from polyrl.manager.run import Executor
@@ -18,7 +18,7 @@ from polyrl.manager.settings import MISSED_BEATS, ManagerSettings
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, SchedulerConfig
 from polyrl.wire import columns
-from polyrl.wire.frames import PromptText, Sampling
+from polyrl.wire.frames import PromptPayload, Sampling
 
 
 class Wanted(NamedTuple):
@@ -48,7 +48,7 @@ def ask(executor: Executor, wanted: list[Wanted], wake: Callable[[], None]) -> l
     for one in wanted:
         group = GroupId(executor.scheduler.desk.state.next_group)
         texts = [executor.payload.text(sample_id(group, index)) for index in range(one.num_samples)]
-        executor.payload.prompts[group] = PromptText(group, columns.pack_tokens(one.prompt), one.sampling)
+        executor.payload.prompts[group] = PromptPayload(group, columns.pack_tokens(one.prompt), one.sampling)
         question = Question(group, texts, max_tokens=min(longest, one.max_tokens), seed=one.seed, wake=wake)
         executor.questions[group] = question
         questions.append(question)
@@ -56,7 +56,7 @@ def ask(executor: Executor, wanted: list[Wanted], wake: Callable[[], None]) -> l
     return questions
 
 
-def stop(executor: Executor, sample: SampleId, text: Text) -> None:
+def stop(executor: Executor, sample: SampleId, text: SampleTokens) -> None:
     """Whoever asked has enough of this answer."""
     executor.tell(e.SampleStopped(sample, text.num_tokens))
 

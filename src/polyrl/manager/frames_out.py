@@ -91,20 +91,20 @@ def _forget_tokens(executor: Executor, command: c.ForgetTokens) -> None:
 
 def _turn(executor: Executor, name: WorkerName, duty: frames.Duty, why: str) -> None:
     if (session := executor.session(name)) is not None:
-        session.say(frames.Turn(duty, why))
+        session.say(frames.ChangeDuty(duty, why))
 
 
-def pull(executor: Executor, session: WorkerSession, version: Version, source: str, held: int) -> frames.Pull:
+def pull(executor: Executor, session: WorkerSession, version: Version, source: str, held: int) -> frames.PullOrder:
     """Where a version is fetched: at the peer that the scheduler chose, if it has said where; or at the trainer."""
     offer = executor.payload.offers.get(version)
     if offer is None:
-        return frames.Pull(version, source, held)
+        return frames.PullOrder(version, source, held)
     peer = executor.workers.get(WorkerName(source))
     seen_at = "" if session.link is None else session.link.seen_at
     addresses = () if peer is None else reachable(peer.weight_addresses, seen_at)
     if not addresses:
-        return frames.Pull(version, "", held, offer.digest, offer.addresses)
-    return frames.Pull(version, source, held, offer.digest, addresses)
+        return frames.PullOrder(version, "", held, offer.digest, offer.addresses)
+    return frames.PullOrder(version, source, held, offer.digest, addresses)
 
 
 def _tell_trainer(executor: Executor, command: c.Command) -> None:

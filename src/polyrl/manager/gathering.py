@@ -7,7 +7,7 @@ worker was heard, when its deadline comes near.
 from collections.abc import Collection, Iterable, Mapping
 
 from polyrl.ids import SampleId, Seconds
-from polyrl.manager.payload import Text
+from polyrl.manager.payload import SampleTokens
 from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import FleetReported
@@ -22,7 +22,7 @@ AT_LAST_S = 5.0
 def gather(
     desk: Desk,
     sessions: Iterable[WorkerSession],
-    texts: Mapping[SampleId, Text],
+    texts: Mapping[SampleId, SampleTokens],
     now: Seconds,
     whole: Collection[int] = (),
 ) -> FleetReported | None:
@@ -66,7 +66,7 @@ def _heard_ago(desk: Desk, worker: Worker, session: WorkerSession, now: Seconds)
     return max(0, round((now - session.heard_at) * 1000 / MS_A_TICK))
 
 
-def _gains(desk: Desk, worker: Worker, texts: Mapping[SampleId, Text]) -> tuple[int, ...]:
+def _gains(desk: Desk, worker: Worker, texts: Mapping[SampleId, SampleTokens]) -> tuple[int, ...]:
     """How many tokens more than was told each of its samples has; empty when none has any."""
     leases = desk.leases
     gains = [

@@ -1,7 +1,7 @@
 """A live run on disk: what the scheduler was told (events), and the tokens, prompts and rewards themselves (payload).
 
     RUN_DIR/journal/events-000001.bin     journal/records.py: replay and stories read these, and these alone
-    RUN_DIR/journal/payload-000001.bin    frames: `B` and workers' Tokens frames as they came, or `N` and a note
+    RUN_DIR/journal/payload-000001.bin    frames: `B` and workers' NewTokens frames as they came, or `N` and a note
 
 Rules kept here:
 - `commit` writes the payload first, then the events, and only then may anything be acknowledged or sent. So whatever a
@@ -35,7 +35,7 @@ from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire.control import AnswerRules, JoinRequest
-from polyrl.wire.frames import PromptText, Tokens
+from polyrl.wire.frames import NewTokens, PromptPayload
 
 _PAYLOAD_FIRST_LINE = b"polyrl-payload 1\n"
 _CHUNK_BYTES = 1 << 20
@@ -81,7 +81,7 @@ class Granted(Note, frozen=True, tag="granted"):
 
 
 class PromptsSupplied(Note, frozen=True, tag="prompts"):
-    prompts: tuple[PromptText, ...]
+    prompts: tuple[PromptPayload, ...]
 
 
 class RewardKept(Note, frozen=True, tag="reward"):
@@ -92,8 +92,8 @@ class RewardKept(Note, frozen=True, tag="reward"):
 
 AnyNote = SessionOpened | RunOpened | VersionOffered | Granted | PromptsSupplied | RewardKept
 _note_decoder = msgspec.msgpack.Decoder(AnyNote)
-_batch_decoder = msgspec.msgpack.Decoder(list[Tokens])
-_tokens_decoder = msgspec.msgpack.Decoder(Tokens)
+_batch_decoder = msgspec.msgpack.Decoder(list[NewTokens])
+_tokens_decoder = msgspec.msgpack.Decoder(NewTokens)
 _ARRAY = struct.Struct(">BI")
 """How msgpack begins an array of up to 2^32 - 1 values."""
 _encode = msgspec.msgpack.Encoder().encode
@@ -107,8 +107,8 @@ class Recovered(NamedTuple):
     now: Seconds
     away_s: Seconds
     num_records: int
-    payload: Iterator[AnyNote | list[Tokens]]
-    """Notes and Tokens frames, in order."""
+    payload: Iterator[AnyNote | list[NewTokens]]
+    """Notes and NewTokens frames, in order."""
 
 
 class RunJournal:
@@ -132,7 +132,7 @@ class RunJournal:
         self._event_parts: list[bytes] = []
         self._payload_parts: list[bytes] = []
         self._tokens: list[bytes] = []
-        """Tokens frames that no note has come after."""
+        """NewTokens frames that no note has come after."""
         self._num_read = 0
         self._synced_at = time.monotonic()
         self._spare = Spare(_SPARE_DESCRIPTORS)
@@ -197,7 +197,7 @@ class RunJournal:
         self._add_payload(b"N" + _encode(note))
 
     def _end_batch(self) -> None:
-        """Tokens frames in a row are one frame, which is one value of msgpack: what is read again is read at once."""
+        """Write NewTokens frames in a row as one frame, one value of msgpack: they are read at once."""
         if self._tokens:
             self._add_payload(b"".join((b"B", _ARRAY.pack(0xDD, len(self._tokens)), *self._tokens)))
             self._tokens = []
@@ -398,14 +398,14 @@ def _replay_last(events: Sequence[Path], note: Callable[[int], None]) -> _Replay
     return _Replayed(scheduler, max(0.0, scheduler.now), num_records, beginning_bytes or path.stat().st_size)
 
 
-def read_payload(run_dir: Path) -> Iterator[AnyNote | list[Tokens]]:
-    """Notes and Tokens frames of a run that may be written meanwhile: what is cut short is not there yet."""
+def read_payload(run_dir: Path) -> Iterator[AnyNote | list[NewTokens]]:
+    """Notes and NewTokens frames of a run that may be written meanwhile: what is cut short is not there yet."""
     for path in segments(run_dir / LIVE_FOLDER, PAYLOAD):
         with contextlib.suppress(CutShort, FileNotFoundError):  # steps that are over take theirs along
             yield from _read_payload_file(path)
 
 
-def _read_payload(paths: Sequence[Path], note: Callable[[int], None]) -> Iterator[AnyNote | list[Tokens]]:
+def _read_payload(paths: Sequence[Path], note: Callable[[int], None]) -> Iterator[AnyNote | list[NewTokens]]:
     for path in paths:
         try:
             yield from _read_payload_file(path, note)
@@ -415,7 +415,7 @@ def _read_payload(paths: Sequence[Path], note: Callable[[int], None]) -> Iterato
             os.truncate(path, cut.offset)
 
 
-def _read_payload_file(path: Path, note: Callable[[int], object] = int) -> Iterator[AnyNote | list[Tokens]]:
+def _read_payload_file(path: Path, note: Callable[[int], object] = int) -> Iterator[AnyNote | list[NewTokens]]:
     with path.open("rb") as file:
         source = FrameSource(iter(lambda: file.read(_CHUNK_BYTES), b""), str(path))
         first = source.peek(len(_PAYLOAD_FIRST_LINE))
@@ -432,7 +432,7 @@ def _read_payload_file(path: Path, note: Callable[[int], object] = int) -> Itera
             yield item
 
 
-def _decode(data: bytes, source: FrameSource) -> AnyNote | list[Tokens]:
+def _decode(data: bytes, source: FrameSource) -> AnyNote | list[NewTokens]:
     kind, rest = data[:1], memoryview(data)[1:]
     try:
         if kind == b"B":

@@ -14,13 +14,13 @@ from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.journal import VersionOffered
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES
-from polyrl.wire.frames import Ended, PromptText, SampleText, Segment, Tokens
+from polyrl.wire.frames import Ended, NewTokens, PromptPayload, SamplePayload, Segment
 
 _OFFERS_KEPT = 64
 """Versions whose digests are known: more than any staleness that is worth training on."""
 
 
-class Text:
+class SampleTokens:
     __slots__ = ("_cells", "engine", "finish", "parts", "reward", "row", "segments", "stride", "version", "worker")
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class Text:
 
 class Payload:
     def __init__(self) -> None:
-        self.prompts: dict[GroupId, PromptText] = {}
-        self.texts: dict[SampleId, Text] = {}
+        self.prompts: dict[GroupId, PromptPayload] = {}
+        self.texts: dict[SampleId, SampleTokens] = {}
         self.offers: dict[int, VersionOffered] = {}
         """The newest versions that came with weights."""
         self._replaced: dict[int, set[str]] = {}
@@ -112,11 +112,11 @@ class Payload:
         """A group belongs to a round: what is kept of it goes with the step."""
         self._groups.setdefault(step, set()).add(group)
 
-    def text(self, sample: SampleId) -> Text:
+    def text(self, sample: SampleId) -> SampleTokens:
         """A sample's text, made at its first lease."""
         text = self.texts.get(sample)
         if text is None:
-            text = self.texts[sample] = Text()
+            text = self.texts[sample] = SampleTokens()
             self._samples.setdefault(group_of(sample), []).append(sample)
         return text
 
@@ -129,7 +129,7 @@ class Payload:
         for group in self._groups.pop(step, ()):
             self.drop_group(group)
 
-    def sample_text(self, sample: SampleId) -> SampleText:
+    def sample_text(self, sample: SampleId) -> SamplePayload:
         """An answer that has ended, as the trainer is sent it. The cells are the text's own: they grow no more."""
         text = self.text(sample)
         cells: Any = text.cells  # written like bytes; a copy would be all answers of a round in memory twice
@@ -138,14 +138,14 @@ class Payload:
             segments = [
                 one if one.digest else structs.replace(one, digest=self.digest_of(one.version)) for one in segments
             ]
-        return SampleText(sample, cells, tuple(segments), text.finish, text.reward, text.parts)
+        return SamplePayload(sample, cells, tuple(segments), text.finish, text.reward, text.parts)
 
     @property
     def num_bytes(self) -> int:
         return sum(len(text.cells) for text in self.texts.values())
 
 
-def append_cells(text: Text, offset: int, version: int, cells: bytes) -> int:
+def append_cells(text: SampleTokens, offset: int, version: int, cells: bytes) -> int:
     """Add what is new of a frame's cells. Returns how many tokens that was; -1 if some before them are missing."""
     buffer = text.cells
     skip = len(buffer) - offset * CELL_BYTES
@@ -159,11 +159,13 @@ def append_cells(text: Text, offset: int, version: int, cells: bytes) -> int:
     return (len(cells) - skip) // CELL_BYTES
 
 
-def without_rows(frame: Tokens, column: columns.Columns, idle: Container[int], ended: tuple[Ended, ...]) -> Tokens:
+def without_rows(
+    frame: NewTokens, column: columns.Columns, idle: Container[int], ended: tuple[Ended, ...]
+) -> NewTokens:
     """A frame less the rows whose cells start there, with these ends."""
     starts = (0, *column.ends)
     rows = [row for row in range(len(column.leases)) if starts[row] not in idle]
-    return Tokens(
+    return NewTokens(
         frame.seq,
         columns.pack_column("<u8", [column.leases[row] for row in rows]),
         columns.pack_column("<u4", [column.offsets[row] for row in rows]),

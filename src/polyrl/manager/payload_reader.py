@@ -25,10 +25,10 @@ from polyrl.manager.journal import (
     SessionOpened,
     VersionOffered,
 )
-from polyrl.manager.payload import Payload, Text, append_cells
+from polyrl.manager.payload import Payload, SampleTokens, append_cells
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire.columns import CELL_BYTES
-from polyrl.wire.frames import Ended, Tokens
+from polyrl.wire.frames import Ended, NewTokens
 
 _ROWS_A_LANE = 64
 _MIN_ROWS = 1 << 16
@@ -47,7 +47,7 @@ class _Lane:
 
     __slots__ = ("by", "closed_at", "from_token", "lease", "opened_at", "sample", "text")
 
-    def __init__(self, lease: int, sample: SampleId, text: Text, from_token: int, by: tuple[str, str]) -> None:
+    def __init__(self, lease: int, sample: SampleId, text: SampleTokens, from_token: int, by: tuple[str, str]) -> None:
         self.lease, self.sample, self.text = lease, sample, text
         self.from_token, self.by = from_token, by
         """Where it begins, until its text knows, and who has it."""
@@ -131,7 +131,7 @@ class PayloadReader:
             lane.closed_at = self._num_rows
             self._touched[lane.lease] = lane
 
-    def tokens(self, frames: Sequence[Tokens]) -> None:
+    def tokens(self, frames: Sequence[NewTokens]) -> None:
         num_rows = self._num_rows
         for frame in frames:
             num_rows += len(frame.leases) // 8

@@ -10,13 +10,13 @@ and what the scheduler is told of it, is in asking.py.
 from collections.abc import Callable, Sequence
 
 from polyrl.ids import GroupId
-from polyrl.manager.payload import Text
+from polyrl.manager.payload import SampleTokens
 from polyrl.scheduling.core.commands import CloseAsked
 
 
 class Question:
     def __init__(
-        self, group: GroupId, texts: Sequence[Text], *, max_tokens: int, seed: int, wake: Callable[[], None]
+        self, group: GroupId, texts: Sequence[SampleTokens], *, max_tokens: int, seed: int, wake: Callable[[], None]
     ) -> None:
         self.group = group
         self.texts = texts

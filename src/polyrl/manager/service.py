@@ -27,7 +27,7 @@ from polyrl.manager.recovery import recover
 from polyrl.manager.refusals import RequestError
 from polyrl.manager.run import Executor
 from polyrl.manager.settings import ManagerSettings
-from polyrl.wire.credentials import Tokens, ensure_tokens
+from polyrl.wire.credentials import AccessTokens, ensure_tokens
 
 log = logging.getLogger("polyrl.manager")
 
@@ -64,7 +64,7 @@ class Service:
         self.settings = settings
         self.started_at = time.monotonic()
         self._lock = _lock(run_dir)
-        self.tokens: Tokens = ensure_tokens(run_dir)
+        self.tokens: AccessTokens = ensure_tokens(run_dir)
         self._journal = RunJournal(run_dir, settings.journal)
         about = {"driver": "manager", "polyrl": __version__, "host": socket.gethostname()}
         self.executor = Executor(self._journal, settings, about, carry_out)

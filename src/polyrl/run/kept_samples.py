@@ -20,7 +20,7 @@ from polyrl.manager.journal import RewardKept, read_payload
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.scheduling.core import commands as c
-from polyrl.trainer.batch import TrainSample, Turn
+from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.state import entries
 from polyrl.wire import columns
 
@@ -39,7 +39,7 @@ class KeptSample(NamedTuple):
     """None: it is not scored yet."""
     parts: dict[str, float]
     finish: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TrainSegment, ...]
 
 
 class Kept:
@@ -115,7 +115,7 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
     prompt = payload.prompts.get(group_of(sample))
     ends = [one.from_token for one in text.segments[1:]] + [text.num_tokens]
     turns = tuple(
-        Turn(one.version, end - one.from_token, one.engine, one.worker)
+        TrainSegment(one.version, end - one.from_token, one.engine, one.worker)
         for one, end in zip(text.segments, ends, strict=True)
     )
     return KeptSample(

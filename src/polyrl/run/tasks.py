@@ -11,7 +11,7 @@ from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
 from polyrl.data.sources import Source, open_training, open_validation
-from polyrl.data.tokens import ModelTokenizer, Tokens
+from polyrl.data.tokens import ModelTokenizer, TokenIds
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
 from polyrl.rewards.line import Surroundings
@@ -36,7 +36,7 @@ class Tasks(Protocol):
     @property
     def names(self) -> list[str]: ...
 
-    def tokens(self, domain: int, prompt: int) -> Tokens: ...
+    def tokens(self, domain: int, prompt: int) -> TokenIds: ...
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class Tasks(Protocol):
         """Of the sets of prompts for validation."""
         ...
 
-    def validation_tokens(self, name: str) -> list[Tokens]: ...
+    def validation_tokens(self, name: str) -> list[TokenIds]: ...
 
     async def score_validation(self, name: str, prompt: int, answer: list[int], finish: str) -> float:
         """Raises as `score`."""
@@ -115,14 +115,14 @@ class RecipeTasks:
     def digests(self) -> tuple[str, ...]:
         return tuple(domain.training.digest() for domain in self._domains)
 
-    def tokens(self, domain: int, prompt: int) -> Tokens:
+    def tokens(self, domain: int, prompt: int) -> TokenIds:
         return self._domains[domain].training.tokens(prompt)
 
     @property
     def validation_names(self) -> list[str]:
         return [name for domain in self._domains for name in domain.validation]
 
-    def validation_tokens(self, name: str) -> list[Tokens]:
+    def validation_tokens(self, name: str) -> list[TokenIds]:
         source = self._domains[self._domain_of(name)].validation[name]
         return [source.tokens(prompt) for prompt in range(source.num_prompts)]
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from rich.text import Text
 
-from polyrl.client import Fleet, Prompt, Reward, Sample, connect
+from polyrl.client import Fleet, Prompt, RewardResult, Sample, connect
 from polyrl.config.recipe import Recipe
 from polyrl.engines.builtin.models import Loaded
 from polyrl.errors import PolyrlError, UserError
@@ -308,11 +308,11 @@ async def _connect(
     def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
         return Prompt(tasks.tokens(domain, prompt).tolist(), sampling)
 
-    async def reward_of(sample: Sample) -> Reward:
+    async def reward_of(sample: Sample) -> RewardResult:
         origin = sample.origin
         answer = sample.tokens.tolist()
         score, parts = await tasks.score(origin.domain, origin.prompt, answer, sample.finish)
-        return Reward(score, parts=parts)
+        return RewardResult(score, parts=parts)
 
     token = read_token_file(run_dir / "admin.token")
     async with connect(

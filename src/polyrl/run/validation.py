@@ -15,7 +15,7 @@ from polyrl.run.reporting import Reporter
 from polyrl.run.settings import sampling_of
 from polyrl.run.tasks import Tasks
 from polyrl.trainer.devices import Devices
-from polyrl.trainer.local_engine import LocalEngine, Question
+from polyrl.trainer.local_engine import LocalEngine, LocalPrompt
 from polyrl.trainer.state.saving import Saver
 from polyrl.trainer.validation import report
 
@@ -69,7 +69,7 @@ async def _attempt(recipe: Recipe, engine: LocalEngine, tasks: Tasks, name: str)
     sampling = structs.replace(sampling_of(recipe), temperature=temperature, imposed=None)
     num = wanted.samples_per_prompt
     questions = [
-        Question(prompt.tolist(), rollout.max_new_tokens, number * num + attempt, sampling)
+        LocalPrompt(prompt.tolist(), rollout.max_new_tokens, number * num + attempt, sampling)
         for number, prompt in enumerate(prompts)
         for attempt in range(num)
     ]

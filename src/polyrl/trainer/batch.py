@@ -11,13 +11,13 @@ import numpy as np
 
 from polyrl.config.recipe import AlgorithmConfig
 
-Tokens = np.ndarray[Any, np.dtype[np.int32]]
+TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 Logprobs = np.ndarray[Any, np.dtype[np.float32]]
 
 _SAME_REWARD = 1e-8
 
 
-class Turn(NamedTuple):
+class TrainSegment(NamedTuple):
     """So many tokens of an answer, by one worker with one version."""
 
     version: int
@@ -28,8 +28,8 @@ class Turn(NamedTuple):
 
 
 class TrainSample(NamedTuple):
-    prompt: Tokens
-    answer: Tokens
+    prompt: TokenIds
+    answer: TokenIds
     """At least one token; the one that ended it is its last."""
     logprobs: Logprobs
     """Of the answer's tokens, from the engine that drew them: the behaviour policy."""
@@ -37,7 +37,7 @@ class TrainSample(NamedTuple):
     group: int = 0
     finish: str = "stop"
     """stop, or length: cut off at the cap."""
-    written_by: tuple[Turn, ...] = ()
+    written_by: tuple[TrainSegment, ...] = ()
     """The turns at it, in order."""
     old_logprobs: Logprobs | None = None
     """Of the weights at the step's start, where they were computed beforehand; the ratio's denominator."""
@@ -49,7 +49,7 @@ class TrainSample(NamedTuple):
         return len(self.prompt) + len(self.answer)
 
 
-Group = Sequence[TrainSample]
+TrainGroup = Sequence[TrainSample]
 """Samples of one prompt. Advantages compare them with each other: a group is never divided between two calls."""
 
 
@@ -83,7 +83,7 @@ _ARRAY = 1
 _KIND_BYTES = 3
 
 
-def encode_groups(groups: Sequence[Group]) -> bytes:
+def encode_groups(groups: Sequence[TrainGroup]) -> bytes:
     return msgspec.msgpack.encode([[tuple(sample) for sample in group] for group in groups], enc_hook=_array_to_bytes)
 
 
@@ -94,7 +94,7 @@ def decode_groups(data: bytes) -> list[list[TrainSample]]:
 
 def _sample(*fields: Any) -> TrainSample:
     sample = TrainSample(*fields)
-    return sample._replace(written_by=tuple(Turn(*one) for one in sample.written_by))
+    return sample._replace(written_by=tuple(TrainSegment(*one) for one in sample.written_by))
 
 
 def _array_to_bytes(value: Any) -> msgspec.msgpack.Ext:

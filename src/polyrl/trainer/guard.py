@@ -29,7 +29,7 @@ _BEYOND = 1e9
 """Nats of a token that is no number: beyond any bound, and finite, so that it adds up with others'."""
 
 
-class Guard:
+class MismatchGuard:
     """Of one step. `bound` is in nats a token; 0: nobody is looked at."""
 
     def __init__(self, bound: float, step: int, few_tokens: int = FEW_TOKENS) -> None:

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from polyrl.errors import UserError
 from polyrl.trainer import sharding
-from polyrl.trainer.batch import Group, decode_groups, encode_groups
+from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy
 from polyrl.trainer.optimizer import Optimizer
@@ -81,11 +81,11 @@ class GatherState(Struct, frozen=True, tag=True):
     pass
 
 
-class Stop(Struct, frozen=True, tag=True):
+class StopRanks(Struct, frozen=True, tag=True):
     pass
 
 
-Command = Begin | Add | Finish | GatherWeights | GatherState | Stop
+RankCommand = Begin | Add | Finish | GatherWeights | GatherState | StopRanks
 
 
 class Leader:
@@ -104,7 +104,7 @@ class Leader:
         with self._all(Begin(step, num_steps)):
             self._crew.steps.begin(step, num_steps)
 
-    def add(self, groups: Sequence[Group]) -> Added:
+    def add(self, groups: Sequence[TrainGroup]) -> Added:
         with self._all(Add(encode_groups(groups))):
             return self._crew.steps.add(groups)
 
@@ -133,13 +133,13 @@ class Leader:
     def stop(self) -> None:
         """Whoever is gone already need not be told."""
         try:
-            with self._all(Stop()):
+            with self._all(StopRanks()):
                 pass
         except (UserError, RuntimeError):
             pass
 
     @contextmanager
-    def _all(self, command: Command) -> Iterator[None]:
+    def _all(self, command: RankCommand) -> Iterator[None]:
         try:
             self._ranks.broadcast(msgspec.msgpack.encode(command))
             yield
@@ -153,7 +153,7 @@ class Leader:
 def follow(ranks: Ranks, learner: Learner) -> None:
     """Do as rank zero does. Raises RuntimeError when it is gone."""
     while True:
-        match msgspec.msgpack.decode(ranks.broadcast(), type=Command):
+        match msgspec.msgpack.decode(ranks.broadcast(), type=RankCommand):
             case Begin(step, num_steps):
                 learner.steps.begin(step, num_steps)
             case Add(groups):
@@ -166,7 +166,7 @@ def follow(ranks: Ranks, learner: Learner) -> None:
             case GatherState():
                 for _ in sharding.gather(learner.state()):
                     pass
-            case Stop():
+            case StopRanks():
                 return
 
 

@@ -16,7 +16,7 @@ from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
 
-class Question(NamedTuple):
+class LocalPrompt(NamedTuple):
     """One answer that the trainer wants for itself."""
 
     prompt: list[int]
@@ -25,7 +25,7 @@ class Question(NamedTuple):
     sampling: Sampling
 
 
-class Answer(NamedTuple):
+class LocalAnswer(NamedTuple):
     tokens: list[int]
     finish: str
     """stop or length; otherwise why there is none."""
@@ -109,7 +109,7 @@ class LocalEngine:
 
     # For the trainer
 
-    async def answer(self, questions: Sequence[Question]) -> list[Answer]:
+    async def answer(self, questions: Sequence[LocalPrompt]) -> list[LocalAnswer]:
         """All of them, in order. Nobody else may be using the devices. Raises EngineError if the engine fails."""
         await self.wake()
         loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ class LocalEngine:
             )
         try:
             ends = [await self._end_of(lease) for lease in leases]
-            return [Answer(self._texts[lease], end) for lease, end in zip(leases, ends, strict=True)]
+            return [LocalAnswer(self._texts[lease], end) for lease, end in zip(leases, ends, strict=True)]
         finally:
             for lease in leases:
                 await self._engine.abort(lease)

@@ -28,8 +28,8 @@ from polyrl.client import Fleet, Group, RoundOver, Sample
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.errors import UserError
 from polyrl.scheduling.core.ledger import StepLine
-from polyrl.trainer.batch import Group as TrainedGroup
-from polyrl.trainer.batch import TrainSample, Turn, is_zero_variance, shaped_reward
+from polyrl.trainer.batch import TrainGroup as TrainedGroup
+from polyrl.trainer.batch import TrainSample, TrainSegment, is_zero_variance, shaped_reward
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.step import Steps, StepStats
 
@@ -44,7 +44,7 @@ _PAST_LINE_TIMEOUT_S = 10.0
 
 Prompts = Callable[[int, int], "np.ndarray[tuple[int], np.dtype[np.int32]]"]
 """(domain, prompt) -> its tokens."""
-Rejected = dict[int, list[float]]
+RejectedGroups = dict[int, list[float]]
 """Rewards of groups that teach nothing, by group."""
 
 
@@ -73,7 +73,7 @@ class Safety(Protocol):
 
     async def rejected(self, step: int, group: int, rewards: list[float]) -> None: ...
 
-    async def rejected_before(self, step: int) -> Rejected: ...
+    async def rejected_before(self, step: int) -> RejectedGroups: ...
 
     async def trained(
         self,
@@ -119,7 +119,7 @@ class StepReport(NamedTuple):
         return msgspec.msgpack.decode(data, type=StepReport)
 
 
-class Events(Protocol):
+class LoopListener(Protocol):
     """Who is told how it goes."""
 
     async def step_begins(self, step: int) -> None: ...
@@ -140,7 +140,7 @@ class Loop:
         devices: Devices,
         publisher: Publisher,
         prompts: Prompts,
-        events: Events,
+        events: LoopListener,
         validate: Callable[[int], Awaitable[None]] | None = None,
         safety: Safety | None = None,
     ) -> None:
@@ -256,7 +256,7 @@ class Loop:
                 f"step {step} is trained, and the manager gave no account of it for {_LINE_TIMEOUT_S:.0f} s"
             ) from error
 
-    async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], Rejected]:
+    async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], RejectedGroups]:
         """Train on the round's groups as they come; returns them by micro-batch, and those that were rejected, also by
         a process before this one."""
         waiting: list[Group] = []
@@ -274,7 +274,7 @@ class Loop:
             batches.append(await self._micro_batch(step, waiting))
         return batches, filtered
 
-    async def _teaching(self, step: int, filtered: Rejected) -> AsyncIterator[Group]:
+    async def _teaching(self, step: int, filtered: RejectedGroups) -> AsyncIterator[Group]:
         """The round's groups; those that teach nothing go to `filtered`, and others come in their place. So it is with
         those that a worker wrote for which the last steps left samples out."""
         async for group in self._fleet.round(step):
@@ -384,7 +384,7 @@ def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, devic
 def _report(
     stats: StepStats,
     batches: list[list[list[TrainSample]]],
-    filtered: Rejected,
+    filtered: RejectedGroups,
     rejected: Sequence[TrainedGroup],
     seconds: dict[str, float],
 ) -> StepReport:
@@ -414,10 +414,10 @@ def _means_of_parts(samples: Iterable[TrainSample]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
-def _turns(sample: Sample) -> tuple[Turn, ...]:
+def _turns(sample: Sample) -> tuple[TrainSegment, ...]:
     ends = [segment.from_token for segment in sample.segments[1:]] + [len(sample.tokens)]
     return tuple(
-        Turn(segment.version, end - segment.from_token, segment.engine, segment.worker)
+        TrainSegment(segment.version, end - segment.from_token, segment.engine, segment.worker)
         for segment, end in zip(sample.segments, ends, strict=True)
     )
 

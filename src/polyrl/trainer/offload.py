@@ -35,7 +35,7 @@ class Sum:
     grad: Tensor | None = None
 
 
-class Held(NamedTuple):
+class HeldParameter(NamedTuple):
     """A parameter of the model, its float32 master, and what has its gradient. Of a float32 model all are one."""
 
     parameter: Tensor
@@ -75,7 +75,9 @@ class HostMemory:
 class OffloadedAdamW:
     """Used like torch's own: `param_groups`, `state` by master, `step`."""
 
-    def __init__(self, held: Sequence[Held], groups: list[dict[str, Any]], memory: HostMemory, **rule: Any) -> None:
+    def __init__(
+        self, held: Sequence[HeldParameter], groups: list[dict[str, Any]], memory: HostMemory, **rule: Any
+    ) -> None:
         self.param_groups = groups
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         self._held = {one.master: one for one in held}
@@ -108,13 +110,13 @@ class OffloadedAdamW:
         for one, _ in moving:  # not before: pieces on other streams may still have to read it
             self.state[one.master]["step"].add_(1)
 
-    def _begin(self, one: Held) -> None:
+    def _begin(self, one: HeldParameter) -> None:
         if one.master not in self.state:
             count = torch.zeros((), device=one.parameter.device)
             fresh = {kind: its.zero_() for kind, its in self.new_moments(one.master).items()}
             self.state[one.master] = {"step": count, **fresh}
 
-    def _update(self, one: Held, piece: slice, group: dict[str, Any]) -> None:
+    def _update(self, one: HeldParameter, piece: slice, group: dict[str, Any]) -> None:
         device, state = one.parameter.device, self.state[one.master]
 
         def near(tensor: Tensor) -> Tensor:

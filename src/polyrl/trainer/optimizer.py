@@ -20,7 +20,7 @@ from polyrl.config.recipe import OptimizerConfig
 from polyrl.errors import UserError
 from polyrl.trainer import adam8bit, sharding
 from polyrl.trainer.adam8bit import parts_of
-from polyrl.trainer.offload import Held, HostMemory, OffloadedAdamW, Sum
+from polyrl.trainer.offload import HeldParameter, HostMemory, OffloadedAdamW, Sum
 
 Tensor = torch.Tensor
 
@@ -75,7 +75,7 @@ class Optimizer:
             {"params": [one for one in self._masters.values() if one.dim() <= 1], "weight_decay": 0.0},
         ]
         if memory is not None:
-            held = [Held(one, self._masters[name], self._sums[name]) for name, one in self._parameters.items()]
+            held = [HeldParameter(one, self._masters[name], self._sums[name]) for name, one in self._parameters.items()]
             rule = {"beta1": config.betas[0], "beta2": config.betas[1], "eps": config.eps}
             return OffloadedAdamW(held, groups, memory, **rule)
         rule = {"lr": config.lr, "betas": config.betas, "eps": config.eps}

@@ -38,7 +38,7 @@ class Pack(NamedTuple):
     """Of each sample."""
 
 
-class Part(NamedTuple):
+class RankWork(NamedTuple):
     """What one rank does in a turn."""
 
     pack: Pack
@@ -133,12 +133,12 @@ def make_packs(samples: Sequence[TrainSample], max_tokens: int) -> list[Pack]:
     return [pack(samples, members) for members in plan_packs(num_rows(samples), max_tokens)]
 
 
-def make_parts(samples: Sequence[TrainSample], turns: Turns, rank: int) -> list[Part]:
+def make_parts(samples: Sequence[TrainSample], turns: Turns, rank: int) -> list[RankWork]:
     """One for each turn."""
     rows = num_rows(samples)
-    parts: list[Part] = []
+    parts: list[RankWork] = []
     for turn in turns:
         members = turn[rank]
         spare = [] if members else [min(range(len(rows)), key=rows.__getitem__)]
-        parts.append(Part(pack(samples, members or spare), is_spare=not members))
+        parts.append(RankWork(pack(samples, members or spare), is_spare=not members))
     return parts

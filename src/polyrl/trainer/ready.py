@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer.batch import Group, Logprobs, TrainSample, is_masked, shaped_reward
+from polyrl.trainer.batch import Logprobs, TrainGroup, TrainSample, is_masked, shaped_reward
 from polyrl.trainer.critic import Critic
 from polyrl.trainer.model import Policy, Scorer
 from polyrl.trainer.objectives import gae, kl
@@ -77,7 +77,7 @@ class Preparation:
 
     # One by one
 
-    def prepare(self, groups: Sequence[Group]) -> list[list[Ready]]:
+    def prepare(self, groups: Sequence[TrainGroup]) -> list[list[Ready]]:
         samples = [sample for group in groups for sample in group]
         if self._beforehand and self._config.old_logprobs != "engine":
             samples = self.with_old_logprobs(samples)
@@ -212,7 +212,7 @@ class Preparation:
         gains = checked_advantages(found, len(flat), self._config.advantage, "a step", num_tokens)
         return gains if len(gains) == num_tokens else gains.repeat_interleave(lengths)
 
-    def _rewards(self, one: Ready) -> gae.Floats:
+    def _rewards(self, one: Ready) -> gae.Doubles:
         """Of each token: the answer's is of the last one; KL, where the reward pays for it, of each."""
         rewards = np.zeros(len(one.sample.answer))
         if one.kl is not None:

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 T = TypeVar("T")
 
 
-class Whole(torch.nn.Module):
+class WholeEnds(torch.nn.Module):
     """What runs in here finds embedding, last norm and head whole."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -32,7 +32,7 @@ class Whole(torch.nn.Module):
         return work()
 
 
-def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> Whole:
+def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
     """A decoder of transformers, in place. It may be on the CPU: layers go to the device one by one, as parts."""
     is_trained = any(one.requires_grad for one in model.parameters())
     if is_trained:
@@ -40,7 +40,7 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> Whole:
     precision = MixedPrecisionPolicy()
     if is_trained and dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    whole = Whole(model)
+    whole = WholeEnds(model)
     for module in (*model.model.layers, whole):
         _shard(module, ranks, precision)
     return whole

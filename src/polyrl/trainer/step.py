@@ -37,14 +37,14 @@ from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
 from polyrl.scheduling.rules.order import mix64
 from polyrl.trainer import mismatch
-from polyrl.trainer.batch import Group, TrainSample
+from polyrl.trainer.batch import TrainGroup, TrainSample
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
-from polyrl.trainer.guard import Guard
+from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
 from polyrl.trainer.objectives import aggregation, corrections, kl
 from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
 from polyrl.trainer.optimizer import Optimizer, Update
-from polyrl.trainer.packing import Pack, Part, make_parts, num_rows, plan_turns
+from polyrl.trainer.packing import Pack, RankWork, make_parts, num_rows, plan_turns
 from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.ready import Preparation, Ready
 from polyrl.trainer.tally import Tally
@@ -88,7 +88,7 @@ class Steps(Protocol):
 
     def begin(self, step: int, num_steps: int | None = None) -> None: ...
 
-    def add(self, groups: Sequence[Group]) -> Added: ...
+    def add(self, groups: Sequence[TrainGroup]) -> Added: ...
 
     def finish(self) -> StepStats: ...
 
@@ -146,9 +146,9 @@ class StepAccumulator:
             raise RuntimeError(f"step {self._step} is not over")
         self._forget()
         self._step, self._num_steps = step, num_steps
-        self._guard = Guard(self._config.max_mismatch, step)
+        self._guard = MismatchGuard(self._config.max_mismatch, step)
 
-    def add(self, groups: Sequence[Group]) -> Added:
+    def add(self, groups: Sequence[TrainGroup]) -> Added:
         """Take in whole groups. Raises UserError, and aborts, when memory does not suffice."""
         if self._step is None:
             raise RuntimeError("no step was begun")
@@ -166,7 +166,7 @@ class StepAccumulator:
         self._added = self._added.plus(added)
         return added
 
-    def _knows(self, group: Group) -> bool:
+    def _knows(self, group: TrainGroup) -> bool:
         """Whether its tokens are of the model's vocabulary. The client rejects others; a log of earlier steps may hold
         them, and no step can have been trained on them."""
         vocab = self._policy.loaded.vocab
@@ -284,7 +284,7 @@ class StepAccumulator:
         num_packs = sum(bool(members) for turn in turns for members in turn)
         return Added(num_packs=num_packs, num_tokens=sum(rows), num_trained_tokens=num_tokens)
 
-    def _train_part(self, part: Part, ready: Sequence[Ready]) -> None:
+    def _train_part(self, part: RankWork, ready: Sequence[Ready]) -> None:
         config, pack = self._config, part.pack
         tally = Tally(self._policy.device) if part.is_spare else self._tally
         scores = self._policy.score(pack, self._temperature, entropy_grad=config.entropy_coef > 0)
@@ -322,7 +322,7 @@ class StepAccumulator:
             self._train_critic(self._critic, part, ready, tally, keeps)
 
     def _train_critic(
-        self, critic: Critic, part: Part, ready: Sequence[Ready], tally: Tally, keeps: Tensor | None
+        self, critic: Critic, part: RankWork, ready: Sequence[Ready], tally: Tally, keeps: Tensor | None
     ) -> None:
         values = critic.values(part.pack)
         old = self._send(np.concatenate([one.values for one in ready if one.values is not None]))

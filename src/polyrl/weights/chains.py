@@ -28,17 +28,17 @@ class Delta(NamedTuple):
     num_bytes: int
 
 
-Step: TypeAlias = Full | Delta
+ChainStep: TypeAlias = Full | Delta
 
 
 class Chain(NamedTuple):
     """Steps in the order in which they are taken; none when the target is held already."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
     num_bytes: int
 
 
-def cheapest(held: Iterable[str], target: str, offers: Iterable[Step]) -> Chain | None:
+def cheapest(held: Iterable[str], target: str, offers: Iterable[ChainStep]) -> Chain | None:
     """How to get to `target` from any version that is held, or from nothing. None: what is offered leads nowhere."""
     from_nothing: list[Full] = []
     leaving: dict[str, list[Delta]] = {}
@@ -66,5 +66,5 @@ def cheapest(held: Iterable[str], target: str, offers: Iterable[Step]) -> Chain 
     return None
 
 
-_Reached: TypeAlias = tuple[tuple[int, int, str, tuple[str, ...]], tuple[Step, ...]]
+_Reached: TypeAlias = tuple[tuple[int, int, str, tuple[str, ...]], tuple[ChainStep, ...]]
 """A version that can be had: bytes, steps, its digest and the names on the way, which decide; and the way."""

@@ -1,8 +1,8 @@
 """One connection, plain or TLS, on which every wait has a deadline: whoever is late is cut.
 
-Sockets block, and a `Watch` shuts down those whose deadline has passed: that wakes a thread wherever it hangs, also in
-the middle of `sendfile`. The kernel counts what moved meanwhile, so that a thread may hand it a whole chunk: a peer
-that gave or took `PROGRESS_BYTES` since the last look goes on; one that trickles does not.
+Sockets block, and a `DeadlineWatch` shuts down those whose deadline has passed: that wakes a thread wherever it hangs,
+also in the middle of `sendfile`. The kernel counts what moved meanwhile, so that a thread may hand it a whole chunk: a
+peer that gave or took `PROGRESS_BYTES` since the last look goes on; one that trickles does not.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ class Channel:
             raise Cut(self._why or f"{doing}: {error.strerror or error}") from error
 
 
-class Watch:
+class DeadlineWatch:
     """Cuts the channels whose deadline has passed. One thread looks after all of them."""
 
     def __init__(self, name: str) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import zstandard
 
 from polyrl.weights.chunks import CHUNK_BYTES, HashName, View, table_of
-from polyrl.weights.manifest import DeltaManifest, Encoding, Layout, Manifest, Part, TensorEntry, check_delta
+from polyrl.weights.manifest import DeltaManifest, DeltaPart, Encoding, Layout, Manifest, TensorEntry, check_delta
 
 Bits: TypeAlias = np.ndarray[Any, Any]
 """Elements as unsigned integers of their size."""
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 class Encoded(NamedTuple):
     """A delta without its digests. The blob is the segments, one after the other."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[DeltaPart, ...]
     segments: list[bytes]
 
 
@@ -99,12 +99,12 @@ def encode(old: View, new: View, layout: Layout, *, threads: int = 1, part_eleme
 
 def assemble(pieces: Sequence[Piece], written: Iterable[tuple[Encoding, bytes] | None]) -> Encoded:
     """Parts and segments, from how each piece was written; None is one in which nothing changed."""
-    parts: list[Part] = []
+    parts: list[DeltaPart] = []
     segments: list[bytes] = []
     for piece, one in zip(pieces, written, strict=True):
         if one is not None:
             encoding, segment = one
-            parts.append(Part(piece.tensor, piece.first, piece.num_elements, encoding, len(segment)))
+            parts.append(DeltaPart(piece.tensor, piece.first, piece.num_elements, encoding, len(segment)))
             segments.append(segment)
     return Encoded(tuple(parts), segments)
 
@@ -129,7 +129,7 @@ def apply(delta: DeltaManifest, layout: Layout, blob: View, target: View, *, thr
         raise BadDelta(f"a blob of {blob.nbytes} bytes; expected {delta.chunks.num_bytes}")
     target_bytes = _version_bytes(target, layout)
 
-    def read(placed: tuple[Part, int]) -> None:
+    def read(placed: tuple[DeltaPart, int]) -> None:
         part, start = placed
         tensor = layout.tensors[part.tensor]
         size = tensor.item_bytes

@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from polyrl.weights.protocol import Code, ProtocolError, Refused
-from polyrl.weights.receiver import Dialer, HostStream, Link, MooncakeStream, RemoteStream
+from polyrl.weights.protocol import Code, ProtocolError, SourceRefused
+from polyrl.weights.receiver import HostStream, MooncakeStream, RemoteStream, SourceDialer, SourceLink
 from polyrl.weights.settings import TransferError
 from polyrl.weights.store import Blob, Store
 
@@ -57,7 +57,7 @@ class WrongChunk(Exception):
     """A source gave bytes that are not those of their digest."""
 
 
-class Source:
+class ChunkSource:
     """One process that may have chunks of the blob, reached at one address."""
 
     def __init__(self, address: str, node: bytes, *, origin: bool, complete: bool) -> None:
@@ -85,8 +85,8 @@ class Fetch:
         self,
         blob: Blob,
         store: Store,
-        sources: list[Source],
-        dialer: Dialer,
+        sources: list[ChunkSource],
+        dialer: SourceDialer,
         stop: threading.Event,
         *,
         relayed: bool = False,
@@ -107,7 +107,7 @@ class Fetch:
         self._over = False
         self._helped_at = self._moved_at = time.monotonic()
         self._threads: list[threading.Thread] = []
-        self._links: dict[Link, Source] = {}
+        self._links: dict[SourceLink, ChunkSource] = {}
         self._count_holders()
 
     def run(self, deadline: float, on_progress: OnProgress | None = None) -> None:
@@ -131,7 +131,7 @@ class Fetch:
             for thread in self._threads:
                 thread.join()
 
-    def _start(self, target: Callable[[Source], None], source: Source, name: str) -> None:
+    def _start(self, target: Callable[[ChunkSource], None], source: ChunkSource, name: str) -> None:
         def run() -> None:
             is_over = False
             try:
@@ -179,7 +179,7 @@ class Fetch:
         left = (self._blob.table.num_chunks - self._blob.num_right) * self._blob.table.chunk_bytes
         return left / max(1.0, left_s / 2)
 
-    def _least_bytes_per_s(self, pace: float, alive: Sequence[Source]) -> float:
+    def _least_bytes_per_s(self, pace: float, alive: Sequence[ChunkSource]) -> float:
         """What relays must give. One that is still fetching itself is no faster than its own source."""
         if not self._relayed:
             return 0.0
@@ -194,14 +194,14 @@ class Fetch:
 
     # What a source has.
 
-    def _follow(self, source: Source) -> None:
+    def _follow(self, source: ChunkSource) -> None:
         """Learn which chunks a source has, until it has all."""
         revision = 0
         while self._goes_on(source):
             began = self._wait_to_dial(source)
             if not self._goes_on(source):
                 return
-            link: Link | None = None
+            link: SourceLink | None = None
             try:
                 link = self._reach(source)
                 while self._goes_on(source):
@@ -212,7 +212,7 @@ class Fetch:
                         source.is_followed = False
                         return
                     self._pause(min(_MAX_HAVE_PAUSE_S, _HAVE_PAUSE_S * len(self._sources)))
-            except Refused as no:
+            except SourceRefused as no:
                 self._forget(source)
                 revision = 0
                 self._pause(0.05 if no.code is Code.GONE else 0.5)
@@ -226,14 +226,14 @@ class Fetch:
         unpacked = np.unpackbits(np.frombuffer(packed, np.uint8), count=len(self._open), bitorder="little")
         return unpacked.astype(np.bool_)
 
-    def _learn(self, source: Source, have: np.ndarray, claimed: np.ndarray) -> None:
+    def _learn(self, source: ChunkSource, have: np.ndarray, claimed: np.ndarray) -> None:
         with self._changed:
             source.have, source.claimed = have, claimed
             source.is_complete = bool(have.all())
             self._count_holders()
             self._changed.notify_all()
 
-    def _forget(self, source: Source) -> None:
+    def _forget(self, source: ChunkSource) -> None:
         nothing = np.zeros(len(self._open), np.bool_)
         self._learn(source, nothing, nothing)
 
@@ -247,20 +247,20 @@ class Fetch:
 
     # Streams.
 
-    def _stream(self, source: Source) -> None:
+    def _stream(self, source: ChunkSource) -> None:
         while self._goes_on(source):
             if not self._wait_for_chunks(source):
                 continue
             began = self._wait_to_dial(source)
             if not self._goes_on(source):
                 return
-            link: Link | None = None
+            link: SourceLink | None = None
             try:
                 link = self._reach_on_host(source) or self._reach(source)
                 self._drain(source, link)
             except WrongChunk as error:
                 self._suspect(source, error)
-            except Refused as no:
+            except SourceRefused as no:
                 self._was_refused(source, began, no)
             except (OSError, ProtocolError) as error:
                 source.lacks_mooncake = True  # if that was how; plain TCP is the next try
@@ -269,27 +269,27 @@ class Fetch:
                 if link is not None:
                     self._leave(link)
 
-    def _wait_for_chunks(self, source: Source) -> bool:
+    def _wait_for_chunks(self, source: ChunkSource) -> bool:
         with self._changed:
             if not (self._open & source.have).any():
                 self._changed.wait(_PROGRESS_EVERY_S)
             return bool((self._open & source.have).any())
 
-    def _wait_to_dial(self, source: Source) -> float:
+    def _wait_to_dial(self, source: ChunkSource) -> float:
         """Wait out the pause after a failure. The time that it is then."""
         with self._changed:
             while (now := time.monotonic()) < source.dial_at and self._goes_on(source):
                 self._changed.wait(source.dial_at - now)
         return now
 
-    def _reach(self, source: Source) -> Link:
+    def _reach(self, source: ChunkSource) -> SourceLink:
         link = self._dialer.dial(source.address)
         if link.node != source.node:
             link.close()
             raise ConnectionError("another process answers at this address now")
         return self._enter(source, link)
 
-    def _reach_on_host(self, source: Source) -> Link | None:
+    def _reach_on_host(self, source: ChunkSource) -> SourceLink | None:
         """A source on this host, in this network namespace, hands its buffer over. None: it is not, or does not."""
         if not self._dialer.settings.shared_memory or not source.is_complete:
             return None
@@ -298,7 +298,7 @@ class Fetch:
         except (OSError, ProtocolError):
             return None
 
-    def _enter(self, source: Source, link: Link) -> Link:
+    def _enter(self, source: ChunkSource, link: SourceLink) -> SourceLink:
         with self._changed:
             self._links[link] = source
             is_late = not self._goes_on(source)
@@ -306,14 +306,14 @@ class Fetch:
             link.cut("the fetch is over")
         return link
 
-    def _leave(self, link: Link) -> None:
+    def _leave(self, link: SourceLink) -> None:
         with self._changed:
             self._links.pop(link, None)
             link.look()  # it may have moved much since the watch looked
             self._moved_at = max(self._moved_at, link.moved_at)  # parts of a chunk are something, too
         link.close()
 
-    def _drain(self, source: Source, link: Link) -> None:
+    def _drain(self, source: ChunkSource, link: SourceLink) -> None:
         """Ask a few requests ahead, and read the answers, until there is nothing for this stream to do."""
         asked: deque[range] = deque()
         stream = self._stream_over(link, source)
@@ -336,17 +336,17 @@ class Fetch:
             stream.close()
             self._give_back(asked)
 
-    def _stream_over(self, link: Link, source: Source) -> Stream:
+    def _stream_over(self, link: SourceLink, source: ChunkSource) -> Stream:
         if link.is_on_host:
             return HostStream(link, self._blob.name, self._blob.table)
         if self._dialer.mooncake is not None and source.is_complete and not source.lacks_mooncake:
             try:
                 return MooncakeStream(link, self._blob.name, self._blob, self._dialer.mooncake)
-            except Refused:
+            except SourceRefused:
                 source.lacks_mooncake = True
         return RemoteStream(link, self._blob.name, self._blob.table)
 
-    def _take(self, source: Source, stream: Stream, index: int) -> None:
+    def _take(self, source: ChunkSource, stream: Stream, index: int) -> None:
         place = self._blob.chunk(index)
         stream.read(index, place)
         if not self._blob.table.holds(index, place):
@@ -361,7 +361,7 @@ class Fetch:
             if self._blob.complete:
                 self._changed.notify_all()
 
-    def _choose(self, source: Source, most: int, *, can_wait: bool) -> list[range]:
+    def _choose(self, source: ChunkSource, most: int, *, can_wait: bool) -> list[range]:
         """The next requests of a stream, taken for it. Waits for one if it has none; empty when there is no more."""
         with self._changed:
             while True:
@@ -375,7 +375,7 @@ class Fetch:
                     return chosen
                 self._changed.wait(_PROGRESS_EVERY_S)
 
-    def _pick(self, source: Source) -> range | None:
+    def _pick(self, source: ChunkSource) -> range | None:
         wanted = np.flatnonzero(self._open & source.have)
         if not len(wanted):
             return None
@@ -402,13 +402,13 @@ class Fetch:
 
     # What goes wrong.
 
-    def _suspect(self, source: Source, error: WrongChunk) -> None:
+    def _suspect(self, source: ChunkSource, error: WrongChunk) -> None:
         """A wrong chunk: did the source lie, or did it give the blob up while we read?"""
-        link: Link | None = None
+        link: SourceLink | None = None
         try:
             link = self._reach(source)
             link.have(self._blob.name, len(self._open), 0, 0.0)
-        except Refused:
+        except SourceRefused:
             self._bury(source, "it gave the version up", is_bad=False)
         except (OSError, ProtocolError):
             self._bury(source, f"{error}, and then it was gone", is_bad=True)
@@ -418,7 +418,7 @@ class Fetch:
             if link is not None:
                 self._leave(link)
 
-    def _was_refused(self, source: Source, began: float, no: Refused) -> None:
+    def _was_refused(self, source: ChunkSource, began: float, no: SourceRefused) -> None:
         """One that still gets chunks may have lost some; one that had all has given the blob up."""
         if source.is_followed:
             self._forget(source)
@@ -426,7 +426,7 @@ class Fetch:
         else:
             self._bury(source, str(no), is_bad=False)
 
-    def _stumble(self, source: Source, began: float, error: Exception) -> None:
+    def _stumble(self, source: ChunkSource, began: float, error: Exception) -> None:
         """A connection that was begun then is of no more use. Dial again after a pause, but not for ever."""
         is_nonsense = isinstance(error, ProtocolError)
         with self._changed:
@@ -441,7 +441,7 @@ class Fetch:
         if is_nonsense or is_dead:
             self._bury(source, str(error), is_bad=is_nonsense)
 
-    def _bury(self, source: Source, why: str, *, is_bad: bool) -> None:
+    def _bury(self, source: ChunkSource, why: str, *, is_bad: bool) -> None:
         with self._changed:
             if not source.failure:
                 source.failure, source.is_bad = why, is_bad
@@ -449,14 +449,14 @@ class Fetch:
             self._changed.notify_all()
         self._cut(source, why)
 
-    def _cut(self, source: Source, why: str) -> None:
+    def _cut(self, source: ChunkSource, why: str) -> None:
         """Wake the threads that wait for it."""
         with self._changed:
             links = [link for link, its in self._links.items() if its is source]
         for link in links:
             link.cut(why)
 
-    def _goes_on(self, source: Source) -> bool:
+    def _goes_on(self, source: ChunkSource) -> bool:
         return not (self._over or source.failure or self._stop.is_set() or self._blob.complete)
 
     def _pause(self, seconds: float) -> None:

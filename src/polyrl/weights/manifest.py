@@ -55,7 +55,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 HexOrNone = Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")]
 Count = Annotated[int, Meta(ge=0, le=MAX_VERSION_BYTES)]
-Shape = Annotated[tuple[Count, ...], Meta(max_length=8)]
+TensorShape = Annotated[tuple[Count, ...], Meta(max_length=8)]
 
 Encoding = Literal["raw", "planes", "sparse"]
 
@@ -73,7 +73,7 @@ class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Name
     dtype: str
-    shape: Shape
+    shape: TensorShape
     start: Count
     num_bytes: Count
 
@@ -140,7 +140,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return _digest(encode(self))
 
 
-class Part(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class DeltaPart(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """So many elements of one tensor, and how they are written. What no part covers has not changed."""
 
     tensor: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
@@ -158,7 +158,7 @@ class DeltaManifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     target: Hex
     fingerprint: Hex
     """Of the layout that both have."""
-    parts: Annotated[tuple[Part, ...], Meta(max_length=MAX_PARTS)]
+    parts: Annotated[tuple[DeltaPart, ...], Meta(max_length=MAX_PARTS)]
     chunks: ChunkTable
     format: Literal[1] = FORMAT
 

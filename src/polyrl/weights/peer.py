@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from polyrl.weights.channel import Watch
+from polyrl.weights.channel import DeadlineWatch
 from polyrl.weights.fetch import OnProgress
 from polyrl.weights.protocol import BlobEntry
-from polyrl.weights.pull import Pull
-from polyrl.weights.receiver import Dialer
+from polyrl.weights.pull import WeightPull
+from polyrl.weights.receiver import SourceDialer
 from polyrl.weights.sender import Sender
 from polyrl.weights.settings import Tls, TransferError, WeightSettings
 from polyrl.weights.shelf import HostCopy, Shelf
@@ -34,8 +34,8 @@ class WeightPeer:
         self._sender = Sender(self._store, settings, key, None if tls is None else tls.server, origin=False)
         if tls is None or tls.server is not None:
             self._sender.start()
-        self._watch = Watch("weights-pull-watch")
-        self._dialer = Dialer(settings, key, tls, self._watch, self._sender.mooncake)
+        self._watch = DeadlineWatch("weights-pull-watch")
+        self._dialer = SourceDialer(settings, key, tls, self._watch, self._sender.mooncake)
         self._one_pull = threading.Lock()
         self._closing = threading.Event()
         self._stop = threading.Event()
@@ -86,13 +86,13 @@ class WeightPeer:
                 raise TransferError("broken off")
             if self._shelf.held is not None and self._shelf.held[1].digest == digest:
                 return HostCopy(*self._shelf.held)
-            pull = Pull(self._shelf, self._dialer, self._number, stop, self.bad_sources, relayed=relayed)
+            pull = WeightPull(self._shelf, self._dialer, self._number, stop, self.bad_sources, relayed=relayed)
             return pull.run(version, digest, addresses, deadline, on_progress)
 
     def offered(self, addresses: Sequence[str], deadline_s: float) -> list[BlobEntry]:
         """What these sources have, or are getting. Raises TransferError when none of them answers."""
         with self._one_pull:
-            pull = Pull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
+            pull = WeightPull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
             return pull.offered(addresses, time.monotonic() + deadline_s)
 
     def close(self) -> None:

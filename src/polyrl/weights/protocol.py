@@ -52,7 +52,7 @@ MAX_WAIT_S = 10.0
 _MAX_REASON_BYTES = 300
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The first byte of a frame."""
 
     HELLO = 1
@@ -85,28 +85,28 @@ class Code(IntEnum):
     BUSY = 5
 
 
-Limits = Mapping[Kind, tuple[int, int]]
+Limits = Mapping[FrameKind, tuple[int, int]]
 """Which frames are listened to, and how many bytes each has: at least, at most."""
 
-BEFORE_HELLO: Limits = {Kind.HELLO: (_HELLO.size, _HELLO.size)}
-BEFORE_PROOF: Limits = {Kind.PROOF: (32, 32)}
+BEFORE_HELLO: Limits = {FrameKind.HELLO: (_HELLO.size, _HELLO.size)}
+BEFORE_PROOF: Limits = {FrameKind.PROOF: (32, 32)}
 REQUESTS: Limits = {
-    Kind.CATALOG: (0, 0),
-    Kind.MANIFEST: (_NAME_BYTES, _NAME_BYTES),
-    Kind.HAVE: (_HAVE.size, _HAVE.size),
-    Kind.GET: (_GET.size, _GET.size),
-    Kind.PASS: (_NAME_BYTES, _NAME_BYTES),
-    Kind.LOCATE: (_NAME_BYTES, _NAME_BYTES),
+    FrameKind.CATALOG: (0, 0),
+    FrameKind.MANIFEST: (_NAME_BYTES, _NAME_BYTES),
+    FrameKind.HAVE: (_HAVE.size, _HAVE.size),
+    FrameKind.GET: (_GET.size, _GET.size),
+    FrameKind.PASS: (_NAME_BYTES, _NAME_BYTES),
+    FrameKind.LOCATE: (_NAME_BYTES, _NAME_BYTES),
 }
 ANSWERS: Limits = {
-    Kind.WELCOME: (_WELCOME.size, _WELCOME.size),
-    Kind.CATALOG_IS: (1, MAX_CATALOG_BYTES),
-    Kind.MANIFEST_IS: (1, MAX_MANIFEST_BYTES),
-    Kind.HAVE_IS: (4, 4 + 2 * MAX_BITMAP_BYTES),
-    Kind.DATA: (1, MAX_DATA_BYTES),
-    Kind.PASSED: (0, 0),
-    Kind.LOCATED: (1, 1 << 10),
-    Kind.REFUSED: (1, 1 + _MAX_REASON_BYTES),
+    FrameKind.WELCOME: (_WELCOME.size, _WELCOME.size),
+    FrameKind.CATALOG_IS: (1, MAX_CATALOG_BYTES),
+    FrameKind.MANIFEST_IS: (1, MAX_MANIFEST_BYTES),
+    FrameKind.HAVE_IS: (4, 4 + 2 * MAX_BITMAP_BYTES),
+    FrameKind.DATA: (1, MAX_DATA_BYTES),
+    FrameKind.PASSED: (0, 0),
+    FrameKind.LOCATED: (1, 1 << 10),
+    FrameKind.REFUSED: (1, 1 + _MAX_REASON_BYTES),
 }
 
 
@@ -118,7 +118,7 @@ class NotAllowed(ProtocolError):
     """The other side could not prove that it holds the key, or did not accept our proof."""
 
 
-class Refused(Exception):
+class SourceRefused(Exception):
     """The other side understood, and said no."""
 
     def __init__(self, code: Code, reason: str) -> None:
@@ -126,8 +126,8 @@ class Refused(Exception):
         self.code = code
 
 
-class Frame(NamedTuple):
-    kind: Kind
+class WeightFrame(NamedTuple):
+    kind: FrameKind
     body: bytes
 
 
@@ -141,7 +141,7 @@ class Incoming:
     def feed(self, data: bytes | memoryview) -> None:
         self._pending += data
 
-    def take(self) -> Frame | None:
+    def take(self) -> WeightFrame | None:
         """The next frame, under the limits of now; None until it is whole. Raises ProtocolError."""
         if len(self._pending) < HEADER.size:
             return None
@@ -151,14 +151,14 @@ class Incoming:
             return None
         body = bytes(self._pending[HEADER.size : end])
         del self._pending[:end]
-        return Frame(kind, body)
+        return WeightFrame(kind, body)
 
 
-def read_header(data: bytes | bytearray, limits: Limits) -> tuple[Kind, int]:
+def read_header(data: bytes | bytearray, limits: Limits) -> tuple[FrameKind, int]:
     """Kind and number of bytes of a frame. Raises ProtocolError for what is not listened to."""
     number, num_bytes = HEADER.unpack(data)
     try:
-        kind = Kind(number)
+        kind = FrameKind(number)
         least, most = limits[kind]
     except (ValueError, KeyError):
         raise ProtocolError(f"a frame of kind {number} where none is expected") from None
@@ -167,7 +167,7 @@ def read_header(data: bytes | bytearray, limits: Limits) -> tuple[Kind, int]:
     return kind, num_bytes
 
 
-def frame(kind: Kind, body: bytes = b"") -> bytes:
+def frame(kind: FrameKind, body: bytes = b"") -> bytes:
     return HEADER.pack(kind, len(body)) + body
 
 
@@ -175,7 +175,7 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 def hello(nonce: bytes) -> bytes:
-    return frame(Kind.HELLO, _HELLO.pack(MAGIC, PROTOCOL, nonce))
+    return frame(FrameKind.HELLO, _HELLO.pack(MAGIC, PROTOCOL, nonce))
 
 
 def read_hello(body: bytes) -> bytes:
@@ -187,7 +187,7 @@ def read_hello(body: bytes) -> bytes:
 
 def welcome(key: bytes, theirs: bytes, ours: bytes, node: bytes) -> bytes:
     proof = _proof(key, "server", theirs, ours, node)
-    return frame(Kind.WELCOME, _WELCOME.pack(MAGIC, PROTOCOL, ours, node, proof))
+    return frame(FrameKind.WELCOME, _WELCOME.pack(MAGIC, PROTOCOL, ours, node, proof))
 
 
 def read_welcome(key: bytes, ours: bytes, body: bytes) -> tuple[bytes, bytes]:
@@ -196,7 +196,7 @@ def read_welcome(key: bytes, ours: bytes, body: bytes) -> tuple[bytes, bytes]:
     _check_magic(magic, protocol)
     if not hmac.compare_digest(proof, _proof(key, "server", ours, theirs, node)):
         raise NotAllowed("it does not hold the run's key")
-    return node, frame(Kind.PROOF, _proof(key, "client", ours, theirs, node))
+    return node, frame(FrameKind.PROOF, _proof(key, "client", ours, theirs, node))
 
 
 def check_proof(key: bytes, theirs: bytes, ours: bytes, node: bytes, body: bytes) -> None:
@@ -270,7 +270,7 @@ class Holdings(NamedTuple):
 
 
 def catalog_is(catalog: Catalog) -> bytes:
-    return frame(Kind.CATALOG_IS, msgspec.msgpack.encode(catalog))
+    return frame(FrameKind.CATALOG_IS, msgspec.msgpack.encode(catalog))
 
 
 def read_catalog(body: bytes) -> Catalog:
@@ -280,7 +280,7 @@ def read_catalog(body: bytes) -> Catalog:
         raise ProtocolError(f"not a catalog: {error}") from error
 
 
-def ask(kind: Literal[Kind.MANIFEST, Kind.PASS, Kind.LOCATE], name: str) -> bytes:
+def ask(kind: Literal[FrameKind.MANIFEST, FrameKind.PASS, FrameKind.LOCATE], name: str) -> bytes:
     return frame(kind, bytes.fromhex(name))
 
 
@@ -295,7 +295,7 @@ _LOCATED = msgspec.msgpack.Decoder(Located)
 
 
 def located(found: Located) -> bytes:
-    return frame(Kind.LOCATED, msgspec.msgpack.encode(found))
+    return frame(FrameKind.LOCATED, msgspec.msgpack.encode(found))
 
 
 def read_located(body: bytes) -> Located:
@@ -310,7 +310,7 @@ def read_name(body: bytes) -> str:
 
 
 def have(name: str, revision: int, wait_s: float) -> bytes:
-    return frame(Kind.HAVE, _HAVE.pack(bytes.fromhex(name), revision, int(wait_s * 1000)))
+    return frame(FrameKind.HAVE, _HAVE.pack(bytes.fromhex(name), revision, int(wait_s * 1000)))
 
 
 def read_have(body: bytes) -> Have:
@@ -319,7 +319,7 @@ def read_have(body: bytes) -> Have:
 
 
 def have_is(holdings: Holdings) -> bytes:
-    return frame(Kind.HAVE_IS, _REVISION.pack(holdings.revision) + holdings.right + holdings.claimed)
+    return frame(FrameKind.HAVE_IS, _REVISION.pack(holdings.revision) + holdings.right + holdings.claimed)
 
 
 def read_holdings(body: bytes, num_chunks: int) -> Holdings:
@@ -331,7 +331,7 @@ def read_holdings(body: bytes, num_chunks: int) -> Holdings:
 
 
 def get(name: str, first: int, count: int) -> bytes:
-    return frame(Kind.GET, _GET.pack(bytes.fromhex(name), first, count))
+    return frame(FrameKind.GET, _GET.pack(bytes.fromhex(name), first, count))
 
 
 def read_get(body: bytes) -> Get:
@@ -340,16 +340,16 @@ def read_get(body: bytes) -> Get:
 
 
 def data_header(num_bytes: int) -> bytes:
-    return HEADER.pack(Kind.DATA, num_bytes)
+    return HEADER.pack(FrameKind.DATA, num_bytes)
 
 
 def refused(code: Code, reason: str) -> bytes:
-    return frame(Kind.REFUSED, bytes([code]) + reason.encode()[:_MAX_REASON_BYTES])
+    return frame(FrameKind.REFUSED, bytes([code]) + reason.encode()[:_MAX_REASON_BYTES])
 
 
-def read_refused(body: bytes) -> Refused:
+def read_refused(body: bytes) -> SourceRefused:
     reason = body[1:].decode(errors="replace")
     try:
-        return Refused(Code(body[0]), "".join(letter if letter.isprintable() else "?" for letter in reason))
+        return SourceRefused(Code(body[0]), "".join(letter if letter.isprintable() else "?" for letter in reason))
     except ValueError:
         raise ProtocolError(f"refused with the unknown code {body[0]}") from None

@@ -17,9 +17,9 @@ import numpy as np
 
 import polyrl
 from polyrl.weights import delta as codec
-from polyrl.weights.chains import Chain, Delta, Full, Step, cheapest
+from polyrl.weights.chains import Chain, ChainStep, Delta, Full, cheapest
 from polyrl.weights.chunks import UNFORGEABLE, bad_chunks
-from polyrl.weights.fetch import IDLE_S, Fetch, OnProgress, Source
+from polyrl.weights.fetch import IDLE_S, ChunkSource, Fetch, OnProgress
 from polyrl.weights.manifest import (
     BadManifest,
     DeltaManifest,
@@ -30,8 +30,8 @@ from polyrl.weights.manifest import (
     decode_delta,
     decode_manifest,
 )
-from polyrl.weights.protocol import BlobEntry, Catalog, ProtocolError, Refused
-from polyrl.weights.receiver import Dialer, Link
+from polyrl.weights.protocol import BlobEntry, Catalog, ProtocolError, SourceRefused
+from polyrl.weights.receiver import SourceDialer, SourceLink
 from polyrl.weights.settings import TransferError, Unreadable
 from polyrl.weights.shelf import HostCopy, Shelf
 from polyrl.weights.store import Blob
@@ -52,21 +52,21 @@ AnswerT = TypeVar("AnswerT")
 class Contact:
     """A source that answered. Its connection may break between two questions: then it is dialled again."""
 
-    def __init__(self, address: str, dialer: Dialer) -> None:
-        """Raises OSError, ProtocolError or Refused."""
+    def __init__(self, address: str, dialer: SourceDialer) -> None:
+        """Raises OSError, ProtocolError or SourceRefused."""
         self.address, self._dialer = address, dialer
         self._link = dialer.dial(address)
         self.node = self._link.node
         self.catalog = Catalog(False, ())
         try:
             self.refresh()
-        except (OSError, ProtocolError, Refused):
+        except (OSError, ProtocolError, SourceRefused):
             self.close()
             raise
 
     def refresh(self) -> None:
         """Ask for the catalog."""
-        self.catalog = self._ask(Link.catalog)
+        self.catalog = self._ask(SourceLink.catalog)
 
     def manifest(self, name: str) -> bytes:
         return self._ask(lambda link: link.manifest(name))
@@ -74,7 +74,7 @@ class Contact:
     def close(self) -> None:
         self._link.close()
 
-    def _ask(self, question: Callable[[Link], AnswerT]) -> AnswerT:
+    def _ask(self, question: Callable[[SourceLink], AnswerT]) -> AnswerT:
         try:
             return self._answer(question)
         except OSError:
@@ -87,7 +87,7 @@ class Contact:
             self._link.close()
             raise
 
-    def _answer(self, question: Callable[[Link], AnswerT]) -> AnswerT:
+    def _answer(self, question: Callable[[SourceLink], AnswerT]) -> AnswerT:
         try:
             return question(self._link)
         finally:
@@ -98,11 +98,11 @@ class _BadDelta(Exception):
     """The chain of deltas does not lead to the version that it should."""
 
 
-class Pull:
+class WeightPull:
     def __init__(
         self,
         shelf: Shelf,
-        dialer: Dialer,
+        dialer: SourceDialer,
         number: int,
         stop: threading.Event,
         bad_sources: dict[str, str],
@@ -196,7 +196,7 @@ class Pull:
     ) -> None:
         try:
             contact = Contact(address, self._dialer)
-        except (OSError, ProtocolError, Refused) as error:
+        except (OSError, ProtocolError, SourceRefused) as error:
             answers.put((place, error))
             return
         if late.is_set():
@@ -227,7 +227,7 @@ class Pull:
             try:
                 source.refresh()
                 alive.append(source)
-            except (OSError, ProtocolError, Refused):
+            except (OSError, ProtocolError, SourceRefused):
                 source.close()
         self._sources = alive
         if not alive:
@@ -271,7 +271,7 @@ class Pull:
     def _manifest_from(self, source: Contact, name: str) -> bytes | None:
         try:
             return source.manifest(name)
-        except Refused:
+        except SourceRefused:
             return None
         except (OSError, ProtocolError):
             source.close()
@@ -294,8 +294,8 @@ class Pull:
             self._wait(until, f"no source has a way to version {manifest.version}, {manifest.digest[:16]}...")
             self._ask_again()
 
-    def _offers(self) -> list[Step]:
-        offers: dict[Step, None] = {}
+    def _offers(self) -> list[ChainStep]:
+        offers: dict[ChainStep, None] = {}
         for source in self._sources:
             for entry in source.catalog.blobs:
                 if entry.kind == "full":
@@ -382,10 +382,10 @@ class Pull:
         raise _BadDelta(f"no source gives delta {step.blob[:16]}... any more")
 
     def _fetch(self, blob: Blob, deadline: float, on_progress: OnProgress | None) -> None:
-        sources: list[Source] = []
+        sources: list[ChunkSource] = []
         for one in self._sources:
             complete = any(entry.name == blob.name and entry.complete for entry in one.catalog.blobs)
-            sources.append(Source(one.address, one.node, origin=one.catalog.origin, complete=complete))
+            sources.append(ChunkSource(one.address, one.node, origin=one.catalog.origin, complete=complete))
         if not sources:
             raise self._error("no source is left")
         fetch = Fetch(blob, self._shelf.store, sources, self._dialer, self._stop, relayed=self._relayed)
@@ -396,7 +396,7 @@ class Pull:
             raise self._error(error.reason) from error
         self._accuse_all(sources)
 
-    def _accuse_all(self, sources: list[Source]) -> None:
+    def _accuse_all(self, sources: list[ChunkSource]) -> None:
         for source in sources:
             if source.is_bad:
                 self._accuse(source.address, source.failure)

@@ -1,7 +1,7 @@
 """Reaching a source: dial it, prove ourselves, ask. And reading chunks from it, over TCP or out of shared memory.
 
-A `Link` is used by one thread. What breaks is an OSError (try again), what is nonsense a ProtocolError (give the source
-up), what was answered with no a Refused.
+A `SourceLink` is used by one thread. A broken connection raises OSError (try again), nonsense ProtocolError (give the
+source up), an answer of no SourceRefused.
 """
 
 import os
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from polyrl.weights import protocol
-from polyrl.weights.channel import Channel, Cut, Watch
+from polyrl.weights.channel import Channel, Cut, DeadlineWatch
 from polyrl.weights.chunks import ChunkTable
 from polyrl.weights.mooncake import Mooncake
-from polyrl.weights.protocol import HEADER, Code, Kind, ProtocolError
+from polyrl.weights.protocol import HEADER, Code, FrameKind, ProtocolError
 from polyrl.weights.sender import local_name
 from polyrl.weights.settings import Tls, WeightSettings
 from polyrl.weights.store import Blob
@@ -23,16 +23,16 @@ from polyrl.weights.store import Blob
 CONNECT_S = 5.0
 
 
-class Dialer(NamedTuple):
+class SourceDialer(NamedTuple):
     """What it takes to reach a source."""
 
     settings: WeightSettings
     key: bytes
     tls: Tls | None
-    watch: Watch
+    watch: DeadlineWatch
     mooncake: Mooncake | None = None
 
-    def dial(self, address: str) -> "Link":
+    def dial(self, address: str) -> "SourceLink":
         """Raises OSError or ProtocolError."""
         host, port = parse_address(address)
         connect_s = min(CONNECT_S, self.settings.stall_s)
@@ -48,7 +48,7 @@ class Dialer(NamedTuple):
                 )
             return self._greet(channel)
 
-    def dial_on_host(self, node: bytes) -> "Link":
+    def dial_on_host(self, node: bytes) -> "SourceLink":
         """The same node, if it runs on this host, in this network namespace. Raises OSError or ProtocolError."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         channel = Channel(sock, self.settings.stall_s)
@@ -66,23 +66,23 @@ class Dialer(NamedTuple):
             channel.close()
             raise
 
-    def _greet(self, channel: Channel) -> "Link":
+    def _greet(self, channel: Channel) -> "SourceLink":
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         channel.send(protocol.hello(nonce))
         try:
-            body = _answer(channel, Kind.WELCOME)
+            body = _answer(channel, FrameKind.WELCOME)
         except Cut as error:
             hint = "" if self.tls is not None or channel.is_on_host else "; --ca, if it serves with TLS"
             raise Cut(f"hung up on our greeting: {error}{hint}") from error
         node, proof = protocol.read_welcome(self.key, nonce, bytes(body))
         channel.send(proof)
-        return Link(channel, node, self.watch)
+        return SourceLink(channel, node, self.watch)
 
 
-class Link:
+class SourceLink:
     """A connection to a source that has proved itself."""
 
-    def __init__(self, channel: Channel, node: bytes, watch: Watch) -> None:
+    def __init__(self, channel: Channel, node: bytes, watch: DeadlineWatch) -> None:
         self.node = node
         self._channel, self._watch = channel, watch
 
@@ -107,14 +107,14 @@ class Link:
         self._channel.close()
 
     def catalog(self) -> protocol.Catalog:
-        return protocol.read_catalog(bytes(self._ask(protocol.frame(Kind.CATALOG), Kind.CATALOG_IS)))
+        return protocol.read_catalog(bytes(self._ask(protocol.frame(FrameKind.CATALOG), FrameKind.CATALOG_IS)))
 
     def manifest(self, name: str) -> bytes:
-        return bytes(self._ask(protocol.ask(Kind.MANIFEST, name), Kind.MANIFEST_IS))
+        return bytes(self._ask(protocol.ask(FrameKind.MANIFEST, name), FrameKind.MANIFEST_IS))
 
     def have(self, name: str, num_chunks: int, revision: int, wait_s: float) -> protocol.Holdings:
         """Which chunks are there, as soon as that is newer than `revision`."""
-        body = self._ask(protocol.have(name, revision, wait_s), Kind.HAVE_IS, wait_s)
+        body = self._ask(protocol.have(name, revision, wait_s), FrameKind.HAVE_IS, wait_s)
         return protocol.read_holdings(bytes(body), num_chunks)
 
     def request(self, name: str, first: int, count: int) -> None:
@@ -125,7 +125,7 @@ class Link:
     def expect(self, num_bytes: int) -> None:
         """The head of the next answer: the bytes of chunks follow."""
         self._channel.extend()
-        found = _read_head(self._channel, Kind.DATA)
+        found = _read_head(self._channel, FrameKind.DATA)
         if found != num_bytes:
             raise ProtocolError(f"{found} bytes of chunks; expected {num_bytes}")
 
@@ -136,15 +136,15 @@ class Link:
     def take_file(self, name: str) -> int:
         """The descriptor of the blob's buffer, on a UNIX socket. It may be read while this link stands."""
         self._channel.extend()
-        self._channel.send(protocol.ask(Kind.PASS, name))
+        self._channel.send(protocol.ask(FrameKind.PASS, name))
         head, fds = self._channel.take_files(HEADER.size)
         try:
             if len(head) < HEADER.size:
                 head += self._channel.receive_exactly(HEADER.size - len(head))
             kind, num_bytes = protocol.read_header(head, protocol.ANSWERS)
-            if kind is Kind.REFUSED:
+            if kind is FrameKind.REFUSED:
                 raise protocol.read_refused(bytes(self._channel.receive_exactly(num_bytes)))
-            if kind is not Kind.PASSED or len(fds) != 1:
+            if kind is not FrameKind.PASSED or len(fds) != 1:
                 raise ProtocolError(f"{kind.name} where a file was asked for")
         except BaseException:
             for fd in fds:
@@ -154,13 +154,13 @@ class Link:
 
     def locate(self, name: str) -> protocol.Located:
         """Where mooncake finds the blob's memory. It may be read while this link stands."""
-        return protocol.read_located(bytes(self._ask(protocol.ask(Kind.LOCATE, name), Kind.LOCATED)))
+        return protocol.read_located(bytes(self._ask(protocol.ask(FrameKind.LOCATE, name), FrameKind.LOCATED)))
 
     def keep(self, seconds: float) -> None:
         """Nothing is expected for so long."""
         self._channel.extend(seconds)
 
-    def _ask(self, request: bytes, answer: Kind, wait_s: float = 0.0) -> bytearray:
+    def _ask(self, request: bytes, answer: FrameKind, wait_s: float = 0.0) -> bytearray:
         self._channel.extend(wait_s + self._channel.stall_s)
         self._channel.send(request)
         return _answer(self._channel, answer)
@@ -169,7 +169,7 @@ class Link:
 class RemoteStream:
     """Chunks of one blob over a link."""
 
-    def __init__(self, link: Link, name: str, table: ChunkTable) -> None:
+    def __init__(self, link: SourceLink, name: str, table: ChunkTable) -> None:
         self._link, self._name, self._table = link, name, table
 
     def ask(self, run: range) -> None:
@@ -188,7 +188,7 @@ class RemoteStream:
 class HostStream:
     """Chunks of one blob out of a neighbour's buffer. They are copied and verified like any others."""
 
-    def __init__(self, link: Link, name: str, table: ChunkTable) -> None:
+    def __init__(self, link: SourceLink, name: str, table: ChunkTable) -> None:
         self._table = table
         self._fd = link.take_file(name)
 
@@ -210,7 +210,7 @@ class HostStream:
 class MooncakeStream:
     """Chunks of one blob out of a source's memory, by mooncake. They are verified like any others."""
 
-    def __init__(self, link: Link, name: str, blob: Blob, mooncake: Mooncake) -> None:
+    def __init__(self, link: SourceLink, name: str, blob: Blob, mooncake: Mooncake) -> None:
         self._table, self._mooncake = blob.table, mooncake
         self._remote = link.locate(name)
         mooncake.place_of(blob.buffer)
@@ -242,13 +242,13 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _answer(channel: Channel, kind: Kind) -> bytearray:
+def _answer(channel: Channel, kind: FrameKind) -> bytearray:
     return channel.receive_exactly(_read_head(channel, kind))
 
 
-def _read_head(channel: Channel, kind: Kind) -> int:
+def _read_head(channel: Channel, kind: FrameKind) -> int:
     found, num_bytes = protocol.read_header(channel.receive_exactly(HEADER.size), protocol.ANSWERS)
-    if found is Kind.REFUSED:
+    if found is FrameKind.REFUSED:
         no = protocol.read_refused(bytes(channel.receive_exactly(num_bytes)))
         raise protocol.NotAllowed(str(no)) if no.code is Code.NOT_ALLOWED else no
     if found is not kind:

@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 from polyrl.errors import UserError
 from polyrl.weights import protocol
-from polyrl.weights.channel import Channel, Cut, Watch
+from polyrl.weights.channel import Channel, Cut, DeadlineWatch
 from polyrl.weights.interfaces import listening_addresses
 from polyrl.weights.mooncake import Mooncake
 from polyrl.weights.pace import Pace
-from polyrl.weights.protocol import Code, Incoming, Kind, ProtocolError, Refused
+from polyrl.weights.protocol import Code, FrameKind, Incoming, ProtocolError, SourceRefused
 from polyrl.weights.settings import WeightSettings
 from polyrl.weights.store import Store
 
@@ -86,11 +86,11 @@ class Sender:
         self._unproven: dict[Channel, None] = {}
         """Those who have connected and not proved yet that they hold the key, the oldest first."""
         self._listeners: list[socket.socket] = []
-        self._watch: Watch | None = None
+        self._watch: DeadlineWatch | None = None
 
     def start(self) -> None:
         """Raises UserError or ConfigError if it cannot listen where it is told to."""
-        self._watch = Watch("weights-watch")
+        self._watch = DeadlineWatch("weights-watch")
         addresses: list[str] = []
         try:
             for host in listening_addresses(self._settings.interfaces):
@@ -231,28 +231,28 @@ class Sender:
             channel.extend()
             try:
                 self._answer(channel, request)
-            except Refused as no:
+            except SourceRefused as no:
                 channel.send(protocol.refused(no.code, str(no)))
 
-    def _answer(self, channel: Channel, request: protocol.Frame) -> None:
+    def _answer(self, channel: Channel, request: protocol.WeightFrame) -> None:
         match request.kind:
-            case Kind.GET:
+            case FrameKind.GET:
                 self._send_chunks(channel, protocol.read_get(request.body))
-            case Kind.HAVE:
+            case FrameKind.HAVE:
                 name, revision, wait_s = protocol.read_have(request.body)
                 channel.extend(wait_s + channel.stall_s)
                 channel.send(protocol.have_is(self._store.have(name, revision, wait_s)))
-            case Kind.CATALOG:
+            case FrameKind.CATALOG:
                 catalog = protocol.Catalog(self._origin, self._store.entries(), self.coming)
                 channel.send(protocol.catalog_is(catalog))
-            case Kind.MANIFEST:
+            case FrameKind.MANIFEST:
                 manifest = self._store.manifest_of(protocol.read_name(request.body))
-                channel.send(protocol.frame(Kind.MANIFEST_IS, manifest))
-            case Kind.PASS:
+                channel.send(protocol.frame(FrameKind.MANIFEST_IS, manifest))
+            case FrameKind.PASS:
                 if not channel.is_on_host:
                     raise ProtocolError("a descriptor cannot be passed on this connection")
                 self._pass_file(channel, protocol.read_name(request.body))
-            case Kind.LOCATE:
+            case FrameKind.LOCATE:
                 self._locate(channel, protocol.read_name(request.body))
             case _:
                 raise ProtocolError(f"{request.kind.name} is no request")
@@ -261,7 +261,7 @@ class Sender:
         name, first, count = request
         with self._store.lease(name, first, count, channel.cut) as span:
             if span.num_bytes > protocol.MAX_DATA_BYTES:
-                raise Refused(Code.NONSENSE, f"{span.num_bytes} bytes at once; at most {protocol.MAX_DATA_BYTES}")
+                raise SourceRefused(Code.NONSENSE, f"{span.num_bytes} bytes at once; at most {protocol.MAX_DATA_BYTES}")
             channel.extend()
             with self._guard:  # Before, so that whoever has the bytes finds them counted. Cut streams count in full.
                 self.num_bytes_sent += span.num_bytes
@@ -299,9 +299,9 @@ class Sender:
         """The lease lasts until the other side hangs up, or is cut."""
         blob = self._store.find(name)
         if blob is None or not blob.table.num_chunks:
-            raise Refused(Code.GONE, "this version or delta is not held here")
+            raise SourceRefused(Code.GONE, "this version or delta is not held here")
         with self._store.lease(name, 0, blob.table.num_chunks, channel.cut) as span:
-            channel.pass_file(protocol.frame(Kind.PASSED), span.fd)
+            channel.pass_file(protocol.frame(FrameKind.PASSED), span.fd)
             channel.extend(PASSED_S)
             channel.receive(1)
         raise ProtocolError("a request where a file was passed")
@@ -310,7 +310,7 @@ class Sender:
         """Like passing a file: the lease lasts as long as the connection."""
         blob = self._store.find(name)
         if self.mooncake is None or blob is None or blob.kind != "full" or not blob.table.num_chunks:
-            raise Refused(Code.GONE, "mooncake does not find it here")
+            raise SourceRefused(Code.GONE, "mooncake does not find it here")
         with self._store.lease(name, 0, blob.table.num_chunks, channel.cut):
             place = self.mooncake.place_of(blob.buffer)
             channel.send(protocol.located(protocol.Located(self.mooncake.address, place)))

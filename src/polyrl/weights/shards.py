@@ -1,7 +1,7 @@
 """Which bytes of a version a tensor-parallel rank holds of a parameter that every server has under its own name.
 
-    Whole         as it is, at every rank: norms
-    Vocabulary    rows are split after the table was padded with zeros to a multiple
+    WholeTensor      as it is, at every rank: norms
+    VocabularyRows   rows are split after the table was padded with zeros to a multiple
 
 Left out: what a server fuses or splits in a way of its own. Its loader cuts that, and knows how.
 """
@@ -20,16 +20,16 @@ class BadShard(ValueError):
     """A slice that cannot be. The message says what was asked for."""
 
 
-class Whole(NamedTuple):
+class WholeTensor(NamedTuple):
     source: str
 
 
-class Vocabulary(NamedTuple):
+class VocabularyRows(NamedTuple):
     source: str
     multiple: int = VOCABULARY_MULTIPLE
 
 
-Rule: TypeAlias = Whole | Vocabulary
+Rule: TypeAlias = WholeTensor | VocabularyRows
 
 
 class Shard(NamedTuple):
@@ -48,10 +48,10 @@ def plan(rule: Rule, layout: Layout, rank: int, num_ranks: int) -> Shard:
     if not 0 <= rank < num_ranks:
         raise BadShard(f"rank {rank} of {num_ranks}")
     match rule:
-        case Whole(source):
+        case WholeTensor(source):
             tensor = _tensor(layout, source)
             return Shard(tensor.dtype, tensor.shape, tensor.num_bytes, tensor.start, tensor.end)
-        case Vocabulary(source, multiple):
+        case VocabularyRows(source, multiple):
             return _vocabulary(_tensor(layout, source), multiple, rank, num_ranks)
         case _:
             assert_never(rule)

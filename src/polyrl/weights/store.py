@@ -18,7 +18,7 @@ import numpy as np
 
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import ChunkTable
-from polyrl.weights.protocol import BlobEntry, Code, Holdings, Refused
+from polyrl.weights.protocol import BlobEntry, Code, Holdings, SourceRefused
 
 
 class Blob:
@@ -65,7 +65,7 @@ class Blob:
         )
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes of a file that may be read while the lease lasts."""
 
     fd: int
@@ -139,20 +139,20 @@ class Store:
                 self._changed.wait(left)
 
     @contextmanager
-    def lease(self, name: str, first: int, count: int, cut: Callable[[str], None]) -> Iterator[Span]:
+    def lease(self, name: str, first: int, count: int, cut: Callable[[str], None]) -> Iterator[FileSpan]:
         """Read these chunks. `cut` is called when the blob is given up and the reader is not through in time."""
         with self._changed:
             blob = self._held(name)
             if count < 1 or first + count > blob.table.num_chunks:
-                raise Refused(Code.NONSENSE, f"chunks {first} to {first + count} of {blob.table.num_chunks}")
+                raise SourceRefused(Code.NONSENSE, f"chunks {first} to {first + count} of {blob.table.num_chunks}")
             if not blob.right[first : first + count].all():
-                raise Refused(Code.NOT_YET, "not all of these chunks have arrived here")
+                raise SourceRefused(Code.NOT_YET, "not all of these chunks have arrived here")
             number = self._next_lease
             self._next_lease += 1
             self._leases[number] = (name, cut)
         start, stop = blob.table.range_of(first)[0], blob.table.range_of(first + count - 1)[1]
         try:
-            yield Span(blob.buffer.fd, start, stop - start)
+            yield FileSpan(blob.buffer.fd, start, stop - start)
         finally:
             with self._changed:
                 del self._leases[number]
@@ -185,5 +185,5 @@ class Store:
     def _held(self, name: str) -> Blob:
         blob = self._blobs.get(name)
         if blob is None:
-            raise Refused(Code.GONE, "this version or delta is not held here")
+            raise SourceRefused(Code.GONE, "this version or delta is not held here")
         return blob

@@ -25,7 +25,7 @@ _TOKEN_BYTES = 32
 _MIN_TOKEN_CHARACTERS = 16
 
 
-class Tokens:
+class AccessTokens:
     """The tokens of a run, as the manager holds them."""
 
     def __init__(self, tokens: Mapping[Scope, str]) -> None:
@@ -47,9 +47,9 @@ def weights_key_of(worker_token: str) -> bytes:
     return hmac.digest(worker_token.encode(), b"polyrl weights", "sha256")
 
 
-def ensure_tokens(run_dir: Path) -> Tokens:
+def ensure_tokens(run_dir: Path) -> AccessTokens:
     """The run's tokens; made, readable by their owner alone, if they are not there."""
-    return Tokens({scope: _ensure(run_dir / name) for scope, name in TOKEN_FILES.items()})
+    return AccessTokens({scope: _ensure(run_dir / name) for scope, name in TOKEN_FILES.items()})
 
 
 def _ensure(path: Path) -> str:

@@ -1,8 +1,8 @@
 """Everything that travels over a WebSocket: closed unions of frames, msgpack arrays with a tag.
 
-    worker  -> manager    Hello first; then Tokens, Report, Installed, InstallFailed, Down, Back, Turned, Leaving,
+    worker  -> manager    Hello first; then NewTokens, Report, Installed, InstallFailed, Down, Back, OnDuty, Leaving,
                           Goodbye
-    manager -> worker     Welcome first; then Generate, Stop, Ack, Pull, Turn, Release
+    manager -> worker     Welcome first; then Orders, Stop, Ack, PullOrder, ChangeDuty, Release
     trainer -> manager    TrainerHello first; then statements, each numbered: RequestRound, SupplyPrompts, Scored, ...
     manager -> trainer    Opened, ScoreThese, Delivered, Closed, ... ; Ack
 
@@ -36,7 +36,7 @@ Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
 """Four bytes in a column of versions."""
 _MAX_TEXT = 2000
-Text = Annotated[str, Meta(max_length=_MAX_TEXT)]
+PeerText = Annotated[str, Meta(max_length=_MAX_TEXT)]
 """A peer's words. They go into logs and onto terminals: each frame has its own made plain, as it is decoded."""
 Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
 Duty = Literal["generating", "training"]
@@ -93,13 +93,13 @@ class Hello(Frame, frozen=True, tag="hello"):
     """What its engine runs; -1 is nothing yet."""
     leases: bytes
     """Those it holds: running, or ended and not acknowledged."""
-    draining: Text = ""
+    draining: PeerText = ""
     """Why it wants to go, if it does."""
     digest: Digest = ""
     """Of the version that it runs, if it was fetched."""
     weight_addresses: Addresses = ()
     """Where others may fetch weights from it."""
-    down: Text = ""
+    down: PeerText = ""
     """Why its engine is down, if it is."""
     notice_s: NoticeSeconds = 0.0
     """With `draining`: how long its machine stays."""
@@ -113,14 +113,14 @@ class Ended(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_field
     num_tokens: Natural
     """All tokens of the sample."""
     reason: EndReason
-    detail: Text = ""
+    detail: PeerText = ""
 
     def __post_init__(self) -> None:
         if self.detail:
             _make_plain(self, "detail")
 
 
-class Tokens(Frame, frozen=True, tag="tokens", forbid_unknown_fields=True):
+class NewTokens(Frame, frozen=True, tag="tokens", forbid_unknown_fields=True):
     """New tokens of running samples, and which of them ended. Acknowledged by `seq` when it is journalled.
 
     It goes into the journal as it came, so nothing may be in it that nobody reads.
@@ -152,7 +152,7 @@ class Installed(Frame, frozen=True, tag="installed"):
 
 class InstallFailed(Frame, frozen=True, tag="install_failed"):
     version: VersionNumber
-    reason: Text
+    reason: PeerText
 
     def __post_init__(self) -> None:
         _make_plain(self, "reason")
@@ -161,7 +161,7 @@ class InstallFailed(Frame, frozen=True, tag="install_failed"):
 class Down(Frame, frozen=True, tag="down"):
     """Its engine died, and is being started again. The leases that it had end by themselves."""
 
-    reason: Text
+    reason: PeerText
 
     def __post_init__(self) -> None:
         _make_plain(self, "reason")
@@ -177,7 +177,7 @@ class Back(Frame, frozen=True, tag="back"):
 class Leaving(Frame, frozen=True, tag="leaving"):
     """It wants to hand everything over and go."""
 
-    reason: Text
+    reason: PeerText
     notice_s: NoticeSeconds = 0.0
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Leaving(Frame, frozen=True, tag="leaving"):
 
 
 class Goodbye(Frame, frozen=True, tag="goodbye"):
-    reason: Text
+    reason: PeerText
     is_misfit: bool = False
     """It can never serve this run, and says why."""
 
@@ -193,19 +193,19 @@ class Goodbye(Frame, frozen=True, tag="goodbye"):
         _make_plain(self, "reason")
 
 
-class Turned(Frame, frozen=True, tag="turned"):
+class OnDuty(Frame, frozen=True, tag="turned"):
     """A local worker's devices do this now."""
 
     duty: Duty
 
 
-FromWorker = Hello | Tokens | Report | Installed | InstallFailed | Down | Back | Turned | Leaving | Goodbye
+FromWorker = Hello | NewTokens | Report | Installed | InstallFailed | Down | Back | OnDuty | Leaving | Goodbye
 
 
 # Manager to worker
 
 
-class Held(Struct, frozen=True, array_like=True, gc=False):
+class HeldLease(Struct, frozen=True, array_like=True, gc=False):
     lease: int
     num_tokens: int
     """What the manager has of the sample: go on from there."""
@@ -214,7 +214,7 @@ class Held(Struct, frozen=True, array_like=True, gc=False):
 class Welcome(Frame, frozen=True, tag="welcome"):
     """What the manager knows of this worker's leases. Those that are not here are over."""
 
-    held: tuple[Held, ...]
+    held: tuple[HeldLease, ...]
 
 
 class Order(Struct, frozen=True, array_like=True, gc=False):
@@ -232,7 +232,7 @@ class Order(Struct, frozen=True, array_like=True, gc=False):
     sampling: Sampling
 
 
-class Generate(Frame, frozen=True, tag="generate"):
+class Orders(Frame, frozen=True, tag="generate"):
     orders: tuple[Order, ...]
 
 
@@ -249,7 +249,7 @@ class Ack(Frame, frozen=True, tag="ack"):
     seq: int
 
 
-class Pull(Frame, frozen=True, tag="pull"):
+class PullOrder(Frame, frozen=True, tag="pull"):
     version: int
     source: str
     """The name of a peer; empty for the trainer."""
@@ -261,8 +261,8 @@ class Pull(Frame, frozen=True, tag="pull"):
     """Where it can be fetched."""
 
 
-class Turn(Frame, frozen=True, tag="turn"):
-    """To a local worker: its devices are to do this. Answered by Turned, also when they do already."""
+class ChangeDuty(Frame, frozen=True, tag="turn"):
+    """To a local worker: its devices are to do this. Answered by OnDuty, also when they do already."""
 
     duty: Duty
     why: str
@@ -277,7 +277,7 @@ class Release(Frame, frozen=True, tag="release"):
     """It was refused, or its name was taken: something is wrong with it."""
 
 
-ToWorker = Welcome | Generate | Stop | Ack | Pull | Turn | Release
+ToWorker = Welcome | Orders | Stop | Ack | PullOrder | ChangeDuty | Release
 
 
 # Trainer to manager
@@ -287,7 +287,7 @@ class TrainerHello(Frame, frozen=True, tag="trainer"):
     """First on every connection. What it wants of the run it said when it opened it (control.RunRequest)."""
 
 
-class PromptText(Struct, frozen=True, array_like=True, gc=False):
+class PromptPayload(Struct, frozen=True, array_like=True, gc=False):
     group: Natural
     tokens: bytes
     sampling: Sampling
@@ -300,7 +300,7 @@ class RequestRound(Frame, frozen=True, tag="request_round"):
 
 class SupplyPrompts(Frame, frozen=True, tag="supply_prompts"):
     seq: Natural
-    prompts: tuple[PromptText, ...]
+    prompts: tuple[PromptPayload, ...]
 
 
 class Scored(Frame, frozen=True, tag="scored"):
@@ -327,8 +327,8 @@ class Took(Frame, frozen=True, tag="took"):
 class Rejected(Frame, frozen=True, tag="rejected"):
     seq: Natural
     group: Natural
-    reason: Text
-    workers: Annotated[tuple[Text, ...], Meta(max_length=MAX_REPLACED)] = ()
+    reason: PeerText
+    workers: Annotated[tuple[PeerText, ...], Meta(max_length=MAX_REPLACED)] = ()
     """Whose tokens it is rejected for. A worker of which that is said again and again is given up."""
 
     def __post_init__(self) -> None:
@@ -369,10 +369,10 @@ class RewardsTold(Frame, frozen=True, tag="rewards"):
     timeout_s: Annotated[float, Meta(ge=0, le=1e9)]
     longest_s: Annotated[float, Meta(ge=0, le=1e9)]
     """How long the one that has run longest has; `function` is its name."""
-    function: Text
+    function: PeerText
     failed: Natural
     """Answers without a reward so far."""
-    why: Text
+    why: PeerText
     """Of the last of them."""
 
     def __post_init__(self) -> None:
@@ -436,7 +436,7 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     """What kind of engine the worker has, by its own word."""
 
 
-class SampleText(Struct, frozen=True, array_like=True, gc=False):
+class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     sample: int
     cells: bytes
     segments: tuple[Segment, ...]
@@ -457,7 +457,7 @@ class Origin(Struct, frozen=True, array_like=True, gc=False):
 class ScoreThis(Struct, frozen=True, array_like=True, gc=False):
     attempt: int
     timeout_s: float
-    text: SampleText
+    text: SamplePayload
     origin: Origin
 
 
@@ -476,7 +476,7 @@ class Delivered(Frame, frozen=True, tag="delivered"):
     step: int
     group: int
     origin: Origin
-    samples: tuple[SampleText, ...]
+    samples: tuple[SamplePayload, ...]
     more: bool = False
     """The next frame about this group has the rest, or more of it."""
 

@@ -18,15 +18,15 @@ _GROUPS, _SAMPLES = 0x1E46, 0x5A3B
 """Two streams of draws."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]
-Tokens = Annotated[float, Meta(ge=1, le=1e9)]
+FloatTokens = Annotated[float, Meta(ge=1, le=1e9)]
 
 
 class ImposedLengths(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Lognormal, unless there are quantiles."""
 
-    median: Tokens = 650.0
+    median: FloatTokens = 650.0
     sigma: Annotated[float, Meta(ge=0, le=10)] = 0.9
-    quantiles: tuple[tuple[Share, Tokens], ...] = ()
+    quantiles: tuple[tuple[Share, FloatTokens], ...] = ()
     """[probability, tokens], both rising; below the first and above the last, those."""
     correlation: Share = 0.2
 

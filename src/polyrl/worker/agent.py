@@ -406,15 +406,15 @@ class WorkerAgent:
         match frame:
             case frames.Ack():
                 self._book.acknowledge(frame.seq)
-            case frames.Generate():
+            case frames.Orders():
                 for order in frame.orders:
                     self._generate(order)
             case frames.Stop():
                 aborted = [lease for lease in map(LeaseId, frame.aborts) if self._book.drop(lease)]
                 await self._stop(aborted, map(LeaseId, frame.hand_overs))
-            case frames.Pull():
+            case frames.PullOrder():
                 self._installer.start(frame)
-            case frames.Turn():
+            case frames.ChangeDuty():
                 self._start_turn(frame.duty)
             case frames.Welcome():
                 await self._stop(self._book.welcome(frame.held))
@@ -469,7 +469,7 @@ class WorkerAgent:
             log.exception("the devices do not turn to %s", duty)
             self._leave(f"its devices do not turn to {duty}: {one_line(error)}", ok=False)
             return
-        await self._send(frames.Turned(duty))
+        await self._send(frames.OnDuty(duty))
 
     async def _tell_of_install(self, frame: frames.Installed | frames.InstallFailed) -> None:
         if isinstance(frame, frames.Installed):

@@ -41,7 +41,7 @@ class Installer:
         """What the engine runs."""
         self._digests: dict[Version, str] = {}
         """Of the versions that were fetched last."""
-        self._ordered: frames.Pull | None = None
+        self._ordered: frames.PullOrder | None = None
         """The last that it was told to fetch."""
         self._pull: asyncio.Task[None] | None = None
         self._break_off = threading.Event()
@@ -58,7 +58,7 @@ class Installer:
         if version is not None:
             self._digests.pop(version, None)
 
-    def start(self, pull: frames.Pull) -> None:
+    def start(self, pull: frames.PullOrder) -> None:
         """Replace what is under way, unless it is the same: after a break we are asked again.
 
         The same version from elsewhere is another order: what we fetch from is gone, or too slow.
@@ -79,7 +79,7 @@ class Installer:
             await asyncio.to_thread(self.peer.close)
 
     async def _install(
-        self, version: Version, pull: frames.Pull, break_off: threading.Event, before: asyncio.Task[None] | None
+        self, version: Version, pull: frames.PullOrder, break_off: threading.Event, before: asyncio.Task[None] | None
     ) -> None:
         if before is not None:
             await asyncio.wait((before,))
@@ -112,7 +112,7 @@ class Installer:
                 self._digests[version] = pull.digest
             await self._answer(frames.Installed(version, pull.digest))
 
-    async def _fetch(self, version: Version, pull: frames.Pull, break_off: threading.Event) -> Weights:
+    async def _fetch(self, version: Version, pull: frames.PullOrder, break_off: threading.Event) -> Weights:
         """The version's weights in this machine's memory, verified; nothing where versions are only numbers."""
         if not pull.digest:
             return Weights(version)
@@ -130,5 +130,5 @@ class Installer:
         return Weights(version, copy=copy)
 
 
-def _what(pull: frames.Pull) -> tuple[int, str, tuple[str, ...]]:
+def _what(pull: frames.PullOrder) -> tuple[int, str, tuple[str, ...]]:
     return pull.version, pull.digest, pull.addresses

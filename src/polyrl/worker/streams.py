@@ -1,6 +1,6 @@
 """A worker's leases and what each has brought: what was sent, what is safe, what must be sent again.
 
-    engine's news --> cells of a lease --> Tokens frames, by offset --> acknowledged by number
+    engine's news --> cells of a lease --> NewTokens frames, by offset --> acknowledged by number
                                   ^                    |
                                   +---- a break: back to what the manager says it has
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from polyrl.ids import LeaseId
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES
-from polyrl.wire.frames import Ended, EndReason, Held, Tokens
+from polyrl.wire.frames import Ended, EndReason, HeldLease, NewTokens
 
 _MAX_CELLS_A_FRAME = 1 << 20
 _MAX_ENDS_A_FRAME = 512
@@ -89,7 +89,7 @@ class LeaseBook:
         self._streams, self._changed, self._seq = {}, {}, 0
         return running
 
-    def take_frame(self) -> Tokens | None:
+    def take_frame(self) -> NewTokens | None:
         """The next frame to send, or None when nothing is left to say."""
         if not self._changed:
             return None
@@ -117,7 +117,7 @@ class LeaseBook:
                 stream.end_seq = self._seq
                 ended.append(Ended(lease, stream.base + stream.num_made, stream.end, stream.detail))
             del self._changed[lease]
-        return Tokens(
+        return NewTokens(
             self._seq,
             columns.pack_column("<u8", leases),
             columns.pack_column("<u4", offsets),
@@ -137,7 +137,7 @@ class LeaseBook:
         """The leases that we hold, packed."""
         return columns.pack_column("<u8", list(self._streams))
 
-    def welcome(self, held: Iterable[Held]) -> list[LeaseId]:
+    def welcome(self, held: Iterable[HeldLease]) -> list[LeaseId]:
         """Go back to what the manager has. Returns the running leases that are over for it."""
         has = {LeaseId(one.lease): one.num_tokens for one in held}
         over = [lease for lease in self._streams if lease not in has]

@@ -275,7 +275,7 @@ def compare(answers: Iterable[Answer], layout: Layout, view: View) -> int:
     num_compared = 0
     for answer in answers:
         for name, head in answer.heads.items():
-            rule = shards.Vocabulary(name) if shards.is_table(name) else shards.Whole(name)
+            rule = shards.VocabularyRows(name) if shards.is_table(name) else shards.WholeTensor(name)
             shard = shards.plan(rule, layout, answer.slice, answer.num_slices)
             if (shard.dtype, shard.shape) != (head.dtype, head.shape):
                 continue  # padded or split in a way of the server's own

@@ -53,7 +53,7 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
         raise Refused("order", f"a {type(frame).__name__} before a Hello")
     session.heard_at = executor.now()
     executor.dirty[session.key] = session
-    if isinstance(frame, frames.Tokens):
+    if isinstance(frame, frames.NewTokens):
         intake.take_in(executor, session, frame, raw)
         return
     if not session.may_say(frame, session.heard_at, executor.settings.stream.heartbeat_interval_s):
@@ -75,7 +75,7 @@ def _hear(executor: Executor, session: WorkerSession, raw: bytes) -> None:
             _down(executor, session, frame.reason)
         case frames.Back():
             _back(executor, session, frame.version, "")
-        case frames.Turned():
+        case frames.OnDuty():
             executor.tell(e.DutyChanged(session.name, session.incarnation, frame.duty))
         case frames.Leaving():
             joining.drain(executor, session.name, frame.reason, frame.notice_s)
@@ -161,7 +161,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
     if theirs and max(theirs) >= desk.state.next_lease:
         raise Refused("lease", f"it holds lease {max(theirs)}, which was never given")
     ours = worker.leases
-    held = tuple(frames.Held(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
+    held = tuple(frames.HeldLease(one, executor.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))
     if hello.down:
         if not worker.down:
@@ -177,7 +177,7 @@ def _hello(executor: Executor, session: WorkerSession, hello: frames.Hello) -> N
         name = "" if source is None else source.name
         session.say(frames_out.pull(executor, session, worker.pulling, name, worker.version))
     if worker.duty == "to_training" or worker.duty == "to_generating":
-        session.say(frames.Turn(_DUTIES[worker.duty], "it was to turn"))
+        session.say(frames.ChangeDuty(_DUTIES[worker.duty], "it was to turn"))
     known = frozenset(theirs)
     for lease in list(ours):
         sample = desk.leases[lease]

@@ -26,7 +26,7 @@ _MORE_ROWS = 64
 """Of as many leases as a worker had at once, some have rows of two versions, and some are over without its knowing."""
 
 
-def take_in(executor: Executor, session: WorkerSession, frame: frames.Tokens, raw: bytes) -> None:
+def take_in(executor: Executor, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
     worker = executor.seat_of(session)
     if worker is None or executor.scheduler is None:
         raise Refused("order", "tokens before any lease")
@@ -78,7 +78,7 @@ def _check_waste(executor: Executor, session: WorkerSession, num_rows: int, num_
         raise Refused("flood", "too many tokens of leases that are over")
 
 
-def _took_stride(executor: Executor, session: WorkerSession, frame: frames.Tokens, raw: bytes) -> None:
+def _took_stride(executor: Executor, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
     executor.num_tokens += len(frame.cells) // CELL_BYTES
     session.acknowledge(frame.seq, has_ends=False)
     executor.note_grants()
@@ -86,7 +86,7 @@ def _took_stride(executor: Executor, session: WorkerSession, frame: frames.Token
 
 
 def _begin_stride(
-    executor: Executor, worker: Worker, frame: frames.Tokens, column: columns.Columns
+    executor: Executor, worker: Worker, frame: frames.NewTokens, column: columns.Columns
 ) -> stride.Stride | None:
     """The next frame may go on from one that was appended as a whole, unless a lease has two rows in it."""
     assert executor.scheduler is not None
@@ -115,7 +115,7 @@ def _check_versions(executor: Executor, worker: Worker, column: columns.Columns)
 
 def _journal_tokens(
     executor: Executor,
-    frame: frames.Tokens,
+    frame: frames.NewTokens,
     raw: bytes,
     column: columns.Columns,
     idle: list[int],

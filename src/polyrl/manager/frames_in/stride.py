@@ -19,7 +19,7 @@ import numpy as np
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES, Vocabulary
-from polyrl.wire.frames import Tokens
+from polyrl.wire.frames import NewTokens
 
 _MAX_FRAMES = 64
 """So many wait at most, to bound what sharing out takes at once."""
@@ -35,7 +35,7 @@ class StridingText(Protocol):
 
 
 class Stride:
-    def __init__(self, frame: Tokens, texts: Sequence[StridingText], worker: Worker, max_tokens: int) -> None:
+    def __init__(self, frame: NewTokens, texts: Sequence[StridingText], worker: Worker, max_tokens: int) -> None:
         """After a frame that was appended as a whole, a row a text: each row of the next goes on from it."""
         self._texts = texts
         self._leases = frame.leases
@@ -50,7 +50,7 @@ class Stride:
         for row, text in enumerate(texts):
             text.stride, text.row = self, row
 
-    def takes(self, frame: Tokens, worker: Worker, vocabulary: Vocabulary) -> bool:
+    def takes(self, frame: NewTokens, worker: Worker, vocabulary: Vocabulary) -> bool:
         """Whether the frame goes on as the last one did. If so, all of it is taken. Raises BadColumns."""
         if (
             self._is_over

@@ -113,7 +113,7 @@ class Link:
 
 def _held_bytes(frame: frames.ToWorker | frames.ToTrainer) -> int:
     """What it keeps in memory that nobody else does."""
-    if isinstance(frame, frames.Generate):
+    if isinstance(frame, frames.Orders):
         return sum(_FRAME_BYTES + len(order.so_far) for order in frame.orders)
     return _FRAME_BYTES
 

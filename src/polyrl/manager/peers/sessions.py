@@ -87,7 +87,7 @@ class WorkerSession:
 
     def may_say(self, frame: frames.FromWorker, now: float, heartbeat_interval_s: float) -> bool:
         """Count a frame that is no tokens; False when there are far too many. Most go into the journal."""
-        if self._num_owed and isinstance(frame, frames.Turned | frames.Installed | frames.InstallFailed):
+        if self._num_owed and isinstance(frame, frames.OnDuty | frames.Installed | frames.InstallFailed):
             self._num_owed -= 1  # how many come is up to us: steps may be short
             return True
         return self._spend(1.0, now, heartbeat_interval_s)
@@ -131,14 +131,14 @@ class WorkerSession:
             gathered.append(frames.Ack(self._ack))
             self._acked_seq, self._acked_at = self._ack, now
             self._ack, self._ack_due = None, False
-        gathered += map(frames.Generate, in_pieces(self._orders, _order_bytes))
+        gathered += map(frames.Orders, in_pieces(self._orders, _order_bytes))
         if self._aborts or self._hand_overs:
             gathered.append(frames.Stop(tuple(self._aborts), tuple(self._hand_overs)))
         self._orders, self._aborts, self._hand_overs, self._others = [], [], [], []
         if self.link is not None and self.greeted:
             for frame in gathered:
                 self.link.send(frame)
-                self._num_owed += isinstance(frame, frames.Turn | frames.Pull)
+                self._num_owed += isinstance(frame, frames.ChangeDuty | frames.PullOrder)
 
 
 def _order_bytes(order: frames.Order) -> int:

@@ -17,7 +17,7 @@ from aiohttp import web
 from polyrl.ids import SampleId, sample_id
 from polyrl.manager import asking
 from polyrl.manager.asking import Wanted
-from polyrl.manager.payload import Text
+from polyrl.manager.payload import SampleTokens
 from polyrl.manager.question import Question
 from polyrl.manager.refusals import Refused
 from polyrl.manager.run import Executor
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 class Answer:
     """One choice of a request."""
 
-    def __init__(self, index: int, prompt: list[int], sample: SampleId, text: Text, reader: Reader) -> None:
+    def __init__(self, index: int, prompt: list[int], sample: SampleId, text: SampleTokens, reader: Reader) -> None:
         self.index = index
         self.prompt = prompt
         self.sample = sample

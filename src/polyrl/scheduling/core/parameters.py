@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 from polyrl.ids import MAX_SAMPLES_PER_GROUP
-from polyrl.scheduling.core.bounds import AtLeastOne, Count, Factor, NotNegative, Positive, Seed, Share, Tokens
+from polyrl.scheduling.core.bounds import AtLeastOne, Count, Factor, NotNegative, NumTokens, Positive, Seed, Share
 from polyrl.scheduling.rules.parallelism import ParallelismConfig
 from polyrl.scheduling.rules.reward_budgets import RewardConfig
 from polyrl.scheduling.rules.scaling import ScalingConfig
@@ -139,12 +139,12 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: Seed = 0
     num_epochs: AtLeastOne | None = None
     """How often the data is gone through; none: for as long as rounds are requested."""
-    max_new_tokens: Tokens = 8192
+    max_new_tokens: NumTokens = 8192
     max_staleness: Count = 0
     streaming: bool = True
     """Hand complete groups to the trainer as they come. Off: all of a round at once."""
     trainer_usd_per_hour: NotNegative = 0.0
-    prompt_tokens: Tokens = 512
+    prompt_tokens: NumTokens = 512
     """A typical prompt; only used to project how much cache is needed and what a move costs."""
     rounds: RoundsConfig = RoundsConfig()
     routing: RoutingConfig = RoutingConfig()

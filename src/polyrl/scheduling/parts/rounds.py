@@ -25,7 +25,7 @@ from polyrl.scheduling.core.samples import Group, Round, Sample
 from polyrl.scheduling.parts import leases, scoring
 from polyrl.scheduling.rules.order import mix64
 from polyrl.scheduling.rules.staleness import newest_step
-from polyrl.scheduling.rules.tail_batching import Choice, RoundPlan
+from polyrl.scheduling.rules.tail_batching import PlannedPrompt, RoundPlan
 
 
 def open_requested(desk: Desk, now: Seconds) -> list[Round]:
@@ -84,7 +84,7 @@ def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
     return round_
 
 
-def _add_group(desk: Desk, round_: Round, choice: Choice, num_samples: int) -> PlannedGroup:
+def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: int) -> PlannedGroup:
     state = desk.state
     group_id = GroupId(state.next_group)
     state.next_group += 1
@@ -195,7 +195,7 @@ def _defer(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
     why = "the step's places are taken: it waits for a long round"
     _discard_group(desk, group, round_, "deferral", why, now)
     round_.num_open[group.domain] -= 1
-    choice = Choice(group.domain, group.prompt, group.epoch, group.times_deferred, group.first_deferred_step)
+    choice = PlannedPrompt(group.domain, group.prompt, group.epoch, group.times_deferred, group.first_deferred_step)
     desk.planner.defer(desk.state.tail, choice, round_.step)
     desk.state.ledger.num_deferrals += 1
     desk.commands.append(DropGroup(group.id, why))

@@ -16,14 +16,14 @@ from polyrl.ids import Version
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.parameters import RoutingConfig
 
-Entry = tuple[float, bool, int]
+HeapEntry = tuple[float, bool, int]
 
 
 class Router:
     def __init__(self, config: RoutingConfig, seats: dict[int, Worker]) -> None:
         self.config = config
         self._seats = seats
-        self._heap: list[Entry] = []
+        self._heap: list[HeapEntry] = []
         self.loads: dict[int, float] = {}
         """Workers with credit, by seat: the load that each one's valid entry shows."""
         for worker in seats.values():
@@ -54,7 +54,7 @@ class Router:
 
     def choose(self, min_version: Version, prefix_worker: int, *, remote: bool = False) -> Worker | None:
         """The worker that takes the next sample, or None when none can. `remote`: not one of the trainer's own."""
-        skipped: list[Entry] = []
+        skipped: list[HeapEntry] = []
         chosen: Worker | None = None
         heap = self._heap
         while heap:

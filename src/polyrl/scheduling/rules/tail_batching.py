@@ -48,7 +48,7 @@ class Cursor(Struct):
     position: int = 0
 
 
-class Choice(Struct, frozen=True):
+class PlannedPrompt(Struct, frozen=True):
     """One prompt of a round."""
 
     domain: int
@@ -61,7 +61,7 @@ class Choice(Struct, frozen=True):
 
 class RoundPlan(Struct, frozen=True):
     kind: RoundKind
-    choices: tuple[Choice, ...]
+    choices: tuple[PlannedPrompt, ...]
     quotas: tuple[int, ...]
     num_samples: int
     num_passed_over: int
@@ -149,7 +149,7 @@ class Planner:
             return "every domain has a step's share of deferred prompts"
         return None
 
-    def take_fresh(self, state: TailBatching, domain: int) -> Choice | None:
+    def take_fresh(self, state: TailBatching, domain: int) -> PlannedPrompt | None:
         """One more fresh prompt of a domain's epoch, or None when it has none."""
         if self._num_fresh(state, domain) == 0:
             return None
@@ -158,9 +158,9 @@ class Planner:
             cursor.position, num_prompts=self.domains[domain].num_prompts, seed=self.seed + domain, epoch=cursor.epoch
         )
         cursor.position += 1
-        return Choice(domain, prompt, cursor.epoch, 0, -1)
+        return PlannedPrompt(domain, prompt, cursor.epoch, 0, -1)
 
-    def defer(self, state: TailBatching, choice: Choice, step: Step) -> None:
+    def defer(self, state: TailBatching, choice: PlannedPrompt, step: Step) -> None:
         """Put a prompt that did not get its place behind the others of its domain."""
         first = step if choice.first_deferred_step < 0 else choice.first_deferred_step
         state.deferred[choice.domain].append(Deferred(choice.prompt, choice.epoch, choice.times_deferred + 1, first))
@@ -193,7 +193,7 @@ class Planner:
         return self._num_fresh(state, domain) > 0 or bool(state.deferred[domain])
 
     def _long(self, state: TailBatching, step: Step, why: str) -> RoundPlan:
-        choices: list[Choice] = []
+        choices: list[PlannedPrompt] = []
         quotas: list[int] = []
         for d, domain in enumerate(self.domains):
             taken = self._take_deferred(state, d, domain.prompts_per_step)
@@ -204,16 +204,17 @@ class Planner:
         num_samples = num_samples_of(self.config, state.factors, "long")
         return RoundPlan("long", tuple(choices), tuple(quotas), num_samples, 0, why)
 
-    def _take_deferred(self, state: TailBatching, domain: int, num: int) -> list[Choice]:
+    def _take_deferred(self, state: TailBatching, domain: int, num: int) -> list[PlannedPrompt]:
         """The oldest deferred prompts."""
         waiting = state.deferred[domain]
         state.deferred[domain] = waiting[num:]
         return [
-            Choice(domain, one.prompt, one.epoch, one.times_deferred, one.first_deferred_step) for one in waiting[:num]
+            PlannedPrompt(domain, one.prompt, one.epoch, one.times_deferred, one.first_deferred_step)
+            for one in waiting[:num]
         ]
 
     def _short(self, state: TailBatching, step: Step) -> RoundPlan:
-        choices: list[Choice] = []
+        choices: list[PlannedPrompt] = []
         quotas: list[int] = []
         num_passed_over = 0
         for d, domain in enumerate(self.domains):
@@ -236,18 +237,18 @@ class Planner:
         )
         return RoundPlan("short", tuple(choices), tuple(quotas), num_samples, num_passed_over, why)
 
-    def _take_fresh_many(self, state: TailBatching, domain: int, num: int) -> list[Choice]:
-        taken: list[Choice] = []
+    def _take_fresh_many(self, state: TailBatching, domain: int, num: int) -> list[PlannedPrompt]:
+        taken: list[PlannedPrompt] = []
         while len(taken) < num and (fresh := self.take_fresh(state, domain)) is not None:
             taken.append(fresh)
         return taken
 
     def _take_predicted_short(
         self, state: TailBatching, domain: int, quota: int, max_passed: int, step: Step
-    ) -> tuple[list[Choice], int]:
+    ) -> tuple[list[PlannedPrompt], int]:
         """`quota` prompts, passing over (deferring unsampled) up to `max_passed` that are predicted to be long."""
         threshold = state.means.quantile(1.0 / state.factors.prompts)
-        taken: list[Choice] = []
+        taken: list[PlannedPrompt] = []
         passed = 0
         while len(taken) < quota and (fresh := self.take_fresh(state, domain)) is not None:
             expected = state.history.get(fresh.prompt * len(self.domains) + domain)

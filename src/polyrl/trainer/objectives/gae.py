@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
+Doubles = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def estimate(rewards: Floats, values: Floats, gamma: float, gae_lambda: float) -> tuple[Floats, Floats]:
+def estimate(rewards: Doubles, values: Doubles, gamma: float, gae_lambda: float) -> tuple[Doubles, Doubles]:
     """Advantages, and the returns that the critic learns."""
     errors = rewards + gamma * np.append(values[1:], 0.0) - values
     gains = np.empty_like(errors)

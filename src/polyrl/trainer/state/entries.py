@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.errors import UserError
-from polyrl.trainer.batch import Group, decode_groups, encode_groups
+from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
 
 REDO_FOLDER = "checkpoints/redo"
 SAMPLES_FOLDER = "samples"
@@ -39,7 +39,7 @@ class Entry(Struct, frozen=True):
     rejected: bytes = b""
     """Groups that came and taught nothing (batch.encode_groups). Nobody trains on them."""
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[TrainGroup]:
         """All that came of the step, trained or not."""
         parts = [*self.batches, *([self.rejected] if self.rejected else [])]
         return [group for part in parts for group in decode_groups(part)]
@@ -50,7 +50,7 @@ class Damaged(UserError):
 
 
 def make(
-    step: int, num_steps: int, batches: Sequence[Sequence[Group]], report: bytes, rejected: Sequence[Group]
+    step: int, num_steps: int, batches: Sequence[Sequence[TrainGroup]], report: bytes, rejected: Sequence[TrainGroup]
 ) -> Entry:
     return Entry(step, num_steps, [encode_groups(one) for one in batches], report, encode_groups(rejected))
 

@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from polyrl.disk import sync_folder, write_whole
 from polyrl.errors import UserError
-from polyrl.trainer.batch import Group, decode_groups
+from polyrl.trainer.batch import TrainGroup, decode_groups
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.state import checkpoint, entries
 from polyrl.trainer.state.entries import Entry
@@ -38,9 +38,9 @@ def append(
     run_dir: Path,
     step: int,
     num_steps: int,
-    batches: Sequence[Sequence[Group]],
+    batches: Sequence[Sequence[TrainGroup]],
     report: bytes = b"",
-    rejected: Sequence[Group] = (),
+    rejected: Sequence[TrainGroup] = (),
 ) -> None:
     """Raises OSError; what is there is whole then."""
     folder = _folder(run_dir)

@@ -20,7 +20,7 @@ import torch
 from msgspec import structs
 
 from polyrl.errors import UserError
-from polyrl.trainer.batch import Group
+from polyrl.trainer.batch import TrainGroup
 from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import Best, Keep, TrainerState
 from polyrl.weights.tensors import pin, unpin
@@ -138,7 +138,11 @@ class Saver:
             return {one.group: one.rewards for one in redo.read_rejections(self._run_dir, step)}
 
     async def trained(
-        self, step: int, batches: Sequence[Sequence[Group]], report: bytes = b"", rejected: Sequence[Group] = ()
+        self,
+        step: int,
+        batches: Sequence[Sequence[TrainGroup]],
+        report: bytes = b"",
+        rejected: Sequence[TrainGroup] = (),
     ) -> None:
         """Make a step safe; nobody moves the weights meanwhile. Raises UserError if the disk does not take it.
 
