@@ -27,9 +27,9 @@ from polyrl.bench.scheduler import commit
 from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.between import KEY_VARIABLE
-from polyrl.engines.served.engine import Kind, ServedEngine
-from polyrl.engines.served.http import Events, Http, Pause
-from polyrl.engines.served.server import Asked, Part, ServedConfig, Server
+from polyrl.engines.served.engine import ServedEngine, ServerKind
+from polyrl.engines.served.http import EventStream, Http, Pause
+from polyrl.engines.served.server import AnswerPart, ServedConfig, Server, ServerRequest
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, Version
 from polyrl.run.event_loop import run_loop
@@ -56,7 +56,7 @@ _WAIT_S = 600.0
 
 
 class ServedWork(NamedTuple):
-    kind: Kind
+    kind: ServerKind
     model: str | None
     """A Hugging Face directory; none: random weights of a tiny shape."""
     batch: int
@@ -189,7 +189,7 @@ async def _straight(server: Server, prompts: list[list[int]], new: int, pause: P
     reading: dict[int, _Reading] = {}
 
     async def answer(number: int, prompt: list[int]) -> None:
-        asked = Asked(prompt, new, number, SAMPLING, [])
+        asked = ServerRequest(prompt, new, number, SAMPLING, [])
         async with server.stream(f"bench-{time.monotonic_ns()}-{number}", asked) as events:
             one = reading[number] = _Reading(events)
             num_tokens = await one.done
@@ -213,7 +213,7 @@ async def _straight(server: Server, prompts: list[list[int]], new: int, pause: P
 class _Reading:
     """An answer that is being read. `done`: how many tokens it has, once it has ended."""
 
-    def __init__(self, events: Events[Part]) -> None:
+    def __init__(self, events: EventStream[AnswerPart]) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._events, self._num_tokens = events, 0
         events.on_end(self.read)
@@ -288,7 +288,7 @@ async def _fleet(
 # Weights
 
 
-async def _installs(kind: Kind, engine: ServedEngine, server: Server, model: Path, num: int) -> dict[str, Any]:
+async def _installs(kind: ServerKind, engine: ServedEngine, server: Server, model: Path, num: int) -> dict[str, Any]:
     total: list[float] = []
     stood: list[float] = []
     disk: list[float] = []
@@ -311,10 +311,10 @@ async def _installs(kind: Kind, engine: ServedEngine, server: Server, model: Pat
     }
 
 
-async def _from_disk(kind: Kind, server: Server, model: Path) -> float:
+async def _from_disk(kind: ServerKind, server: Server, model: Path) -> float:
     """The server's own way, from a directory: how long it stands still."""
     began = time.perf_counter()
-    await server.weighing.pause()
+    await server.loading.pause()
     try:
         if kind == "vllm":
             body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
@@ -323,7 +323,7 @@ async def _from_disk(kind: Kind, server: Server, model: Path) -> float:
             body = {"model_path": str(model), "flush_cache": True}
             await server.http.post("/update_weights_from_disk", body, timeout_s=_WAIT_S)
     finally:
-        await server.weighing.resume()
+        await server.loading.resume()
     return time.perf_counter() - began
 
 

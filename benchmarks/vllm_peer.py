@@ -19,7 +19,7 @@ import aiohttp
 from benchmarks.scratch import scratch
 from polyrl.engines.engine import EngineError
 from polyrl.engines.served.process import ServerProcess, free_port
-from polyrl.engines.served.server import Command
+from polyrl.engines.served.server import LaunchCommand
 from polyrl.errors import UserError
 
 FOLDER = Path("~/.cache/polyrl/engines/vllm").expanduser()
@@ -87,7 +87,7 @@ async def serve(model: str, *, slots: int, max_context: int) -> AsyncIterator[Se
     argv += ["--max-model-len", str(max_context), "--max-num-seqs", str(slots), "--kv-cache-memory-bytes", "1G"]
     with scratch() as folder:
         try:
-            process = await ServerProcess.start(Command(argv, _environment()), folder / "vllm.log")
+            process = await ServerProcess.start(LaunchCommand(argv, _environment()), folder / "vllm.log")
         except EngineError as error:
             raise UserError(f"--peer vllm: {error}") from error
         timeout = aiohttp.ClientTimeout(total=_ANSWER_S)

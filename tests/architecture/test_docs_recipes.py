@@ -23,7 +23,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "optimizer": r.OptimizerConfig,
     "lora": r.LoraSection,
     "rollout": r.RolloutSection,
-    "rollout.impose_lengths": r.ImposedLengths,
+    "rollout.impose_lengths": r.ImposedLengthsSection,
     "data": r.DataSection,
     "data.domains": r.DomainSection,
     "data.arithmetic": r.ArithmeticTask,

@@ -6,13 +6,15 @@ import pytest
 from tests.engines.servers import python_of
 
 from polyrl.cli.main import main
-from polyrl.engines.served.engine import Kind
+from polyrl.engines.served.engine import ServerKind
 
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_server_is_measured_straight_and_through_worker_and_manager(kind: Kind, capsys: pytest.CaptureFixture[str]):
+def test_a_server_is_measured_straight_and_through_worker_and_manager(
+    kind: ServerKind, capsys: pytest.CaptureFixture[str]
+):
     python_of(kind)
     assert main(["bench", "served", "--quick", "--json", "--server", kind, "--batch", "16", "--new", "32"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -11,9 +11,9 @@ from tests.chaos.fleet import POLYRL
 
 from polyrl.bench.engine import (
     ARCHITECTURES,
+    ClockSink,
+    EngineTurns,
     Ran,
-    Turns,
-    Watch,
     Work,
     make_model,
     measure,
@@ -82,7 +82,7 @@ def test_a_directory_whose_config_has_no_head_size_is_measured(tmp_path, capsys)
 
 def test_a_sample_that_does_not_end_well_is_said_and_waited_for_no_longer():
     async def script() -> None:
-        sink = Watch(2)
+        sink = ClockSink(2)
         sink.ended(2, "engine_failed", "the device is gone")
         with pytest.raises(UserError, match="sample 2: engine_failed: the device is gone"):
             await asyncio.wait_for(sink.until_done(), 1.0)
@@ -107,7 +107,7 @@ def test_short_jobs_are_measured_in_more_turns(job_s: float, num: int):
 
 def test_the_spread_is_that_of_neighbouring_turns():
     ours = [Ran(seconds, 0.1, 0.1, 100, 1.0, 1.0) for seconds in (1.0, 2.0, 4.0)]
-    turns = Turns(ours, [100.0, 50.0, 12.5])
+    turns = EngineTurns(ours, [100.0, 50.0, 12.5])
     assert turns.ratio_quartiles == [1.0, 2.0]
     assert turns.median.seconds == 2.0
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.engines.builtin.batching import Batching, Chunk, Member
-from polyrl.engines.builtin.cuda.layout import MOST_CONTEXTS, Layout, lay_out, shape_of
+from polyrl.engines.builtin.cuda.layout import MOST_CONTEXTS, StepLayout, lay_out, shape_of
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.ids import LeaseId
 
@@ -81,7 +81,7 @@ def some_chunks() -> list[Chunk]:
     return chunks
 
 
-def check_chunks(its: Layout, chunks: list[Chunk]) -> None:
+def check_chunks(its: StepLayout, chunks: list[Chunk]) -> None:
     assert its.positions.tolist()[:9] == [0, 1, 2, 3, 4, 8, 9, 10, 6]
     assert its.rows.tolist() == [4, 8]
     assert its.first_rows.tolist()[:4] == [0, 5, 8, 9]

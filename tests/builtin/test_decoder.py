@@ -14,7 +14,7 @@ from polyrl.engines.builtin.batching import Batching, Chunk, Member
 from polyrl.engines.builtin.decoder import Decoder, Matrix, can_pack
 from polyrl.engines.builtin.kv_cache import KvCache
 from polyrl.engines.builtin.runner import Runner
-from polyrl.engines.builtin.steps import Drawn, Wanted
+from polyrl.engines.builtin.steps import Drawn, DrawRule
 from polyrl.ids import LeaseId
 from polyrl.wire.frames import Sampling
 
@@ -70,8 +70,8 @@ class Desk:
         self.add(0, num_tokens)
         return [self.step() for _ in range(4)]
 
-    def wanted(self, chunks: list[Chunk]) -> list[Wanted]:
-        return [Wanted(ON, int(one.member.lease), len(one.member.tokens)) for one in chunks if one.samples]
+    def wanted(self, chunks: list[Chunk]) -> list[DrawRule]:
+        return [DrawRule(ON, int(one.member.lease), len(one.member.tokens)) for one in chunks if one.samples]
 
     def take_in(self, chunks: list[Chunk], drawn: list[Drawn]) -> None:
         self.batching.computed(chunks)

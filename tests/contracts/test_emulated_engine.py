@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
-from polyrl.engines.emulated.batch import Batch, Sample
-from polyrl.engines.emulated.text import EOS, Ending, answer_tokens, draw
+from polyrl.engines.emulated.batch import Batch, EmulatedSample
+from polyrl.engines.emulated.text import EOS, EmulatedEnd, answer_tokens, draw
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, SampleId, Version
@@ -151,8 +151,8 @@ def batch(**changes) -> Batch:
     return Batch(config(**{"tokens_per_s": 10.0, "step_per_sample_s": 0.0, "prefill_tokens_per_s": 1e9, **changes}))
 
 
-def sample(lease: int, num_tokens: int, *, prompt: int = 1, so_far: int = 0) -> Sample:
-    return Sample(LeaseId(lease), prompt, so_far, Ending(num_tokens, "stop", True))
+def sample(lease: int, num_tokens: int, *, prompt: int = 1, so_far: int = 0) -> EmulatedSample:
+    return EmulatedSample(LeaseId(lease), prompt, so_far, EmulatedEnd(num_tokens, "stop", True))
 
 
 def news(a_batch: Batch, now: float) -> tuple[dict[int, int], list[int]]:

@@ -20,7 +20,7 @@ from tests.weights.copies import copy_of
 
 from polyrl.engines.engine import Weights
 from polyrl.engines.served.between import KEY_VARIABLE, SOCKET_VARIABLE
-from polyrl.engines.served.engine import Kind, ServedEngine
+from polyrl.engines.served.engine import ServedEngine, ServerKind
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import free_port
 from polyrl.engines.served.server import ServedConfig, Server
@@ -36,7 +36,7 @@ CONTEXT = 1024
 
 
 class Setup(NamedTuple):
-    kind: Kind
+    kind: ServerKind
     family: Literal["qwen3", "llama"]
     tied: bool = False
     num_slices: int = 1
@@ -46,7 +46,7 @@ class Setup(NamedTuple):
         return f"{self.kind}-{self.family}{tied}-tp{self.num_slices}"
 
 
-def python_of(kind: Kind) -> str:
+def python_of(kind: ServerKind) -> str:
     """The interpreter of a server's environment; `make test-engines` installs it, POLYRL_VLLM_PYTHON names another."""
     named = os.environ.get(f"POLYRL_{kind.upper()}_PYTHON")
     python = Path(named) if named else CACHE / kind / "bin" / "python"

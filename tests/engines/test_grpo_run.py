@@ -20,7 +20,7 @@ from tests.builtin.tiny_models import letters_of, save_tiny
 from tests.engines.servers import python_of
 
 from polyrl.cli.main import main
-from polyrl.engines.served.engine import Kind
+from polyrl.engines.served.engine import ServerKind
 from polyrl.telemetry.metrics import MetricValue, read_metrics
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -57,7 +57,7 @@ class Run:
         assert found is not None
         self.url = found[1].decode()
 
-    def worker(self, kind: Kind, name: str) -> "subprocess.Popen[bytes]":
+    def worker(self, kind: ServerKind, name: str) -> "subprocess.Popen[bytes]":
         where = ("--join", self.url, "--token-file", "run/worker.token", "--name", name)
         engine = ("--engine", kind, "--engine-python", python_of(kind), "--model", "model")
         return self._start(name, "worker", *where, *engine, "slots=16", "kv_tokens=8192", f"log=server-{name}.log")
@@ -78,7 +78,7 @@ class Run:
         path = self.folder / "run" / "metrics.jsonl"
         return list(read_metrics(path)) if path.exists() else []
 
-    def wrote(self, kind: Kind, after: int = -1) -> list[float]:
+    def wrote(self, kind: ServerKind, after: int = -1) -> list[float]:
         """How far this kind of engine was from the trainer, in the steps after that one that it wrote for."""
         numbers = [line.get(f"actor/mismatch_kl/{kind}/0") for line in self.steps() if int(line["step"] or 0) > after]
         return [one for one in numbers if isinstance(one, float)]

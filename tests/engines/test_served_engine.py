@@ -31,7 +31,7 @@ from polyrl.engines.served import process
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.http import Http, ServerAnswered
-from polyrl.engines.served.server import Command, Load, ServedConfig, ServerBroken, Span
+from polyrl.engines.served.server import LabelSpan, LaunchCommand, ServedConfig, ServerBroken, ServerLoad
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling
 
@@ -157,8 +157,8 @@ def test_stamps_that_the_server_contradicts_are_counted(tmp_path):
         lease = stage.begin(max_tokens=50, sampling=ON)
         await stage.sink.some_of(lease)
         held = one._answers[lease]
-        one._compare(held, [Span("default", 0, 10), Span("7", 10, 50)])
-        one._compare(held, [Span("default", 0, 10), Span("default", 10, 50)])
+        one._compare(held, [LabelSpan("default", 0, 10), LabelSpan("7", 10, 50)])
+        one._compare(held, [LabelSpan("default", 0, 10), LabelSpan("default", 10, 50)])
         assert one.num_misstamped == 1
 
     play(script, tmp_path)
@@ -213,10 +213,10 @@ def test_an_abort_is_over_at_once_while_the_server_stands_still(tmp_path):
         assert one.server is not None
         leases = [stage.begin(max_tokens=4000, sampling=ON) for _ in range(10)]
         await stage.sink.some_of(leases[0])
-        await one.server.weighing.pause()
+        await one.server.loading.pause()
         async with asyncio.timeout(4.0):  # without an answer it asks again for 5 s
             await asyncio.gather(*map(one.abort, leases))
-        await one.server.weighing.resume()
+        await one.server.loading.resume()
         assert await stage.text()
 
     play(script, tmp_path)
@@ -275,7 +275,7 @@ def give_way(one: Engine, **trouble: Any) -> ServedEngine:
     assert isinstance(one, ServedEngine)
     server = one._keeper.server
     assert server is not None
-    server.weighing = Scripted(server.http, **trouble)
+    server.loading = Scripted(server.http, **trouble)
     return one
 
 
@@ -376,7 +376,7 @@ def test_a_server_whose_engine_hangs_is_started_again_although_it_answers(tmp_pa
         await stage.sink.some_of(lease)
         server = one._keeper.server
         assert server is not None
-        await server.weighing.pause()  # behind its back: it tells its figures, and writes nothing
+        await server.loading.pause()  # behind its back: it tells its figures, and writes nothing
         assert await stage.sink.end_of(lease) == "engine_failed"
         assert one.stats().down == "has samples, and has written nothing for 0.5 s"
         await until_up(one)
@@ -428,7 +428,7 @@ def test_a_server_that_cannot_be_started_for_want_of_room_is_started_when_there_
 
 
 def test_when_the_keeper_itself_fails_samples_end_and_the_engine_says_why(tmp_path):
-    async def load() -> Load:
+    async def load() -> ServerLoad:
         raise ZeroDivisionError("a fault\nof ours")
 
     async def script(stage: Stage) -> None:
@@ -550,7 +550,7 @@ def test_a_start_that_is_cancelled_at_any_moment_leaves_no_process(tmp_path):
     running = "\0".join(sleep).encode() + b"\0"
 
     async def is_cancelled_after(num_turns: int) -> bool:
-        start = asyncio.create_task(process.ServerProcess.start(Command(sleep, {}), tmp_path / "log"))
+        start = asyncio.create_task(process.ServerProcess.start(LaunchCommand(sleep, {}), tmp_path / "log"))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         start.cancel()
@@ -621,7 +621,7 @@ def test_a_server_that_is_attached_to_is_not_left_standing_still(tmp_path, monke
         await leaves.close()
         owner.generate(Job(LeaseId(1), SampleId(1), PROMPT, [], 16, 1, ON))
         assert await owner_sink.end_of(LeaseId(1)) == "length"
-        await server.weighing.pause()  # and one that is killed in an install does not resume
+        await server.loading.pause()  # and one that is killed in an install does not resume
         stage = await guest(server.http.url)
         assert stage.info.version is None, "somebody else's, of whatever run"
         await give_way(stage.engine).install(Weights(Version(0)))  # what its directory holds needs no other source
@@ -681,7 +681,7 @@ def test_a_server_that_is_attached_to_and_breaks_is_not_left_standing_still(url,
 
 def test_a_check_of_a_server_that_is_attached_to_puts_its_version_back(url, tmp_path, monkeypatch, capsys):
     """And replaces nothing that somebody else has installed there."""
-    monkeypatch.setattr("polyrl.engines.served.vllm.VllmWeighing", lambda http, _: Scripted(http))
+    monkeypatch.setattr("polyrl.engines.served.vllm.VllmWeightLoading", lambda http, _: Scripted(http))
     config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url)
 
     async def script() -> None:
@@ -717,13 +717,13 @@ def test_a_server_that_is_left_before_an_install_began_is_not_paused(url, tmp_pa
         one = ServedEngine("vllm", config)
         await one.start(RecordingSink())
         assert one.server is not None
-        weighing = one.server.weighing = Scripted(one.server.http, stage_s=1.0)
+        loading = one.server.loading = Scripted(one.server.http, stage_s=1.0)
         install = asyncio.create_task(one.install(Weights(Version(1), folder="anywhere")))
         await asyncio.sleep(0.01)
         await one.close()
         with pytest.raises(EngineError, match="closed before the weights were in place"):
             await install
-        assert weighing.num_pauses == 0
+        assert loading.num_pauses == 0
 
     asyncio.run(asyncio.wait_for(script(), 30.0))
 

@@ -46,7 +46,7 @@ from polyrl.engines.builtin.batching import Chunk, Member  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
 from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
 from polyrl.engines.builtin.models import describe  # noqa: E402
-from polyrl.engines.builtin.steps import Wanted  # noqa: E402
+from polyrl.engines.builtin.steps import DrawRule  # noqa: E402
 from polyrl.engines.engine import Job  # noqa: E402
 from polyrl.wire.frames import Sampling  # noqa: E402
 
@@ -246,7 +246,7 @@ def profile(*, compiled: bool) -> None:
         member = Member(number, [5] * (at + 1), context)
         member.blocks = list(range(number * each, (number + 1) * each))
         chunks.append(Chunk(member, at, 1, True))
-        wanted.append(Wanted(Sampling(), number, context // 3))
+        wanted.append(DrawRule(Sampling(), number, context // 3))
     runner.run_burst(chunks, wanted, steps)
     synchronize()
     began = time.perf_counter()
@@ -264,7 +264,7 @@ def profile_chunk() -> None:
     runner = make_runner(4, 64, 768, compile_layers=True, invariant_tokens=32 if SMALL else 512)
     member = Member(1, [5] * num, 768)
     member.blocks = list(range(8))
-    step = [Chunk(member, 0, num, True)], [Wanted(Sampling(), 1, 0)]
+    step = [Chunk(member, 0, num, True)], [DrawRule(Sampling(), 1, 0)]
     repeats = 1 if SMALL else 20
     for _ in range(1 if SMALL else 5):
         runner.run(*step)

@@ -17,7 +17,7 @@ from tests.chaos.fleet import expected_tokens
 
 from polyrl.client import Fleet, Group, Prompt, connect
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
-from polyrl.manager.http import Address, Front
+from polyrl.manager.http import Front, ListenAddress
 from polyrl.manager.service import Service
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
 from polyrl.run.event_loop import run_loop
@@ -48,7 +48,7 @@ class Live(NamedTuple):
     """A manager that answers."""
 
     service: Service
-    address: Address
+    address: ListenAddress
 
     @property
     def url(self) -> str:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from polyrl.rewards.messages import Scored, encode
+from polyrl.rewards.messages import RewardScored, encode
 from polyrl.rewards.reward import Reward, RewardInput
 
 
@@ -196,7 +196,7 @@ def prints_and_hangs(given: RewardInput) -> float:
 
 def writes_everywhere(given: RewardInput) -> float:
     """To every descriptor there is: a whole reply, as it was before questions had nonces, and as it is."""
-    for forged in (Scored(b"", 777.0, {}), Scored(bytes(16), 777.0, {})):
+    for forged in (RewardScored(b"", 777.0, {}), RewardScored(bytes(16), 777.0, {})):
         for number in range(3, 1024):
             with contextlib.suppress(OSError):
                 os.write(number, encode(forged))

@@ -16,7 +16,7 @@ import pytest
 
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import Surroundings
-from polyrl.rewards.messages import Ask, Began, Reply, Setup, decode_reply, encode, take_messages
+from polyrl.rewards.messages import Ask, Began, Reply, RewardSetup, decode_reply, encode, take_messages
 from polyrl.rewards.pool import RewardPool
 from polyrl.rewards.reward import Reward, RewardFailed, RewardInput, RewardTimedOut
 from polyrl.run.event_loop import run_loop
@@ -153,7 +153,7 @@ def test_async_functions_that_are_asked_for_in_one_breath_run_beside_each_other(
     with ours, theirs, subprocess.Popen(command, pass_fds=(theirs.fileno(),)) as process:
         try:
             ours.settimeout(20.0)
-            ours.sendall(b"".join(map(encode, (Setup(list(sys.path), 0), *asks))))
+            ours.sendall(b"".join(map(encode, (RewardSetup(list(sys.path), 0), *asks))))
             buffer = bytearray()
             replies: list[Reply] = []
             while len(replies) < 8:

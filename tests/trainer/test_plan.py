@@ -10,7 +10,7 @@ from polyrl.config.recipe import Recipe
 from polyrl.data.characters import save_tokenizer
 from polyrl.data.tokens import ModelTokenizer
 from polyrl.errors import ConfigError, UserError
-from polyrl.run.plan import Memory, estimate_memory, read_shape, show_plan
+from polyrl.run.plan import MemoryPlan, estimate_memory, read_shape, show_plan
 from polyrl.trainer import lora
 from polyrl.trainer.model import Policy
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(folder: Path, dtype: str = "bfloat16", **sections: dict[str, object]) -> Memory:
+def plan(folder: Path, dtype: str = "bfloat16", **sections: dict[str, object]) -> MemoryPlan:
     tree = {"name": "x", "model": {"path": str(folder), "dtype": dtype}, "data": {"source": "arithmetic"}, **sections}
     return estimate_memory(build(tree, Recipe, source="test"), read_shape(str(folder)))
 

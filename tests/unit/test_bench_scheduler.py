@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from polyrl.bench.world import Load, World
+from polyrl.bench.world import PlayedLoad, World
 from polyrl.cli.main import main
 from polyrl.scheduling.invariants import check
 
@@ -46,7 +46,7 @@ def test_the_table_names_the_goals(capsys):
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_the_world_keeps_the_laws_and_trains_its_steps(max_staleness):
-    load = Load(4, 32, num_prompts=20, num_steps=3, max_staleness=max_staleness, lose_every_s=20.0)
+    load = PlayedLoad(4, 32, num_prompts=20, num_steps=3, max_staleness=max_staleness, lose_every_s=20.0)
     world = World(load)
     while not world.is_over:
         world.play_second()

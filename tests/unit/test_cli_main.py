@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import polyrl
-from polyrl.cli.main import COMMANDS, Command, main
+from polyrl.cli.main import COMMANDS, CliCommand, main
 
 FAKE_COMMAND = """
 import os
@@ -55,7 +55,7 @@ def commands(tmp_path, monkeypatch):
     """A table with one command, `end`, that ends as its first argument says."""
     (tmp_path / "fake_end_command.py").write_text(FAKE_COMMAND)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return {"end": Command("end in a given way", "fake_end_command")}
+    return {"end": CliCommand("end in a given way", "fake_end_command")}
 
 
 def in_a_process(code, *arguments, cwd=None):
@@ -215,7 +215,8 @@ except BaseException as error:  # as some extensions do, whose import then fails
 def test_an_interrupt_within_an_import_ends_with_a_line_whatever_is_imported(tmp_path):
     (tmp_path / "extension.py").write_text(INTERRUPTED_IMPORT)
     ended = in_a_process(
-        "from polyrl.cli.main import Command, main\nsys.exit(main(['end'], {'end': Command('end', 'extension')}))",
+        "from polyrl.cli.main import CliCommand, main\n"
+        "sys.exit(main(['end'], {'end': CliCommand('end', 'extension')}))",
         cwd=tmp_path,
     )
     assert (ended.returncode, ended.stderr) == (130, "polyrl: interrupted\n")
@@ -242,7 +243,8 @@ def run(args):
 def test_an_interrupt_cancels_what_a_loop_runs(tmp_path):
     (tmp_path / "looping.py").write_text(LOOPING_COMMAND)
     ended = in_a_process(
-        "from polyrl.cli.main import Command, main\nsys.exit(main(['loop'], {'loop': Command('loop', 'looping')}))",
+        "from polyrl.cli.main import CliCommand, main\n"
+        "sys.exit(main(['loop'], {'loop': CliCommand('loop', 'looping')}))",
         cwd=tmp_path,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "put away\n", "polyrl: interrupted\n")
@@ -255,8 +257,8 @@ def test_a_bug_of_ours_is_not_caught(commands):
 
 def test_a_bug_of_ours_ends_the_process_with_1_and_a_traceback(commands, tmp_path):
     ended = in_a_process(
-        "from polyrl.cli.main import Command, main\n"
-        "sys.exit(main(sys.argv[1:], {'end': Command('end', 'fake_end_command')}))",
+        "from polyrl.cli.main import CliCommand, main\n"
+        "sys.exit(main(sys.argv[1:], {'end': CliCommand('end', 'fake_end_command')}))",
         *("end", "broken"),
         cwd=tmp_path,
     )
@@ -266,8 +268,8 @@ def test_a_bug_of_ours_ends_the_process_with_1_and_a_traceback(commands, tmp_pat
 
 def test_a_reader_that_goes_away_ends_the_command_quietly(commands, tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from polyrl.cli.main import Command, main\n"
-        "sys.exit(main(['end', 'talkative'], {'end': Command('end', 'fake_end_command')}))"
+        "import sys; sys.path.insert(0, sys.argv[1]); from polyrl.cli.main import CliCommand, main\n"
+        "sys.exit(main(['end', 'talkative'], {'end': CliCommand('end', 'fake_end_command')}))"
     )
     source = str(Path(polyrl.__file__).parents[1])
     command = [sys.executable, "-c", code, source]
@@ -281,8 +283,8 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(commands, tmp_path):
 
 
 END = """import sys; sys.path.insert(0, sys.argv[1])
-from polyrl.cli.main import Command, main
-sys.exit(main(["end", sys.argv[2]], {"end": Command("end", "fake_end_command")}))
+from polyrl.cli.main import CliCommand, main
+sys.exit(main(["end", sys.argv[2]], {"end": CliCommand("end", "fake_end_command")}))
 """
 
 

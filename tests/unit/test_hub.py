@@ -22,7 +22,7 @@ class Fetching:
     def __init__(self, folder: Path) -> None:
         self.folder, self.asked = folder, []
 
-    def __call__(self, name: str, kind: hub.Kind, patterns: Sequence[str]) -> str:
+    def __call__(self, name: str, kind: hub.RepoKind, patterns: Sequence[str]) -> str:
         self.asked.append((name, kind))
         return str(self.folder)
 
@@ -55,7 +55,7 @@ def test_all_that_a_recipe_names_is_fetched(tmp_path: Path, monkeypatch: pytest.
 def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
-    def fetch(name: str, kind: hub.Kind, patterns: Sequence[str]) -> str:
+    def fetch(name: str, kind: hub.RepoKind, patterns: Sequence[str]) -> str:
         raise ConnectionError("no route to the hub,\nof all hosts")
 
     with pytest.raises(ConfigError) as error:

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from polyrl.scheduling.rules.parallelism import (
     DecodeSpeed,
-    Devices,
+    LocalDevices,
     ModelShape,
     ParallelismConfig,
     ParallelismPlan,
     ParallelismState,
     PreemptionWatch,
-    Progress,
     RoundKind,
+    RoundProgress,
     RoundShape,
     capacity_tokens,
     kv_bytes_per_token,
@@ -33,7 +33,7 @@ QWEN_8B = ModelShape(
     weight_bytes=16_400_000_000,
     activation_bytes=4_000_000_000,
 )
-DEVICES = Devices(num_devices=8, memory_bytes=80_000_000_000, fraction=0.85)
+DEVICES = LocalDevices(num_devices=8, memory_bytes=80_000_000_000, fraction=0.85)
 SPEED = DecodeSpeed(fixed_s=0.008, per_sample_s=2e-5, per_context_token_s=6e-8, tp_exponent=0.6)
 SHORT = RoundShape(num_samples=1600, prompt_tokens=512, cap=8_192)
 LONG = RoundShape(num_samples=1024, prompt_tokens=512, cap=32_768)
@@ -52,7 +52,7 @@ short_answers, long_answers = log_normal(800, 0.7), log_normal(8_000, 0.7)
 
 def predicted_s(work: RoundShape, survival, tp: int) -> float:
     capacity = capacity_tokens(QWEN_8B, tp, DEVICES.memory_bytes, DEVICES.fraction)
-    return round_time_s(SPEED, Progress(survival), work, tp=tp, replicas=8 // tp, capacity=capacity)
+    return round_time_s(SPEED, RoundProgress(survival), work, tp=tp, replicas=8 // tp, capacity=capacity)
 
 
 def planned(
@@ -63,7 +63,7 @@ def planned(
     speed: DecodeSpeed = SPEED,
     kind: RoundKind = "short",
     kinds: tuple[RoundKind, ...] = ("short",),
-    devices: Devices = DEVICES,
+    devices: LocalDevices = DEVICES,
 ) -> ParallelismPlan:
     return plan(
         ParallelismConfig(),
@@ -73,7 +73,7 @@ def planned(
         shape=QWEN_8B,
         devices=devices,
         speed=speed,
-        progress=Progress(survival),
+        progress=RoundProgress(survival),
         kinds=kinds,
     )
 
@@ -91,9 +91,9 @@ def test_wider_copies_hold_more_kv_a_device_because_weights_are_stored_less_ofte
 
 def test_a_copy_whose_weights_do_not_fit_has_no_capacity():
     assert capacity_tokens(QWEN_8B, 1, 20_000_000_000, 0.9) == 0
-    assert tensor_parallel_sizes(QWEN_8B, Devices(8, 20_000_000_000, 0.9)) == [2, 4, 8]
-    assert tensor_parallel_sizes(QWEN_8B, Devices(6, 80_000_000_000, 0.9)) == [1, 2]
-    assert tensor_parallel_sizes(QWEN_8B, Devices(4, 1_000_000_000, 0.9)) == [4]
+    assert tensor_parallel_sizes(QWEN_8B, LocalDevices(8, 20_000_000_000, 0.9)) == [2, 4, 8]
+    assert tensor_parallel_sizes(QWEN_8B, LocalDevices(6, 80_000_000_000, 0.9)) == [1, 2]
+    assert tensor_parallel_sizes(QWEN_8B, LocalDevices(4, 1_000_000_000, 0.9)) == [4]
 
 
 def test_beyond_one_device_a_head_the_kv_cache_is_stored_twice():
@@ -129,10 +129,10 @@ def test_two_devices_a_copy_shorten_short_rounds_and_lengthen_long_ones():
 
 
 def test_a_full_kv_cache_makes_a_round_longer():
-    roomy = round_time_s(SPEED, Progress(long_answers), LONG, tp=1, replicas=8, capacity=10**9)
-    full = round_time_s(SPEED, Progress(long_answers), LONG, tp=1, replicas=8, capacity=100_000)
+    roomy = round_time_s(SPEED, RoundProgress(long_answers), LONG, tp=1, replicas=8, capacity=10**9)
+    full = round_time_s(SPEED, RoundProgress(long_answers), LONG, tp=1, replicas=8, capacity=100_000)
     assert full > roomy
-    assert round_time_s(SPEED, Progress(long_answers), LONG, tp=1, replicas=8, capacity=0) == math.inf
+    assert round_time_s(SPEED, RoundProgress(long_answers), LONG, tp=1, replicas=8, capacity=0) == math.inf
 
 
 @given(num_samples=st.integers(1, 4_000), more=st.integers(0, 4_000), tp=st.sampled_from([1, 2, 4, 8]))
@@ -192,7 +192,7 @@ def test_a_kind_of_round_does_not_leave_home_if_the_way_back_costs_the_other_kin
 
 
 def test_no_engine_is_wider_than_a_server():
-    server_of_two = Devices(num_devices=8, memory_bytes=80_000_000_000, fraction=0.85, max_tp=2)
+    server_of_two = LocalDevices(num_devices=8, memory_bytes=80_000_000_000, fraction=0.85, max_tp=2)
     assert tensor_parallel_sizes(QWEN_8B, server_of_two) == [1, 2]
     assert planned(LONG, short_answers, devices=server_of_two).tp <= 2
 
@@ -203,14 +203,15 @@ def test_a_race_that_closes_early_is_over_early():
     def runs(x):
         return 1.0 if x <= 1 else max(0.1, 1 - x / 1000) if x < 1000 else 0.0
 
-    closed = round_time_s(SPEED, Progress(runs, runs), SHORT, tp=1, replicas=8, capacity=10**9)
+    closed = round_time_s(SPEED, RoundProgress(runs, runs), SHORT, tp=1, replicas=8, capacity=10**9)
     assert closed < 1000 * SPEED.step_s(1, 200, 200 * 1512)
 
 
 def test_what_exceeds_the_slots_waits_its_turn():
     few = msgspec.structs.replace(SHORT, slots=20)
     at_once, in_turns = (
-        round_time_s(SPEED, Progress(short_answers), work, tp=1, replicas=8, capacity=10**9) for work in (SHORT, few)
+        round_time_s(SPEED, RoundProgress(short_answers), work, tp=1, replicas=8, capacity=10**9)
+        for work in (SHORT, few)
     )
     assert in_turns > 1.5 * at_once
 

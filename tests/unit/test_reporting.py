@@ -9,7 +9,7 @@ from tests.telemetry.test_metrics import a_line
 
 from polyrl.config.recipe_files import load_recipe
 from polyrl.run.display import Display
-from polyrl.run.processes import Address
+from polyrl.run.processes import ManagerAddress
 from polyrl.run.reporting import Reporter
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry.metric_names import describe
@@ -23,7 +23,7 @@ URL = "http://127.0.0.1:9"
 
 def test_validation_of_the_last_version_is_on_file_and_is_no_step(tmp_path: Path):
     reporter = Reporter(
-        load_recipe("arithmetic", []), tmp_path, Address(URL, 9), Display("tiny", 2, Dialer(URL, "a token"))
+        load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), Display("tiny", 2, Dialer(URL, "a token"))
     )
     asyncio.run(reporter.validated(2, {"validation/pass@1": 0.5}))
     reporter.close()
@@ -40,7 +40,7 @@ def test_a_run_that_goes_on_keeps_what_was_validated_of_the_version_it_starts_fr
         more = {"reward/mean": 0.2} if before == "a step's line" else {}
         file.log(3, {"validation/pass@1": 0.5, **more})
     file.close()
-    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), display, first_step=3)
     assert reporter.knows(3) is (before != "none")
     assert not reporter.knows(2)
     reporter.close()  # no step was trained
@@ -51,7 +51,7 @@ def test_a_run_that_goes_on_keeps_what_was_validated_of_the_version_it_starts_fr
 
 def test_a_step_that_trained_nothing_has_no_lengths(tmp_path: Path):
     display = Display("tiny", 2, Dialer(URL, "a token"))
-    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display)
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), display)
     seconds = {"total": 1.0, "generate": 1.0, "train": 0.0, "idle": 0.0, "save": 0.0, "publish": 0.1}
     stats = StepStats(0, Added(), metrics={})
     report = StepReport(0, stats, a_line(0, num_groups=0), [0.1, 0.1], [], [], {}, 0, 1, seconds)
@@ -75,7 +75,7 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
     tmp_path: Path, known: tuple[int, ...], cost: float | None
 ):
     display = Display("tiny", 4, Dialer(URL, "a token"))
-    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=3)
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), display, first_step=3)
     lines = {2: a_line(2, usd=7.0), 3: a_line(3, usd=7.5)}
     reporter.begin(cast("Any", OneFleet(*(lines[step] for step in known))))
     seconds = {"total": 2.0, "generate": 1.0, "train": 0.0, "idle": 0.5, "save": 0.0, "publish": 0.1}
@@ -89,7 +89,7 @@ def test_the_first_step_of_a_run_that_goes_on_costs_what_came_since_the_one_befo
 
 def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validation_waits_for_its_own(tmp_path: Path):
     display = Display("tiny", 4, Dialer(URL, "a token"))
-    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, Address(URL, 9), display, first_step=1)
+    reporter = Reporter(load_recipe("arithmetic", []), tmp_path, ManagerAddress(URL, 9), display, first_step=1)
     asyncio.run(reporter.validated(1, {"validation/pass@1": 0.5}))
     for step, line, seconds in ((0, None, {}), (1, a_line(1), {"save": 0.1, "publish": 0.2})):
         stats = StepStats(step, Added(), metrics={})
@@ -105,9 +105,9 @@ def test_a_step_of_the_past_is_told_without_what_is_not_known_of_it_and_validati
 def test_validation_that_nobody_was_told_of_is_told_with_its_step_by_whoever_goes_on(tmp_path: Path):
     """Killed between making step 2 safe and telling of it: version 2 is not validated again, its step is trained."""
     recipe, display = load_recipe("arithmetic", []), Display("tiny", 4, Dialer(URL, "a token"))
-    before = Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=2)
+    before = Reporter(recipe, tmp_path, ManagerAddress(URL, 9), display, first_step=2)
     asyncio.run(before.validated(2, {"validation/pass@1": 0.5}))
-    after = Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=3)
+    after = Reporter(recipe, tmp_path, ManagerAddress(URL, 9), display, first_step=3)
     assert not after.knows(3)
     for step in (2, 3):
         stats, seconds = (
@@ -122,12 +122,12 @@ def test_validation_that_nobody_was_told_of_is_told_with_its_step_by_whoever_goe
 
 def test_a_version_whose_validation_is_on_file_is_not_validated_again(tmp_path: Path):
     recipe, display = load_recipe("arithmetic", []), Display("tiny", 4, Dialer(URL, "a token"))
-    before = Reporter(recipe, tmp_path, Address(URL, 9), display)
+    before = Reporter(recipe, tmp_path, ManagerAddress(URL, 9), display)
     asyncio.run(before.validated(2, {"validation/pass@1": 0.5}))
-    after = Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=2)
+    after = Reporter(recipe, tmp_path, ManagerAddress(URL, 9), display, first_step=2)
     assert after.knows(2)
     after.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2, "validation/pass@1": 0.5}]
     (tmp_path / "validated.json").write_text('{"version": 2, "ra')
     (tmp_path / "metrics.jsonl").unlink()
-    assert not Reporter(recipe, tmp_path, Address(URL, 9), display, first_step=2).knows(2)
+    assert not Reporter(recipe, tmp_path, ManagerAddress(URL, 9), display, first_step=2).knows(2)

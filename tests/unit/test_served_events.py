@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable
+from polyrl.engines.served.http import EventStream, Http, ServerAnswered, ServerUnreachable
 
-Script = Callable[[Events[int], asyncio.StreamWriter], Awaitable[None]]
+Script = Callable[[EventStream[int], asyncio.StreamWriter], Awaitable[None]]
 
 
 def decode(data: bytes) -> list[int]:
@@ -48,7 +48,7 @@ async def send(writer: asyncio.StreamWriter, *pieces: bytes) -> None:
 
 
 def test_all_that_has_come_is_read_at_once_and_half_an_event_waits_for_its_other_half():
-    async def script(events: Events[int], writer: asyncio.StreamWriter) -> None:
+    async def script(events: EventStream[int], writer: asyncio.StreamWriter) -> None:
         assert events.read() == []
         await send(writer, b": a comment\n\ndata: [1]\n\n", b"data: [2, 3]\n\ndata: [4", b", 5")
         assert events.read() == [1, 2, 3]
@@ -60,7 +60,7 @@ def test_all_that_has_come_is_read_at_once_and_half_an_event_waits_for_its_other
 
 
 def test_the_end_is_told_when_the_last_event_is_here():
-    async def script(events: Events[int], writer: asyncio.StreamWriter) -> None:
+    async def script(events: EventStream[int], writer: asyncio.StreamWriter) -> None:
         ended = asyncio.Event()
         events.on_end(ended.set)
         await send(writer, b"data: [1]\n\n", b"data: [DONE]\n\n")
@@ -75,7 +75,7 @@ def test_the_end_is_told_when_the_last_event_is_here():
 
 
 def test_a_stream_that_breaks_off_or_makes_no_sense_is_found_out_by_reading():
-    async def broken(events: Events[int], writer: asyncio.StreamWriter) -> None:
+    async def broken(events: EventStream[int], writer: asyncio.StreamWriter) -> None:
         await send(writer, b"data: [1]\n\n")
         assert events.read() == [1]
         writer.transport.abort()
@@ -83,7 +83,7 @@ def test_a_stream_that_breaks_off_or_makes_no_sense_is_found_out_by_reading():
         with pytest.raises(ServerUnreachable, match="/generate"):
             events.read()
 
-    async def nonsense(events: Events[int], writer: asyncio.StreamWriter) -> None:
+    async def nonsense(events: EventStream[int], writer: asyncio.StreamWriter) -> None:
         await send(writer, b"data: {[}\n\n")
         with pytest.raises(ServerAnswered, match="no JSON"):
             events.read()

@@ -19,7 +19,7 @@ from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served import installing
 from polyrl.engines.served.http import ServerAnswered
 from polyrl.engines.served.inside import Rank, take
-from polyrl.engines.served.installing import Offer, handing, new_name
+from polyrl.engines.served.installing import HandedVersion, handing, new_name
 from polyrl.engines.served.server import ServerBroken
 from polyrl.ids import Version
 from polyrl.weights.manifest import AdapterFacts
@@ -183,7 +183,7 @@ def test_a_file_that_can_be_shortened_is_not_read(tmp_path: Path):
 
     async def main() -> None:
         name = new_name()
-        async with handing(name, Offer([], 1 << 20, []), fd) as offered:
+        async with handing(name, HandedVersion([], 1 << 20, []), fd) as offered:
             asking = asyncio.to_thread(take, name, Rank(0, 1, 0, 1), model, lambda _: None)
             await asyncio.gather(offered.answers(), asking)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from polyrl.engines.served.http import Http, read_gauges
-from polyrl.engines.served.server import Load, ServedConfig
+from polyrl.engines.served.server import ServedConfig, ServerLoad
 from polyrl.engines.served.sglang import SglangServer
 from polyrl.engines.served.vllm import VllmServer
 
@@ -51,10 +51,10 @@ def test_figures_are_read_one_of_each_engine_and_what_is_no_number_is_left_out()
 @pytest.mark.parametrize("kind", PAGES)
 def test_counts_of_several_engines_are_added_up_and_of_shares_the_largest_is_told(kind):
     server = kind(Page(PAGES[kind]), ServedConfig(model="none"))
-    assert asyncio.run(server.load()) == Load(num_running=7, num_waiting=1, kv_used=0.75, num_preemptions=2)
+    assert asyncio.run(server.load()) == ServerLoad(num_running=7, num_waiting=1, kv_used=0.75, num_preemptions=2)
 
 
 @pytest.mark.parametrize("kind", PAGES)
 def test_a_server_that_tells_nothing_is_idle(kind):
     server = kind(Page(""), ServedConfig(model="none"))
-    assert asyncio.run(server.load()) == Load(num_running=0, num_waiting=0, kv_used=0.0, num_preemptions=0)
+    assert asyncio.run(server.load()) == ServerLoad(num_running=0, num_waiting=0, kv_used=0.0, num_preemptions=0)

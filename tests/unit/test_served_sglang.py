@@ -21,8 +21,8 @@ from polyrl.engines.served import sglang, vllm
 from polyrl.engines.served.between import SOCKET_VARIABLE
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.inside import Rank, take
-from polyrl.engines.served.server import Asked, JobRefused, Part, ServedConfig, ServerBroken, Span
-from polyrl.engines.served.sglang import SglangWeighing
+from polyrl.engines.served.server import AnswerPart, JobRefused, LabelSpan, ServedConfig, ServerBroken, ServerRequest
+from polyrl.engines.served.sglang import SglangWeightLoading
 from polyrl.ids import Version
 from polyrl.wire.frames import Sampling
 
@@ -36,26 +36,26 @@ def recorded(name: str) -> list[bytes]:
     return [line.removeprefix("data: ").encode() for line in lines if line != "data: [DONE]"]
 
 
-def parts(name: str) -> list[Part]:
+def parts(name: str) -> list[AnswerPart]:
     return [part for data in recorded(name) for part in sglang._parts(data)]
 
 
 def test_tokens_and_their_log_probabilities_come_as_they_were_written_and_the_labels_with_the_end():
     first, second, last = parts("length")
-    assert first == Part([387], [-1.7602205276489258])
-    assert second == Part([126], [-2.7206504344940186])
-    assert last == Part([74], [-2.8237202167510986], "length", [Span("default", 0, 3)])
+    assert first == AnswerPart([387], [-1.7602205276489258])
+    assert second == AnswerPart([126], [-2.7206504344940186])
+    assert last == AnswerPart([74], [-2.8237202167510986], "length", [LabelSpan("default", 0, 3)])
 
 
 def test_the_token_that_ends_an_answer_is_its_last():
-    assert parts("stop") == [Part([387], [-1.7602202892303467], "stop", [Span("default", 0, 1)])]
+    assert parts("stop") == [AnswerPart([387], [-1.7602202892303467], "stop", [LabelSpan("default", 0, 1)])]
 
 
 def test_what_is_aborted_ends_without_the_token_of_its_last_event():
     *before, last = parts("abort")
     assert [list(part.tokens) for part in before] == [[12], [297], [341], [351, 49]]
     assert [len(part.logprobs) for part in before] == [1, 1, 1, 2]
-    assert last == Part((), (), "aborted")
+    assert last == AnswerPart((), (), "aborted")
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_job_is_asked_for_in_the_words_of_the_server():
         "ignore_eos": True,
         "stop_token_ids": [2, 3],
     }
-    assert sglang._sampling(Asked([5, 6], 8, 7, sampling, [2, 3])) == asked
-    assert sglang._sampling(Asked([5, 6], 8, 7, Sampling(), []))["top_k"] == -1  # all: 0 would be an error
+    assert sglang._sampling(ServerRequest([5, 6], 8, 7, sampling, [2, 3])) == asked
+    assert sglang._sampling(ServerRequest([5, 6], 8, 7, Sampling(), []))["top_k"] == -1  # all: 0 would be an error
 
 
 # Weights
@@ -130,30 +130,30 @@ class WeightRoutes:
         return web.json_response({"tp_size": len(self._models)})
 
 
-def play(routes: WeightRoutes, config: ServedConfig, script: Callable[[SglangWeighing], Awaitable[None]]) -> None:
+def play(routes: WeightRoutes, config: ServedConfig, script: Callable[[SglangWeightLoading], Awaitable[None]]) -> None:
     async def main() -> None:
         app = web.Application()
         app.router.add_route("*", "/{path}", routes.answer)
         async with TestServer(app) as server:
             http = Http(str(server.make_url("")))
-            weighing = SglangWeighing(http, config)
-            routes.socket_name = weighing.environment()[SOCKET_VARIABLE]
+            loading = SglangWeightLoading(http, config)
+            routes.socket_name = loading.environment()[SOCKET_VARIABLE]
             try:
-                await script(weighing)
+                await script(loading)
             finally:
                 await http.close()
 
     asyncio.run(asyncio.wait_for(main(), 30.0))
 
 
-async def install(weighing: SglangWeighing, version: int) -> None:
+async def install(loading: SglangWeightLoading, version: int) -> None:
     with copy_of(state(version), version) as copy:
-        staged = await weighing.stage(Weights(Version(version), copy=copy))
-        await weighing.pause()
+        staged = await loading.stage(Weights(Version(version), copy=copy))
+        await loading.pause()
         try:
-            await weighing.put(staged)
+            await loading.put(staged)
         finally:
-            await weighing.resume()
+            await loading.resume()
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_an_install_asks_for_each_step_in_its_order_and_carries_no_tensors(after
     routes = WeightRoutes(models)
     config = ServedConfig(model=str(tmp_path), after_install=after_install)
 
-    async def script(weighing: SglangWeighing) -> None:
-        await install(weighing, 3)
+    async def script(loading: SglangWeightLoading) -> None:
+        await install(loading, 3)
         update = routes.body("/update_weights_from_tensor")
-        flags = weighing.flags()
+        flags = loading.flags()
         assert update["load_format"] == flags[flags.index("--custom-weight-loader") + 1]
         assert [pickle.loads(base64.b64decode(one)) for one in update["serialized_named_tensors"]] == [[], []]
         assert update["flush_cache"] == (after_install == "recompute")
@@ -192,9 +192,9 @@ def test_an_install_asks_for_each_step_in_its_order_and_carries_no_tensors(after
 def test_a_version_that_does_not_fit_leaves_the_label_alone_and_the_update_ended(tmp_path):
     routes = WeightRoutes([Model(1, torch.bfloat16)])
 
-    async def script(weighing: SglangWeighing) -> None:
+    async def script(loading: SglangWeightLoading) -> None:
         with pytest.raises(EngineError, match="start it with --dtype float32") as failure:
-            await install(weighing, 1)
+            await install(loading, 1)
         assert not isinstance(failure.value, ServerBroken)
 
     play(routes, ServedConfig(model=str(tmp_path)), script)
@@ -207,17 +207,17 @@ def test_a_version_that_does_not_fit_leaves_the_label_alone_and_the_update_ended
     [("/end_weight_update", "could not be ended"), ("/update_weight_version", "in place, but not their label")],
 )
 def test_a_server_that_fails_once_the_weights_are_in_place_cannot_be_trusted(path, why, tmp_path):
-    async def script(weighing: SglangWeighing) -> None:
+    async def script(loading: SglangWeightLoading) -> None:
         with pytest.raises(ServerBroken, match=f"{why}.*it will not"):
-            await install(weighing, 1)
+            await install(loading, 1)
 
     play(WeightRoutes([Model(1)], fails=path), ServedConfig(model=str(tmp_path)), script)
 
 
 def test_a_server_that_does_not_begin_an_update_keeps_its_weights(tmp_path):
-    async def script(weighing: SglangWeighing) -> None:
+    async def script(loading: SglangWeightLoading) -> None:
         with pytest.raises(EngineError, match="/begin_weight_update answered 500") as failure:
-            await install(weighing, 1)
+            await install(loading, 1)
         assert not isinstance(failure.value, ServerBroken)
 
     play(WeightRoutes([Model(1)], fails="/begin_weight_update"), ServedConfig(model=str(tmp_path)), script)

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.sim.reward_model import RewardModel, interpolate
-from polyrl.sim.scenario import DomainSection, RewardSection
+from polyrl.sim.scenario import RewardSection, SimDomainSection
 
 SANDBOX = [(0.0, 0.1), (0.93, 1.05), (1.0, 25.0)]
 
 
 def model(**settings) -> RewardModel:
     reward = RewardSection(**{"duration_quantiles": SANDBOX, **settings})
-    domain = DomainSection(name="code", prompts_per_step=1, length_quantiles=[(0, 1), (1, 2)], reward=reward)
+    domain = SimDomainSection(name="code", prompts_per_step=1, length_quantiles=[(0, 1), (1, 2)], reward=reward)
     return RewardModel([domain], seed=3)
 
 

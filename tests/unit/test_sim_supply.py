@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polyrl.errors import ConfigError
 from polyrl.ids import WorkerName
-from polyrl.sim.scenario import FaultsSection, FleetSection, SupplyEvent, SupplySection
+from polyrl.sim.scenario import FaultsSection, SimFleetSection, SupplyEvent, SupplySection
 from polyrl.sim.supply import WorldEvent, plan_supply, read_supply_trace, speed_of
 
 NO_FAULTS = FaultsSection()
@@ -20,12 +20,12 @@ def levels(*pairs: tuple[float, int]) -> list[SupplyEvent]:
 
 
 def plan(fleet=None, supply=None, faults=NO_FAULTS, seed=1, horizon_s=10_000.0, **more) -> list[tuple]:
-    events = plan_supply(fleet or FleetSection(), supply or SupplySection(), faults, seed, horizon_s, **more)
+    events = plan_supply(fleet or SimFleetSection(), supply or SupplySection(), faults, seed, horizon_s, **more)
     return [(event.at_s, event.kind, event.worker) for event in events]
 
 
 def test_the_first_workers_are_there_from_the_start():
-    assert plan_supply(FleetSection(workers=2), SupplySection(), NO_FAULTS, 1, 100.0) == [
+    assert plan_supply(SimFleetSection(workers=2), SupplySection(), NO_FAULTS, 1, 100.0) == [
         WorldEvent(0.0, "grant", WorkerName("w1"), 0.0),
         WorldEvent(0.0, "grant", WorkerName("w2"), 0.0),
     ]
@@ -36,7 +36,7 @@ def test_zero_workers_and_no_supply_is_an_empty_world():
 
 
 def test_a_worker_of_the_ramp_joins_at_its_moment_and_is_paid_from_its_start():
-    fleet = FleetSection(join_at_s=[100.0, 20.0], start_s=60.0)
+    fleet = SimFleetSection(join_at_s=[100.0, 20.0], start_s=60.0)
     assert plan_supply(fleet, SupplySection(), NO_FAULTS, 1, 1000.0) == [
         WorldEvent(0.0, "grant", WorkerName("w1"), 20.0),
         WorldEvent(40.0, "grant", WorkerName("w2"), 100.0),
@@ -45,7 +45,7 @@ def test_a_worker_of_the_ramp_joins_at_its_moment_and_is_paid_from_its_start():
 
 def test_a_rise_grants_new_names_and_a_fall_takes_the_newest_with_notice():
     supply = SupplySection(events=levels((100, 3), (500, 1), (900, 2)), notice_s=30.0)
-    events = plan_supply(FleetSection(workers=1, start_s=60.0), supply, NO_FAULTS, 1, 1000.0)
+    events = plan_supply(SimFleetSection(workers=1, start_s=60.0), supply, NO_FAULTS, 1, 1000.0)
     assert [(event.at_s, event.kind, event.worker, event.joins_at_s) for event in events] == [
         (0.0, "grant", "w1", 0.0),
         (100.0, "grant", "w2", 160.0),
@@ -60,7 +60,7 @@ def test_a_rise_grants_new_names_and_a_fall_takes_the_newest_with_notice():
 
 def test_no_notice_is_given_when_there_is_none_and_never_before_the_grant():
     silent = SupplySection(events=levels((50, 0)), notice_s=0.0)
-    assert plan(FleetSection(workers=1), silent) == [(0.0, "grant", "w1"), (50.0, "take", "w1")]
+    assert plan(SimFleetSection(workers=1), silent) == [(0.0, "grant", "w1"), (50.0, "take", "w1")]
     hasty = SupplySection(events=levels((10, 1), (20, 0)), notice_s=30.0)
     assert plan(supply=hasty) == [(10.0, "grant", "w1"), (10.0, "notice", "w1"), (20.0, "take", "w1")]
 
@@ -110,7 +110,7 @@ def test_a_missing_or_binary_trace_is_refused(tmp_path):
 
 def test_a_random_market_changes_about_as_often_as_it_says_within_its_bounds():
     supply = SupplySection(market_mean_s=100.0, market_min=1, market_max=4, notice_s=0.0)
-    events = plan(FleetSection(workers=2), supply, horizon_s=100_000.0)
+    events = plan(SimFleetSection(workers=2), supply, horizon_s=100_000.0)
     moments = {at_s for at_s, _, _ in events if at_s > 0}
     assert len(moments) == pytest.approx(1000, rel=0.15)
     held, counts = 0, {}
@@ -118,7 +118,7 @@ def test_a_random_market_changes_about_as_often_as_it_says_within_its_bounds():
         held += {"grant": 1, "take": -1}.get(kind, 0)
         counts[at_s] = held
     assert set(counts.values()) == {1, 2, 3, 4}
-    assert plan(FleetSection(workers=2), supply, seed=2, horizon_s=100_000.0) != events
+    assert plan(SimFleetSection(workers=2), supply, seed=2, horizon_s=100_000.0) != events
 
 
 def test_a_market_with_one_level_stands_still():
@@ -127,7 +127,7 @@ def test_a_market_with_one_level_stands_still():
 
 def test_deaths_come_at_their_rate_and_end_with_a_restart_under_the_old_name():
     faults = FaultsSection(deaths_per_hour=2.0, restart_s=20.0)
-    events = plan(FleetSection(workers=10), faults=faults, horizon_s=100 * 3600.0)
+    events = plan(SimFleetSection(workers=10), faults=faults, horizon_s=100 * 3600.0)
     deaths = [event for event in events if event[1] == "die"]
     assert len(deaths) == pytest.approx(2000, rel=0.1)
     for worker in ("w1", "w10"):
@@ -138,8 +138,8 @@ def test_deaths_come_at_their_rate_and_end_with_a_restart_under_the_old_name():
 
 def test_a_worker_meets_the_same_fate_however_many_others_there_are():
     faults = FaultsSection(deaths_per_hour=5.0, partitions_per_hour=5.0)
-    alone = plan(FleetSection(workers=1), faults=faults)
-    among = plan(FleetSection(workers=7), faults=faults)
+    alone = plan(SimFleetSection(workers=1), faults=faults)
+    among = plan(SimFleetSection(workers=7), faults=faults)
     assert [event for event in among if event[2] == "w1"] == alone
 
 
@@ -165,7 +165,7 @@ schedules = st.lists(st.tuples(st.floats(0, 900), st.integers(0, 6)), max_size=8
 def test_a_machine_is_granted_first_taken_last_and_the_level_is_kept(
     workers, schedule, joins, notice_s, per_hour, seed
 ):
-    fleet = FleetSection(workers=workers, join_at_s=joins, start_s=60.0)
+    fleet = SimFleetSection(workers=workers, join_at_s=joins, start_s=60.0)
     supply = SupplySection(events=levels(*schedule), notice_s=notice_s)
     faults = FaultsSection(deaths_per_hour=per_hour, partitions_per_hour=per_hour)
     events = plan_supply(fleet, supply, faults, seed, 1000.0)

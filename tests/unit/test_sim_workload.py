@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrl.errors import ConfigError
-from polyrl.sim.scenario import DomainSection
+from polyrl.sim.scenario import SimDomainSection
 from polyrl.sim.workload import Trace, TraceRow, Workload, read_trace
 
 MATH = [(0.05, 151.0), (0.25, 415.0), (0.5, 661.0), (0.75, 1129.0), (0.9, 2566.0), (0.95, 4101.0)]
 CAP = 16_384
 
 
-def domain(name="math", **settings) -> DomainSection:
-    return DomainSection(**{"name": name, "prompts_per_step": 128, "length_quantiles": MATH, **settings})
+def domain(name="math", **settings) -> SimDomainSection:
+    return SimDomainSection(**{"name": name, "prompts_per_step": 128, "length_quantiles": MATH, **settings})
 
 
 def lengths(workload: Workload, num_prompts: int, per_prompt: int = 1) -> list[int]:

@@ -81,7 +81,7 @@ _WARM_TOKENS = 24
 """Of an answer that is not measured: everything that is compiled or captured comes first."""
 
 
-class Turns(NamedTuple):
+class EngineTurns(NamedTuple):
     ours: list[Ran]
     theirs: list[float]
     """Tokens a second."""
@@ -171,11 +171,11 @@ def _check_context(work: Work, model: Any) -> None:
         raise UserError(f"--prompt and --new: {num} tokens in all, and the model's context is {most}")
 
 
-async def run_in_turns(work: Work, model: Any, device: str) -> Turns:
+async def run_in_turns(work: Work, model: Any, device: str) -> EngineTurns:
     """The engine and the vLLM server, one after the other, again and again."""
     from benchmarks.vllm_peer import Asked, serve
 
-    turns = Turns([], [])
+    turns = EngineTurns([], [])
     with scratch(Path(tempfile.gettempdir())) as folder:  # who is killed leaves it to the next one
         if work.model is None:
             save_quietly(model, str(folder))
@@ -253,7 +253,7 @@ async def run_engine(work: Work, model: Any, device: str) -> Ran:
         compile=work.compile,
         batch_invariant=work.batch_invariant,
     )
-    sink = Watch(work.batch)
+    sink = ClockSink(work.batch)
     engine = BuiltinEngine(config, describe(model, "bench"))
     prompts = prompts_of(work, model.config.vocab_size)
     sampling = Sampling(ignore_eos=True)
@@ -285,7 +285,7 @@ async def run_engine(work: Work, model: Any, device: str) -> Ran:
     return Ran(sink.ended_at - sink.began, first_s, start_s, work.batch * work.new, step_ms, prefill)
 
 
-class Watch:
+class ClockSink:
     """A sink that only looks at the clock."""
 
     def __init__(self, num: int) -> None:

@@ -32,13 +32,17 @@ _TELL = -1
 """Where a place is asked for: how much CPU time has been used?"""
 
 
-class Step(NamedTuple):
+class FloorStep(NamedTuple):
     name: str
     in_place: bool
     hashed: bool
 
 
-STEPS = (Step("one_place", False, False), Step("in_place", True, False), Step("in_place_hashed", True, True))
+STEPS = (
+    FloorStep("one_place", False, False),
+    FloorStep("in_place", True, False),
+    FloorStep("in_place_hashed", True, True),
+)
 
 
 def measure(num_bytes: int, num_rounds: int) -> dict[str, dict[str, float]]:
@@ -90,7 +94,7 @@ def _tune(stream: socket.socket) -> None:
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def _once(streams: list[socket.socket], view: memoryview, step: Step) -> tuple[float, float, float]:
+def _once(streams: list[socket.socket], view: memoryview, step: FloorStep) -> tuple[float, float, float]:
     gb = len(view) / 1e9
     sent, received, start = _ask_cpu_s(streams[0]), cpu_s(), time.perf_counter()
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -100,7 +104,7 @@ def _once(streams: list[socket.socket], view: memoryview, step: Step) -> tuple[f
     return gb / took_s, (_ask_cpu_s(streams[0]) - sent) / gb, (cpu_s() - received) / gb
 
 
-def _receive(stream: socket.socket, view: memoryview, places: range, step: Step) -> None:
+def _receive(stream: socket.socket, view: memoryview, places: range, step: FloorStep) -> None:
     digest, small = digest_function("xxh3-128"), view[:_SMALL_BYTES]
     for ahead in places[:2]:
         stream.sendall(_PLACE.pack(ahead))

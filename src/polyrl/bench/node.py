@@ -25,7 +25,7 @@ KEY = b"the key of a bench, which is no secret"
 def main(argv: list[str]) -> int:
     role, settings, number = argv
     decoded = msgspec.json.decode(settings, type=WeightSettings)
-    node = Trainer(decoded, int(number)) if role == "serve" else Worker(decoded, int(number))
+    node = Trainer(decoded, int(number)) if role == "serve" else WeightWorker(decoded, int(number))
     say({"addresses": node.addresses})
     try:
         for line in sys.stdin:
@@ -64,7 +64,7 @@ class Trainer:
         self._server.close()
 
 
-class Worker:
+class WeightWorker:
     def __init__(self, settings: WeightSettings, number: int) -> None:
         self._peer = WeightPeer(settings, KEY, number=number)
         self.addresses = self._peer.addresses

@@ -22,7 +22,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyrl.bench.world import REPORT_EVERY_S, Clock, Load, World, config_of, names_of, trust_all
+from polyrl.bench.world import REPORT_EVERY_S, Clock, PlayedLoad, World, config_of, names_of, trust_all
 from polyrl.errors import LawViolation
 from polyrl.ids import Incarnation, Step, Version
 from polyrl.scheduling.core import events as e
@@ -33,8 +33,8 @@ GOALS = {"events_per_s": 100_000, "cost_ratio_1000_to_10_workers": 2.0, "bytes_p
 
 
 class Size(NamedTuple):
-    events: Load
-    growth: tuple[Load, ...]
+    events: PlayedLoad
+    growth: tuple[PlayedLoad, ...]
     """What is played by few workers, and by `more` times as many with as many slots in all."""
     more: int
     num_repeats: int
@@ -44,15 +44,15 @@ class Size(NamedTuple):
 
 def size(*, quick: bool) -> Size:
     if quick:
-        steady = Load(10, 100, 50, num_steps=2, max_staleness=2, factor=1.0, lose_every_s=0.0)
+        steady = PlayedLoad(10, 100, 50, num_steps=2, max_staleness=2, factor=1.0, lose_every_s=0.0)
         calm = steady._replace(num_prompts=125, max_staleness=0, max_s=10.0)
-        return Size(Load(8, 64, 100, 2), (steady, calm), more=10, num_repeats=1, num_held=2_000)
-    plain = Load(10, 10_000, 12_500, num_steps=2, factor=1.0, lose_every_s=0.0)
+        return Size(PlayedLoad(8, 64, 100, 2), (steady, calm), more=10, num_repeats=1, num_held=2_000)
+    plain = PlayedLoad(10, 10_000, 12_500, num_steps=2, factor=1.0, lose_every_s=0.0)
     # Up to nine rounds of 40,000 samples of similar lengths: 100,000 are in flight nearly always, and others wait.
     steady = plain._replace(num_prompts=5_000, median_tokens=1000, spread=0.1, max_staleness=8)
     # One round of 100,000: nobody waits, so every two seconds the fleet is looked over for samples that should move.
     calm = plain._replace(max_s=20.0)
-    return Size(Load(32, 256, 2048, 3), (steady, calm), more=100, num_repeats=3, num_held=100_000)
+    return Size(PlayedLoad(32, 256, 2048, 3), (steady, calm), more=100, num_repeats=3, num_held=100_000)
 
 
 def measure(*, quick: bool = False) -> dict[str, Any]:
@@ -73,13 +73,13 @@ def measure(*, quick: bool = False) -> dict[str, Any]:
     }
 
 
-def _measure_events(load: Load, num_repeats: int) -> dict[str, Any]:
+def _measure_events(load: PlayedLoad, num_repeats: int) -> dict[str, Any]:
     """The middle one of some runs."""
     runs = sorted((_measure_one(load) for _ in range(num_repeats)), key=lambda one: one["events_per_s"])
     return {**runs[len(runs) // 2], "events_per_s_of_runs": [one["events_per_s"] for one in runs]}
 
 
-def _measure_one(load: Load) -> dict[str, Any]:
+def _measure_one(load: PlayedLoad) -> dict[str, Any]:
     world = World(load)
     _settle_memory()
     while not world.is_over:
@@ -159,7 +159,7 @@ def _measure_memory(num_held: int) -> float:
     """Bytes that the scheduler holds for each sample: leased, with tokens, one report of each worker behind it."""
     gc.collect()
     tracemalloc.start()
-    load = Load(32, -(-num_held // 32), num_held // 8, 1, factor=1.0)
+    load = PlayedLoad(32, -(-num_held // 32), num_held // 8, 1, factor=1.0)
     scheduler = Scheduler(config_of(load))
     scheduler.handle(e.VersionPublished(Version(0)), 0.0)
     for name in names_of(load):

@@ -41,7 +41,7 @@ _NUM_DRAWS = 65_536
 LEASES_AN_EVENT = 100
 
 
-class Load(NamedTuple):
+class PlayedLoad(NamedTuple):
     """What the world is made of."""
 
     num_workers: int
@@ -148,7 +148,7 @@ class Running(NamedTuple):
     sample: SampleId
 
 
-class Machine:
+class PlayedMachine:
     __slots__ = ("incarnation", "name", "running")
 
     def __init__(self, name: WorkerName) -> None:
@@ -160,7 +160,7 @@ class Machine:
 class World:
     """Answers commands with events at virtual times. It is driven a virtual second at a time."""
 
-    def __init__(self, load: Load, seed: int = 0) -> None:
+    def __init__(self, load: PlayedLoad, seed: int = 0) -> None:
         self.load = load
         self.scheduler = Scheduler(config_of(load))
         self.clock = Clock()
@@ -173,7 +173,7 @@ class World:
         self._lengths = [max(1, min(cap, int(draw))) for draw in draws]
         self._rewards_s = [rng.expovariate(1 / _REWARD_S) for _ in range(_NUM_DRAWS)]
         self._rng = rng
-        self._machines = {name: Machine(name) for name in names_of(load)}
+        self._machines = {name: PlayedMachine(name) for name in names_of(load)}
         self._future: list[tuple[float, int, e.Event]] = []
         self._numbers = itertools.count()
         self._ready: dict[Step, deque[GroupId]] = {}
@@ -233,7 +233,7 @@ class World:
                 self._tell(e.TokensArrived(machine.name, life, tuple(running), counts))
             self._tell(e.WorkerReported(machine.name, life))
 
-    def _lose(self, machine: Machine) -> None:
+    def _lose(self, machine: PlayedMachine) -> None:
         del self._machines[machine.name]
         machine.running = {}
         self._tell(e.WorkerLeft(machine.name, Incarnation(machine.incarnation), "preempted"))
@@ -252,7 +252,7 @@ class World:
                 if not self._end_lease(event.lease):
                     return
             case e.WorkerJoined():
-                machine = Machine(event.worker)
+                machine = PlayedMachine(event.worker)
                 machine.incarnation = event.incarnation
                 self._machines[event.worker] = machine
             case e.MicroBatchTrained():
@@ -336,7 +336,7 @@ class World:
         self._tell(e.RoundRequested(Step(event.step + 1 + self.load.max_staleness)))
 
 
-def config_of(load: Load) -> SchedulerConfig:
+def config_of(load: PlayedLoad) -> SchedulerConfig:
     return SchedulerConfig(
         domains=(DomainData(name="all", prompts_per_step=load.num_prompts, num_prompts=10 * load.num_prompts),),
         max_new_tokens=_MAX_NEW_TOKENS,
@@ -360,5 +360,5 @@ def trust_all(scheduler: Scheduler) -> None:
         scheduler.desk.router.update(worker)
 
 
-def names_of(load: Load) -> list[WorkerName]:
+def names_of(load: PlayedLoad) -> list[WorkerName]:
     return [WorkerName(f"w{number}") for number in range(load.num_workers)]

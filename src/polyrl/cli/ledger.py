@@ -33,7 +33,7 @@ _LONG_RUN_S = 1000.0
 _SHOWN_S = 0.05
 _MILLION = 1e6
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +183,7 @@ def _title(account: "Account", name: str) -> str:
     return f"{name}: {steps} in {took}; rounds opened: {rounds or 'none'}"
 
 
-def _counts(account: "Account") -> Iterator[Row]:
+def _counts(account: "Account") -> Iterator[TableRow]:
     from polyrl.telemetry.looks import CAUSES, MOVES
 
     ledger, still = account.ledger, account.open
@@ -209,19 +209,19 @@ def _counts(account: "Account") -> Iterator[Row]:
     yield "prefilled again", f"{ledger.tokens_reprefilled:,}", "tokens, because a sample moved; not part of the sum"
 
 
-def _causes(counts: Mapping[str, int], before: str, words: Mapping[str, str]) -> Iterator[Row]:
+def _causes(counts: Mapping[str, int], before: str, words: Mapping[str, str]) -> Iterator[TableRow]:
     for cause, num in sorted(counts.items(), key=lambda item: -item[1]):
         if num:
             yield f"  {before}{cause}", f"{num:,}", words.get(cause, "")
 
 
-def _seconds(account: "Account") -> Iterator[Row]:
+def _seconds(account: "Account") -> Iterator[TableRow]:
     lines = account.ledger.workers
     sums = {one: sum(line.seconds.get(one, 0.0) for line in lines.values()) for one in ACTIVITIES}
     shown = [activity for activity in ACTIVITIES if sums[activity] >= _SHOWN_S]
     num_digits = 1 if account.now - account.started_at < _LONG_RUN_S else 0
 
-    def row(name: str, seconds: Mapping[str, float], price: str, usd: float, joins: int, losses: int) -> Row:
+    def row(name: str, seconds: Mapping[str, float], price: str, usd: float, joins: int, losses: int) -> TableRow:
         cells = [*(seconds.get(activity, 0.0) for activity in shown), sum(seconds.values())]
         return name, *(f"{cell:,.{num_digits}f}" for cell in cells), price, _usd(usd), str(joins), str(losses)
 
@@ -257,7 +257,7 @@ def _usd(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 1 or amount == 0 else f"{amount:.4f}"
 
 
-def _columns(rows: Sequence[Row], sides: str) -> str:
+def _columns(rows: Sequence[TableRow], sides: str) -> str:
     """Rows under each other, `<` to the left and `>` to the right. Never cut: a wide table beats half a number."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -32,33 +32,33 @@ example:
 `polyrl COMMAND --help` explains a command."""
 
 
-class Command(NamedTuple):
+class CliCommand(NamedTuple):
     help: str
     module: str
 
 
-COMMANDS: Mapping[str, Command] = {
-    "demo": Command("watch a small model learn here, while workers join and are killed", "polyrl.cli.demo"),
-    "train": Command("make a model better, on whatever devices there are", "polyrl.cli.train"),
-    "export": Command("write a run's newest weights as a Hugging Face directory", "polyrl.cli.export"),
-    "manager": Command("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
-    "worker": Command("join a fleet with one engine", "polyrl.cli.worker"),
-    "status": Command("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),
-    "doctor": Command("say why a run waits, for whom, since when, and what happens next", "polyrl.cli.doctor"),
-    "drain": Command("have a worker hand everything over and leave", "polyrl.cli.drain"),
-    "generate": Command("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
-    "weights": Command("look at weight versions, check, compare and move them", "polyrl.cli.weights"),
-    "data": Command("make what a run starts from: prompts, or a model for the arithmetic task", "polyrl.cli.data"),
-    "simulate": Command("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
-    "plan": Command("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
-    "bench": Command(
+COMMANDS: Mapping[str, CliCommand] = {
+    "demo": CliCommand("watch a small model learn here, while workers join and are killed", "polyrl.cli.demo"),
+    "train": CliCommand("make a model better, on whatever devices there are", "polyrl.cli.train"),
+    "export": CliCommand("write a run's newest weights as a Hugging Face directory", "polyrl.cli.export"),
+    "manager": CliCommand("collect tokens from a fleet and hand complete groups to a trainer", "polyrl.cli.manager"),
+    "worker": CliCommand("join a fleet with one engine", "polyrl.cli.worker"),
+    "status": CliCommand("show workers, rounds, queues, and who waits for whom", "polyrl.cli.status"),
+    "doctor": CliCommand("say why a run waits, for whom, since when, and what happens next", "polyrl.cli.doctor"),
+    "drain": CliCommand("have a worker hand everything over and leave", "polyrl.cli.drain"),
+    "generate": CliCommand("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
+    "weights": CliCommand("look at weight versions, check, compare and move them", "polyrl.cli.weights"),
+    "data": CliCommand("make what a run starts from: prompts, or a model for the arithmetic task", "polyrl.cli.data"),
+    "simulate": CliCommand("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
+    "plan": CliCommand("find the cheapest and the fastest way to run a scenario", "polyrl.cli.plan"),
+    "bench": CliCommand(
         "measure scheduler, relay, recovery, engine, train, weights or served on this machine", "polyrl.cli.bench"
     ),
-    "ledger": Command("say what became of every prompt, sample, token and dollar of a run", "polyrl.cli.ledger"),
-    "plot": Command("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),
-    "replay": Command("run a journal again and compare every command", "polyrl.cli.replay"),
-    "samples": Command("show what the model answered, and what each answer was worth", "polyrl.cli.samples"),
-    "story": Command("say why a sample took as long as it did", "polyrl.cli.story"),
+    "ledger": CliCommand("say what became of every prompt, sample, token and dollar of a run", "polyrl.cli.ledger"),
+    "plot": CliCommand("draw a run: reward, step times, throughput, every worker", "polyrl.cli.plot"),
+    "replay": CliCommand("run a journal again and compare every command", "polyrl.cli.replay"),
+    "samples": CliCommand("show what the model answered, and what each answer was worth", "polyrl.cli.samples"),
+    "story": CliCommand("say why a sample took as long as it did", "polyrl.cli.story"),
 }
 
 
@@ -70,7 +70,7 @@ class CommandModule(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
+def main(argv: Sequence[str] | None = None, commands: Mapping[str, CliCommand] = COMMANDS) -> int:
     """Run one command and return its exit code. argparse exits by itself on --help."""
     try:
         _prepare_process()
@@ -108,7 +108,7 @@ def _prepare_process() -> None:
         raise UserError("the working directory was deleted; expected to be in one that is there") from error
 
 
-def _run_and_flush(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
+def _run_and_flush(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> int:
     """Flush here, where a reader that went away can still be answered; at interpreter exit it cannot."""
     try:
         code = _dispatch(argv, commands)
@@ -119,7 +119,7 @@ def _run_and_flush(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
     return code
 
 
-def _dispatch(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
+def _dispatch(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> int:
     if not argv:
         _front_parser(argv, commands).print_help(sys.stderr)
         return EXIT_BAD_INPUT
@@ -132,7 +132,7 @@ def _dispatch(argv: Sequence[str], commands: Mapping[str, Command]) -> int:
     return _run_command(name, commands[name], rest)
 
 
-def _run_command(name: str, command: Command, argv: Sequence[str]) -> int:
+def _run_command(name: str, command: CliCommand, argv: Sequence[str]) -> int:
     module = cast("CommandModule", importlib.import_module(command.module))
     parser = Parser(argv, prog=f"polyrl {name}", description=_sentence(command.help))
     module.add_arguments(parser)
@@ -144,7 +144,7 @@ def _run_command(name: str, command: Command, argv: Sequence[str]) -> int:
     return module.run(args)
 
 
-def _front_parser(argv: Sequence[str], commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+def _front_parser(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> argparse.ArgumentParser:
     """Only for --help, --version and the error about any other option: it never sees a command's arguments."""
     width = max(len(name) for name in commands)
     listing = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in commands.items())
@@ -160,7 +160,7 @@ def _front_parser(argv: Sequence[str], commands: Mapping[str, Command]) -> argpa
     return parser
 
 
-def _unknown_command(name: str, commands: Mapping[str, Command]) -> str:
+def _unknown_command(name: str, commands: Mapping[str, CliCommand]) -> str:
     from polyrl.config.nearest import did_you_mean
 
     hint = did_you_mean(name, commands) or f"expected one of {', '.join(commands)}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from polyrl.wire.control import DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from polyrl.manager.http import Address, Front
+    from polyrl.manager.http import Front, ListenAddress
     from polyrl.manager.service import Service
     from polyrl.manager.serving.texts import Served
 
@@ -138,7 +138,7 @@ async def _recover(service: "Service", front: "Front", stop: asyncio.Event) -> b
     return False
 
 
-def _way_in(args: argparse.Namespace, address: "Address") -> tuple[str, str]:
+def _way_in(args: argparse.Namespace, address: "ListenAddress") -> tuple[str, str]:
     """A URL that the certificate is of, and whom a worker must be told to trust: nobody if its system does already."""
     from polyrl.config.recipe import ManagerSection
     from polyrl.errors import UserError

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from polyrl.sim.planner import Plan, Row
+    from polyrl.sim.planner import Plan, PlanRow
 
 EXIT_OK = 0
 EXIT_WRONG = 1
@@ -193,7 +193,7 @@ def _table(
     for head in ["stale-\nness", "factor", "workers", *figures, *dollars, *more]:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("", min_width=10)
-    by_choice: dict[tuple[int, float, int], list[Row]] = {}
+    by_choice: dict[tuple[int, float, int], list[PlanRow]] = {}
     for row in plan.rows:
         by_choice.setdefault((row.staleness, row.factor, row.workers), []).append(row)
     last = None
@@ -209,11 +209,11 @@ def _table(
     return table
 
 
-def _dollars(rows: "list[Row]") -> list[str]:
+def _dollars(rows: "list[PlanRow]") -> list[str]:
     return ["" if one.usd_per_mtok is None else f"{one.usd_per_mtok:.2f}" for one in rows]
 
 
-def _figures(row: "Row", priced: "list[Row]") -> list[str]:
+def _figures(row: "PlanRow", priced: "list[PlanRow]") -> list[str]:
     if row.problem is not None:
         return ["failed", "", *("" for _ in priced), "", "", "", ""]
     return [

@@ -17,8 +17,8 @@ from msgspec import inspect
 from polyrl.config.dump import show_path, show_value
 from polyrl.config.nearest import did_you_mean
 
-Part = str | int
-Path = tuple[Part, ...]
+PathPart = str | int
+Path = tuple[PathPart, ...]
 
 _WHERE = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _PART = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
@@ -139,7 +139,7 @@ def _type_at(kind: inspect.Type | None, value: Any, path: Path) -> inspect.Type 
     return kind
 
 
-def _inner_type(kinds: Sequence[inspect.Type], value: Any, part: Part) -> inspect.Type | None:
+def _inner_type(kinds: Sequence[inspect.Type], value: Any, part: PathPart) -> inspect.Type | None:
     tags = [kind.tag for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field == part]
     if tags and part != "":
         return inspect.LiteralType(tuple(tags))

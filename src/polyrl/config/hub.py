@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from polyrl.config.recipe import ARITHMETIC, DomainFields, Recipe
 from polyrl.errors import ConfigError, one_line
 
-Kind = Literal["model", "dataset"]
-Fetch = Callable[[str, Kind, Sequence[str]], str]
+RepoKind = Literal["model", "dataset"]
+FetchFiles = Callable[[str, RepoKind, Sequence[str]], str]
 """From a name, and patterns of its files, to the directory that has them."""
 
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?P<below>(/[\w.-]+)*)")
@@ -30,13 +30,13 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/[0-9a-f]+/?")
 _Fields = TypeVar("_Fields", bound=DomainFields)
 
 
-def download(name: str, kind: Kind, patterns: Sequence[str]) -> str:
+def download(name: str, kind: RepoKind, patterns: Sequence[str]) -> str:
     from huggingface_hub import snapshot_download
 
     return snapshot_download(name, repo_type=kind, allow_patterns=list(patterns))
 
 
-def local_model(path: str, key: str, fetch: Fetch = download) -> str:
+def local_model(path: str, key: str, fetch: FetchFiles = download) -> str:
     """A directory here. Raises ConfigError for a name that the hub does not give."""
     found = _NAME.fullmatch(path)
     if found is None or found["below"] or _is_here(path):
@@ -44,7 +44,7 @@ def local_model(path: str, key: str, fetch: Fetch = download) -> str:
     return _fetched(path, key, lambda: fetch(path, "model", _MODEL_FILES))
 
 
-def local_data(place: str, key: str, fetch: Fetch = download) -> str:
+def local_data(place: str, key: str, fetch: FetchFiles = download) -> str:
     """A file or a directory here, and its split. Raises ConfigError as `local_model`."""
     path, sign, split = place.partition("#")
     found = _NAME.fullmatch(path)
@@ -56,7 +56,7 @@ def local_data(place: str, key: str, fetch: Fetch = download) -> str:
     return f"{Path(folder) / below}{sign}{split}"
 
 
-def with_local_places(recipe: Recipe, fetch: Fetch = download) -> Recipe:
+def with_local_places(recipe: Recipe, fetch: FetchFiles = download) -> Recipe:
     """The recipe with directories for all that it names on the hub. Raises ConfigError."""
     algorithm, data = recipe.algorithm, _with_local_data(recipe.data, "data", fetch)
     critic = replace(algorithm.critic, path=local_model(algorithm.critic.path, "algorithm.critic.path", fetch))
@@ -76,7 +76,7 @@ def shown_model(path: str) -> str:
     return path if found is None else f"{found[1]}/{found[2]}"
 
 
-def _with_local_data(fields: _Fields, key: str, fetch: Fetch) -> _Fields:
+def _with_local_data(fields: _Fields, key: str, fetch: FetchFiles) -> _Fields:
     validation = fields.validation
     if isinstance(validation, dict):
         validation = {name: local_data(place, f"{key}.validation.{name}", fetch) for name, place in validation.items()}

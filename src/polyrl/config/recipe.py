@@ -33,7 +33,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
-Tokens = Annotated[float, Meta(ge=1, le=1e9)]
+FloatTokens = Annotated[float, Meta(ge=1, le=1e9)]
 
 ARITHMETIC = "arithmetic"
 """The data source, and the reward, that ship with the package."""
@@ -273,14 +273,14 @@ class LoraSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
-class ImposedLengths(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ImposedLengthsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Answers of drawn lengths instead of the model's own, so that any model shows a realistic tail."""
 
     kind: Literal["off", "lognormal", "quantiles"] = "off"
-    median: Tokens = 650.0
+    median: FloatTokens = 650.0
     sigma: Annotated[float, Meta(ge=0, le=10)] = 0.9
     """Of the logarithm, for `lognormal`."""
-    quantiles: tuple[tuple[Share, Tokens], ...] = ()
+    quantiles: tuple[tuple[Share, FloatTokens], ...] = ()
     """[probability, tokens], both rising, for `quantiles`. Lengths above rollout.max_new_tokens are cut to it."""
     correlation: Share = 0.2
     """Within-prompt correlation of lengths (Gaussian copula)."""
@@ -304,7 +304,7 @@ class RolloutSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_p: Share = 0.0
     stop: tuple[str, ...] = ()
     """Text that ends an answer, beside the model's own end of text."""
-    impose_lengths: ImposedLengths = ImposedLengths()
+    impose_lengths: ImposedLengthsSection = ImposedLengthsSection()
 
     def __post_init__(self) -> None:
         if "" in self.stop:

@@ -21,7 +21,7 @@ from polyrl.wire import columns
 from polyrl.wire.frames import PromptPayload, Sampling
 
 
-class Wanted(NamedTuple):
+class AskedGroup(NamedTuple):
     prompt: list[int]
     num_samples: int
     max_tokens: int
@@ -36,7 +36,7 @@ def longest_answer(executor: Executor) -> int:
     return executor.scheduler.desk.max_new_tokens
 
 
-def ask(executor: Executor, wanted: list[Wanted], wake: Callable[[], None]) -> list[Question]:
+def ask(executor: Executor, wanted: list[AskedGroup], wake: Callable[[], None]) -> list[Question]:
     """All of it, or nothing: raises Refused."""
     longest = longest_answer(executor)
     assert executor.scheduler is not None

@@ -81,7 +81,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 _encode = msgspec.json.Encoder().encode
 
 
-class Address(NamedTuple):
+class ListenAddress(NamedTuple):
     host: str
     port: int
     tls: bool
@@ -146,7 +146,7 @@ class Front:
 
     # The port
 
-    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> Address:
+    async def listen(self, host: str, port: int, tls: ssl.SSLContext | None) -> ListenAddress:
         """Raises UserError if the port cannot be had."""
         runner = web.AppRunner(self.app(), handle_signals=False, shutdown_timeout=2.0)
         await runner.setup()
@@ -170,7 +170,7 @@ class Front:
             await runner.cleanup()
             raise UserError(_cannot_listen(host, port, failure)) from failure
         self._runner = runner
-        address = Address(host, self._listener.sockets[0].getsockname()[1], tls is not None)
+        address = ListenAddress(host, self._listener.sockets[0].getsockname()[1], tls is not None)
         _write_address(self._service.run_dir, address)
         return address
 
@@ -499,7 +499,7 @@ def _cannot_listen(host: str, port: int, failure: OSError) -> str:
     return f"the manager cannot listen on {host}:{port}: {why}"
 
 
-def _write_address(run_dir: Path, address: Address) -> None:
+def _write_address(run_dir: Path, address: ListenAddress) -> None:
     """Whole: others wait for the file, and read it as soon as it is there."""
     facts = {"url": address.url, "pid": os.getpid()}
     try:

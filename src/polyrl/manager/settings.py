@@ -8,14 +8,14 @@ from msgspec import Meta, Struct
 FsyncPolicy = Literal["never", "interval", "always"]
 MISSED_BEATS = 2
 """Heartbeats that may fail to come before a worker is given up: one of them alone is late, or lost, now and then."""
-Seconds = Annotated[float, Meta(gt=0, le=3600)]
+SettingSeconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class JournalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fsync: FsyncPolicy = "interval"
     """When what was written must be on the disk itself. A killed manager loses nothing under any of them: its writes
     are with the operating system before they are acknowledged. It is for a machine that loses power."""
-    fsync_interval_s: Seconds = 1.0
+    fsync_interval_s: SettingSeconds = 1.0
     segment_mb: Annotated[float, Meta(gt=0, le=65536)] = 256.0
     """A file of the journal that has grown beyond this is followed by the next."""
 
@@ -24,7 +24,7 @@ class StreamSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flush_interval_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
     """How long a worker gathers tokens before it sends them."""
     heartbeat_interval_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
-    send_timeout_s: Seconds = 30.0
+    send_timeout_s: SettingSeconds = 30.0
     """A peer that takes nothing of what we send for so long is cut off. It dials again and gets what it missed."""
     max_queued_mb: Annotated[float, Meta(gt=0, le=65536)] = 1024.0
     """So is one for which more than this waits, beside prompts and answers, which are kept anyway."""
@@ -33,7 +33,7 @@ class StreamSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     joins_per_s: Annotated[float, Meta(gt=0)] = 20.0
     """From one address, averaged; a burst of ten seconds' worth is let through."""
-    request_timeout_s: Seconds = 10.0
+    request_timeout_s: SettingSeconds = 10.0
     """Who has connected must have said what it wants within this time."""
     max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
     connections_per_address: Annotated[int, Meta(ge=1)] = 256
@@ -43,7 +43,7 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_workers_per_address: Annotated[int, Meta(ge=1)] = 2048
     max_unfinished_mb: Annotated[float, Meta(ge=16)] = 256.0
     """Of workers' messages of which a part has come, all together: beyond it, the one begun first is cut off."""
-    message_timeout_s: Seconds = 60.0
+    message_timeout_s: SettingSeconds = 60.0
     """A worker's message that is not whole after so long is cut off with its connection."""
     relay_networks: tuple[str, ...] = ()
     """Networks, written as CIDR, in which workers may name addresses to fetch weights at, beside the one that each
@@ -70,7 +70,7 @@ class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Answers that may be asked for at once. Whoever asks for more waits and tries again; 0: nobody may ask."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=262144)] = 8192
     """The longest answer, where `--serve` opens the run; a trainer's run has its own bound."""
-    token_timeout_s: Seconds = 120.0
+    token_timeout_s: SettingSeconds = 120.0
     """An answer that gets no token for so long, from any worker, is given up."""
 
 
@@ -79,5 +79,5 @@ class ManagerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stream: StreamSettings = StreamSettings()
     limits: LimitSettings = LimitSettings()
     serve: ServeSettings = ServeSettings()
-    restart_grace_s: Seconds = 10.0
+    restart_grace_s: SettingSeconds = 10.0
     """How much longer than usual workers may take to dial in again after a restart of the manager."""

@@ -30,8 +30,8 @@ from polyrl.rewards.messages import (
     Began,
     Failed,
     Reply,
-    Scored,
-    Setup,
+    RewardScored,
+    RewardSetup,
     TooLarge,
     decode_reply,
     encode,
@@ -86,7 +86,7 @@ class ProcessBroke(Exception):
 class _Waiting:
     """A question that is not answered."""
 
-    def __init__(self, call: Call, answer: "asyncio.Future[Scored | Failed]") -> None:
+    def __init__(self, call: Call, answer: "asyncio.Future[RewardScored | Failed]") -> None:
         self.call, self.answer = call, answer
         self.began_at: float | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -126,7 +126,7 @@ class RewardProcess(asyncio.Protocol):
         """Since when which functions run."""
         return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
 
-    async def ask(self, call: Call) -> Scored | Failed:
+    async def ask(self, call: Call) -> RewardScored | Failed:
         """Raises ProcessBroke; RewardFailed if it cannot be started, or the question cannot be asked."""
         await asyncio.shield(self._started)
         if self._broken:
@@ -176,7 +176,7 @@ class RewardProcess(asyncio.Protocol):
             self._kill()
             return
         assert self._transport is not None
-        self._transport.write(encode(Setup(list(sys.path), self._surroundings.memory_bytes)))
+        self._transport.write(encode(RewardSetup(list(sys.path), self._surroundings.memory_bytes)))
 
     @contextlib.contextmanager
     def _open_log(self) -> "Iterator[BinaryIO | int]":

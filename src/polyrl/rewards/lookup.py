@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import START_TIMEOUT_S, Surroundings
-from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, Setup, decode_reply, encode, take_messages
+from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, decode_reply, encode, take_messages
 from polyrl.rewards.reward import OURS, find_reward
 
 
@@ -40,7 +40,7 @@ def _check_elsewhere(functions: Mapping[str, str], surroundings: Surroundings) -
             )
         try:
             ours.settimeout(START_TIMEOUT_S)
-            ours.sendall(encode(Setup(list(sys.path), 0)))
+            ours.sendall(encode(RewardSetup(list(sys.path), 0)))
             for key, name in functions.items():
                 _check(ours, key, name)
         finally:

@@ -18,7 +18,7 @@ MAX_REPLY_BYTES = 64 << 10
 _SIZE = struct.Struct("<I")
 
 
-class Setup(Struct, frozen=True, tag=True, array_like=True):
+class RewardSetup(Struct, frozen=True, tag=True, array_like=True):
     """Said once, first."""
 
     folders: list[str]
@@ -45,7 +45,7 @@ class Began(Struct, frozen=True, tag=True, array_like=True):
     is_async: bool
 
 
-class Scored(Struct, frozen=True, tag=True, array_like=True):
+class RewardScored(Struct, frozen=True, tag=True, array_like=True):
     nonce: bytes
     score: float
     parts: dict[str, float]
@@ -58,11 +58,11 @@ class Failed(Struct, frozen=True, tag=True, array_like=True):
     """`unknown`: there is no such function."""
 
 
-Question = Setup | Ask
-Reply = Began | Scored | Failed
+RewardRequest = RewardSetup | Ask
+Reply = Began | RewardScored | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
-decode_question = msgspec.msgpack.Decoder(Question).decode
+decode_question = msgspec.msgpack.Decoder(RewardRequest).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
@@ -70,7 +70,7 @@ class TooLarge(Exception):
     """A message announces more than it may have."""
 
 
-def encode(message: Question | Reply) -> bytes:
+def encode(message: RewardRequest | Reply) -> bytes:
     """With its size before it. Raises TypeError, ValueError or OverflowError for what is no plain data."""
     body = _encoder.encode(message)
     return _SIZE.pack(len(body)) + body

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from polyrl.errors import ConfigError
 from polyrl.rewards import arithmetic
 from polyrl.rewards.line import Call, ProcessBroke, RewardProcess, Surroundings
-from polyrl.rewards.messages import Failed, Scored
+from polyrl.rewards.messages import Failed, RewardScored
 from polyrl.rewards.reward import Reward, RewardFailed, RewardFunction, RewardInput, RewardTimedOut, check_value
 
 QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
@@ -96,7 +96,7 @@ class RewardPool:
                 reply = await self._ask(call, alone=True)
             except ProcessBroke as again:
                 raise self._failure(again) from again
-        if isinstance(reply, Scored):
+        if isinstance(reply, RewardScored):
             return Reward(reply.score, reply.parts)
         match reply.kind:
             case "unknown":
@@ -121,7 +121,7 @@ class RewardPool:
         named = [one for one in self._surroundings.withheld(os.environ) if one in reason]
         return f"; {named[0]} is withheld from rewards: name it in rewards.environment" if named else ""
 
-    async def _ask(self, call: Call, *, alone: bool = False) -> Scored | Failed:
+    async def _ask(self, call: Call, *, alone: bool = False) -> RewardScored | Failed:
         """`alone`: in a process that has answered nothing, and answers nothing else meanwhile."""
         place = _Place(call.function, asyncio.get_running_loop().create_future(), alone=alone)
         self._queue.append(place)

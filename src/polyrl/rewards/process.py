@@ -27,7 +27,17 @@ from typing import TYPE_CHECKING, Any
 
 from polyrl.errors import ConfigError, one_line, plain, shorten
 from polyrl.parent import end_with_parent
-from polyrl.rewards.messages import Ask, Began, Failed, Reply, Scored, Setup, decode_question, encode, take_messages
+from polyrl.rewards.messages import (
+    Ask,
+    Began,
+    Failed,
+    Reply,
+    RewardScored,
+    RewardSetup,
+    decode_question,
+    encode,
+    take_messages,
+)
 from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardTimedOut, check_value, find_reward, is_async
 
 if TYPE_CHECKING:
@@ -41,7 +51,7 @@ _FIRST_HIDDEN, _LAST_HIDDEN = 200, 900
 """Between these the line is, somewhere: a number that a program does not stumble over."""
 
 
-class Server:
+class RewardServer:
     """Answers until the other side is gone."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -61,7 +71,7 @@ class Server:
             self._buffer += data
             for body in take_messages(self._buffer):
                 question = decode_question(body)
-                if isinstance(question, Setup):
+                if isinstance(question, RewardSetup):
                     _set_up(question)
                 else:
                     self._answer(question)
@@ -71,7 +81,7 @@ class Server:
         if function is None:
             return
         if ask.given is None:
-            self._say(Scored(ask.nonce, 0.0, {}))
+            self._say(RewardScored(ask.nonce, 0.0, {}))
         elif is_async(function):
             if self._loop is None:
                 import asyncio
@@ -160,7 +170,7 @@ def _call(ask: Ask, function: RewardFunction) -> Reply:
 
 def _reply(ask: Ask, value: Any) -> Reply:
     reward = check_value(value)
-    return Scored(ask.nonce, reward.score, dict(reward.parts))
+    return RewardScored(ask.nonce, reward.score, dict(reward.parts))
 
 
 def _timed_out(ask: Ask) -> Failed:
@@ -190,7 +200,7 @@ def _where(trace: TracebackType | None) -> str:
 _LIBRARIES = (f"lib{os.sep}python", "site-packages", "dist-packages")
 
 
-def _set_up(setup: Setup) -> None:
+def _set_up(setup: RewardSetup) -> None:
     sys.path.extend(one for one in setup.folders if one not in sys.path)
     if setup.memory_bytes:
         _limit(resource.RLIMIT_DATA, setup.memory_bytes)
@@ -221,7 +231,7 @@ def main(arguments: list[str]) -> None:
     line = _hide(int(arguments[0]))
     line.setblocking(True)
     with line:
-        Server(line).serve()
+        RewardServer(line).serve()
 
 
 if __name__ == "__main__":

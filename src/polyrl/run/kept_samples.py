@@ -24,14 +24,14 @@ from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.state import entries
 from polyrl.wire import columns
 
-State = Literal["trained", "rejected", "open"]
+KeptState = Literal["trained", "rejected", "open"]
 
 
 class KeptSample(NamedTuple):
     step: int
     name: str
     """GROUP/INDEX; of a trained step, the index counts those that came."""
-    state: State
+    state: KeptState
     """`rejected`: its group taught nothing; `open`: its step is not trained yet."""
     prompt: Sequence[int]
     answer: Sequence[int]
@@ -80,7 +80,7 @@ class Kept:
         ]
 
 
-def _of_entry(step: int, sample: TrainSample, index: int, state: State) -> KeptSample:
+def _of_entry(step: int, sample: TrainSample, index: int, state: KeptState) -> KeptSample:
     return KeptSample(
         step, f"{sample.group}/{index}", state, sample.prompt.tolist(), sample.answer.tolist(), sample.reward,
         dict(sample.parts), sample.finish, sample.written_by,

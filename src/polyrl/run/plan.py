@@ -42,7 +42,7 @@ _FILLED = 0.8
 """Of a GPU's memory, this much is planned at most; the rest is for the engine's cache, and for what nobody planned."""
 
 
-class ModelShape(NamedTuple):
+class ModelEstimates(NamedTuple):
     """What the estimates take from a model directory."""
 
     architecture: str
@@ -58,7 +58,7 @@ class ModelShape(NamedTuple):
     """Of the layers, by name: what LoRA can change."""
 
 
-class Memory(NamedTuple):
+class MemoryPlan(NamedTuple):
     """Bytes, on the trainer's device; and what lies in the host's memory instead."""
 
     weights: int
@@ -116,7 +116,7 @@ def _first_prompts(step: list[DomainOfStep]) -> list[str]:
     return lines
 
 
-def read_shape(path: str, key: str = "model.path") -> ModelShape:
+def read_shape(path: str, key: str = "model.path") -> ModelEstimates:
     check_model_dir(path, key)
     place = Path(path) / "config.json"
     try:
@@ -140,12 +140,12 @@ def read_shape(path: str, key: str = "model.path") -> ModelShape:
         for one in layout.tensors
         if len(one.shape) == 2 and not is_table(one.name)
     }
-    return ModelShape(
+    return ModelEstimates(
         layout.architecture, num, layers, hidden, inner, heads * width, kv_heads * width, context, matrices
     )
 
 
-def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
+def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
     """Of rank zero, while a micro-batch trains; the engine's cache is let go meanwhile."""
     width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
     num = shape.num_parameters
@@ -165,7 +165,7 @@ def estimate_memory(recipe: Recipe, shape: ModelShape) -> Memory:
     critics = _optimizer(recipe, part, half=has_masters) if gae else _Optimizer(0, 0, 0)
     offload = recipe.optimizer.offload
     has_reference = recipe.algorithm.kl != "none" and not (wanted.rank and not recipe.algorithm.reference)
-    return Memory(
+    return MemoryPlan(
         weights=copy,
         changes=_FLOAT32_BYTES * num_changes,
         sums=width * sum(rows * columns for rows, columns in changed),
@@ -196,7 +196,7 @@ def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:
     return _Optimizer(_FLOAT32_BYTES * num if half else 0, int(2 * moment * num), _FLOAT32_BYTES * num)
 
 
-def _changed(recipe: Recipe, shape: ModelShape) -> list[tuple[int, int]]:
+def _changed(recipe: Recipe, shape: ModelEstimates) -> list[tuple[int, int]]:
     """The matrices that LoRA changes. Raises ConfigError for a target that none is called."""
     wanted = recipe.lora
     if not wanted.rank:
@@ -244,7 +244,7 @@ def _mode(recipe: Recipe) -> str:
     return f"async (at most {most} version{'s' if most > 1 else ''} behind)" if most else recipe.train.mode
 
 
-def _sizes(recipe: Recipe, shape: ModelShape, room: int | None, prompts: int) -> list[tuple[str, str]]:
+def _sizes(recipe: Recipe, shape: ModelEstimates, room: int | None, prompts: int) -> list[tuple[str, str]]:
     samples = prompts * recipe.rounds.samples_per_prompt
     longest = recipe.rollout.max_new_tokens
     width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
@@ -261,7 +261,7 @@ def _sizes(recipe: Recipe, shape: ModelShape, room: int | None, prompts: int) ->
     ]
 
 
-def _memory(recipe: Recipe, shape: ModelShape) -> list[tuple[str, str]]:
+def _memory(recipe: Recipe, shape: ModelEstimates) -> list[tuple[str, str]]:
     memory = estimate_memory(recipe, shape)
     sizes = {name: size for name, size in memory._asdict().items() if size and name != "offloaded"}
     parts = ", ".join(f"{name} {_size(size)}" for name, size in sizes.items())
@@ -276,7 +276,7 @@ def _memory(recipe: Recipe, shape: ModelShape) -> list[tuple[str, str]]:
     return rows
 
 
-def _snapshot(recipe: Recipe, shape: ModelShape) -> int:
+def _snapshot(recipe: Recipe, shape: ModelEstimates) -> int:
     """What is trained, and its moments, of all ranks."""
     num = shape.num_parameters
     if recipe.lora.rank:
@@ -333,7 +333,7 @@ def _worker_threads(recipe: Recipe) -> int:
     return said if isinstance(said, int) else BuiltinConfig(model="").threads
 
 
-def fits_beside(recipe: Recipe, shape: ModelShape, num_bytes: int) -> bool:
+def fits_beside(recipe: Recipe, shape: ModelEstimates, num_bytes: int) -> bool:
     """Whether rank zero's GPU, of so many bytes, has room for the engine's whole copy of the model beside its part."""
     generating = _with(recipe, replace(recipe.train, local_generation=True))
     return estimate_memory(generating, shape).total <= _FILLED * num_bytes

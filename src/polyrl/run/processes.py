@@ -48,7 +48,7 @@ _LITTLE_ROOM_BYTES = 1 << 16
 _ANY = 0
 
 
-class Address(NamedTuple):
+class ManagerAddress(NamedTuple):
     url: str
     port: int
     tls: Encryption | None = None
@@ -98,16 +98,16 @@ class ManagerProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def start(self) -> Address:
+    async def start(self) -> ManagerAddress:
         """Raises UserError if it does not come up: the port is taken, for example. Killed, it is started again."""
-        first: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
+        first: asyncio.Future[ManagerAddress] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._keep_alive(first))
         await asyncio.wait((first, self._watch), return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             self._watch.result()
         return first.result()
 
-    async def _start(self) -> Address:
+    async def _start(self) -> ManagerAddress:
         address_file = self._run_dir / "manager.json"
         address_file.unlink(missing_ok=True)
         arguments = ("manager", "--run-dir", str(self._run_dir), "--host", self._host, "--port", str(self._port))
@@ -117,11 +117,11 @@ class ManagerProcess:
         while self._process.returncode is None and asyncio.get_running_loop().time() < deadline:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 url = json.loads(address_file.read_text())["url"]
-                return Address(url, int(url.rpartition(":")[2]))
+                return ManagerAddress(url, int(url.rpartition(":")[2]))
             await asyncio.sleep(0.05)
         raise UserError(f"the manager did not start: {self._what_it_said(said_before)}")
 
-    async def _keep_alive(self, first: "asyncio.Future[Address]") -> None:
+    async def _keep_alive(self, first: "asyncio.Future[ManagerAddress]") -> None:
         """`first` is where it listens, and from then on again. Raises UserError when it is not worth another try."""
         loop = asyncio.get_running_loop()
         deaths: list[float] = []

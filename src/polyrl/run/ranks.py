@@ -46,7 +46,7 @@ _DEATH_IS_SEEN_S = 3.0
 _GRACE_S = 10.0
 
 
-class Setup(Struct, frozen=True):
+class RankSetup(Struct, frozen=True):
     """What the others are told at first."""
 
     recipe: Recipe
@@ -151,7 +151,7 @@ def assembled(
                 info = RankInfo(0, recipe.train.ranks, f"{folder}/meeting-point")
                 started += (_start(run_dir, info._replace(rank=rank)) for rank in range(1, info.size))
             ranks = _meet(info, run_dir, started)
-            ranks.broadcast(msgspec.msgpack.encode(Setup(recipe, str(run_dir), checkpoint and str(checkpoint))))
+            ranks.broadcast(msgspec.msgpack.encode(RankSetup(recipe, str(run_dir), checkpoint and str(checkpoint))))
             ranks.use(device)
             other_ranks = OtherRanks(ranks, run_dir, started)
             yield other_ranks
@@ -237,7 +237,7 @@ def follow(info: "RankInfo") -> int:
     if not info.meeting_point:  # torchrun tells all to end at once; rank zero still needs the others while it does so
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ranks = Ranks.join(info)
-    setup = msgspec.msgpack.decode(ranks.broadcast(), type=Setup)
+    setup = msgspec.msgpack.decode(ranks.broadcast(), type=RankSetup)
     run_dir, recipe = Path(setup.run_dir), setup.recipe
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, info.rank))
     try:

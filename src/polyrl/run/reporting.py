@@ -21,7 +21,7 @@ from polyrl.errors import UserError
 from polyrl.ids import Seconds
 from polyrl.run.diagnosis import Finding, diagnose
 from polyrl.run.display import Display
-from polyrl.run.processes import Address
+from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of
 from polyrl.run.tasks import Tasks, UnderWay
 from polyrl.run.workers import join_command, status_command
@@ -41,7 +41,9 @@ _PATIENCE_S = 15.0
 class Reporter:
     """Keeps the contract of the loop's `Events`."""
 
-    def __init__(self, recipe: Recipe, run_dir: Path, address: Address, display: Display, first_step: int = 0) -> None:
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, address: ManagerAddress, display: Display, first_step: int = 0
+    ) -> None:
         track = recipe.track
         self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
         self._validated = validated.read(run_dir, first_step)  # before the lines from there on are cut off

@@ -9,7 +9,7 @@ from typing import Any
 from polyrl.config import build
 from polyrl.config.hub import local_model
 from polyrl.config.model_dir import check_model_dir
-from polyrl.engines.served.engine import NAMES, Kind, ServedEngine
+from polyrl.engines.served.engine import NAMES, ServedEngine, ServerKind
 from polyrl.engines.served.server import ServedConfig
 from polyrl.errors import UserError
 
@@ -45,7 +45,7 @@ def _check_attached(config: ServedConfig) -> None:
         raise UserError("--engine-url: that server runs already; it takes no flags and no --engine-python")
 
 
-def check_settings(kind: Kind, config: ServedConfig, key: str) -> None:
+def check_settings(kind: ServerKind, config: ServedConfig, key: str) -> None:
     """Raises UserError for what a worker would end with; `key` is what names the settings."""
     if config.url or config.python:
         raise UserError(f"{key}.{'url' if config.url else 'python'}: a worker of the fleet has a server of its own")
@@ -54,7 +54,7 @@ def check_settings(kind: Kind, config: ServedConfig, key: str) -> None:
             raise UserError(f"{key}.flags: {flag}: the worker chooses it; leave it out")
 
 
-def python_for(kind: Kind, given: str = "", options: tuple[str, str] = ("--engine", "--engine-python")) -> str:
+def python_for(kind: ServerKind, given: str = "", options: tuple[str, str] = ("--engine", "--engine-python")) -> str:
     """The interpreter that has the server: the one that was named, ours, or the one that our script installs.
 
     `options` are what name the engine and its environment.

@@ -31,7 +31,7 @@ from polyrl.run import checkpoints, local_worker, processes, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.display import Display
 from polyrl.run.encryption import Encryption, check_reachable
-from polyrl.run.processes import Address, ManagerProcess
+from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.reporting import Reporter, tell_of_rewards, tell_of_waits
 from polyrl.run.settings import caveat_of, manager_options, sampling_of, scheduler_config, weight_settings
@@ -66,7 +66,7 @@ class LiveRun(NamedTuple):
 
     recipe: Recipe
     run_dir: Path
-    address: Address
+    address: ManagerAddress
     workers: dict[str, Process]
     """Those of `[fleet]`, by name."""
     fleet: Fleet
@@ -101,7 +101,7 @@ async def train(
         address = await manager.start()
         checkpoints.write_port(run_dir, address.port)
         if tls is not None:
-            address = Address(tls.url(address.port), address.port, tls)
+            address = ManagerAddress(tls.url(address.port), address.port, tls)
             await check_reachable(_dialer(run_dir, address))
         saver: Saver | None = None
         if recipe.checkpoint.enabled:
@@ -272,11 +272,11 @@ async def _drain(dialer: Dialer, name: str) -> None:
         await dialer.post(f"/v1/workers/{name}/drain", DrainRequest(reason="the run is over"), dict)
 
 
-def _dialer(run_dir: Path, address: Address) -> Dialer:
+def _dialer(run_dir: Path, address: ManagerAddress) -> Dialer:
     return Dialer(address.url, read_token_file(run_dir / "admin.token"), _client_tls(address))
 
 
-def _client_tls(address: Address) -> ssl.SSLContext | None:
+def _client_tls(address: ManagerAddress) -> ssl.SSLContext | None:
     return None if address.tls is None else address.tls.client
 
 
@@ -299,7 +299,7 @@ def _listen_for_signals() -> asyncio.Event:
 
 @asynccontextmanager
 async def _connect(
-    recipe: Recipe, run_dir: Path, address: Address, tasks: Tasks, loaded: Loaded
+    recipe: Recipe, run_dir: Path, address: ManagerAddress, tasks: Tasks, loaded: Loaded
 ) -> AsyncIterator[Fleet]:
     sampling = sampling_of(recipe)
     typical = int(np.mean([len(tasks.tokens(domain, 0)) for domain in range(len(tasks.names))]))

@@ -25,7 +25,7 @@ from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.engines.served.server import ServedConfig
 from polyrl.errors import ConfigError, UserError
 from polyrl.run import processes
-from polyrl.run.processes import Address
+from polyrl.run.processes import ManagerAddress
 from polyrl.weights.interfaces import listening_addresses
 
 log = logging.getLogger("polyrl.train")
@@ -127,7 +127,7 @@ def _from_elsewhere(url: str) -> str:
 
 
 @asynccontextmanager
-async def started(recipe: Recipe, run_dir: Path, address: Address) -> AsyncIterator[dict[str, Process]]:
+async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> AsyncIterator[dict[str, Process]]:
     """The workers that `[fleet]` asks for. Whoever starts another one puts it in, to have it ended too."""
     started: dict[str, Process] = {}
     try:
@@ -139,7 +139,7 @@ async def started(recipe: Recipe, run_dir: Path, address: Address) -> AsyncItera
         await asyncio.gather(*(processes.stop(one, timeout_s=10.0) for one in started.values()))
 
 
-async def start(recipe: Recipe, run_dir: Path, address: Address, name: str) -> Process:
+async def start(recipe: Recipe, run_dir: Path, address: ManagerAddress, name: str) -> Process:
     command, *arguments = worker_arguments(recipe, run_dir, address.url, name)
     session = ("--session-file", str(run_dir / f"{name}.session"))  # a run that goes on has it, and the name with it
     arguments = [command, *session, *arguments]

@@ -65,7 +65,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """Why it is out of the question: it got stuck, or a law did not hold."""
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class PlanRow(Struct, frozen=True, kw_only=True):
     """One choice at one price of a worker: a line of the table."""
 
     workers: int
@@ -86,7 +86,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
-    row: Row
+    row: PlanRow
     why: str
 
 
@@ -103,7 +103,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     seed: int
     steps: int
     trainer_price_usd_per_hour: float
-    rows: list[Row]
+    rows: list[PlanRow]
     cheapest: Recommendation | None
     """At the lowest price of a worker; None if no choice can be recommended."""
     fastest: Recommendation | None
@@ -228,11 +228,11 @@ def make_plan(scenario: Scenario, outcomes: Sequence[Outcome], prices: Sequence[
     )
 
 
-def price_outcome(outcome: Outcome, worker_price: float, trainer_price: float) -> Row:
+def price_outcome(outcome: Outcome, worker_price: float, trainer_price: float) -> PlanRow:
     """An outcome with dollars."""
     usd_per_hour = trainer_price + outcome.paid_workers * worker_price
     mtok_per_hour = outcome.throughput_tok_s * _HOUR_S / _MILLION
-    return Row(
+    return PlanRow(
         workers=outcome.choice.workers,
         factor=outcome.choice.factor,
         staleness=outcome.choice.staleness,
@@ -251,7 +251,7 @@ def price_outcome(outcome: Outcome, worker_price: float, trainer_price: float) -
     )
 
 
-def marginal_usd_per_mtok(fewer: Row, more: Row) -> float | None:
+def marginal_usd_per_mtok(fewer: PlanRow, more: PlanRow) -> float | None:
     """What a further million tokens costs that the larger fleet makes in the same time; None if it makes none."""
     extra_tok_s = more.throughput_tok_s - fewer.throughput_tok_s
     if extra_tok_s <= 0:
@@ -259,17 +259,17 @@ def marginal_usd_per_mtok(fewer: Row, more: Row) -> float | None:
     return (more.usd_per_hour - fewer.usd_per_hour) / (extra_tok_s * _HOUR_S / _MILLION)
 
 
-def show_choice(row: Row) -> str:
+def show_choice(row: PlanRow) -> str:
     """A choice in words: `4 workers, factor 1.25, staleness 1`."""
     return f"{_fleet_and_factor(row)}, {'on-policy' if row.staleness == 0 else f'staleness {row.staleness}'}"
 
 
-def _fleet_and_factor(row: Row) -> str:
+def _fleet_and_factor(row: PlanRow) -> str:
     factor = "no over-provisioning" if row.factor <= 1.0 else f"factor {row.factor:g}"
     return f"{row.workers} worker{'' if row.workers == 1 else 's'}, {factor}"
 
 
-def recommend_cheapest(rows: Sequence[Row]) -> Recommendation:
+def recommend_cheapest(rows: Sequence[PlanRow]) -> Recommendation:
     """Of sound rows at one price: the lowest price of a token; of equals the faster."""
     best = min(rows, key=_by_price)
     fewest = min(_same_but_workers(rows, best), key=lambda row: row.workers)
@@ -279,7 +279,7 @@ def recommend_cheapest(rows: Sequence[Row]) -> Recommendation:
     return Recommendation(row=best, why="; ".join([*parts, _next_worker(rows, best), *_reservations(rows, best)]))
 
 
-def recommend_fastest(rows: Sequence[Row]) -> Recommendation:
+def recommend_fastest(rows: Sequence[PlanRow]) -> Recommendation:
     """Of sound rows at one price: the most tokens a second; of equals the cheaper."""
     best = max(rows, key=lambda row: (row.throughput_tok_s, -_usd(row)))
     cheapest = min(rows, key=_by_price)
@@ -292,7 +292,7 @@ def recommend_fastest(rows: Sequence[Row]) -> Recommendation:
     return Recommendation(row=best, why="; ".join([words, _next_worker(rows, best), *_reservations(rows, best)]))
 
 
-def _is_sound(row: Row) -> bool:
+def _is_sound(row: PlanRow) -> bool:
     return row.problem is None and row.throughput_tok_s > 0
 
 
@@ -301,20 +301,20 @@ def _plainness(outcome: Outcome) -> tuple[int, float, int]:
     return outcome.choice.staleness, outcome.choice.factor, -outcome.choice.workers
 
 
-def _usd(row: Row) -> float:
+def _usd(row: PlanRow) -> float:
     """Dollars a million tokens, of a sound row."""
     return float("inf") if row.usd_per_mtok is None else row.usd_per_mtok
 
 
-def _by_price(row: Row) -> tuple[float, float]:
+def _by_price(row: PlanRow) -> tuple[float, float]:
     return _usd(row), -row.throughput_tok_s
 
 
-def _same_but_workers(rows: Iterable[Row], like: Row) -> list[Row]:
+def _same_but_workers(rows: Iterable[PlanRow], like: PlanRow) -> list[PlanRow]:
     return [row for row in rows if (row.factor, row.staleness) == (like.factor, like.staleness)]
 
 
-def _next_worker(rows: Iterable[Row], best: Row) -> str:
+def _next_worker(rows: Iterable[PlanRow], best: PlanRow) -> str:
     """What the next larger fleet would bring."""
     larger = [row for row in _same_but_workers(rows, best) if row.workers > best.workers]
     if not larger:
@@ -326,7 +326,7 @@ def _next_worker(rows: Iterable[Row], best: Row) -> str:
     return f"the tokens that a fleet of {more.workers} would add cost ${cost:.2f} a million"
 
 
-def _reservations(rows: Iterable[Row], best: Row) -> list[str]:
+def _reservations(rows: Iterable[PlanRow], best: PlanRow) -> list[str]:
     """What the figures of a choice do not show."""
     notes: list[str] = []
     if best.factor > 1.0 and best.bias < 1.0 - _WORTH_NAMING:

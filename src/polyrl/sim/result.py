@@ -41,7 +41,7 @@ class RolloutTime(Struct, frozen=True):
     long_mean: float | None
 
 
-class Tokens(Struct, frozen=True):
+class TokenTotals(Struct, frozen=True):
     generated: int
     trained: int
     open: int
@@ -101,7 +101,7 @@ class Result(Struct, frozen=True, kw_only=True):
     step_time_s: StepTime
     rollout_s: RolloutTime
     throughput_tok_s: float
-    tokens: Tokens
+    tokens: TokenTotals
     length: Length
     cost: Cost
     workers: Workers
@@ -183,7 +183,7 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
             long_mean=_mean_of_kind(steps, "long", lambda step: step.rollout_s),
         ),
         throughput_tok_s=tokens / total_s if total_s > 0 else 0.0,
-        tokens=Tokens(
+        tokens=TokenTotals(
             generated=ledger.tokens_arrived,
             trained=ledger.tokens_kept,
             open=ledger.tokens_arrived - ledger.tokens_kept - sum(ledger.tokens_discarded.values()),

@@ -11,7 +11,7 @@ from typing import Literal
 
 from polyrl.ids import Seconds
 from polyrl.sim.draws import unit
-from polyrl.sim.scenario import DomainSection
+from polyrl.sim.scenario import SimDomainSection
 
 _ENDLESS_STREAM = 0x20
 _DURATION_STREAM = 0x21
@@ -19,13 +19,13 @@ _CORRECT_STREAM = 0x22
 _FAILURE_STREAM = 0x23
 _FAILED_AFTER_STREAM = 0x24
 
-Ending = Literal["scored", "timed_out", "infrastructure_failed"]
+RewardEnd = Literal["scored", "timed_out", "infrastructure_failed"]
 
 
 class RewardModel:
     """Scoring as the scenario's domains describe it. Domains go by their index in the scenario."""
 
-    def __init__(self, domains: list[DomainSection], seed: int) -> None:
+    def __init__(self, domains: list[SimDomainSection], seed: int) -> None:
         self._rewards = [domain.reward for domain in domains]
         self._seed = seed
 
@@ -40,7 +40,7 @@ class RewardModel:
 
     def outcome(
         self, domain: int, prompt: int, turn: int, index: int, attempt: int, timeout_s: Seconds
-    ) -> tuple[Ending, Seconds, bool]:
+    ) -> tuple[RewardEnd, Seconds, bool]:
         """How one attempt ends, after how many seconds, and whether a scored answer is right."""
         natural_s, correct = self.natural(domain, prompt, turn, index)
         key = (domain, prompt, turn, index, attempt)

@@ -90,7 +90,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How often a worker's progress reaches the manager. Tokens not yet flushed die with a worker."""
 
 
-class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SimFleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: Count = 0
     """Remote workers that are there from the start. Supply adds to them and takes away."""
     devices_per_worker: AtLeastOne = 2
@@ -131,7 +131,7 @@ class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Share of scoring attempts that fail for reasons outside the sample."""
 
 
-class DomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SimDomainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     prompts_per_step: AtLeastOne
     num_prompts: AtLeastOne = 100_000
@@ -222,10 +222,10 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: RunSection = RunSection()
     trainer: TrainerSection = TrainerSection()
     engine: EngineSection = EngineSection()
-    fleet: FleetSection = FleetSection()
+    fleet: SimFleetSection = SimFleetSection()
     network: NetworkSection = NetworkSection()
     workload: WorkloadSection = WorkloadSection()
-    domains: Annotated[list[DomainSection], Meta(min_length=1)]
+    domains: Annotated[list[SimDomainSection], Meta(min_length=1)]
     supply: SupplySection = SupplySection()
     faults: FaultsSection = FaultsSection()
     rounds: RoundsConfig = RoundsConfig()

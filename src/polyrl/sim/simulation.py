@@ -38,7 +38,7 @@ _HORIZON_S = 30 * 24 * 3600.0
 _NO_ANSWER_S = 0.01
 """Scoring an answer that was cut off at the cap: there is nothing to run."""
 
-Watch = Callable[[bytes], None]
+OnRecord = Callable[[bytes], None]
 
 
 class StuckError(PolyrlError):
@@ -75,7 +75,7 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
 class Simulation:
     """One run of one scenario. `watch`, if given, gets every record of the journal."""
 
-    def __init__(self, scenario: Scenario, seed: int = 0, *, watch: Watch | None = None) -> None:
+    def __init__(self, scenario: Scenario, seed: int = 0, *, watch: OnRecord | None = None) -> None:
         self.scenario = scenario
         self.seed = seed
         self.config = scheduler_config(scenario, seed)

@@ -23,7 +23,7 @@ from msgspec import Struct
 from polyrl.errors import ConfigError
 from polyrl.ids import Seconds, WorkerName
 from polyrl.sim.draws import exponential, key_of, unit
-from polyrl.sim.scenario import FaultsSection, FleetSection, SupplyEvent, SupplySection
+from polyrl.sim.scenario import FaultsSection, SimFleetSection, SupplyEvent, SupplySection
 
 _GAP_STREAM = 0x30
 _LEVEL_STREAM = 0x31
@@ -61,7 +61,7 @@ class _Machine(Struct):
 
 
 def plan_supply(
-    fleet: FleetSection,
+    fleet: SimFleetSection,
     supply: SupplySection,
     faults: FaultsSection,
     seed: int,
@@ -132,7 +132,7 @@ def _number(cell: str, kind: type[float] | type[int], where: str, expected: str)
 
 
 def _levels(
-    fleet: FleetSection, supply: SupplySection, seed: int, horizon_s: Seconds, trace: list[SupplyEvent] | None
+    fleet: SimFleetSection, supply: SupplySection, seed: int, horizon_s: Seconds, trace: list[SupplyEvent] | None
 ) -> list[SupplyEvent]:
     """The levels of the supply by its one source: the schedule, the trace or the market."""
     named = {
@@ -165,7 +165,7 @@ def _market(level: int, supply: SupplySection, mean_s: Seconds, seed: int, horiz
     return levels
 
 
-def _machines(fleet: FleetSection, levels: list[SupplyEvent], horizon_s: Seconds) -> list[_Machine]:
+def _machines(fleet: SimFleetSection, levels: list[SupplyEvent], horizon_s: Seconds) -> list[_Machine]:
     """Every machine that is ever granted, with its moments."""
     machines = [_Machine(number, 0.0, 0.0) for number in range(1, fleet.workers + 1)]
     held = list(machines)

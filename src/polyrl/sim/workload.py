@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from polyrl.errors import ConfigError
 from polyrl.sim.draws import normal
-from polyrl.sim.scenario import DomainSection
+from polyrl.sim.scenario import SimDomainSection
 
 _PROMPT_STREAM = 0x10
 _SAMPLE_STREAM = 0x11
@@ -72,7 +72,7 @@ class _LengthCurve:
     Scores rather than probabilities, because a tail that is straight in them is the log-normal one that answers have.
     """
 
-    def __init__(self, domain: DomainSection, max_new_tokens: int) -> None:
+    def __init__(self, domain: SimDomainSection, max_new_tokens: int) -> None:
         uncapped = 1.0 - domain.cap_share
         points = [point for point in domain.length_quantiles if point[0] < uncapped]
         points.append((uncapped, _length_before_cap(domain, points, max_new_tokens)))
@@ -94,7 +94,7 @@ class _LengthCurve:
         return exp(self.log_tokens[at - 1] + share * (self.log_tokens[at] - self.log_tokens[at - 1]))
 
 
-def _length_before_cap(domain: DomainSection, points: list[tuple[float, float]], max_new_tokens: int) -> float:
+def _length_before_cap(domain: SimDomainSection, points: list[tuple[float, float]], max_new_tokens: int) -> float:
     """The longest answer that does not run into the cap whatever that is: how the tail goes on above `points`."""
     last = points[-1][1] if points else 1.0
     if domain.tail == "clipped" and points:
@@ -116,7 +116,7 @@ class Workload:
 
     def __init__(
         self,
-        domains: list[DomainSection],
+        domains: list[SimDomainSection],
         max_new_tokens: int,
         seed: int,
         growth_per_step: float = 0.0,
@@ -163,7 +163,7 @@ class Workload:
         return max(1, round(min(float(self._max_new_tokens), natural * growth)))
 
 
-def _rows_by_domain(trace: Trace, domains: list[DomainSection]) -> list[list[TraceRow]]:
+def _rows_by_domain(trace: Trace, domains: list[SimDomainSection]) -> list[list[TraceRow]]:
     for domain in domains:
         if domain.name not in trace.rows:
             known = ", ".join(sorted(trace.rows))

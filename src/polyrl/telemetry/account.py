@@ -67,7 +67,7 @@ class Life(Struct):
     why: str = ""
 
 
-class Open(Struct, frozen=True):
+class OpenAmounts(Struct, frozen=True):
     """What is not decided yet."""
 
     prompts: int
@@ -92,7 +92,7 @@ class Account(Struct):
     """From when to when there was no driver, or it stood still."""
     trainer_gone_s: Seconds
     """Of the time from `started_at` to `now`: no trainer was there. It is not paid for that."""
-    open: Open
+    open: OpenAmounts
     paid_before: dict[WorkerName, tuple[float, float]]
     """Seconds and dollars by worker in the state that the first journal starts from; empty for a whole run."""
     is_whole: bool
@@ -328,10 +328,10 @@ def _why_gone(life: Life, event: Event, commands: Sequence[Command]) -> str:
     return said[0] if said else ""
 
 
-def _still_open(scheduler: Scheduler) -> Open:
+def _still_open(scheduler: Scheduler) -> OpenAmounts:
     state = scheduler.desk.state
     samples = [one for one in state.samples.values() if one.state != "discarded"]
-    return Open(
+    return OpenAmounts(
         prompts=len(state.groups) - len(state.asked.groups),
         deferred_prompts=sum(map(len, state.tail.deferred)),
         samples=len(samples),

@@ -45,7 +45,7 @@ _MARKS = {"short": "o", "long": "D"}
 _LEFT_COLOUR = "#30343a"
 
 
-class Step(NamedTuple):
+class DrawnStep(NamedTuple):
     """One step, in the figures that are drawn; None is not known."""
 
     step: int
@@ -65,7 +65,7 @@ class Step(NamedTuple):
 class Run(NamedTuple):
     name: str
     account: Account | None
-    steps: list[Step]
+    steps: list[DrawnStep]
     has_prompts_in_tok_s: bool
     """Tokens a second count prompts too: metrics know them, a journal does not."""
     caveat: str = ""
@@ -102,13 +102,13 @@ def _caveat(account: Account | None, metrics: Sequence[dict[str, MetricValue]]) 
     return IMPOSED_LENGTHS if is_imposed else ""
 
 
-def _steps(by_step: dict[int, dict[str, MetricValue]], tok_s: str) -> Iterator[Step]:
+def _steps(by_step: dict[int, dict[str, MetricValue]], tok_s: str) -> Iterator[DrawnStep]:
     elapsed_s: float | None = 0.0
     for step, values in sorted(by_step.items()):
         step_s = _number(values, "time/step_total")
         elapsed_s = None if elapsed_s is None or step_s is None else elapsed_s + step_s
         ended_s = _number(values, "ended_s")
-        yield Step(
+        yield DrawnStep(
             step=step,
             kind=str(values.get("rounds/kind", "short")),
             ended_s=elapsed_s if ended_s is None else ended_s,

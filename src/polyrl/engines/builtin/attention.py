@@ -2,7 +2,7 @@
 
 A step's tokens travel flat, as one row: first one token of each sample that decodes, then the chunks that are
 prefilled. Their keys and values go into the cache at `cells`; then each attends over the blocks of its own context.
-What a step looks like is in `Step`, made once and shared by all layers.
+What a step looks like is in `AttentionStep`, made once and shared by all layers.
 
 On the CPU a row's result is the same to the last bit whatever else is in the step, and whether it decodes or is
 prefilled again after a move. For that, every matrix product has a fixed shape but for its number of rows, of which
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
         return self.num // self.num_contexts
 
 
-class Step(NamedTuple):
+class AttentionStep(NamedTuple):
     """What attention needs to know of a step."""
 
     cells: Tensor
@@ -143,7 +143,7 @@ def attend(
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not isinstance(step, Step):
+    if not isinstance(step, AttentionStep):
         from polyrl.engines.builtin.cuda.kernels import kernels as cuda
 
         if softcap is not None:
@@ -163,7 +163,7 @@ def attend(
 def attend_parts(
     queries: Tensor,
     layer: int,
-    step: Step,
+    step: AttentionStep,
     paged: PagedKeysAndValues,
     window: int | None = None,
     softcap: float | None = None,

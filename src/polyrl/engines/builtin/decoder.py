@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, silu
 
-from polyrl.engines.builtin.attention import PagedKeysAndValues, Step, attend_parts
+from polyrl.engines.builtin.attention import AttentionStep, PagedKeysAndValues, attend_parts
 from polyrl.engines.builtin.model_config import FIXED_ROTATIONS
 
 _PLAIN = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -129,7 +129,7 @@ class Decoder:
             self._turns = torch.complex(cos[0, :, :half], sin[0, :, :half]).unsqueeze(1)
 
     def logits(
-        self, tokens: Tensor, positions: Tensor, rows: Tensor | None, step: Step, paged: PagedKeysAndValues
+        self, tokens: Tensor, positions: Tensor, rows: Tensor | None, step: AttentionStep, paged: PagedKeysAndValues
     ) -> Tensor:
         """Of the wanted rows; none: of all."""
         assert self._head is not None, "it is asleep"

@@ -25,7 +25,7 @@ from polyrl.engines.builtin.batching import Batching, Chunk, Member
 from polyrl.engines.builtin.config import BuiltinConfig, choose_device, fit
 from polyrl.engines.builtin.ending import Ending
 from polyrl.engines.builtin.kv_cache import KvCache
-from polyrl.engines.builtin.steps import MAX_BURST, Drawn, StepRunner, Wanted
+from polyrl.engines.builtin.steps import MAX_BURST, Drawn, DrawRule, StepRunner
 from polyrl.engines.engine import (
     Capabilities,
     EngineError,
@@ -43,7 +43,7 @@ from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version
 
 if TYPE_CHECKING:
-    from polyrl.engines.builtin.installing import Installer
+    from polyrl.engines.builtin.installing import ModelInstaller
     from polyrl.engines.builtin.models import Loaded
 
 log = logging.getLogger("polyrl.engines.builtin")
@@ -91,7 +91,7 @@ class BuiltinEngine:
         """Of the burst that runs, or ran last."""
         self._tokenizer: Any = None
         self._trouble: str | None = None
-        self._installer: Installer | None = None
+        self._installer: ModelInstaller | None = None
         self.last_install_s = 0.0
         """How long samples stood still for the last install, and for the step before it to end."""
         self._is_closed = False
@@ -124,13 +124,13 @@ class BuiltinEngine:
         import torch
 
         from polyrl.engines.builtin import models
-        from polyrl.engines.builtin.installing import Installer
+        from polyrl.engines.builtin.installing import ModelInstaller
 
         if self._loaded is None:  # whoever shares a model has chosen for the process
             torch.set_num_threads(self._config.threads)
             self._loaded = models.load(self._config.model, self._fit.dtype, self._device)
         self._tokenizer = models.find_tokenizer(self._config.model)
-        self._installer = Installer(self._loaded, self._config.model, self._fit.dtype)
+        self._installer = ModelInstaller(self._loaded, self._config.model, self._fit.dtype)
         self._runner = self._make_runner(self._loaded)
 
     def _make_runner(self, loaded: "Loaded") -> StepRunner:
@@ -441,12 +441,12 @@ class BuiltinEngine:
         return num_ended
 
 
-def _wanted(chunks: list[Chunk]) -> list[Wanted]:
-    wanted: list[Wanted] = []
+def _wanted(chunks: list[Chunk]) -> list[DrawRule]:
+    wanted: list[DrawRule] = []
     for member, _, _, samples in chunks:
         if samples:
             job: Job = member.data.job
-            wanted.append(Wanted(job.sampling, job.seed & _SEED_BITS, len(member.tokens) - len(job.prompt)))
+            wanted.append(DrawRule(job.sampling, job.seed & _SEED_BITS, len(member.tokens) - len(job.prompt)))
     return wanted
 
 

@@ -22,7 +22,7 @@ from polyrl.weights.shelf import HostCopy
 Tensor = torch.Tensor
 
 
-class Staged(NamedTuple):
+class StagedTensors(NamedTuple):
     """Tensors of the model, and what each will be."""
 
     pairs: list[tuple[Tensor, Tensor]]
@@ -35,7 +35,7 @@ class Staged(NamedTuple):
             torch.cuda.synchronize()
 
 
-class Installer:
+class ModelInstaller:
     """Knows what was installed, so that the next version brings only what is different."""
 
     def __init__(self, loaded: Loaded, folder: str, dtype: str) -> None:
@@ -47,7 +47,7 @@ class Installer:
         self._adapter_layout = ""
         """The fingerprint of the installed adapter's layout; empty while no adapter is installed."""
 
-    def stage(self, weights: Weights) -> Staged | None:
+    def stage(self, weights: Weights) -> StagedTensors | None:
         """Bring a version near, while samples go on. None where nothing says where it is. Raises EngineError."""
         if weights.copy is not None and weights.copy.manifest.adapter is not None:
             if self._base is None:
@@ -66,7 +66,7 @@ class Installer:
         self._adapter_layout = "" if manifest is None or manifest.adapter is None else manifest.layout.fingerprint
 
 
-def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> Staged:
+def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> StagedTensors:
     """A version in this machine's memory. `held` is the digest of what the model is now. Raises NotOfThisModel."""
     changed = copy.changed if held and copy.base == held else None
     try:
@@ -81,17 +81,17 @@ def load_base(folder: str, dtype: str) -> Base:
     return Base(dict(models.load(folder, dtype, "cpu").model.named_parameters()), folder)
 
 
-def stage_adapter(loaded: Loaded, copy: HostCopy, base: Base, *, changed_only: bool) -> Staged:
+def stage_adapter(loaded: Loaded, copy: HostCopy, base: Base, *, changed_only: bool) -> StagedTensors:
     """A version that changes the base. `changed_only`: the model is such a version already. Raises NotOfThisModel."""
     model = dict(loaded.model.named_parameters())
     try:
         with _beside(next(iter(model.values()))):
-            return Staged(list(base.pair_up(model, copy.manifest, copy.view, changed_only=changed_only)))
+            return StagedTensors(list(base.pair_up(model, copy.manifest, copy.view, changed_only=changed_only)))
     except tensors.BadTensors as error:
         raise NotOfThisModel(f"version {copy.manifest.version} is {error}") from error
 
 
-def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:
+def stage_folder(loaded: Loaded, folder: str, dtype: str) -> StagedTensors:
     """A version in a Hugging Face directory. Raises EngineError."""
     its: Any = models.load(folder, dtype, "cpu").model
     why_not = model_config.why_another(loaded.model.config, its.config)
@@ -104,11 +104,11 @@ def stage_folder(loaded: Loaded, folder: str, dtype: str) -> Staged:
     return _near([(one, fresh[name]) for name, one in ours.items()])
 
 
-def _near(pairs: list[tuple[Tensor, Tensor]]) -> Staged:
+def _near(pairs: list[tuple[Tensor, Tensor]]) -> StagedTensors:
     if not pairs or not pairs[0][0].is_cuda:
-        return Staged(pairs)
+        return StagedTensors(pairs)
     with _beside(pairs[0][0]):
-        return Staged([(ours, theirs.to(ours.device, non_blocking=True)) for ours, theirs in pairs])
+        return StagedTensors([(ours, theirs.to(ours.device, non_blocking=True)) for ours, theirs in pairs])
 
 
 @contextmanager

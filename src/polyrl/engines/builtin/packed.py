@@ -46,10 +46,10 @@ class Buckets(NamedTuple):
     """(rows,): the place that each row is in."""
 
 
-Layout = Borders | Buckets
+SampleLayout = Borders | Buckets
 
 
-def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool) -> Layout:
+def lay_out(lengths: Sequence[int], device: torch.device, *, flash: bool) -> SampleLayout:
     """`lengths` of the samples in the order of their rows."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     if flash:
@@ -86,7 +86,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: Layout,
+    layout: SampleLayout,
     scaling: float | None,
     window: int | None,
     softcap: float | None,

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from polyrl.engines.builtin import sampling
-from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, PagedKeysAndValues, Rows, Step, go_on
+from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, AttentionStep, PagedKeysAndValues, Rows, go_on
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
-from polyrl.engines.builtin.steps import Drawn, Look, Wanted
+from polyrl.engines.builtin.steps import Drawn, DrawRule, OnDrawn
 
 _WASTE_TOKENS = 1024
 """Contexts that attend together are padded to the longest. Beyond so much padding, they attend apart."""
@@ -95,7 +95,7 @@ class Runner:
         self._paged.copy(*torch.tensor(copies).unbind(1))
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
+    def run(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule]) -> Drawn:
         """Run a step. `wanted` has an entry for each chunk that samples, in order."""
         num_decoding = _num_decoding(chunks)
         decoding = self._lay_out_decoding(chunks[:num_decoding], 1)
@@ -136,10 +136,10 @@ class Runner:
     def run_burst(
         self,
         chunks: Sequence[Chunk],
-        wanted: Sequence[Wanted],
+        wanted: Sequence[DrawRule],
         num_steps: int,
         interrupted: Event | None = None,
-        look: Look | None = None,
+        look: OnDrawn | None = None,
     ) -> list[Drawn]:
         """`num_steps` tokens of each sample, or as many as there is time for. All chunks decode, and have blocks."""
         until = time.perf_counter() + _BURST_S
@@ -165,7 +165,7 @@ class Runner:
         )
         return list(map(Drawn, its_tokens, its_logprobs))
 
-    def _plan(self, wanted: Sequence[Wanted], num_steps: int) -> sampling.Draws:
+    def _plan(self, wanted: Sequence[DrawRule], num_steps: int) -> sampling.Draws:
         seeds = np.array([one.seed for one in wanted], np.int64)
         positions = np.array([one.position for one in wanted], np.int64) + np.arange(num_steps)[:, None]
         return sampling.plan_draws([one.sampling for one in wanted], seeds, positions, self._device)
@@ -191,7 +191,7 @@ class Runner:
     ) -> torch.Tensor:
         """Of the wanted rows; none: of all."""
         assert self._paged is not None and self._is_awake, "it is asleep"
-        step = Step(cells, parts)
+        step = AttentionStep(cells, parts)
         if self._decoder is not None:
             return self._decoder.logits(tokens, positions, rows, step, self._paged)
         return self._loaded.model(

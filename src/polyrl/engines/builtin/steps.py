@@ -11,7 +11,7 @@ MAX_BURST = 64
 """Steps of a burst that is looked at while it runs."""
 
 
-class Wanted(NamedTuple):
+class DrawRule(NamedTuple):
     """How a sample's next token is drawn."""
 
     sampling: Sampling
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     logprobs: list[float]
 
 
-Look = Callable[[list[Drawn]], None]
+OnDrawn = Callable[[list[Drawn]], None]
 
 
 class StepRunner(Protocol):
@@ -36,17 +36,17 @@ class StepRunner(Protocol):
     shows_bursts: bool
     """A burst shows its steps while it runs, goes on when an answer is over, and truncates nothing."""
 
-    def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
+    def run(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule]) -> Drawn:
         """Any step. `wanted` has an entry for each chunk that samples, in order."""
         ...
 
     def run_burst(
         self,
         chunks: Sequence[Chunk],
-        wanted: Sequence[Wanted],
+        wanted: Sequence[DrawRule],
         num_steps: int,
         interrupted: Event | None = None,
-        look: Look | None = None,
+        look: OnDrawn | None = None,
     ) -> list[Drawn]:
         """Up to `num_steps` tokens of each sample. All chunks decode, and have blocks.
 

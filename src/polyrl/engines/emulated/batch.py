@@ -7,7 +7,7 @@ from collections import OrderedDict
 from heapq import heappop, heappush
 from math import inf
 
-from polyrl.engines.emulated.text import EmulatedConfig, Ending
+from polyrl.engines.emulated.text import EmulatedConfig, EmulatedEnd
 from polyrl.ids import LeaseId, Seconds
 
 _WHOLE_TOKEN = 1e-6
@@ -16,12 +16,12 @@ _ADMISSION_MARGIN = 0.01
 """Share of the cache that admission leaves free, so that a newcomer is not thrown out at once."""
 
 
-class Sample:
+class EmulatedSample:
     """A job in the batch."""
 
     __slots__ = ("ending", "key", "lease", "order", "origin", "prompt_tokens", "tokens", "told")
 
-    def __init__(self, lease: LeaseId, prompt_tokens: int, so_far: int, ending: Ending, key: int = 0) -> None:
+    def __init__(self, lease: LeaseId, prompt_tokens: int, so_far: int, ending: EmulatedEnd, key: int = 0) -> None:
         self.lease = lease
         self.prompt_tokens = prompt_tokens
         self.tokens = so_far  # while it decodes: those it began with
@@ -45,11 +45,13 @@ class Batch:
     def __init__(self, config: EmulatedConfig) -> None:
         self._config = config
         self._capacity = config.kv_tokens if config.kv_tokens else inf
-        self._waiting: OrderedDict[LeaseId, Sample] = OrderedDict()
-        self._prefilling: OrderedDict[LeaseId, Sample] = OrderedDict()
-        self._decoding: dict[LeaseId, Sample] = {}
-        self._ended: dict[LeaseId, Sample] = {}
-        self._finishes: list[tuple[float, int, Sample]] = []  # a heap; entries of samples that left stay until popped
+        self._waiting: OrderedDict[LeaseId, EmulatedSample] = OrderedDict()
+        self._prefilling: OrderedDict[LeaseId, EmulatedSample] = OrderedDict()
+        self._decoding: dict[LeaseId, EmulatedSample] = {}
+        self._ended: dict[LeaseId, EmulatedSample] = {}
+        self._finishes: list[
+            tuple[float, int, EmulatedSample]
+        ] = []  # a heap; entries of samples that left stay until popped
         self._now: Seconds = 0.0
         self._position = 0.0
         self._prefilling_since: Seconds = 0.0
@@ -79,7 +81,7 @@ class Batch:
         """Tokens in the cache."""
         return self._prefilling_context + self._context_at_zero + len(self._decoding) * self._position
 
-    def start(self, sample: Sample, now: Seconds) -> None:
+    def start(self, sample: EmulatedSample, now: Seconds) -> None:
         self.settle(now)
         self._waiting[sample.lease] = sample
         self._admit()
@@ -94,7 +96,7 @@ class Batch:
             self._remove(running)
         self._admit()
 
-    def take_news(self, now: Seconds) -> tuple[list[tuple[Sample, int]], list[Sample]]:
+    def take_news(self, now: Seconds) -> tuple[list[tuple[EmulatedSample, int]], list[EmulatedSample]]:
         """Samples that have more tokens than was told, with their number; and those that ended. Each is told once."""
         self.settle(now)
         ended, self._ended = list(self._ended.values()), {}
@@ -126,7 +128,7 @@ class Batch:
             self._preempt_newest()
         return True
 
-    def _first_to_finish(self) -> Sample | None:
+    def _first_to_finish(self) -> EmulatedSample | None:
         while self._finishes:
             _, order, sample = self._finishes[0]
             if sample.order == order:
@@ -181,7 +183,7 @@ class Batch:
         self._context_at_zero += sample.prompt_tokens - sample.origin
         heappush(self._finishes, (sample.origin + sample.ending.num_tokens, sample.order, sample))
 
-    def _finish(self, sample: Sample) -> None:
+    def _finish(self, sample: EmulatedSample) -> None:
         self._remove(sample)
         sample.tokens = sample.ending.num_tokens
         self._ended[sample.lease] = sample
@@ -193,7 +195,7 @@ class Batch:
         self._waiting.move_to_end(newest.lease, last=False)
         self.num_preemptions += 1
 
-    def _remove(self, sample: Sample) -> None:
+    def _remove(self, sample: EmulatedSample) -> None:
         """Take a running sample out. A fraction of a token is lost."""
         if sample.order < 0:
             is_first = next(iter(self._prefilling)) == sample.lease

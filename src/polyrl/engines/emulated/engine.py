@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from polyrl.engines.emulated.batch import Batch, Sample
+from polyrl.engines.emulated.batch import Batch, EmulatedSample
 from polyrl.engines.emulated.text import (
     EOS,
     LARGEST_TOKEN,
     TOKEN_STREAM,
     EmulatedConfig,
-    Ending,
+    EmulatedEnd,
     draw,
     ending_of,
     read_lengths,
@@ -158,13 +158,13 @@ class EmulatedEngine:
             return f"prompt and answer so far are {context} tokens, and the cache holds {capacity}"
         return ""
 
-    def _sample_of(self, job: Job) -> Sample:
+    def _sample_of(self, job: Job) -> EmulatedSample:
         so_far = len(job.so_far)
         ending = ending_of(job, self._config, self._recorded)
         self._num_jobs += 1
         if self._config.fail_every and self._num_jobs % self._config.fail_every == 0:
-            ending = Ending((so_far + ending.num_tokens) // 2, "engine_failed", False)
-        return Sample(job.lease, len(job.prompt), so_far, ending, mix64(job.seed, TOKEN_STREAM))
+            ending = EmulatedEnd((so_far + ending.num_tokens) // 2, "engine_failed", False)
+        return EmulatedSample(job.lease, len(job.prompt), so_far, ending, mix64(job.seed, TOKEN_STREAM))
 
     async def _tell_for_ever(self, sink: Sink) -> None:
         while True:
@@ -186,7 +186,7 @@ class EmulatedEngine:
             detail = "as fail_every asks" if sample.ending.reason == "engine_failed" else ""
             sink.ended(sample.lease, sample.ending.reason, detail)
 
-    def _tell_tokens(self, sink: Sink, grown: list[tuple[Sample, int]]) -> None:
+    def _tell_tokens(self, sink: Sink, grown: list[tuple[EmulatedSample, int]]) -> None:
         version = self._version
         assert version is not None, "a sample runs and no weights are installed"
         starts = [sample.told for sample, _ in grown]

@@ -58,7 +58,7 @@ class EmulatedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Every so many jobs, one ends in `engine_failed` halfway; 0: none."""
 
 
-class Ending(NamedTuple):
+class EmulatedEnd(NamedTuple):
     num_tokens: int
     """All tokens of the sample."""
     reason: EngineEnd
@@ -66,20 +66,20 @@ class Ending(NamedTuple):
     """Its last token is the end of text."""
 
 
-def ending_of(job: Job, config: EmulatedConfig, recorded: list[int]) -> Ending:
+def ending_of(job: Job, config: EmulatedConfig, recorded: list[int]) -> EmulatedEnd:
     """Where the job ends if nobody stops it."""
     drawn = answer_tokens(job, config, recorded)
-    ending = Ending(drawn, "stop", True)
+    ending = EmulatedEnd(drawn, "stop", True)
     if job.sampling.ignore_eos or drawn > job.max_tokens:
-        ending = Ending(job.max_tokens, "length", False)
+        ending = EmulatedEnd(job.max_tokens, "length", False)
     done = len(job.so_far)
     if ending.num_tokens <= done:  # its end was made already, and not heard of
-        return Ending(done, ending.reason, False)
+        return EmulatedEnd(done, ending.reason, False)
     if job.sampling.stop_ids:
         tokens, _ = draw([mix64(job.seed, TOKEN_STREAM)], [done], [ending.num_tokens - done], config.vocab)
         stops = np.flatnonzero(np.isin(tokens, job.sampling.stop_ids))
         if stops.size and not (ending.has_eos and stops[0] == len(tokens) - 1):
-            return Ending(done + int(stops[0]) + 1, "stop", False)
+            return EmulatedEnd(done + int(stops[0]) + 1, "stop", False)
     return ending
 
 

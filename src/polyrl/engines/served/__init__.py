@@ -3,7 +3,7 @@
     engine        ServedEngine: the contract over any `Server`; stamps versions, refuses
     keeper        one life of a server after the other: starts it, watches it, starts it again
     process       the child process: its port, its log, its death
-    server        settings; what is asked of a kind of server (`Server`) and of how it takes weights (`Weighing`)
+    server        settings; what is asked of a kind of server (`Server`) and of how it takes weights (`WeightLoading`)
     vllm sglang   a kind of server: its flags, what it says of itself, its streams, its load; how it takes weights
     http          requests and event streams, with the server's key; figures from its metrics page
     installing    an install, in the worker: brought near; found to fit; handed over; verified
@@ -13,12 +13,12 @@
 
 An install, as ServedEngine plays it; everything but the first stage happens while the server stands still:
 
-    staged = await weighing.stage(weights)         samples go on
-    await weighing.pause()                         no token is written any more; running samples keep their place
+    staged = await loading.stage(weights)         samples go on
+    await loading.pause()                         no token is written any more; running samples keep their place
     (all that was written is heard: the stamps of both versions are right)
-    await weighing.put(staged)                     in place, and verified; the server's own label is str(version)
-    await weighing.resume()                        always, also when `put` failed
+    await loading.put(staged)                     in place, and verified; the server's own label is str(version)
+    await loading.resume()                        always, also when `put` failed
 
 `put` raises EngineError when the old weights still run, and ServerBroken when nobody knows what runs: the server is
-then ended and started again. It is started with `Weighing.flags()` and `Weighing.environment()` beside its own.
+then ended and started again. It is started with the flags and the environment of its `WeightLoading` beside its own.
 """

@@ -32,17 +32,27 @@ from polyrl.engines.engine import (
     why_not_begun,
 )
 from polyrl.engines.finishing import finish
-from polyrl.engines.served.http import Events, Http, Pause
+from polyrl.engines.served.http import EventStream, Http, Pause
 from polyrl.engines.served.keeper import Keeper
-from polyrl.engines.served.server import Asked, End, Facts, JobRefused, Part, ServedConfig, Server, ServerBroken, Span
+from polyrl.engines.served.server import (
+    AnswerPart,
+    Facts,
+    JobRefused,
+    LabelSpan,
+    ServedConfig,
+    ServedEnd,
+    Server,
+    ServerBroken,
+    ServerRequest,
+)
 from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.rules.order import mix64
 
 log = logging.getLogger("polyrl.engines.served")
 
-Kind = Literal["vllm", "sglang"]
-NAMES: dict[Kind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+ServerKind = Literal["vllm", "sglang"]
+NAMES: dict[ServerKind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 
 _QUIET_S = 0.02
 """Nothing came for so long from a server that stands still: all that it wrote is heard."""
@@ -62,7 +72,7 @@ class _End(NamedTuple):
     """For the server it has not ended."""
 
 
-_END: dict[End, _End | None] = {
+_END: dict[ServedEnd, _End | None] = {
     "": None,
     "stop": _End("stop"),
     "length": _End("length"),
@@ -88,7 +98,7 @@ class _Answer:
         """It was aborted: nothing is told of it any more."""
         self.server: Server | None = None
         """Where it was sent to."""
-        self.events: Events[Part] | None = None
+        self.events: EventStream[AnswerPart] | None = None
         """What comes from there."""
         self.end: asyncio.Future[_End | Exception] = asyncio.get_running_loop().create_future()
         """How it ended, or what went wrong: for its task, which tells it."""
@@ -98,8 +108,8 @@ class _Answer:
 class ServedEngine:
     """`pause_s`: how long after its death a server is started again. It grows while that is of no use."""
 
-    def __init__(self, kind: Kind, config: ServedConfig, *, pause_s: float = 0.5) -> None:
-        self._kind: Kind = kind
+    def __init__(self, kind: ServerKind, config: ServedConfig, *, pause_s: float = 0.5) -> None:
+        self._kind: ServerKind = kind
         self._config = config
         self._keeper = Keeper(NAMES[kind], self._make, config, self._went_down, self._quiet_s, pause_s)
         self._own = uuid.uuid4().hex[:8]
@@ -190,10 +200,10 @@ class ServedEngine:
     async def _wake(self, server: Server) -> None:
         """A server that stands still was left by somebody who died in an install: its weights may be of two versions,
         and its label says nothing."""
-        if await server.weighing.is_paused():
+        if await server.loading.is_paused():
             log.warning("the server was left in the middle of an install: it is given a version before it writes")
             self._version = None
-        await server.weighing.resume()
+        await server.loading.resume()
 
     async def close(self) -> None:
         self._is_closed = True
@@ -346,7 +356,7 @@ class ServedEngine:
         except Exception as error:  # noqa: BLE001  it is raised in the answer's task, and harms no other
             answer.end.set_result(error)
 
-    def _take(self, answer: _Answer, part: Part) -> _End | None:
+    def _take(self, answer: _Answer, part: AnswerPart) -> _End | None:
         """Tell of new tokens; how the answer has ended, if it has."""
         self._heard_at = time.monotonic()
         if answer.server is not self._keeper.server:
@@ -367,7 +377,7 @@ class ServedEngine:
             self._compare(answer, part.spans)
         return end
 
-    def _compare(self, answer: _Answer, spans: Sequence[Span]) -> None:
+    def _compare(self, answer: _Answer, spans: Sequence[LabelSpan]) -> None:
         """Hold what the server says against the stamps that we gave."""
         said: list[tuple[int, Version | None]] = []
         for span in spans:
@@ -422,7 +432,7 @@ class ServedEngine:
                 if weights.version != self._base:
                     raise EngineError(f"nobody says where version {weights.version} can be had")
                 weights = Weights(weights.version, folder=self._config.model)
-            staged = await server.weighing.stage(weights)
+            staged = await server.loading.stage(weights)
             if self._is_closed:
                 raise EngineError("the engine was closed before the weights were in place")
             await self._put(server, staged, weights.version)
@@ -433,8 +443,8 @@ class ServedEngine:
         self._stands_still = True
         try:
             try:
-                await server.weighing.pause()
-                await asyncio.gather(server.weighing.put(staged), self._hear_all())
+                await server.loading.pause()
+                await asyncio.gather(server.loading.put(staged), self._hear_all())
             except ServerBroken:
                 raise
             except BaseException:
@@ -457,7 +467,7 @@ class ServedEngine:
 
     async def _resume(self, server: Server) -> None:
         try:
-            await server.weighing.resume()
+            await server.loading.resume()
         except EngineError as error:
             raise ServerBroken(f"it does not go on after a pause: {error}") from error
 
@@ -470,7 +480,7 @@ class ServedEngine:
             await asyncio.sleep(_QUIET_S / 4)
 
 
-def _joined(parts: Sequence[Part]) -> Part:
+def _joined(parts: Sequence[AnswerPart]) -> AnswerPart:
     """What came together, as one: only the last has an end. Raises EngineError."""
     for part in parts:
         if len(part.tokens) != len(part.logprobs):
@@ -478,13 +488,13 @@ def _joined(parts: Sequence[Part]) -> Part:
     if len(parts) == 1:
         return parts[0]
     tokens = [one for part in parts for one in part.tokens]
-    return Part(tokens, [one for part in parts for one in part.logprobs], parts[-1].end, parts[-1].spans)
+    return AnswerPart(tokens, [one for part in parts for one in part.logprobs], parts[-1].end, parts[-1].spans)
 
 
-def _asked(answer: _Answer, facts: Facts) -> Asked:
+def _asked(answer: _Answer, facts: Facts) -> ServerRequest:
     job = answer.job
     tokens = [*job.prompt, *job.so_far]
     max_new = min(job.max_tokens - len(job.so_far), facts.max_context - len(tokens))
     # A turn of its own draws: the same seed would draw again what it drew for the answer's first tokens.
     seed = mix64(job.seed, len(job.so_far)) >> (64 - _SEED_BITS)
-    return Asked(tokens, max_new, seed, job.sampling, sorted(answer.ends))
+    return ServerRequest(tokens, max_new, seed, job.sampling, sorted(answer.ends))

@@ -44,7 +44,7 @@ from polyrl.engines.served.between import HEAD_BYTES, KEY_VARIABLE, LENGTH, SOCK
 _PATIENCE_S = 900.0
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
-Load = Callable[[Tensors], None]
+LoadTensors = Callable[[Tensors], None]
 
 
 class Rank(NamedTuple):
@@ -56,7 +56,7 @@ class Rank(NamedTuple):
     num_slices: int
 
 
-def take(name: str, rank: Rank, model: torch.nn.Module, load: Load) -> None:
+def take(name: str, rank: Rank, model: torch.nn.Module, load: LoadTensors) -> None:
     """Install what the worker that listens at `name` hands over."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as worker:
@@ -69,7 +69,7 @@ def take(name: str, rank: Rank, model: torch.nn.Module, load: Load) -> None:
         return
 
 
-def _converse(worker: socket.socket, rank: Rank, model: torch.nn.Module, load: Load) -> None:
+def _converse(worker: socket.socket, rank: Rank, model: torch.nn.Module, load: LoadTensors) -> None:
     _tell(worker, rank._asdict())
     offer, fd = _hear_offer(worker)
     try:
@@ -81,7 +81,7 @@ def _converse(worker: socket.socket, rank: Rank, model: torch.nn.Module, load: L
         os.close(fd)
 
 
-def _install(offer: dict[str, Any], fd: int, model: torch.nn.Module, load: Load) -> dict[str, Any]:
+def _install(offer: dict[str, Any], fd: int, model: torch.nn.Module, load: LoadTensors) -> dict[str, Any]:
     try:
         mapping = _load(offer, fd, load)
         if mapping() is not None:
@@ -93,7 +93,7 @@ def _install(offer: dict[str, Any], fd: int, model: torch.nn.Module, load: Load)
         return {"problem": _line(error)}
 
 
-def _load(offer: dict[str, Any], fd: int, load: Load) -> "weakref.ref[mmap.mmap]":
+def _load(offer: dict[str, Any], fd: int, load: LoadTensors) -> "weakref.ref[mmap.mmap]":
     """The mapping is not closed, which would pull it away from under a tensor: it goes with the last of them."""
     mapped = mmap.mmap(fd, max(offer["num_bytes"], 1), prot=mmap.PROT_READ)
     load(_tensors(offer, memoryview(mapped)))
@@ -275,7 +275,7 @@ def _process_tied_tables(model: Any) -> None:
 
 
 Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+SendAsgi = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Guard:
@@ -284,11 +284,11 @@ class Guard:
     vLLM's own key guards some routes only; those that change weights and call methods are not among them.
     """
 
-    def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: Callable[[Any, Receive, SendAsgi], Awaitable[None]]) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Receive, send: SendAsgi) -> None:
         if scope["type"] == "lifespan" or hmac.compare_digest(self._given(scope), self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -304,7 +304,7 @@ class Guard:
 _MARK = "polyrl_tells_policy"
 _GREEDY = 1e-5
 
-Sample = Callable[..., tuple[Any, Any]]
+DrawTokens = Callable[..., tuple[Any, Any]]
 
 
 def tell_policy() -> None:
@@ -326,13 +326,13 @@ def tell_policy() -> None:
     wrap(NewerSampler, of_newer_sampler)
 
 
-def wrap(sampler: Any, how: Callable[[Sample], Sample]) -> None:
+def wrap(sampler: Any, how: Callable[[DrawTokens], DrawTokens]) -> None:
     if not hasattr(sampler, _MARK):
         sampler.sample = how(sampler.sample)
         setattr(sampler, _MARK, True)
 
 
-def of_sampler(original: Sample) -> Sample:
+def of_sampler(original: DrawTokens) -> DrawTokens:
     """Its `sample` gives log-probabilities beside the tokens, and divides the logits in place."""
 
     def sample(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> tuple[Any, Any]:
@@ -356,7 +356,7 @@ def _of_policy(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return scaled.log_softmax(-1, dtype=torch.float32)
 
 
-def of_newer_sampler(original: Sample) -> Sample:
+def of_newer_sampler(original: DrawTokens) -> DrawTokens:
     """Its `sample` gives logits beside the tokens, which its caller makes log-probabilities of."""
 
     def sample(self: Any, logits: torch.Tensor, rows: Any, requests: Any, numbers: Any, *args: Any, **more: Any) -> Any:

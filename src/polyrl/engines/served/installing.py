@@ -46,7 +46,7 @@ _MOST_RANKS = 4096
 _MOST_PROBES = 8
 
 
-class Offer(NamedTuple):
+class HandedVersion(NamedTuple):
     """What every rank is told: (name, dtype, shape, start, start of its scales) of each tensor in a file."""
 
     tensors: list[tuple[str, str, tuple[int, ...], int, int | None]]
@@ -57,7 +57,7 @@ class Offer(NamedTuple):
     """The server may take them in its own dtype, as it does when it starts from a directory."""
 
 
-class Head(NamedTuple):
+class ParameterProbe(NamedTuple):
     """A parameter as a rank holds it, and the digest of its first bytes."""
 
     dtype: str
@@ -65,12 +65,12 @@ class Head(NamedTuple):
     digest: str
 
 
-class Answer(NamedTuple):
+class RankInstalled(NamedTuple):
     """What one rank has installed."""
 
     slice: int
     num_slices: int
-    heads: dict[str, Head]
+    heads: dict[str, ParameterProbe]
 
 
 def new_name() -> str:
@@ -80,19 +80,19 @@ def new_name() -> str:
 class Handing:
     """One version, offered to all ranks of one server. `answers` waits for them."""
 
-    def __init__(self, listener: socket.socket, offer: Offer, fd: int) -> None:
+    def __init__(self, listener: socket.socket, offer: HandedVersion, fd: int) -> None:
         self._listener, self._fd = listener, fd
         self._offer = json.dumps(offer._asdict()).encode()
         self._go = asyncio.Event()
         self._num_ready = 0
-        self._ranks: dict[int, asyncio.Task[Answer]] = {}
+        self._ranks: dict[int, asyncio.Task[RankInstalled]] = {}
 
     @property
     def has_gone(self) -> bool:
         """Whether ranks were told to write."""
         return self._go.is_set()
 
-    async def answers(self) -> list[Answer]:
+    async def answers(self) -> list[RankInstalled]:
         """Raises EngineError while nothing was written, and ServerBroken afterwards."""
         num_ranks = 1
         try:
@@ -127,7 +127,7 @@ class Handing:
                 return connection
             connection.close()
 
-    async def _serve(self, connection: socket.socket, rank: dict[str, Any], num_ranks: int) -> Answer:
+    async def _serve(self, connection: socket.socket, rank: dict[str, Any], num_ranks: int) -> RankInstalled:
         with connection:
             # The first bytes on a new connection: they fit into its buffer.
             socket.send_fds(connection, [LENGTH.pack(len(self._offer))], [self._fd])
@@ -140,12 +140,15 @@ class Handing:
             await _tell(connection, {"go": True})
             said = await _hear(connection)
             _no_problem(said, EngineError)
-            heads = {name: Head(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in said["heads"].items()}
-            return Answer(rank["slice"], rank["num_slices"], heads)
+            heads = {
+                name: ParameterProbe(dtype, tuple(shape), digest)
+                for name, (dtype, shape, digest) in said["heads"].items()
+            }
+            return RankInstalled(rank["slice"], rank["num_slices"], heads)
 
 
 @asynccontextmanager
-async def handing(name: str, offer: Offer, fd: int) -> AsyncIterator[Handing]:
+async def handing(name: str, offer: HandedVersion, fd: int) -> AsyncIterator[Handing]:
     """Listen under this name while the context lasts."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
@@ -187,7 +190,7 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(raw)
 
 
-def offer_of(manifest: Manifest, model: Path) -> Offer:
+def offer_of(manifest: Manifest, model: Path) -> HandedVersion:
     """What the ranks are told of a version. Raises NotOfThisModel when it is not of the model in this directory."""
     if manifest.adapter is not None:
         raise NotOfThisModel(
@@ -200,7 +203,7 @@ def offer_of(manifest: Manifest, model: Path) -> Offer:
         entry = layout.by_name[name]
         scale = layout.by_name.get(entry.name + SCALE) if manifest.lossy else None
         tensors.append((name, entry.dtype, entry.shape, entry.start, None if scale is None else scale.start))
-    return Offer(tensors, layout.num_bytes, probes_of(layout))
+    return HandedVersion(tensors, layout.num_bytes, probes_of(layout))
 
 
 def check_served(model: str, served: str) -> None:
@@ -270,7 +273,7 @@ def probes_of(layout: Layout) -> list[str]:
     return [*tables[:2], *vectors[::step]][:_MOST_PROBES]
 
 
-def compare(answers: Iterable[Answer], layout: Layout, view: View) -> int:
+def compare(answers: Iterable[RankInstalled], layout: Layout, view: View) -> int:
     """How many parameters could be compared, over all ranks. Raises EngineError for one that is wrong."""
     num_compared = 0
     for answer in answers:
@@ -291,9 +294,9 @@ def _head(shard: shards.Shard, version: memoryview) -> bytes:
     return bytes(version[shard.start : min(shard.end, shard.start + num_bytes)]).ljust(num_bytes, b"\0")
 
 
-class Staged(NamedTuple):
+class StagedVersion(NamedTuple):
     manifest: Manifest
-    offer: Offer
+    offer: HandedVersion
     fd: int
     view: memoryview
     buffer: Buffer | None
@@ -304,7 +307,7 @@ class Staged(NamedTuple):
         return self.manifest.version
 
 
-async def stage(weights: Weights, model: str) -> Staged:
+async def stage(weights: Weights, model: str) -> StagedVersion:
     """Raises EngineError: when it is nowhere to be had, or is not of this model."""
     try:
         return await asyncio.to_thread(_stage, weights, Path(model))
@@ -312,10 +315,10 @@ async def stage(weights: Weights, model: str) -> Staged:
         raise EngineError(f"version {weights.version}: {error}") from error
 
 
-def _stage(weights: Weights, model: Path) -> Staged:
+def _stage(weights: Weights, model: Path) -> StagedVersion:
     copy = weights.copy
     if copy is not None:
-        return Staged(copy.manifest, offer_of(copy.manifest, model), copy.fd, copy.view, None)
+        return StagedVersion(copy.manifest, offer_of(copy.manifest, model), copy.fd, copy.view, None)
     if weights.folder is None:
         raise EngineError(f"nobody says where version {weights.version} can be had")
     source = Path(weights.folder)
@@ -325,10 +328,10 @@ def _stage(weights: Weights, model: Path) -> Staged:
     folder.copy_into(layout, found, source, buffer.view)
     manifest = Manifest(weights.version, layout, table_of(buffer.view), "")
     offer = offer_of(manifest, model)._replace(any_dtype=True)
-    return Staged(manifest, offer, buffer.fd, buffer.view, buffer)
+    return StagedVersion(manifest, offer, buffer.fd, buffer.view, buffer)
 
 
-async def hand_over(staged: Staged, socket_name: str, ask: Awaitable[object], *, late_s: float = LATE_S) -> None:
+async def hand_over(staged: StagedVersion, socket_name: str, ask: Awaitable[object], *, late_s: float = LATE_S) -> None:
     """Offer a version to a server's ranks while `ask` has the server fetch it; returns once it is seen to be there.
 
     Raises EngineError when the old weights still run, ServerBroken when nobody knows which do.
@@ -348,7 +351,7 @@ async def hand_over(staged: Staged, socket_name: str, ask: Awaitable[object], *,
         log.warning("version %d was installed; the server holds nothing that could be compared", staged.version)
 
 
-async def _answers(offered: Handing, asking: "asyncio.Future[object]", late_s: float) -> list[Answer]:
+async def _answers(offered: Handing, asking: "asyncio.Future[object]", late_s: float) -> list[RankInstalled]:
     """The ranks answer while the server carries the request out: once it has answered, they have."""
     answering = asyncio.ensure_future(offered.answers())
     try:

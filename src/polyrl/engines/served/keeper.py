@@ -21,7 +21,7 @@ from polyrl.engines.served import process as processes
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import ServerProcess
-from polyrl.engines.served.server import Facts, Load, ServedConfig, Server
+from polyrl.engines.served.server import Facts, ServedConfig, Server, ServerLoad
 from polyrl.errors import one_line
 
 log = logging.getLogger("polyrl.engines.served")
@@ -39,7 +39,7 @@ _MAX_DEATHS = 5
 """In a row, without a token in between."""
 _MAX_PORTS = 3
 _TAKEN = "ddress already in use"
-NOTHING = Load(0, 0, 0.0, 0)
+NOTHING = ServerLoad(0, 0, 0.0, 0)
 
 
 class Keeper:
@@ -147,7 +147,7 @@ class Keeper:
             if not self.is_ours:
                 self.trouble = self.down
                 with suppress(EngineError):
-                    await server.weighing.resume()  # it goes on without us
+                    await server.loading.resume()  # it goes on without us
                 await server.http.close()
                 return
             await server.http.close()

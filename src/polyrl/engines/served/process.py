@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 
 from polyrl.engines.engine import EngineError
-from polyrl.engines.served.server import Command
+from polyrl.engines.served.server import LaunchCommand
 from polyrl.parent import end_with_parent
 
 _logger = logging.getLogger("polyrl.engines.served")
@@ -65,7 +65,7 @@ class ServerProcess:
         self._log = log
 
     @classmethod
-    async def start(cls, command: Command, log: Path) -> "ServerProcess":
+    async def start(cls, command: LaunchCommand, log: Path) -> "ServerProcess":
         """Raises EngineError when there is nothing to start, or nowhere to write."""
         with _opened(log, f"{_HEAD}{time.strftime('%F %T')} {' '.join(command.argv)}\n") as output:
             try:

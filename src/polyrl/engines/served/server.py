@@ -1,6 +1,6 @@
 """What the served engine asks of a kind of server: how it is started, how it streams, how it takes weights.
 
-A server speaks in token ids only. What it gives is told as it is: `Part` holds what came since the last one.
+A server speaks in token ids only. What it gives is told as it is: `AnswerPart` holds what came since the last one.
 """
 
 import math
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.engines.engine import EngineError, Weights
-from polyrl.engines.served.http import Events, Http, ServerAnswered
+from polyrl.engines.served.http import EventStream, Http, ServerAnswered
 from polyrl.wire.frames import Sampling
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -80,7 +80,7 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return min(one for one in wanted if one is not None)
 
 
-End = Literal["", "stop", "length", "aborted"]
+ServedEnd = Literal["", "stop", "length", "aborted"]
 """How an answer ended; empty while it has not."""
 
 
@@ -88,7 +88,7 @@ class ServerBroken(EngineError):
     """Nobody knows what the server runs now: it must be started again."""
 
 
-class Command(NamedTuple):
+class LaunchCommand(NamedTuple):
     argv: list[str]
     environment: dict[str, str]
     """Beside the one we run in."""
@@ -108,7 +108,7 @@ class Facts(NamedTuple):
     """Of the weights that it runs: a version's number, or what it has for weights that nobody installed."""
 
 
-class Asked(NamedTuple):
+class ServerRequest(NamedTuple):
     """A sample's turn: what to write after these tokens."""
 
     tokens: list[int]
@@ -119,7 +119,7 @@ class Asked(NamedTuple):
     """The answer ends with the first of these; nothing else ends it before `max_new`."""
 
 
-class Span(Struct, frozen=True):
+class LabelSpan(Struct, frozen=True):
     """These tokens of an answer were written under that label. Both kinds of server write it so."""
 
     label: str = msgspec.field(name="version")
@@ -127,13 +127,13 @@ class Span(Struct, frozen=True):
     end: int
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """What came of an answer since the last part."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    end: End = ""
-    spans: Sequence[Span] = ()
+    end: ServedEnd = ""
+    spans: Sequence[LabelSpan] = ()
     """With the end, where the server says it."""
 
 
@@ -142,14 +142,14 @@ def number(logprob: float | None) -> float:
     return math.nan if logprob is None else logprob
 
 
-class Load(NamedTuple):
+class ServerLoad(NamedTuple):
     num_running: int
     num_waiting: int
     kv_used: float
     num_preemptions: int
 
 
-class Weighing(Protocol):
+class WeightLoading(Protocol):
     """How a kind of server takes weights. Made anew for every life of a server."""
 
     def flags(self) -> list[str]:
@@ -181,11 +181,11 @@ class Server(Protocol):
     """One life of a server, at the address that `http` has."""
 
     http: Http
-    weighing: Weighing
+    loading: WeightLoading
     tells_policy: bool
     """Log-probabilities are those before truncation (top-k, top-p, min-p)."""
 
-    def command(self, port: int) -> Command:
+    def command(self, port: int) -> LaunchCommand:
         """How it is started: listening on loopback, at this port. Raises EngineError for what cannot be served."""
         ...
 
@@ -197,7 +197,7 @@ class Server(Protocol):
         """Raises EngineError for a server, or a model, that cannot serve us."""
         ...
 
-    def stream(self, request: str, asked: Asked) -> AbstractAsyncContextManager[Events[Part]]:
+    def stream(self, request: str, asked: ServerRequest) -> AbstractAsyncContextManager[EventStream[AnswerPart]]:
         """Its last part has an end. Entering and reading raise EngineError when the server fails, JobRefused when it
         will not."""
         ...
@@ -206,7 +206,7 @@ class Server(Protocol):
         """The server is told. Its stream then ends; if not, the request had not come to it yet."""
         ...
 
-    async def load(self) -> Load: ...
+    async def load(self) -> ServerLoad: ...
 
 
 class JobRefused(EngineError):
@@ -215,8 +215,8 @@ class JobRefused(EngineError):
 
 @asynccontextmanager
 async def stream(
-    http: Http, path: str, body: Mapping[str, Any], decode: Callable[[bytes], Sequence[Part]]
-) -> AsyncIterator[Events[Part]]:
+    http: Http, path: str, body: Mapping[str, Any], decode: Callable[[bytes], Sequence[AnswerPart]]
+) -> AsyncIterator[EventStream[AnswerPart]]:
     """Both kinds of server refuse a job with this status."""
     try:
         async with http.events(path, body, decode) as events:

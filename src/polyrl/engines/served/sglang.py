@@ -20,20 +20,20 @@ from msgspec import Struct
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served import installing, model_files
 from polyrl.engines.served.between import SOCKET_VARIABLE
-from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable, read_gauges
-from polyrl.engines.served.installing import PUT_S, OurModules, Staged, hand_over, labelled, new_name, stage
+from polyrl.engines.served.http import EventStream, Http, ServerAnswered, ServerUnreachable, read_gauges
+from polyrl.engines.served.installing import PUT_S, OurModules, StagedVersion, hand_over, labelled, new_name, stage
 from polyrl.engines.served.server import (
-    Asked,
-    Command,
-    End,
+    AnswerPart,
     Facts,
     JobRefused,
-    Load,
-    Part,
+    LabelSpan,
+    LaunchCommand,
     ServedConfig,
+    ServedEnd,
     ServerBroken,
-    Span,
-    Weighing,
+    ServerLoad,
+    ServerRequest,
+    WeightLoading,
     number,
     stream,
 )
@@ -41,7 +41,7 @@ from polyrl.engines.served.server import (
 _ASK_S = 10.0
 _FACTS_S = 120.0
 """It has just started, and so may have others on the same machine."""
-_ENDS: dict[str, End] = {"stop": "stop", "length": "length", "abort": "aborted"}
+_ENDS: dict[str, ServedEnd] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _MARGIN_TOKENS = 8
 """It keeps a few tokens of a context to itself."""
 _DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
@@ -57,7 +57,7 @@ class _Finish(Struct):
 class _Meta(Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
-    weight_versions: list[Span] | None = None
+    weight_versions: list[LabelSpan] | None = None
     completion_tokens: int = 0
 
 
@@ -74,11 +74,11 @@ class SglangServer:
     def __init__(self, http: Http, config: ServedConfig) -> None:
         self.http = http
         self.tells_policy = True
-        self.weighing: Weighing = SglangWeighing(http, config)
+        self.loading: WeightLoading = SglangWeightLoading(http, config)
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="polyrl-sglang-")
 
-    def command(self, port: int) -> Command:
+    def command(self, port: int) -> LaunchCommand:
         config = self._config
         model = model_files.read(config.model)
         flags = ["--model-path", config.model, "--host", "127.0.0.1", "--port", str(port)]
@@ -105,8 +105,8 @@ class SglangServer:
             raise EngineError("--config: the worker has one of its own; give SGLang its flags one by one")
         flags += ["--config", self._write_key()]
         argv = [config.interpreter, "-m", "sglang.launch_server"]
-        return Command(
-            [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}
+        return LaunchCommand(
+            [*argv, *flags, *self.loading.flags(), *config.flags], {**environment, **self.loading.environment()}
         )
 
     def _write_key(self) -> str:
@@ -144,7 +144,7 @@ class SglangServer:
         files = model_files.read(self._config.model)
         return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
 
-    def stream(self, request: str, asked: Asked) -> AbstractAsyncContextManager[Events[Part]]:
+    def stream(self, request: str, asked: ServerRequest) -> AbstractAsyncContextManager[EventStream[AnswerPart]]:
         body = {"rid": request, "input_ids": asked.tokens, "stream": True, "return_logprob": True}
         body["sampling_params"] = _sampling(asked)
         return stream(self.http, "/generate", body, _parts)
@@ -152,9 +152,9 @@ class SglangServer:
     async def abort(self, request: str) -> None:
         await self.http.post("/abort_request", {"rid": request}, timeout_s=_ASK_S)
 
-    async def load(self) -> Load:
+    async def load(self) -> ServerLoad:
         gauges = read_gauges(await self.http.get("/metrics", timeout_s=_ASK_S, text=True), "sglang:")
-        return Load(
+        return ServerLoad(
             num_running=int(sum(gauges.get("num_running_reqs", ()))),
             num_waiting=int(sum(gauges.get("num_queue_reqs", ()))),
             kv_used=max(gauges.get("token_usage", ()), default=0.0),
@@ -162,7 +162,7 @@ class SglangServer:
         )
 
 
-def _sampling(asked: Asked) -> dict[str, Any]:
+def _sampling(asked: ServerRequest) -> dict[str, Any]:
     """`ignore_eos` has it ignore stop ids too; they are then looked for on our side."""
     sampling = asked.sampling
     return {
@@ -177,7 +177,7 @@ def _sampling(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _parts(data: bytes) -> tuple[Part]:
+def _parts(data: bytes) -> tuple[AnswerPart]:
     event = _decode(data)
     if event.error is not None:
         said = event.error.get("message", event.error)
@@ -187,20 +187,20 @@ def _parts(data: bytes) -> tuple[Part]:
     return (_part(event),)
 
 
-def _part(event: _Event) -> Part:
+def _part(event: _Event) -> AnswerPart:
     meta = event.meta_info
     finish = meta.finish_reason
     if finish is not None and finish.type == "abort":
         if finish.status_code == 400:
             raise JobRefused(finish.message)
-        return Part((), (), "aborted")  # its last token may come a second time
+        return AnswerPart((), (), "aborted")  # its last token may come a second time
     logprobs = [number(one[0]) for one in meta.output_token_logprobs]
     if finish is None:
-        return Part(event.output_ids, logprobs)
+        return AnswerPart(event.output_ids, logprobs)
     if finish.type not in _ENDS:
         raise EngineError(f"the server ended an answer with {finish.type!r}")
     spans = meta.weight_versions or ()
-    return Part(event.output_ids, logprobs, _ENDS[finish.type], spans)
+    return AnswerPart(event.output_ids, logprobs, _ENDS[finish.type], spans)
 
 
 _ANSWER_S = 60.0
@@ -208,7 +208,7 @@ _LOADER = "polyrl.engines.served.inside.sglang_load"
 _NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
 
 
-class SglangWeighing:
+class SglangWeightLoading:
     """How SGLang takes weights, through its public hooks only; docs/guides/engine-versions.md lists them.
 
     /update_weights_from_tensor calls a loader that the server was started with, which fetches a version out of our
@@ -232,7 +232,7 @@ class SglangWeighing:
     def environment(self) -> Mapping[str, str]:
         return {"PYTHONPATH": self._modules.path, SOCKET_VARIABLE: self._socket_name}
 
-    async def stage(self, weights: Weights) -> Staged:
+    async def stage(self, weights: Weights) -> StagedVersion:
         if self._num_ranks is None:
             said: dict[str, Any] = await self._http.get("/server_info", timeout_s=_ANSWER_S)
             self._num_ranks = int(said.get("tp_size", 1))
@@ -242,7 +242,7 @@ class SglangWeighing:
         mode = "retract" if self._config.after_install == "recompute" else "in_place"
         await self._http.post("/pause_generation", {"mode": mode}, timeout_s=_ANSWER_S)
 
-    async def put(self, staged: Staged) -> None:
+    async def put(self, staged: StagedVersion) -> None:
         await self._http.post("/begin_weight_update", {}, timeout_s=_ANSWER_S)
         try:
             await hand_over(staged, self._socket_name, self._update())

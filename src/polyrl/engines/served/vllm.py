@@ -18,18 +18,18 @@ from msgspec import Struct
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served import installing, model_files
 from polyrl.engines.served.between import KEY_VARIABLE
-from polyrl.engines.served.http import Events, Http, ServerAnswered, ServerUnreachable, read_gauges
-from polyrl.engines.served.installing import PUT_S, OurModules, Staged, hand_over, labelled, new_name, stage
+from polyrl.engines.served.http import EventStream, Http, ServerAnswered, ServerUnreachable, read_gauges
+from polyrl.engines.served.installing import PUT_S, OurModules, StagedVersion, hand_over, labelled, new_name, stage
 from polyrl.engines.served.server import (
-    Asked,
-    Command,
-    End,
+    AnswerPart,
     Facts,
-    Load,
-    Part,
+    LabelSpan,
+    LaunchCommand,
     ServedConfig,
-    Span,
-    Weighing,
+    ServedEnd,
+    ServerLoad,
+    ServerRequest,
+    WeightLoading,
     number,
     stream,
 )
@@ -44,7 +44,7 @@ _GPU_BLOCK_TOKENS = 16
 _OWN_BLOCKS = 1
 """That it keeps to itself: a context as large as the cache must fit beside it."""
 _FLOAT32_BYTES = 4
-_ENDS: dict[str, End] = {"stop": "stop", "length": "length", "abort": "aborted"}
+_ENDS: dict[str, ServedEnd] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 class _Logprob(Struct):
@@ -59,7 +59,7 @@ class _Choice(Struct):
     token_ids: list[int] = []
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[LabelSpan] | None = None
 
 
 class _Event(Struct):
@@ -74,10 +74,10 @@ class VllmServer:
     def __init__(self, http: Http, config: ServedConfig) -> None:
         self.http = http
         self.tells_policy = False
-        self.weighing: Weighing = VllmWeighing(http, config)
+        self.loading: WeightLoading = VllmWeightLoading(http, config)
         self._config = config
 
-    def command(self, port: int) -> Command:
+    def command(self, port: int) -> LaunchCommand:
         config = self._config
         model = model_files.read(config.model)
         flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "polyrl"]
@@ -106,8 +106,8 @@ class VllmServer:
         if slots is not None:
             flags += ["--max-num-seqs", str(slots)]
         argv = [config.interpreter, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
-        return Command(
-            [*argv, *flags, *self.weighing.flags(), *config.flags], {**environment, **self.weighing.environment()}
+        return LaunchCommand(
+            [*argv, *flags, *self.loading.flags(), *config.flags], {**environment, **self.loading.environment()}
         )
 
     async def is_ready(self) -> bool:
@@ -144,7 +144,7 @@ class VllmServer:
             return False
         return True
 
-    def stream(self, request: str, asked: Asked) -> AbstractAsyncContextManager[Events[Part]]:
+    def stream(self, request: str, asked: ServerRequest) -> AbstractAsyncContextManager[EventStream[AnswerPart]]:
         body = {"request_id": request, "token_ids": asked.tokens, "stream": True, "sampling_params": _sampling(asked)}
         return stream(self.http, "/inference/v1/generate", body, _parts)
 
@@ -152,9 +152,9 @@ class VllmServer:
         body = {"request_ids": [f"generate-tokens-{request}"]}
         await self.http.post("/abort_requests", body, timeout_s=_ASK_S)
 
-    async def load(self) -> Load:
+    async def load(self) -> ServerLoad:
         gauges = read_gauges(await self.http.get("/metrics", timeout_s=_ASK_S, text=True), "vllm:")
-        return Load(
+        return ServerLoad(
             num_running=int(sum(gauges.get("num_requests_running", ()))),
             num_waiting=int(sum(gauges.get("num_requests_waiting", ()))),
             kv_used=max(gauges.get("kv_cache_usage_perc", ()), default=0.0),
@@ -173,7 +173,7 @@ def _cpu_environment(config: ServedConfig) -> dict[str, str]:
     return threads | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
-def _sampling(asked: Asked) -> dict[str, Any]:
+def _sampling(asked: ServerRequest) -> dict[str, Any]:
     sampling = asked.sampling
     return {
         "max_tokens": asked.max_new,
@@ -189,28 +189,28 @@ def _sampling(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _parts(data: bytes) -> list[Part]:
+def _parts(data: bytes) -> list[AnswerPart]:
     event = _decode(data)
     if event.error is not None:
         raise EngineError(f"the server failed: {event.error.get('message', event.error)}")
     return [_part(choice) for choice in event.choices]
 
 
-def _part(choice: _Choice) -> Part:
+def _part(choice: _Choice) -> AnswerPart:
     logprobs = [] if choice.logprobs is None else [number(one.logprob) for one in choice.logprobs.content]
     if choice.finish_reason is None:
-        return Part(choice.token_ids, logprobs)
+        return AnswerPart(choice.token_ids, logprobs)
     if choice.finish_reason not in _ENDS:
         raise EngineError(f"the server ended an answer with {choice.finish_reason!r}")
     spans = choice.weight_versions or ()
-    return Part(choice.token_ids, logprobs, _ENDS[choice.finish_reason], spans)
+    return AnswerPart(choice.token_ids, logprobs, _ENDS[choice.finish_reason], spans)
 
 
 _ANSWER_S = 60.0
 _METHOD = "polyrl_install"
 
 
-class VllmWeighing:
+class VllmWeightLoading:
     """How vLLM takes weights, through its public hooks only; docs/guides/engine-versions.md lists them.
 
     Its workers are extended by a method that fetches a version out of our memory and gives it to `reload_weights`,
@@ -231,14 +231,14 @@ class VllmWeighing:
     def environment(self) -> Mapping[str, str]:
         return {"PYTHONPATH": self._modules.path, "VLLM_SERVER_DEV_MODE": "1"}
 
-    async def stage(self, weights: Weights) -> Staged:
+    async def stage(self, weights: Weights) -> StagedVersion:
         return await stage(weights, self._config.model)
 
     async def pause(self) -> None:
         clear = "true" if self._config.after_install == "recompute" else "false"
         await self._http.post(f"/pause?mode=keep&clear_cache={clear}", timeout_s=_ANSWER_S)
 
-    async def put(self, staged: Staged) -> None:
+    async def put(self, staged: StagedVersion) -> None:
         name = new_name()
         body = {"method": _METHOD, "args": [name], "timeout": PUT_S}
         await hand_over(staged, name, self._http.post("/collective_rpc", body, timeout_s=PUT_S))

@@ -16,20 +16,20 @@ from aiohttp import web
 
 from polyrl.ids import SampleId, sample_id
 from polyrl.manager import asking
-from polyrl.manager.asking import Wanted
+from polyrl.manager.asking import AskedGroup
 from polyrl.manager.payload import SampleTokens
 from polyrl.manager.question import Question
 from polyrl.manager.refusals import Refused
 from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskError
-from polyrl.manager.serving.replies import Finish
+from polyrl.manager.serving.replies import FinishReason
 from polyrl.manager.serving.texts import Reader
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES
 
 
-class Piece(NamedTuple):
+class ChoicePiece(NamedTuple):
     """What has come of a choice."""
 
     text: str
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     logprobs: list[float]
 
 
-class Answer:
+class ChoiceInProgress:
     """One choice of a request."""
 
     def __init__(self, index: int, prompt: list[int], sample: SampleId, text: SampleTokens, reader: Reader) -> None:
@@ -46,13 +46,13 @@ class Answer:
         self.sample = sample
         self.text = text
         self.reader = reader
-        self.finish: Finish | None = None
-        self.piece = Piece("", [], [])
+        self.finish: FinishReason | None = None
+        self.piece = ChoicePiece("", [], [])
         """All of it, so far."""
         self.num_characters = 0
         """Of the tokens whose log-probabilities were told."""
 
-    def more(self) -> Piece | None:
+    def more(self) -> ChoicePiece | None:
         """What has come since the last time; None when that is nothing."""
         if self.finish is not None:
             return None
@@ -67,7 +67,7 @@ class Answer:
         num = reader.num_tokens - first
         if not num and self.finish is None:
             return None
-        piece = Piece(reader.text[num_shown:], cells["token"][:num].tolist(), cells["logprob"][:num].tolist())
+        piece = ChoicePiece(reader.text[num_shown:], cells["token"][:num].tolist(), cells["logprob"][:num].tolist())
         before = self.piece
         before.tokens.extend(piece.tokens)
         before.logprobs.extend(piece.logprobs)
@@ -75,7 +75,7 @@ class Answer:
         return piece
 
 
-Pieces = list[tuple[Answer, Piece]]
+Pieces = list[tuple[ChoiceInProgress, ChoicePiece]]
 
 
 class Answers:
@@ -88,7 +88,7 @@ class Answers:
         self._closing = ""
         self._is_left = False
         self._questions: list[Question] = []
-        self.choices: list[Answer] = []
+        self.choices: list[ChoiceInProgress] = []
 
     def wake(self) -> None:
         self._changed.set()
@@ -101,7 +101,7 @@ class Answers:
         self._closing = why
         self.wake()
 
-    async def ask(self, wanted: Sequence[Wanted], readers: Sequence[Sequence[Reader]]) -> None:
+    async def ask(self, wanted: Sequence[AskedGroup], readers: Sequence[Sequence[Reader]]) -> None:
         def act(executor: Executor) -> None:
             if not self._is_left:
                 self._questions = asking.ask(executor, list(wanted), self.wake)
@@ -114,7 +114,7 @@ class Answers:
             for number, reader in enumerate(of_prompt):
                 sample = sample_id(question.group, number)
                 text = question.texts[number]
-                self.choices.append(Answer(len(self.choices), one.prompt, sample, text, reader))
+                self.choices.append(ChoiceInProgress(len(self.choices), one.prompt, sample, text, reader))
 
     def leave(self) -> None:
         self._is_left = True
@@ -143,7 +143,7 @@ class Answers:
                 raise AskError(503, f"no worker brought a token for {timeout_s:g} s", code="no_worker") from error
             self._changed.clear()
 
-    def _stop(self, answer: Answer) -> None:
+    def _stop(self, answer: ChoiceInProgress) -> None:
         self._service.post(lambda executor: asking.stop(executor, answer.sample, answer.text))
 
     def _check(self) -> None:
@@ -159,7 +159,7 @@ class Answers:
                 raise AskError(500, f"{closed.why}: {question.detail}" if question.detail else closed.why)
 
 
-class Open:
+class OpenRequests:
     """The requests that are being answered, and who sees to it that their clients are still there."""
 
     _LOOK_EVERY_S = 0.1
@@ -172,7 +172,7 @@ class Open:
 
     @asynccontextmanager
     async def answering(
-        self, request: web.Request, wanted: Sequence[Wanted], readers: Sequence[Sequence[Reader]]
+        self, request: web.Request, wanted: Sequence[AskedGroup], readers: Sequence[Sequence[Reader]]
     ) -> AsyncIterator[Answers]:
         if self._closing:
             raise AskError(503, self._closing, code="closing")

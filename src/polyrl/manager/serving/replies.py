@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-Finish = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]
 
 
 class _Reply(Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ class TextChoice(_Reply, frozen=True, kw_only=True):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -87,7 +87,7 @@ class ChatChoice(_Reply, frozen=True, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish
+    finish_reason: FinishReason
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -111,7 +111,7 @@ class ChatDeltaChoice(_Reply, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 

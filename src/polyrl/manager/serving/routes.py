@@ -14,12 +14,12 @@ import msgspec
 from aiohttp import web
 
 from polyrl.manager import asking
-from polyrl.manager.asking import Wanted
+from polyrl.manager.asking import AskedGroup
 from polyrl.manager.refusals import Refused
 from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.serving import replies
-from polyrl.manager.serving.answers import Answers, Open
+from polyrl.manager.serving.answers import Answers, OpenRequests
 from polyrl.manager.serving.failures import AskError, wrong
 from polyrl.manager.serving.requests import (
     ChatRequest,
@@ -30,7 +30,7 @@ from polyrl.manager.serving.requests import (
     flat,
     prompts_of,
 )
-from polyrl.manager.serving.shapes import Chats, Completions, Head, Shape, usage_of
+from polyrl.manager.serving.shapes import Chats, Completions, ReplyHead, ReplyShape, usage_of
 from polyrl.manager.serving.texts import Reader, Served
 
 _NAME_WITHOUT_MODEL = "polyrl"
@@ -47,7 +47,7 @@ class Answerer:
         self._service = service
         self._served = served
         self._model = None if served is None else served.text
-        self._open = Open(service)
+        self._open = OpenRequests(service)
         self._created = int(time.time())
         default = _NAME_WITHOUT_MODEL if served is None else served.name
         self.name = service.settings.serve.model or default
@@ -90,13 +90,13 @@ class Answerer:
             raise wrong("prompt", "this manager has no tokenizer; give token ids, or start it with --tokenizer")
         return await self._model.tokens(prompt)
 
-    async def _head(self, prefix: str, model: str | None) -> Head:
+    async def _head(self, prefix: str, model: str | None) -> ReplyHead:
         version = await self._service.ask(_published)
         number = f"{prefix}-{secrets.token_hex(12)}"
         weights = f"version-{version}" if version >= 0 else "no-version"
-        return Head(number, int(time.time()), model or self.name, weights)
+        return ReplyHead(number, int(time.time()), model or self.name, weights)
 
-    async def _wanted(self, prompts: Sequence[list[int]], choices: Choices) -> list[Wanted]:
+    async def _wanted(self, prompts: Sequence[list[int]], choices: Choices) -> list[AskedGroup]:
         most = self._service.settings.serve.max_samples
         if len(prompts) * choices.num > most:
             raise wrong("n", f"{len(prompts) * choices.num} answers in one request; at most {most} are written at once")
@@ -105,7 +105,7 @@ class Answerer:
             raise wrong("max_tokens", f"{choices.max_tokens} is more than {longest}, the longest answer of this run")
         return [self._one_wanted(prompt, choices, longest) for prompt in prompts]
 
-    def _one_wanted(self, prompt: list[int], choices: Choices, longest: int) -> Wanted:
+    def _one_wanted(self, prompt: list[int], choices: Choices, longest: int) -> AskedGroup:
         if not prompt:
             raise wrong("prompt", "it has no tokens")
         context = None if self._served is None else self._served.max_context
@@ -114,12 +114,12 @@ class Answerer:
         if num > most or most < 1:
             message = f"{len(prompt)} tokens of a prompt and {num} of an answer; the model's context is {context}"
             raise AskError(400, message, param="prompt", code="context_length_exceeded")
-        return Wanted(prompt, choices.num, num, choices.seed, choices.sampling)
+        return AskedGroup(prompt, choices.num, num, choices.seed, choices.sampling)
 
     # How it is answered
 
     async def _answer(
-        self, http: web.Request, prompts: Sequence[list[int]], choices: Choices, shape: Shape
+        self, http: web.Request, prompts: Sequence[list[int]], choices: Choices, shape: ReplyShape
     ) -> web.StreamResponse:
         wanted = await self._wanted(prompts, choices)
         readers = [[Reader(self._model, choices.stops) for _ in range(choices.num)] for _ in prompts]
@@ -133,7 +133,9 @@ class Answerer:
         except ConnectionError:  # to hang up is no failure of ours, and nobody reads what is answered
             return web.Response(status=_HUNG_UP)
 
-    async def _stream(self, http: web.Request, answers: Answers, choices: Choices, shape: Shape) -> web.StreamResponse:
+    async def _stream(
+        self, http: web.Request, answers: Answers, choices: Choices, shape: ReplyShape
+    ) -> web.StreamResponse:
         stream = _Events(http, self._service.settings.stream.send_timeout_s)
         begun: set[int] = set()
         try:

@@ -6,12 +6,12 @@ from typing import NamedTuple, Protocol
 from msgspec import UNSET, Struct, UnsetType
 
 from polyrl.manager.serving import replies
-from polyrl.manager.serving.answers import Answer, Piece
+from polyrl.manager.serving.answers import ChoiceInProgress, ChoicePiece
 from polyrl.manager.serving.requests import Choices
 from polyrl.manager.serving.texts import NOT_A_CHARACTER, TextModel
 
 
-class Head(NamedTuple):
+class ReplyHead(NamedTuple):
     """What every reply of a request says."""
 
     id: str
@@ -20,35 +20,35 @@ class Head(NamedTuple):
     system_fingerprint: str
 
 
-class Shape(Protocol):
-    def whole(self, answers: Sequence[Answer]) -> Struct: ...
+class ReplyShape(Protocol):
+    def whole(self, answers: Sequence[ChoiceInProgress]) -> Struct: ...
 
-    def begin(self, answer: Answer) -> Struct | None:
+    def begin(self, answer: ChoiceInProgress) -> Struct | None:
         """What a stream says of a choice before its first token."""
         ...
 
-    def chunk(self, answer: Answer, piece: Piece) -> Struct | None: ...
+    def chunk(self, answer: ChoiceInProgress, piece: ChoicePiece) -> Struct | None: ...
 
     def usage(self, usage: replies.Usage) -> Struct: ...
 
 
 class Completions:
-    def __init__(self, head: Head, choices: Choices, model: TextModel | None) -> None:
+    def __init__(self, head: ReplyHead, choices: Choices, model: TextModel | None) -> None:
         self._head = head._asdict()
         self._choices = choices
         self._model = model
 
-    def whole(self, answers: Sequence[Answer]) -> Struct:
+    def whole(self, answers: Sequence[ChoiceInProgress]) -> Struct:
         choices = tuple(self._choice(one, one.piece, prompt=one.prompt) for one in answers)
         return replies.Completion(**self._head, choices=choices, usage=usage_of(answers))
 
-    def begin(self, answer: Answer) -> Struct | None:
+    def begin(self, answer: ChoiceInProgress) -> Struct | None:
         if not self._choices.with_token_ids:
             return None
         choice = replies.TextChoice(index=answer.index, text="", token_ids=[], prompt_token_ids=answer.prompt)
         return replies.Completion(**self._head, choices=(choice,), usage=_no_usage(self._choices))
 
-    def chunk(self, answer: Answer, piece: Piece) -> Struct | None:
+    def chunk(self, answer: ChoiceInProgress, piece: ChoicePiece) -> Struct | None:
         if _says_nothing(self._choices, answer, piece):
             return None
         choice = self._choice(answer, piece, prompt=None)
@@ -57,7 +57,7 @@ class Completions:
     def usage(self, usage: replies.Usage) -> Struct:
         return replies.Completion(**self._head, choices=(), usage=usage)
 
-    def _choice(self, answer: Answer, piece: Piece, *, prompt: list[int] | None) -> replies.TextChoice:
+    def _choice(self, answer: ChoiceInProgress, piece: ChoicePiece, *, prompt: list[int] | None) -> replies.TextChoice:
         with_ids = self._choices.with_token_ids
         return replies.TextChoice(
             index=answer.index,
@@ -68,7 +68,7 @@ class Completions:
             prompt_token_ids=prompt if with_ids and prompt is not None else UNSET,
         )
 
-    def _logprobs(self, answer: Answer, piece: Piece) -> replies.TextLogprobs:
+    def _logprobs(self, answer: ChoiceInProgress, piece: ChoicePiece) -> replies.TextLogprobs:
         """Offsets count the texts of single tokens: where a character takes several, they are no more than near."""
         shown = [_show(self._model, token) for token in piece.tokens]
         offsets: list[int] = []
@@ -81,12 +81,12 @@ class Completions:
 
 
 class Chats:
-    def __init__(self, head: Head, choices: Choices, model: TextModel | None) -> None:
+    def __init__(self, head: ReplyHead, choices: Choices, model: TextModel | None) -> None:
         self._head = head._asdict()
         self._choices = choices
         self._model = model
 
-    def whole(self, answers: Sequence[Answer]) -> Struct:
+    def whole(self, answers: Sequence[ChoiceInProgress]) -> Struct:
         with_ids = self._choices.with_token_ids
         choices: list[replies.ChatChoice] = []
         for one in answers:
@@ -103,13 +103,13 @@ class Chats:
         prompt = answers[0].prompt if with_ids else UNSET
         return replies.ChatReply(**self._head, choices=tuple(choices), usage=usage_of(answers), prompt_token_ids=prompt)
 
-    def begin(self, answer: Answer) -> Struct | None:
+    def begin(self, answer: ChoiceInProgress) -> Struct | None:
         delta = replies.ChatDelta(role="assistant", content="")
         choice = replies.ChatDeltaChoice(index=answer.index, delta=delta)
         prompt = answer.prompt if self._choices.with_token_ids else UNSET
         return self._chunk(choice, prompt)
 
-    def chunk(self, answer: Answer, piece: Piece) -> Struct | None:
+    def chunk(self, answer: ChoiceInProgress, piece: ChoicePiece) -> Struct | None:
         if _says_nothing(self._choices, answer, piece):
             return None
         choice = replies.ChatDeltaChoice(
@@ -129,7 +129,7 @@ class Chats:
             **self._head, choices=(choice,), usage=_no_usage(self._choices), prompt_token_ids=prompt
         )
 
-    def _logprobs(self, piece: Piece) -> replies.ChatLogprobs | None:
+    def _logprobs(self, piece: ChoicePiece) -> replies.ChatLogprobs | None:
         if not self._choices.with_logprobs:
             return None
         content: list[replies.ChatLogprob] = []
@@ -140,7 +140,7 @@ class Chats:
         return replies.ChatLogprobs(content=content)
 
 
-def usage_of(answers: Sequence[Answer]) -> replies.Usage:
+def usage_of(answers: Sequence[ChoiceInProgress]) -> replies.Usage:
     """A prompt counts once, however many answers it has."""
     prompts = {id(one.prompt): len(one.prompt) for one in answers}
     num_prompt, num_answer = sum(prompts.values()), sum(len(one.piece.tokens) for one in answers)
@@ -152,7 +152,7 @@ def _no_usage(choices: Choices) -> UnsetType | None:
     return None if choices.with_usage else UNSET
 
 
-def _says_nothing(choices: Choices, answer: Answer, piece: Piece) -> bool:
+def _says_nothing(choices: Choices, answer: ChoiceInProgress, piece: ChoicePiece) -> bool:
     wants_tokens = choices.with_logprobs or choices.with_token_ids
     return not piece.text and answer.finish is None and not (wants_tokens and piece.tokens)
 

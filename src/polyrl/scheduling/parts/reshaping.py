@@ -13,7 +13,13 @@ from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import Round, RoundKind
 from polyrl.scheduling.parts import membership
 from polyrl.scheduling.rules import parallelism
-from polyrl.scheduling.rules.parallelism import Devices, ParallelismPlan, PreemptionWatch, Progress, RoundShape
+from polyrl.scheduling.rules.parallelism import (
+    LocalDevices,
+    ParallelismPlan,
+    PreemptionWatch,
+    RoundProgress,
+    RoundShape,
+)
 
 _MIN_OBSERVED = 256
 """Samples that must have run before they say how a round will go."""
@@ -91,9 +97,9 @@ def _work(desk: Desk, kind: RoundKind, local: list[Worker]) -> RoundShape | None
     return RoundShape(num_samples, desk.config.prompt_tokens, desk.config.max_new_tokens, local[0].slots)
 
 
-def _progress(desk: Desk, kind: RoundKind) -> Progress:
+def _progress(desk: Desk, kind: RoundKind) -> RoundProgress:
     rounds = desk.state.round_lengths[kind]
-    return Progress(desk.state.lengths_by_kind[kind].survival, rounds.survival if rounds.num_observed else None)
+    return RoundProgress(desk.state.lengths_by_kind[kind].survival, rounds.survival if rounds.num_observed else None)
 
 
 def _hear_preemptions(desk: Desk, round_: Round, local: list[Worker]) -> None:
@@ -110,7 +116,7 @@ def _hear_preemptions(desk: Desk, round_: Round, local: list[Worker]) -> None:
         state.min_tp_by_kind[round_.kind] = advice.tp
 
 
-def _devices(desk: Desk, local: list[Worker]) -> Devices:
+def _devices(desk: Desk, local: list[Worker]) -> LocalDevices:
     config = desk.config.parallelism
     num = sum(worker.num_devices for worker in local)
-    return Devices(num, int(config.memory_gb * 1e9), config.memory_fraction, config.max_tp)
+    return LocalDevices(num, int(config.memory_gb * 1e9), config.memory_fraction, config.max_tp)

@@ -51,7 +51,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     activation_bytes: Bytes
 
 
-class Devices(msgspec.Struct, frozen=True):
+class LocalDevices(msgspec.Struct, frozen=True):
     num_devices: int
     memory_bytes: int
     """Of one device."""
@@ -68,7 +68,7 @@ class RoundShape(msgspec.Struct, frozen=True):
     """Samples that one copy runs at once."""
 
 
-class Progress(msgspec.Struct, frozen=True):
+class RoundProgress(msgspec.Struct, frozen=True):
     """How rounds of one kind go, by tokens."""
 
     runs: Survival
@@ -182,7 +182,7 @@ def peak_tokens(survival: Survival, num_samples: float, prompt_tokens: float, ca
 
 
 def round_time_s(
-    speed: DecodeSpeed, progress: Progress, work: RoundShape, *, tp: int, replicas: int, capacity: int
+    speed: DecodeSpeed, progress: RoundProgress, work: RoundShape, *, tp: int, replicas: int, capacity: int
 ) -> Seconds:
     """The predicted time of a round on `replicas` copies of `tp` devices, each with `capacity` tokens of KV cache."""
     if capacity <= 0:
@@ -208,9 +208,9 @@ def plan(
     work: RoundShape,
     *,
     shape: ModelShape,
-    devices: Devices,
+    devices: LocalDevices,
     speed: DecodeSpeed,
-    progress: Progress,
+    progress: RoundProgress,
     kinds: tuple[RoundKind, ...],
 ) -> ParallelismPlan:
     """The plan for the next round of this kind."""
@@ -231,7 +231,7 @@ def plan(
     return ParallelismPlan(tp, devices.num_devices // tp, round_s[tp], f"{kind} round: {why}")
 
 
-def tensor_parallel_sizes(shape: ModelShape, devices: Devices) -> list[int]:
+def tensor_parallel_sizes(shape: ModelShape, devices: LocalDevices) -> list[int]:
     """Every TP that can be used, narrowest first; the widest alone when the weights seem to fit none."""
     most = min(devices.num_devices, devices.max_tp)
     all_sizes = [2**i for i in range(most.bit_length()) if devices.num_devices % 2**i == 0]

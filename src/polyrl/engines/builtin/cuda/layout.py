@@ -16,7 +16,7 @@ import numpy as np
 from polyrl.engines.builtin.batching import Chunk
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-Borders = np.ndarray[Any, np.dtype[np.int32]]
+RowBorders = np.ndarray[Any, np.dtype[np.int32]]
 
 
 _ROWS = (128, 256, 512, 1024, 2048)
@@ -31,12 +31,12 @@ are compiled again when they differ: so contexts are never as many as rows, and 
 """
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     rows: int
     contexts: int
 
 
-class Layout(NamedTuple):
+class StepLayout(NamedTuple):
     tokens: Numbers
     positions: Numbers
     cells: Numbers
@@ -46,8 +46,8 @@ class Layout(NamedTuple):
     blocks: Numbers
     """Of every context token, chunk after chunk; `within` is the place in it."""
     within: Numbers
-    first_rows: Borders
-    first_contexts: Borders
+    first_rows: RowBorders
+    first_contexts: RowBorders
     longest_rows: int
     longest_context: int
 
@@ -60,7 +60,7 @@ class _Piece(NamedTuple):
     samples: bool
 
 
-def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> Shape | None:
+def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> GraphShape | None:
     """The least that holds them; none, when they are too many. `width` is the model's; `in_place` the number of rows,
     where it is given.
     """
@@ -75,13 +75,13 @@ def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> Shape | 
     contexts = 2 * rows
     while contexts < num_contexts:
         contexts *= 4
-    shape = Shape(rows, contexts + _MORE_CONTEXTS)
+    shape = GraphShape(rows, contexts + _MORE_CONTEXTS)
     return shape if in_place or shape.contexts <= MOST_CONTEXTS else None
 
 
 def lay_out(
-    chunks: Sequence[Chunk], block_tokens: int, nowhere: int, shape: Shape | None = None, *, in_place: bool = False
-) -> Layout:
+    chunks: Sequence[Chunk], block_tokens: int, nowhere: int, shape: GraphShape | None = None, *, in_place: bool = False
+) -> StepLayout:
     """`nowhere` is the block of what nobody reads."""
     pieces = [_piece(chunk, block_tokens) for chunk in chunks]
     if shape is not None:
@@ -92,7 +92,7 @@ def lay_out(
     counts, lengths = [len(one.tokens) for one in pieces], [len(one.blocks) for one in pieces]
     first_rows, first_contexts = (np.cumsum([0, *sizes]).astype(np.int32) for sizes in (counts, lengths))
     positions = np.concatenate([np.arange(one.start, len(one.blocks)) for one in pieces])
-    its = Layout(
+    its = StepLayout(
         tokens=np.concatenate([np.array(one.tokens, np.int64) for one in pieces]),
         positions=positions,
         cells=np.concatenate([one.blocks[one.start :] for one in pieces]) * block_tokens + positions % block_tokens,
@@ -107,7 +107,7 @@ def lay_out(
     return _made_up(its, nowhere, shape)
 
 
-def _made_up(its: Layout, nowhere: int, shape: Shape | None) -> Layout:
+def _made_up(its: StepLayout, nowhere: int, shape: GraphShape | None) -> StepLayout:
     """With more contexts, which belong to no piece, and in a shape with empty pieces too."""
     num_more = _MORE_CONTEXTS if shape is None else shape.contexts - len(its.blocks)
     its = its._replace(

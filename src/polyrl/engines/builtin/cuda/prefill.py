@@ -15,7 +15,7 @@ import torch
 
 from polyrl.engines.builtin.cuda.graphs import Captured, Graphs
 from polyrl.engines.builtin.cuda.kernels import PrefillStep
-from polyrl.engines.builtin.cuda.layout import MOST_CONTEXTS, Layout, Shape
+from polyrl.engines.builtin.cuda.layout import MOST_CONTEXTS, GraphShape, StepLayout
 
 log = logging.getLogger("polyrl.engines.builtin")
 
@@ -40,13 +40,13 @@ class Prefill:
     def __init__(self, model: Model, like: Tensor, graphs: Graphs) -> None:
         self._model, self._device, self._capturing = model, like.device, graphs
         self.has_graphs = like.dtype != torch.float32
-        self._graphs: dict[Shape, _Graph] = {}
-        self._came_up: set[Shape] = set()
+        self._graphs: dict[GraphShape, _Graph] = {}
+        self._came_up: set[GraphShape] = set()
 
     def forget_graphs(self) -> None:
         self._graphs.clear()
 
-    def run(self, its: Layout, shape: Shape | None) -> Tensor:
+    def run(self, its: StepLayout, shape: GraphShape | None) -> Tensor:
         """What the last layer makes of every row, until the next step. `its` has that shape, if there is one."""
         if shape is None or not self._is_worth_a_graph(shape):
             return self._model(*self._send(its))
@@ -59,7 +59,7 @@ class Prefill:
         found.captured.graph.replay()
         return found.captured.result
 
-    def _is_worth_a_graph(self, shape: Shape) -> bool:
+    def _is_worth_a_graph(self, shape: GraphShape) -> bool:
         """Small enough, and not for the first time."""
         if not self.has_graphs or shape.contexts > MOST_CONTEXTS:
             return False
@@ -67,7 +67,7 @@ class Prefill:
         self._came_up.add(shape)
         return came_up
 
-    def _capture(self, its: Layout, shape: Shape) -> _Graph:
+    def _capture(self, its: StepLayout, shape: GraphShape) -> _Graph:
         """From these inputs, which stay where they are."""
         began = time.monotonic()
         inputs = self._send(its)
@@ -75,7 +75,7 @@ class Prefill:
         log.info("a graph for %d rows of prompts in %.1f s", shape.rows, time.monotonic() - began)
         return _Graph(captured, inputs)
 
-    def _send(self, its: Layout) -> _Inputs:
+    def _send(self, its: StepLayout) -> _Inputs:
         tokens, positions, cells, blocks, within, first_rows, first_contexts = (
             torch.from_numpy(one).to(self._device, non_blocking=True) for one in _numbers(its)
         )
@@ -83,7 +83,7 @@ class Prefill:
         return _Inputs(tokens, positions, PrefillStep(cells, blocks, within, *borders))
 
 
-def _numbers(its: Layout) -> "list[np.ndarray[Any, Any]]":
+def _numbers(its: StepLayout) -> "list[np.ndarray[Any, Any]]":
     """In the order of `_flat`."""
     return [its.tokens, its.positions, its.cells, its.blocks, its.within, its.first_rows, its.first_contexts]
 

@@ -35,7 +35,7 @@ from polyrl.engines.builtin.cuda.merging import merge_projections
 from polyrl.engines.builtin.cuda.offloading import Offloading
 from polyrl.engines.builtin.cuda.prefill import Prefill
 from polyrl.engines.builtin.models import Loaded
-from polyrl.engines.builtin.steps import MAX_BURST, Drawn, Look, Wanted
+from polyrl.engines.builtin.steps import MAX_BURST, Drawn, DrawRule, OnDrawn
 
 log = logging.getLogger("polyrl.engines.builtin")
 
@@ -162,7 +162,7 @@ class CudaRunner:
         self._paged.copy(*self._send(np.array(copies, np.int64)).unbind(1))
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Drawn:
+    def run(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule]) -> Drawn:
         """Any step. `wanted` has an entry for each chunk that samples, in order.
 
         Those that decode are a step from a graph: it reads their contexts where they are, and prefill copies them.
@@ -205,7 +205,7 @@ class CudaRunner:
         its = lay_out(chunks, self._block_tokens, self._num_blocks, shape, in_place=in_place > 0)
         return self._prefilling.run(its, shape)[0].index_select(0, self._send(its.rows))
 
-    def _draw(self, logits: Tensor, wanted: Sequence[Wanted]) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, wanted: Sequence[DrawRule]) -> tuple[Tensor, Tensor]:
         draws = sampling.plan_draws(
             [one.sampling for one in wanted],
             [one.seed for one in wanted],
@@ -234,10 +234,10 @@ class CudaRunner:
     def run_burst(
         self,
         chunks: Sequence[Chunk],
-        wanted: Sequence[Wanted],
+        wanted: Sequence[DrawRule],
         num_steps: int,
         interrupted: Event | None = None,
-        look: Look | None = None,
+        look: OnDrawn | None = None,
     ) -> list[Drawn]:
         """`num_steps` tokens of each sample, fewer if interrupted; all chunks decode, and none is truncated.
 
@@ -267,7 +267,7 @@ class CudaRunner:
         tokens, logprobs = self._drawn[first:end, :num].tolist(), self._logprobs[first:end, :num].tolist()
         return [Drawn(*one) for one in zip(tokens, logprobs, strict=True)]
 
-    def _set_rows(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted], size: int) -> None:
+    def _set_rows(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule], size: int) -> None:
         num = len(chunks)
         width = max(len(chunk.member.blocks) for chunk in chunks)
         tables = np.full((size, width), self._num_blocks, np.int32)
@@ -288,7 +288,7 @@ class CudaRunner:
         self._temperatures[:size].copy_(torch.from_numpy(temperatures), non_blocking=True)
         self._cursor.zero_()
 
-    def _decoded_logits(self, chunks: Sequence[Chunk], wanted: Sequence[Wanted]) -> Tensor:
+    def _decoded_logits(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule]) -> Tensor:
         """Of one step, until the next."""
         size = self._size(len(chunks))
         captured = self._captured(self._graphs_to_logits, size, self._logits)
