@@ -114,9 +114,9 @@ def install() -> None:
     sys.modules |= {"cuda": types.ModuleType("cuda"), "cuda.bindings": bindings}
     from polyrl.engines.builtin import engine, runners
     from polyrl.engines.builtin.config import fit
-    from polyrl.engines.builtin.cuda.kernels import kernels as cuda
-    from polyrl.engines.builtin.cuda.kernels import layout as cuda_layout
-    from polyrl.engines.builtin.cuda.kernels import memory as cuda_memory
+    from polyrl.engines.builtin.cuda import kernels as cuda
+    from polyrl.engines.builtin.cuda import layout as cuda_layout
+    from polyrl.engines.builtin.cuda import memory as cuda_memory
 
     gpu: Any = torch.cuda
     gpu.set_device = gpu.synchronize = gpu.empty_cache = lambda *_: None

@@ -281,7 +281,7 @@ def tune() -> None:
         from tests.builtin import emulated_gpu
 
         emulated_gpu.install()
-    from polyrl.engines.builtin.cuda.kernels import kernels as cuda
+    from polyrl.engines.builtin.cuda import kernels as cuda
 
     batch, context, num_kv, heads, dim = (2, 64, 2, 4, 32) if SMALL else (256, 512, 8, 16, 128)
     for block in (32,) if SMALL else (32, 64, 128):

@@ -144,7 +144,7 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not isinstance(step, AttentionStep):
-        from polyrl.engines.builtin.cuda.kernels import kernels as cuda
+        from polyrl.engines.builtin.cuda import kernels as cuda
 
         if softcap is not None:
             raise RuntimeError("soft-capped attention runs on the CPU only")

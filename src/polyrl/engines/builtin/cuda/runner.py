@@ -26,9 +26,9 @@ import torch
 
 from polyrl.engines.builtin import packed, sampling
 from polyrl.engines.builtin.batching import Chunk
+from polyrl.engines.builtin.cuda import kernels as cuda
 from polyrl.engines.builtin.cuda.graphs import Captured, Graphs
 from polyrl.engines.builtin.cuda.kernels import DecodeStep, PrefillStep
-from polyrl.engines.builtin.cuda.kernels import kernels as cuda
 from polyrl.engines.builtin.cuda.layout import lay_out, shape_of
 from polyrl.engines.builtin.cuda.memory import BlockedKeysAndValues
 from polyrl.engines.builtin.cuda.merging import merge_projections
