@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from tests.integration.live import CONFIG, PATIENCE_S, Live, honest_worker, manager, play_round, prompt_of, run, trainer
+from tests.telemetry.test_metrics import a_line
 
 from polyrl.client import Fleet
 from polyrl.errors import UserError
@@ -188,5 +189,18 @@ def test_what_was_said_is_said_again_in_order_and_looked_at_a_few_times_only():
         await fleet._line._send_backlog(cast(Any, heard))
         assert heard.seqs == list(range(1, NUM_SAID + 3))
         assert looks.num < 5 * NUM_SAID
+
+    run(scenario())
+
+
+def test_a_trainer_remembers_the_last_steps_and_versions_and_no_others():
+    async def scenario() -> None:
+        fleet = Fleet(Dialer("http://127.0.0.1:1", "token"), CONFIG, prompt_of, None, 1.0)
+        for step in range(500):
+            await fleet.publish(step, f"{step:064x}")
+            await fleet._hear(frames.StepReported(a_line(step)))
+        assert (await fleet.line(499)).step == 499
+        assert len(fleet.lines) == len(fleet.digests) == 64
+        assert (fleet.lines[-1].step, max(fleet.digests)) == (499, 499)
 
     run(scenario())

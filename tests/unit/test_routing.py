@@ -60,6 +60,20 @@ def test_a_worker_with_an_older_version_is_passed_over_but_not_forgotten():
     assert chosen(fleet.choose(V0, NOBODY)) == 1
 
 
+def test_a_worker_that_others_are_preferred_to_leaves_nothing_behind_in_round_after_round():
+    idle, busy = worker(1, plateau=32), worker(2, plateau=32)
+    fleet = router(idle, busy)
+    for _ in range(100):
+        for num in (*range(1, 21), *range(20, -1, -1)):
+            busy.leases = {LeaseId(one): SampleId(one) for one in range(num)}
+            fleet.update(busy)
+            assert chosen(fleet.choose(V0, NOBODY)) == 1
+    assert len(fleet._heap) < 100
+    idle.leases = {LeaseId(100): SampleId(100)}
+    fleet.update(idle)
+    assert chosen(fleet.choose(V0, NOBODY)) == 2
+
+
 def test_a_worker_that_is_gone_is_not_chosen():
     seats = {1: worker(1), 2: worker(2)}
     fleet = Router(RoutingConfig(), seats)

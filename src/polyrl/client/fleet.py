@@ -36,6 +36,9 @@ _WARNINGS = 5
 """Samples without a reward that are named one by one."""
 _ASK_FOR_S = 0.2
 """Prompts that took longer are sent before the next one is asked for."""
+_LINES_KEPT = 64
+_VERSIONS_KEPT = 64
+"""Versions whose digests are remembered, beyond those that `max_staleness` allows. The manager keeps as many."""
 
 
 class Prompt(NamedTuple):
@@ -158,15 +161,15 @@ class Fleet:
         self._dialer = dialer
         self._has_weights, self._caveat, self._trains, self._answers = has_weights, caveat, trains, answers
         self.digests: dict[int, tuple[str, ...]] = {}
-        """Of the versions that were published with weights, the newest last: a version that is made again after a
-        restart may come out otherwise. A trainer that goes on puts those of its past in."""
+        """Digests of the newest versions that were published with weights. Each has several, the newest last, where a
+        restart made the version again and it came out otherwise. A trainer that resumes adds those of its past."""
         self._config = config
         self._prompt_of = prompts
         self._reward_of = reward
         self.opened: RunReply | None = None
         """What the manager said when the run was opened."""
-        self.lines: list[StepLine] = []
-        """A line for each step that was trained since we connected, and for the one before."""
+        self.lines: deque[StepLine] = deque(maxlen=_LINES_KEPT)
+        """The scheduler's account of each of the last steps, the newest last."""
         self.advice: tuple[int, str] | None = None
         """How many workers are worth holding, and why."""
         self._rounds: dict[int, _Round] = {}
@@ -196,10 +199,15 @@ class Fleet:
         former = tuple(one for one in replaces if one != digest)[-frames.MAX_REPLACED :]
         if digest:
             self.digests[version] = (*former, digest)
+            self._forget_versions(version - self._config.max_staleness - _VERSIONS_KEPT)
         await self._state(lambda seq: frames.Published(seq, version, digest, tuple(addresses), former))
         self._has_published = True
         async with self._changed:
             self._changed.notify_all()
+
+    def _forget_versions(self, last: int) -> None:
+        for version in [one for one in self.digests if one <= last]:
+            del self.digests[version]
 
     async def until_published(self) -> None:
         """Wait until a version that was published here is on file at the manager."""

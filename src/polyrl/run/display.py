@@ -39,6 +39,7 @@ _NAMED_WAITS = (
 )
 """Deadlines that are always there (heartbeats) are no news."""
 _SLOW_REWARD_S = 2.0
+_STEP_TIMES_KEPT = 10
 
 
 class Told(Struct):
@@ -100,7 +101,7 @@ class Display:
     def step_ended(self, step: int, metrics: Metrics) -> None:
         """Print the step's line, and keep its reward, its time and its price."""
         told = self._told
-        told.step_times_s.append(time.monotonic() - told.step_began_at)
+        told.step_times_s = [*told.step_times_s, time.monotonic() - told.step_began_at][-_STEP_TIMES_KEPT:]
         reward, usd = metrics.get("reward/mean"), metrics.get("cost/usd_total")
         if isinstance(reward, float):
             told.rewards.append(reward)
@@ -140,7 +141,7 @@ def view_of(status: Status | None, told: Told, local_worker: str = "") -> RunVie
         kind="short" if round_ is None else round_.kind,
         phase=told.phase,
         step_began_at=told.step_began_at,
-        step_times_s=tuple(told.step_times_s[-10:]),
+        step_times_s=tuple(told.step_times_s),
         rewards=tuple(told.rewards),
         num_groups=0 if round_ is None else round_.groups,
         num_generated=0 if round_ is None else max(round_.groups_generated, told.num_trained),

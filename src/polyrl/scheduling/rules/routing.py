@@ -6,8 +6,8 @@ work. A fresh sample whose siblings run on a worker
 follows them (their prompt's cache is there) while that worker is loaded by at most `prefix_imbalance` more than the
 least loaded one.
 
-The heap may hold outdated entries; each is checked against its worker when it comes up. Ties are broken by spot
-(reserved machines first) and by seat, so a rebuilt router decides as the old one did.
+The heap may hold outdated entries; each is checked against its worker when it comes up, and all of them go when they
+are many. Ties are broken by spot (reserved machines first) and by seat, so a rebuilt router decides as the old one did.
 """
 
 import heapq
@@ -17,6 +17,9 @@ from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.parameters import RoutingConfig
 
 HeapEntry = tuple[float, bool, int]
+_OUTDATED = 64
+"""Entries beyond those of the workers with credit that are let be: a worker whose load rises and falls without ever
+being the highest would leave some behind with every round."""
 
 
 class Router:
@@ -49,8 +52,14 @@ class Router:
             if self.loads.get(seat) != load:
                 self.loads[seat] = load
                 heapq.heappush(self._heap, (load, worker.spot, seat))
+                if len(self._heap) > _OUTDATED + 4 * len(self.loads):
+                    self._drop_outdated()
         else:
             self.loads.pop(seat, None)
+
+    def _drop_outdated(self) -> None:
+        loads = self.loads
+        self._heap = sorted({entry for entry in self._heap if loads.get(entry[2]) == entry[0]})  # sorted, it is a heap
 
     def choose(self, min_version: Version, prefix_worker: int, *, remote: bool = False) -> Worker | None:
         """The worker that takes the next sample, or None when none can. `remote`: not one of the trainer's own."""
