@@ -20,7 +20,9 @@ from polyrl.worker.agent import Left, WorkerAgent, WorkerOptions
 
 NAME = "trainer"
 _DRAIN_S = 2.0
-_CPU_SLOTS, _GPU_SLOTS = 128, 256
+_GPU_SLOTS = 256
+_CPU_SLOTS, _FEW_CPU_SLOTS = 128, 32
+"""The most on a CPU; and how many samples of a round it takes in any case, before it leaves any to the fleet."""
 _PROMPT_ROOM = 512
 """Tokens of a prompt that the local engine's cache is made for; with longer ones fewer samples run at once."""
 
@@ -42,9 +44,9 @@ async def started_engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalE
 
 
 def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
-    """Slots for a round's samples, as far as it makes sense, and a cache that holds them at their longest."""
+    """Make it with `num_slots` for a round's samples, and a cache that holds so many at their longest."""
     num = sum(domain.prompts_per_step for domain in recipe.data.all_domains) * recipe.rounds.samples_per_prompt
-    slots = min(_GPU_SLOTS if policy.device.type == "cuda" else _CPU_SLOTS, num)
+    slots = num_slots(num, policy.device.type)
     config = BuiltinConfig(
         model=recipe.model.path,
         dtype=None if recipe.model.dtype == "auto" else recipe.model.dtype,
@@ -56,6 +58,17 @@ def make_engine(recipe: Recipe, policy: Policy) -> LocalEngine:
         kv_tokens=min(slots * (recipe.rollout.max_new_tokens + _PROMPT_ROOM), policy.max_cache_tokens()),
     )
     return LocalEngine(config, policy.loaded)
+
+
+def num_slots(num_samples: int, device_type: str) -> int:
+    """Return how many samples of a round the local engine runs at once.
+
+    It has a new version before any other worker does, and an answer of a small model is written before they have
+    fetched it. On a CPU, which trains small models, half of a round therefore waits for whoever comes first.
+    """
+    if device_type == "cuda":
+        return min(_GPU_SLOTS, num_samples)
+    return min(_CPU_SLOTS, num_samples, max(_FEW_CPU_SLOTS, -(-num_samples // 2)))
 
 
 @asynccontextmanager
