@@ -265,6 +265,10 @@ def test_where_there_is_no_run_is_one_line(tmp_path: Path, capsys):
             {"seeding__t_seed_s": 8.0, "fleet__useful": 2, "idle__fleet_share": 0.4},
             "devices write for 80% of a step before they train: remote wo",
         ),
+        (
+            {"time__step_total": 0.5, "seeding__t_seed_s": 0.2, "tokens__kept": 1900},
+            "no worker would help, since it needs about 0.5 s a step to begin, and they write 1,900 tokens in 0.2 s",
+        ),
     ],
 )
 def test_advice_follows_from_what_took_long(metrics: dict[str, float], words: str):

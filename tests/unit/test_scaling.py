@@ -49,6 +49,18 @@ def test_a_step_that_did_not_train_is_no_measure():
     assert advise(ScalingState(), CONFIG, times(train_s=0.0), 70.0, 4) is None
 
 
+def test_a_round_that_is_written_before_a_worker_could_begin_is_worth_no_worker():
+    alone = times(remote_s=0.0, train_s=0.003, mean_workers=0.0)
+    assert useful_workers(alone, 0.2 / 4) == pytest.approx(0.2 / 0.5)
+    state = ScalingState()
+    config = ScalingConfig()
+    assert [advise(state, config, alone, 0.2 / 4, 0) for _ in range(3)] == [None] * 3
+    state.last_advice = 4
+    given_advice = [advise(state, config, alone, 0.2 / 4, 4) for _ in range(2)]
+    assert given_advice[1] is not None
+    assert (given_advice[1].num_workers, "needs to begin; it trains 0.00 s" in given_advice[1].why) == (0, True)
+
+
 def test_an_unbounded_window_counts_as_the_whole_round():
     assert useful_workers(times(), math.inf) == pytest.approx(250 * 8 / 181)
     assert useful_workers(times(remote_s=0.0, mean_workers=0.0), math.inf) == 0.0

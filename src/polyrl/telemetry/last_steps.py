@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from polyrl.telemetry.looks import show_seconds
+from polyrl.scheduling.rules.scaling import BEGIN_S
+from polyrl.telemetry.looks import show_seconds, show_tokens
 
 NUM_STEPS = 10
 _MUCH = 0.3
@@ -33,12 +34,16 @@ def tell(steps: Sequence[Mapping[str, object]]) -> list[str]:
 def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float, fleet: float) -> list[str]:
     lines: list[str] = []
     useful, there = _median(last, "fleet/useful"), _median(last, "fleet/workers")
-    publishing, seeding = (_median(last, name) / total_s for name in ("time/step_publish", "seeding/t_seed_s"))
-    if seeding > _MUCH:
+    publishing = _median(last, "time/step_publish") / total_s
+    seeded_s, tokens = _median(last, "seeding/t_seed_s"), _median(last, "tokens/kept")
+    if seeded_s / total_s > _MUCH:
         many = f" (the scheduler advises {useful:.0f})" if useful > there else ""
+        would = f"remote workers{many} would do that beside it"
+        if seeded_s < BEGIN_S:
+            wrote = f"{show_tokens(tokens)} tokens in {show_seconds(seeded_s)}"
+            would = f"no worker would help, since it needs about {BEGIN_S} s a step to begin, and they write {wrote}"
         lines.append(
-            f"the trainer's own devices write for {seeding:.0%} of a step before they train: remote workers{many} "
-            "would do that beside it"
+            f"the trainer's own devices write for {seeded_s / total_s:.0%} of a step before they train: {would}"
         )
     elif trainer > _MUCH and trainer >= fleet:
         more = f"more workers (the scheduler advises {useful:.0f}), " if useful > there else ""

@@ -6,8 +6,10 @@ the time that the trainer trains keep both busy; one more only waits.
 Rules kept here:
 - Advice is rare: only when the number differed from the last advice, on the same side, for two steps in a row.
 - Advice stays within `min_workers` and `max_workers`, and a step that measured nothing advises nothing.
+- No worker is advised for what is written in less time than a worker needs to begin (`BEGIN_S`). The steps of a tiny
+  model train in milliseconds; a fleet that keeps pace with that would only fetch weights.
 
-Left out: prices (`polyrl plan` weighs them), and acting on it. Somebody, or a driver with a cloud's API, starts and
+Left out: prices (`polyrl plan` weighs them), and acting on advice. A person, or a driver with a cloud's API, starts and
 stops workers; a fleet that is smaller than advised is a normal state.
 """
 
@@ -18,6 +20,9 @@ import msgspec
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.bounds import AtLeastOne, Count
 from polyrl.scheduling.rules.seeding import StepTimes
+
+BEGIN_S = 0.5
+"""What a worker needs in a step before it writes, and after: the new weights, its samples, their delivery."""
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,21 +49,21 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 def useful_workers(times: StepTimes, t_seed_s: Seconds) -> float:
-    """The number of workers that generate a step's samples in the time it trains. 0 when nothing was measured.
+    """Return how many workers generate a step's samples in the time it trains, which is taken to be BEGIN_S at least.
 
-    `t_seed_s` is what the trainer's devices really spent on generating. math.inf stands for the whole round, which is
-    taken to be as long as the fleet generated.
+    0 when nothing was measured. `t_seed_s` is what the trainer's devices really spent on generating. math.inf stands
+    for the whole round, which is taken to be as long as the fleet generated.
     """
     if times.train_s <= 0.0:
         return 0.0
     seeded_s = t_seed_s if math.isfinite(t_seed_s) else times.remote_s
-    return (times.remote_s * times.mean_workers + seeded_s * times.num_reserved) / times.train_s
+    return (times.remote_s * times.mean_workers + seeded_s * times.num_reserved) / max(BEGIN_S, times.train_s)
 
 
 def advise(
     state: ScalingState, config: ScalingConfig, times: StepTimes, t_seed_s: Seconds, workers_now: int
 ) -> Advice | None:
-    """After a step: the number of workers to hold from now on, or None to leave things as they are."""
+    """Return, after a step, how many workers to hold from now on, or None to leave things as they are."""
     useful = useful_workers(times, t_seed_s)
     if useful <= 0.0:
         return None
@@ -69,8 +74,11 @@ def advise(
     if max(state.num_above, state.num_below) < config.num_steps:
         return None
     state.last_advice, state.num_above, state.num_below = wanted, 0, 0
+    span = f"the {times.train_s:.0f} s it trains"
+    if times.train_s < BEGIN_S:
+        span = f"the {BEGIN_S} s that a worker needs to begin; it trains {times.train_s:.2f} s"
     return Advice(
         wanted,
-        f"{useful:.1f} workers generate a step's samples in the {times.train_s:.0f} s it trains"
+        f"{useful:.1f} workers generate a step's samples in {span}"
         f" ({config.min_workers} to {config.max_workers} allowed, {workers_now} now, {advised} before)",
     )
