@@ -1,7 +1,8 @@
 """What a step of a small model costs in CPU seconds: ours, ours with a worker of the fleet, and TRL's GRPOTrainer.
 
     benchmarks/install_trl.sh
-    .venv/bin/python benchmarks/small_step.py [--model DIR] [--trl PYTHON] [--seeds N] [--steps N] [--core N] [--json]
+    .venv/bin/python benchmarks/small_step.py [--model DIR] [--trl PYTHON] [--seeds N] [--first-seed N] [--steps N]
+                                              [--core N] [--json]
 
 The shipped recipe `arithmetic` (90,000 parameters, 16 prompts of 8 answers a step), without validation, against TRL on
 the same model, problems, reward, group size and learning rate. Everything runs on one core, a thread a process, and one
@@ -10,7 +11,8 @@ manager, rewards, worker. Starting up and the first steps are not counted; check
 
     .venv/bin/python benchmarks/small_step.py --only memory [--steps 300]
 
-shows the trainer's memory over the steps of one run: `growth_mb_per_100_steps` is that of the second half.
+shows the resident memory of a run's processes, a worker's too, over its steps: `growth_mb_per_100_steps` is that of the
+second half.
 """
 
 import argparse
@@ -27,10 +29,12 @@ from typing import Any, NamedTuple
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.data.arithmetic import draw_problem
+from polyrl.trainer.state import entries
 
 PROMPTS = 16
 WARM_UP_STEPS = 3
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1e6
 _DEADLINE_S = 1200.0
 _LOOK_EVERY_S = 0.005
 _OURS = {"ours": (), "ours_with_a_worker": ("fleet.workers=1", "fleet.wait=true")}
@@ -43,6 +47,8 @@ class Run(NamedTuple):
     """Means, step by step."""
     parts: dict[str, float]
     """CPU seconds a step, by what a process does."""
+    worker_share: float = 0.0
+    """Of the tokens that were trained on: what a worker of the fleet wrote."""
 
 
 def run_ours(
@@ -67,7 +73,17 @@ def run_ours(
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     parts = sorted({name for mark in marks for name in mark})
     split = {name: per_step([mark.get(name, 0.0) for mark in marks]) for name in parts}
-    return Run(sum(split.values()), rewards, split)
+    return Run(sum(split.values()), rewards, split, written_by_workers(run_dir))
+
+
+def written_by_workers(run_dir: Path) -> float:
+    """The share of tokens that the fleet's workers wrote, of the steps that the run's directory still has."""
+    by: dict[bool, int] = {True: 0, False: 0}
+    for file in entries.of_run(run_dir).values():
+        for group in entries.read(file).groups():
+            for turn in (turn for sample in group for turn in sample.written_by):
+                by[turn.worker != "trainer"] += turn.num_tokens
+    return by[True] / max(1, sum(by.values()))
 
 
 def watch(
@@ -88,8 +104,18 @@ def watch(
 
 def cpu_by_part(root: int) -> dict[str, float]:
     """CPU seconds so far of a process and of all that it started, by what they do."""
+    return by_part(root, lambda fields: sum(map(int, fields[11:15])) / _TICKS)  # with what it has waited for
+
+
+def memory_by_part(root: int) -> dict[str, float]:
+    """Resident megabytes, in the same way."""
+    return by_part(root, lambda fields: int(fields[21]) * _PAGE_MB)
+
+
+def by_part(root: int, value_of: Callable[[list[str]], float]) -> dict[str, float]:
+    """Sums over a process and all that it started. `value_of` is given what /proc/PID/stat says after the name."""
     children: dict[int, list[int]] = {}
-    times: dict[int, float] = {}
+    values: dict[int, float] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -99,12 +125,12 @@ def cpu_by_part(root: int) -> dict[str, float]:
             continue
         pid, parent = int(folder.name), int(fields[1])
         children.setdefault(parent, []).append(pid)
-        times[pid] = sum(map(int, fields[11:15])) / _TICKS  # with what it has waited for
+        values[pid] = value_of(fields)
     found: dict[str, float] = {}
     waiting = [(root, "trainer")]
     while waiting:
         pid, part = waiting.pop()
-        found[part] = found.get(part, 0.0) + times.get(pid, 0.0)
+        found[part] = found.get(part, 0.0) + values.get(pid, 0.0)
         for child in children.get(pid, []):
             waiting.append((child, part_of(child, part)))
     return found
@@ -162,23 +188,27 @@ def steps_to(rewards: list[float], wanted: float = 0.9) -> int | None:
 
 
 def run_memory(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Resident memory of the trainer as each step ends."""
-    resident: list[float] = []
+    """Resident memory of each process as steps end."""
+    seen: list[dict[str, float]] = []
 
     def look(pid: int) -> dict[str, float]:
-        resident.append(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6)
+        seen.append(memory_by_part(pid))
         return {}
 
-    run_ours(args, 0, (), folder, look)
-    half = len(resident) // 2
-    growth = 100 * (resident[-1] - resident[half]) / max(1, len(resident) - 1 - half)
-    shown = {step: round(mb) for step, mb in enumerate(resident) if step % max(1, len(resident) // 10) == 0}
-    return {"resident_mb": shown, "growth_mb_per_100_steps": round(growth, 1)}
+    run_ours(args, args.first_seed, _OURS["ours_with_a_worker"], folder, look)
+    half, last = len(seen) // 2, len(seen) - 1
+    told: dict[str, Any] = {}
+    for part in sorted(seen[half]):
+        mb = [one.get(part, 0.0) for one in seen]
+        shown = {step: round(mb[step]) for step in range(0, len(mb), max(1, len(mb) // 10))}
+        growth = 100 * (mb[last] - mb[half]) / max(1, last - half)
+        told[part] = {"resident_mb": shown, "growth_mb_per_100_steps": round(growth, 1)}
+    return told
 
 
 def run_all(args: argparse.Namespace) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in (*_OURS, "trl"):
             if args.only not in (None, name):
                 continue
@@ -199,6 +229,8 @@ def summary(found: dict[str, list[Run]]) -> dict[str, Any]:
             "lowest": round(1000 * min(cpu), 1),
             "highest": round(1000 * max(cpu), 1),
             "parts_ms": {part: round(1000 * median(run.parts[part] for run in runs), 1) for part in runs[0].parts},
+            "each": [round(1000 * one, 1) for one in cpu],
+            "worker_share": round(median(run.worker_share for run in runs), 3),
             "steps_to_0.9": [steps_to(run.rewards) for run in runs],
             "last_rewards": [round(fmean(run.rewards[-3:]), 3) for run in runs],
         }
@@ -214,6 +246,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/arithmetic", help="of `polyrl data model arithmetic --out DIR`")
     parser.add_argument("--trl", default=str(Path.home() / ".cache/polyrl/engines/trl/bin/python"), metavar="PYTHON")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--core", type=int, default=0, help="the one that everything runs on")
     parser.add_argument("--only", choices=("trl", *_OURS, "memory"), help="leave the others out")
