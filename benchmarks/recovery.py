@@ -22,6 +22,7 @@ import numpy as np
 
 from polyrl.bench.scheduler import commit, cpu
 from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, segments
+from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
 from polyrl.manager.peers.link import Link
 from polyrl.manager.service import Service
@@ -93,7 +94,7 @@ def _measure(load: RecoveryLoad, *, num_turns: int) -> dict[str, Any]:
             began, began_cpu = time.perf_counter(), time.process_time()
             service = Service(copy, _SETTINGS)
             took.append((time.perf_counter() - began, time.process_time() - began_cpu))
-            num_tokens = service.executor.payload.num_bytes // columns.CELL_BYTES
+            num_tokens = service.lobby.need_run().payload.num_bytes // columns.CELL_BYTES
             service.close()
             shutil.rmtree(copy)
         seconds, cpu_s = (median(column) for column in zip(*took[1:], strict=True))
@@ -132,9 +133,9 @@ class _Worker:
     """Its samples in the order in which they got tokens last."""
 
     def __init__(self, service: Service, name: str, load: RecoveryLoad) -> None:
-        self._executor, self._load = service.executor, load
+        self._lobby, self._load = service.lobby, load
         request = JoinRequest(name=name, protocol=frames.PROTOCOL, engine="none", slots=load.slots, version=0)
-        session = joining.find_worker(self._executor, joining.join(self._executor, request).session)
+        session = joining.find_worker(self._lobby, joining.join(self._lobby, request).session)
         assert session is not None
         self._session, self._line = session, _Line()
         session.connect(self._line)
@@ -143,7 +144,7 @@ class _Worker:
         self._at: dict[int, int] = {}
 
     def _say(self, frame: frames.FromWorker) -> None:
-        from_workers.said(self._executor, self._session, self._line, frames.encode(frame))
+        from_workers.said(self._lobby, self._session, self._line, frames.encode(frame))
 
     def listen(self) -> None:
         for frame in self._line.sent:
@@ -191,26 +192,27 @@ def _write(run_dir: Path, load: RecoveryLoad) -> int:
         fleet_rules=FleetRules(heartbeat_timeout_s=1e6),
     )
     service = Service(run_dir, _SETTINGS)
-    executor = service.executor
-    joining.open_run(executor, RunRequest(protocol=frames.PROTOCOL, config=config))
-    assert executor.trainer is not None
-    trainer, line = executor.trainer, _Line()
+    lobby = service.lobby
+    opening.open_run(lobby, RunRequest(protocol=frames.PROTOCOL, config=config))
+    run = lobby.need_run()
+    trainer, line = run.trainer, _Line()
+    assert trainer is not None
     trainer.connect(line)
     for said in (frames.TrainerHello(), frames.Published(1, 0), frames.RequestRound(2, 0)):
-        from_trainer.said(executor, trainer, line, frames.encode(said))
-    executor.commit()
+        from_trainer.said(lobby, trainer, line, frames.encode(said))
+    lobby.commit()
     tokens = columns.pack_tokens([5] * 64)
-    prompts = [frames.PromptPayload(group, tokens, frames.Sampling()) for group in executor.scheduler.desk.groups]  # type: ignore[union-attr]
-    from_trainer.said(executor, trainer, line, frames.encode(frames.SupplyPrompts(3, tuple(prompts))))
+    prompts = [frames.PromptPayload(group, tokens, frames.Sampling()) for group in run.desk.groups]
+    from_trainer.said(lobby, trainer, line, frames.encode(frames.SupplyPrompts(3, tuple(prompts))))
     workers = [_Worker(service, f"w{number}", load) for number in range(load.num_workers)]
-    executor.commit()
+    lobby.commit()
     num_rows = num_bytes = 0
     while num_bytes < load.payload_mb * 1e6:
         for worker in workers:
             worker.listen()
             rows = worker.write()
             num_rows, num_bytes = num_rows + rows, num_bytes + rows * row_bytes
-        executor.commit()
+        lobby.commit()
         line.sent.clear()
     service._journal.abandon()  # killed
     service._syncer.shutdown()

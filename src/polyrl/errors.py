@@ -5,6 +5,8 @@ PolyrlError                 everything we raise on purpose
 │   ├── ConfigError         a key or a value of a TOML file or an override
 │   └── JournalError        a journal that cannot be read
 ├── NoReward                an answer has none, and would have none if it were asked for again (caught by client)
+├── RequestError            somebody asked the manager for what cannot be: they are told so (caught by manager)
+│   └── Refused             a peer said what cannot be true: it is told, and counted
 └── LawViolation            we are wrong: an invariant of the scheduler does not hold      (caught by nobody)
 """
 
@@ -32,11 +34,24 @@ class NoReward(PolyrlError):
     """An answer has no reward, and another attempt would end the same. The message is one line."""
 
 
+class RequestError(PolyrlError):
+    """Somebody asked the manager for what cannot be. The asker is told; everything else goes on."""
+
+
+class Refused(RequestError):
+    """A peer said what cannot be true. `kind` is the name under which refusals are counted."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(plain(reason)[:_MAX_REASON])
+        self.kind = kind
+
+
 class LawViolation(PolyrlError):
     """An invariant of the scheduler does not hold: a bug of ours, never the environment's."""
 
 
 _SHOWN_CHARACTERS = 300
+_MAX_REASON = 2000
 
 
 def one_line(error: BaseException) -> str:

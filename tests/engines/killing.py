@@ -85,7 +85,7 @@ class Scenario:
         )
 
     def _num_down(self, live: Live) -> int:
-        return sum(one.state == "down" for one in status(live.service.executor, 0.0).workers)
+        return sum(one.state == "down" for one in status(live.service.lobby, 0.0).workers)
 
     async def _kill_often(self, live: Live) -> None:
         while self.num_killed < self.num_kills:
@@ -115,8 +115,7 @@ class Scenario:
                 self.num_samples += 1
 
     def _check_ledger(self, live: Live) -> None:
-        scheduler = live.service.executor.scheduler
-        assert scheduler is not None
+        scheduler = live.service.lobby.need_run().scheduler
         ledger = scheduler.ledger
         assert ledger.samples_discarded == {}
         assert ledger.prompts_dropped == {}

@@ -63,7 +63,7 @@ class Live(NamedTuple):
     @property
     def refused(self) -> dict[str, int]:
         """As the status tells it, at once."""
-        return dict(self.service.executor.refused)
+        return dict(self.service.lobby.refused)
 
 
 @asynccontextmanager
@@ -144,7 +144,7 @@ async def honest_worker(live: Live, engine: EmulatedConfig = ENGINE, name: str =
 
 
 def is_connected(live: Live, name: str) -> bool:
-    return any(one.name == name and one.greeted for one in live.service.executor.workers.values())
+    return any(one.name == name and one.greeted for one in live.service.lobby.workers.values())
 
 
 def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:

@@ -46,16 +46,15 @@ def test_a_training_run_and_questions_share_a_fleet_and_each_gets_what_is_its_ow
                     await fleet.publish(step + 1)
                 is_over.set()
                 await asyncio.gather(*asking)
-            executor = live.service.executor
-            assert executor.scheduler is not None
-            check(executor.scheduler, executor.scheduler.now)
-            ledger = executor.scheduler.ledger
+            lobby = live.service.lobby
+            check(lobby.need_run().scheduler, lobby.need_run().scheduler.now)
+            ledger = lobby.need_run().scheduler.ledger
             assert (ledger.prompts_trained, ledger.samples_trained) == (2 * STEPS, 8 * STEPS)
             assert ledger.samples_answered == len(answers) >= STEPS
             assert ledger.tokens_answered == TOKENS * len(answers)
             assert len({tuple(one) for one in answers}) == 1, "the same seed gave other tokens"
-            assert not executor.questions
-            assert not executor.payload.prompts.keys() - executor.scheduler.desk.groups.keys()
+            assert not lobby.need_run().questions
+            assert not lobby.need_run().payload.prompts.keys() - lobby.need_run().desk.groups.keys()
 
     run(scenario(), 60.0)
 
@@ -84,7 +83,7 @@ def test_an_answer_that_no_worker_writes_is_given_up_and_a_worker_that_comes_in_
             await fleet.publish(0)
             with pytest.raises(openai.InternalServerError, match=r"no worker brought a token for 3 s"):
                 await ask(client)
-            await until(lambda: not live.service.executor.questions, "it is withdrawn")
+            await until(lambda: not live.service.lobby.need_run().questions, "it is withdrawn")
             waiting = asyncio.create_task(ask(client))
             async with honest_worker(live, name="late"):
                 assert len(await waiting) == TOKENS

@@ -40,8 +40,7 @@ async def train_ahead(run_dir: Path, max_staleness: int, rounds: RoundsConfig) -
             await one.fleet.step_done(step)
             await one.publish(step + 1)
         await one.fleet.settled()
-        scheduler = live.service.executor.scheduler
-        assert scheduler is not None
+        scheduler = live.service.lobby.need_run().scheduler
         return ages, scheduler.ledger
 
 
@@ -80,8 +79,7 @@ def test_data_that_ends_while_rounds_are_asked_for_ahead_is_trained_to_its_last_
                         await one.fleet.take(group)
                     await one.fleet.step_done(step)
                     await one.publish(step + 1)
-            scheduler = live.service.executor.scheduler
-            assert scheduler is not None
+            scheduler = live.service.lobby.need_run().scheduler
             return scheduler.ledger
 
     ledger = run(to_the_end())

@@ -151,6 +151,6 @@ def test_one_dialer_holds_more_streams_than_an_http_client_has_connections_by_it
                 await socket.send_bytes(frames.encode(frames.Hello(-1, b"")))
 
             await asyncio.gather(*map(connect, range(num)))
-            await until(lambda: len(live.service.executor.workers) == num, "all have joined")
+            await until(lambda: len(live.service.lobby.workers) == num, "all have joined")
 
     run(scenario(), timeout_s=60.0)

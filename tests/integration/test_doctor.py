@@ -41,7 +41,7 @@ SLOW = structs.replace(ENGINE, slots=2, tokens_per_s=5.0, median_tokens=1000.0)
 
 
 def ask(live: Live) -> Status:
-    return status.status(live.service.executor, live.service.uptime_s)
+    return status.status(live.service.lobby, live.service.uptime_s)
 
 
 async def examined(live: Live, after_s: float = 0.0) -> Diagnosis:
@@ -158,13 +158,13 @@ def test_a_pause_a_trainer_that_goes_and_a_worker_that_goes(tmp_path: Path):
         async with manager(tmp_path) as live:
             async with trainer(live, config) as fleet, a_round(fleet), honest_worker(live, SLOW):
                 await until(lambda: bool(ask(live).tokens_received), "it writes")
-                live.service.post(lambda executor: executor.tell(e.PlacingPaused()))
+                live.service.post(lambda lobby: lobby.tell(e.PlacingPaused()))
                 await until(lambda: ask(live).paused, "it is paused")
                 found = await examined(live)
                 assert found.findings[0].what == "somebody paused the run"
-                live.service.post(lambda executor: executor.tell(e.PlacingResumed()))
+                live.service.post(lambda lobby: lobby.tell(e.PlacingResumed()))
                 await until(lambda: not ask(live).paused, "it goes on")
-                for one in live.service.executor.workers.values():
+                for one in live.service.lobby.workers.values():
                     assert one.link is not None
                     one.link.close("cut", code=1001)
                 await until(lambda: not any(one.connected for one in ask(live).workers), "it is cut off")

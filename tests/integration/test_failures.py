@@ -28,7 +28,7 @@ from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, SampleId, Version, WorkerName, group_of
-from polyrl.manager import asking
+from polyrl.manager import asking, opening
 from polyrl.manager.frames_in import joining
 from polyrl.scheduling.core.ledger import Ledger
 from polyrl.scheduling.core.parameters import DomainData, FleetRules
@@ -42,8 +42,7 @@ SIX = structs.replace(CONFIG, domains=(DomainData(name="d", prompts_per_step=6, 
 
 
 def ledger(live: Live) -> Ledger:
-    scheduler = live.service.executor.scheduler
-    assert scheduler is not None
+    scheduler = live.service.lobby.need_run().scheduler
     return scheduler.ledger
 
 
@@ -166,7 +165,7 @@ def test_a_worker_that_is_given_up_for_its_failures_hears_so_when_it_dials_again
             await peer.say(frames.NewTokens(1, b"", b"", b"", b"", b"", ended))
             if noticed:
                 await peer.socket.close()
-            await until(lambda: "bad" not in live.service.executor.workers, "it is given up")
+            await until(lambda: "bad" not in live.service.lobby.workers, "it is given up")
             for _ in range(2):  # it may not have heard it the first time; on its old connection it reads nothing
                 await peer.dial()
                 if noticed:
@@ -189,7 +188,7 @@ def test_a_worker_that_is_too_slow_to_hand_over_stays_drained(tmp_path: Path):
             Peer(live, "slow") as peer,
         ):
             playing, _ = await begin_round(fleet, peer, 0)
-            await live.service.ask(lambda executor: joining.drain(executor, WorkerName("slow"), "a person asked"))
+            await live.service.ask(lambda lobby: joining.drain(lobby, WorkerName("slow"), "a person asked"))
             told = await peer.hear(frames.Release)
             assert not told.rejoin and not told.in_anger
             playing.cancel()
@@ -205,9 +204,9 @@ def test_a_worker_that_is_drained_while_it_is_away_hears_so_when_it_dials_again(
             await peer.enter()
             async with trainer(live, structs.replace(SIX, fleet_rules=rules)) if has_run else nullcontext():
                 await peer.socket.close()
-                name, workers = WorkerName("away"), live.service.executor.workers
+                name, workers = WorkerName("away"), live.service.lobby.workers
                 await until(lambda: workers[name].link is None, "the break is seen")
-                assert await live.service.ask(lambda executor: joining.drain(executor, name, "a person asked"))
+                assert await live.service.ask(lambda lobby: joining.drain(lobby, name, "a person asked"))
                 await until(lambda: name not in workers, "it is given up")
                 await peer.dial()
                 told = await peer.hear(frames.Release)
@@ -240,7 +239,7 @@ def test_a_run_for_those_who_ask_takes_no_worker_whose_tokens_are_made_up(tmp_pa
     async def scenario() -> None:
         async with manager(tmp_path) as live, honest_worker(live, name="early"):
             config = asking.config_of(live.service.settings)
-            await live.service.ask(lambda executor: joining.open_run_without_trainer(executor, config))
+            await live.service.ask(lambda lobby: opening.open_run_without_trainer(lobby, config))
             await until(lambda: not is_connected(live, "early"), "it is sent away")
         async with manager(tmp_path) as live:
             with pytest.raises(UserError, match="the emulated engine has none"):

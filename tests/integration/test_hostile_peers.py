@@ -1,7 +1,7 @@
 """Peers that lie: each is refused with a reason and counted, and the honest worker beside it never notices.
 
 Over real WebSockets first: a manager, an honest worker, a trainer, and a peer that holds leases and says what cannot
-be. Then by the thousand, without sockets: bytes into the decoders, nonsense frames into an executor.
+be. Then by the thousand, without sockets: bytes into the decoders, nonsense frames into a lobby.
 """
 
 import asyncio
@@ -89,8 +89,7 @@ async def beside_an_honest_worker(
 
 def note_prompts(live: Live, prompts: dict[int, Prompt]) -> None:
     """Which group asks what."""
-    scheduler = live.service.executor.scheduler
-    assert scheduler is not None
+    scheduler = live.service.lobby.need_run().scheduler
     for group in scheduler.desk.groups.values():
         prompts[group.id] = prompt_of(group.domain, group.prompt, group.epoch)
 
@@ -270,13 +269,12 @@ def test_a_message_that_no_frame_can_be_breaks_the_connection(tmp_path: Path, ac
 
 def test_tokens_for_anothers_lease_go_nowhere_now_and_after_a_restart(tmp_path: Path):
     async def act(peer: Peer, order: frames.Order) -> None:
-        executor = peer.live.service.executor
-        assert executor.scheduler is not None
-        for lease in range(order.lease, executor.scheduler.desk.state.next_lease):
+        lobby = peer.live.service.lobby
+        for lease in range(order.lease, lobby.need_run().desk.state.next_lease):
             if lease not in {one.lease for one in peer.orders}:
                 for offset in range(8):  # wherever the honest worker is, one of them would fit
                     await peer.say(tokens(lease, offset=offset, ended=(frames.Ended(lease, offset + 1, "stop"),)))
-        await until(lambda: executor.refused["late_lease"] >= 16, "they were heard")
+        await until(lambda: lobby.refused["late_lease"] >= 16, "they were heard")
         assert lost_in_a_restart(tmp_path, peer.live) == {}
 
     scene = run(beside_an_honest_worker(tmp_path / "run", act, stays=True))
@@ -297,23 +295,22 @@ def test_what_comes_after_the_end_of_a_lease_goes_nowhere_now_and_after_a_restar
 
 def lost_in_a_restart(folder: Path, live: Live) -> dict[int, tuple[frames.SamplePayload, frames.SamplePayload]]:
     """Samples whose text would be another one if the manager died now: what they are, and what they would be."""
-    executor = live.service.executor
-    executor.commit()
+    lobby = live.service.lobby
+    lobby.commit()
     shutil.copytree(live.service.run_dir, folder / "copy")
     again = Service(folder / "copy", live.service.settings)
     again.close()
-    assert executor.payload.texts
+    assert lobby.need_run().payload.texts
     pairs = {
-        one: (executor.payload.sample_text(one), again.executor.payload.sample_text(one))
-        for one in executor.payload.texts
+        one: (lobby.need_run().payload.sample_text(one), again.lobby.need_run().payload.sample_text(one))
+        for one in lobby.need_run().payload.texts
     }
     return {one: pair for one, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def test_an_end_of_a_lease_that_it_does_not_have_ends_nothing(tmp_path: Path):
     async def act(peer: Peer, _: frames.Order) -> None:
-        scheduler = peer.live.service.executor.scheduler
-        assert scheduler is not None
+        scheduler = peer.live.service.lobby.need_run().scheduler
         others = set(range(scheduler.desk.state.next_lease)) - {one.lease for one in peer.orders}
         ends = tuple(frames.Ended(lease, 0, "engine_failed") for lease in sorted(others)[:3])
         await peer.say(frames.NewTokens(1, b"", b"", b"", b"", b"", ends))
@@ -325,10 +322,10 @@ def test_an_end_of_a_lease_that_it_does_not_have_ends_nothing(tmp_path: Path):
 
 def test_an_end_that_is_a_lie_is_not_in_the_journal_and_what_came_with_it_is(tmp_path: Path):
     async def act(peer: Peer, order: frames.Order) -> None:
-        executor = peer.live.service.executor
+        lobby = peer.live.service.lobby
         lie = frames.Ended(order.lease, 5, "stop")
         await peer.say(tokens(order.lease, ids=beginning(order), ended=(lie,)))
-        await until(lambda: executor.refused["offset"] == 1, "it was heard")
+        await until(lambda: lobby.refused["offset"] == 1, "it was heard")
         assert lost_in_a_restart(tmp_path, peer.live) == {}
         written = RunJournal(tmp_path / "copy", JournalSettings()).recover()
         assert written is not None
@@ -610,7 +607,7 @@ def test_who_was_refused_cannot_come_back_with_its_session(tmp_path: Path):
             why = (await peer.fate()).why
             await peer.dial()
             assert (await peer.fate()).why == why, "it hears it again, and that is all"
-            assert not live.service.executor.workers
+            assert not live.service.lobby.workers
 
     run(scenario())
 
@@ -697,7 +694,7 @@ def test_a_name_whose_worker_is_gone_is_taken_over_after_three_heartbeats_and_th
                 await old.dial()
                 assert (await old.fate()).why == "another process joined under its name"
                 check_right(await playing, prompts)
-                assert live.service.executor.lives == {"honest": 2}
+                assert live.service.lobby.lives == {"honest": 2}
                 assert live.refused.keys() == {"name"}
 
     run(scenario())
@@ -722,7 +719,7 @@ def test_nobody_takes_the_name_of_a_worker_that_a_manager_started_again_waits_fo
                 await honest.say(frames.Hello(0, b""))
                 await honest.hear(frames.Welcome)
                 assert is_connected(live, "honest")
-                assert live.service.executor.lives == {"honest": 1}
+                assert live.service.lobby.lives == {"honest": 1}
 
     run(scenario())
 
@@ -734,7 +731,7 @@ def test_the_name_of_a_worker_that_never_comes_back_is_free_when_the_grace_is_ov
         async with manager(tmp_path, graceful(0.2)) as live, Peer(live, "honest") as another:
             await asyncio.sleep(0.2 + 3 * QUICK.stream.heartbeat_interval_s)
             await another.enter()
-            assert live.service.executor.lives == {"honest": 2}
+            assert live.service.lobby.lives == {"honest": 2}
 
     run(scenario())
 
@@ -746,7 +743,7 @@ def test_the_name_of_a_worker_that_was_given_up_is_kept_for_who_shows_its_sessio
             await fleet.publish(0)
             async with Peer(live, "honest") as honest, Peer(live, "honest") as mallory:
                 await honest.enter()
-                await until(lambda: not live.service.executor.workers, "it is given up: it said nothing")
+                await until(lambda: not live.service.lobby.workers, "it is given up: it said nothing")
                 with pytest.raises(NameTaken):
                     await mallory.join()
                 async with dialer(live) as dialled:
@@ -764,7 +761,7 @@ def test_a_worker_started_again_with_its_session_has_its_name_at_once(tmp_path: 
         async with manager(tmp_path / "run", graceful(300.0)) as live:
             for life in (1, 2, 3):
                 task = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer(live), keeps).run())
-                await until(lambda life=life: live.service.executor.lives == {"honest": life}, f"life {life}")
+                await until(lambda life=life: live.service.lobby.lives == {"honest": life}, f"life {life}")
                 await until(lambda: is_connected(live, "honest"), "it is connected")
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -785,11 +782,11 @@ def test_a_session_file_that_is_none_is_one_line(tmp_path: Path, text: str):
 def test_a_name_whose_worker_is_silent_is_taken_over_and_the_silent_one_is_told(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path, ManagerSettings()) as live, Peer(live) as old, Peer(live) as new:
-            executor = live.service.executor
+            lobby = live.service.lobby
             await old.enter()
             with pytest.raises(NameTaken):
                 await new.join()
-            executor.set_clock(executor.now() + 3.5 * live.service.settings.stream.heartbeat_interval_s)
+            lobby.set_clock(lobby.now() + 3.5 * live.service.settings.stream.heartbeat_interval_s)
             await new.enter()
             assert (await old.fate()).why == "another process joined under its name"
             assert is_connected(live, "mallory")
@@ -803,8 +800,8 @@ def test_a_second_worker_of_a_name_waits_and_has_it_when_the_first_is_gone(tmp_p
             async with honest_worker(live):
                 second = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer(live), HONEST).run())
                 await until(lambda: live.refused.get("name", 0) > 2, "the second one tries")
-                assert live.service.executor.lives == {"honest": 1}
-            await until(lambda: live.service.executor.lives == {"honest": 2}, "the second one has it")
+                assert live.service.lobby.lives == {"honest": 1}
+            await until(lambda: live.service.lobby.lives == {"honest": 2}, "the second one has it")
             second.cancel()
 
     run(scenario())
@@ -827,7 +824,7 @@ def test_a_worker_whose_name_stays_taken_hears_it_before_its_model_is_loaded(tmp
             left = await WorkerAgent(engine, dialer(live), HONEST._replace(name_patience_s=0.2)).run()
             assert not left.ok and "a worker 'honest' is connected already" in str(left)
             assert not engine.has_loaded
-            assert live.service.executor.lives == {"honest": 1}
+            assert live.service.lobby.lives == {"honest": 1}
 
     run(scenario())
 
@@ -841,7 +838,7 @@ def test_a_worker_that_comes_back_is_let_in_when_its_former_self_is_missed_howev
         async with manager(tmp_path, msgspec.structs.replace(QUICK, stream=rare)) as live, Peer(live, "honest") as dead:
             await dead.enter()
             life = asyncio.create_task(WorkerAgent(EmulatedEngine(ENGINE), dialer(live), impatient).run())
-            await until(lambda: live.service.executor.lives == {"honest": 2}, "it has its name again")
+            await until(lambda: live.service.lobby.lives == {"honest": 2}, "it has its name again")
             assert (await dead.fate()).why == "another process joined under its name"
             life.cancel()
 
@@ -873,15 +870,15 @@ def dialer(live: Live) -> Dialer:
 def test_workers_that_came_and_went_before_there_was_a_run_are_forgotten(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, Peer(live, "stays") as staying, Peer(live, "goes") as going:
-            executor = live.service.executor
+            lobby = live.service.lobby
             await staying.enter()
             for name in ("one", "two", "three"):
                 going.facts = msgspec.structs.replace(going.facts, name=name)
                 await going.join()
-            assert set(executor.lives) == set(executor.workers) == {"stays", "one", "two", "three"}
-            executor.set_clock(executor.now() + 61.0)
+            assert set(lobby.lives) == set(lobby.workers) == {"stays", "one", "two", "three"}
+            lobby.set_clock(lobby.now() + 61.0)
             await going.join()
-            assert set(executor.lives) == set(executor.workers) == {"stays", "three"}
+            assert set(lobby.lives) == set(lobby.workers) == {"stays", "three"}
 
     run(scenario())
 
@@ -964,8 +961,8 @@ def test_a_trainer_that_scores_nothing_may_follow_one_that_did(tmp_path: Path):
 
 
 def running_rewards(live: Live) -> int:
-    scheduler = live.service.executor.scheduler
-    return 0 if scheduler is None else len(scheduler.desk.scoring.running)
+    opened = live.service.lobby.run
+    return 0 if opened is None else len(opened.desk.scoring.running)
 
 
 def test_only_the_reward_that_is_waited_for_counts(tmp_path: Path):
@@ -984,6 +981,6 @@ def test_only_the_reward_that_is_waited_for_counts(tmp_path: Path):
                         lambda seq, one=sample.id: frames.Scored(seq, one, 1, "scored", -9.0, False, 0.0)
                     )
             await fleet.settled()
-            assert {text.reward for text in live.service.executor.payload.texts.values()} == {1.0}
+            assert {text.reward for text in live.service.lobby.need_run().payload.texts.values()} == {1.0}
 
     run(scenario())

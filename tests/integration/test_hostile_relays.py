@@ -39,8 +39,7 @@ ONE_AT_A_TIME = structs.replace(
 
 
 def seat(live: Live, name: str) -> Worker:
-    scheduler = live.service.executor.scheduler
-    assert scheduler is not None
+    scheduler = live.service.lobby.need_run().scheduler
     fleet = scheduler.desk.state.fleet
     return fleet.seats[fleet.by_name[WorkerName(name)]]
 

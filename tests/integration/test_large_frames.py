@@ -113,13 +113,13 @@ def test_prompts_that_take_their_time_hold_nobody_up(tmp_path: Path):
             await peer.enter()
             playing = asyncio.create_task(play_round(fleet, 0))
             await peer.hear(frames.Orders)
-            assert len(live.service.executor.payload.prompts) == 1
+            assert len(live.service.lobby.need_run().payload.prompts) == 1
             await fleet.status()
             await fleet.publish(1)
             await fleet.settled()
             assert len(made) == 1
             goes_on.set()
-            await until(lambda: len(live.service.executor.payload.prompts) == 3, "all are there")
+            await until(lambda: len(live.service.lobby.need_run().payload.prompts) == 3, "all are there")
             playing.cancel()
 
     run(scenario())

@@ -245,7 +245,7 @@ def test_a_worker_can_join_again_after_its_first_session_has_left_the_journal(tm
             await open_run(live)
             await peer.enter()
             await peer.say(frames.Goodbye("for now"))
-            await until(lambda: not live.service.executor.workers, "it has left")
+            await until(lambda: not live.service.lobby.workers, "it has left")
             async with Peer(live, "w2") as other:
                 for _ in range(3):
                     await other.enter()
@@ -253,8 +253,8 @@ def test_a_worker_can_join_again_after_its_first_session_has_left_the_journal(tm
                     await until(lambda: not is_connected(live, "w2"), "its connection is over")
         async with manager(tmp_path, small) as live, Peer(live, "w1") as peer:
             await peer.enter()
-            session = joining.find_worker(live.service.executor, peer.session)
-            assert session is not None and live.service.executor.seat_of(session) is not None
+            session = joining.find_worker(live.service.lobby, peer.session)
+            assert session is not None and live.service.lobby.need_run().seat_of(session) is not None
 
     run(scenario())
 

@@ -66,7 +66,7 @@ def test_a_worker_with_another_model_says_so_in_a_line_and_ends_with_code_2(tmp_
             line = errors.decode()
             assert line.startswith("polyrl: error: worker stray: it cannot serve this run: version 0 is not of this mo")
             assert line.count("\n") == 1, line
-            await until(lambda: not live.service.executor.workers, "it is gone")
+            await until(lambda: not live.service.lobby.workers, "it is gone")
             status = await status_of(live)
             assert [one.name for one in status.turned_away] == ["stray"]
             found = diagnose(status, status).findings
@@ -132,7 +132,7 @@ def test_a_worker_that_has_served_the_run_is_never_sent_away_for_failing_to_inst
                 await peer.hear(frames.PullOrder)
                 await peer.say(frames.InstallFailed(1, "the disk is full"))
             await peer.hear(frames.PullOrder)
-            assert not live.service.executor.turned_away
+            assert not live.service.lobby.turned_away
 
     run(scenario())
 
@@ -148,7 +148,7 @@ def test_workers_that_cannot_reach_a_trainer_that_is_away_are_kept(tmp_path: Pat
                     await peer.hear(frames.PullOrder)
                     await peer.say(frames.InstallFailed(0, "no source answers"))
                 await peer.hear(frames.PullOrder)
-                assert "mallory" in live.service.executor.workers
+                assert "mallory" in live.service.lobby.workers
 
     run(scenario())
 
@@ -157,9 +157,9 @@ def test_who_joins_again_under_its_name_is_no_longer_spoken_of(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live) as ours:
             await ours.publish(0)
-            live.service.executor.turn_away(WorkerName("a"), "of another model")
+            live.service.lobby.turn_away(WorkerName("a"), "of another model")
             async with worker(live, "a", []):
-                await until(lambda: "a" in live.service.executor.workers, "it has joined")
+                await until(lambda: "a" in live.service.lobby.workers, "it has joined")
                 status = await status_of(live)
                 assert not any("is gone since" in one.what for one in diagnose(status, status).findings)
 
@@ -170,7 +170,7 @@ def test_no_stranger_fills_the_list_of_those_who_are_gone(tmp_path: Path):
     async def scenario() -> None:
         async with manager(tmp_path) as live:
             for number in range(100):
-                live.service.executor.turn_away(WorkerName(f"w{number}"), "x" * 2000)
+                live.service.lobby.turn_away(WorkerName(f"w{number}"), "x" * 2000)
             away = (await status_of(live)).turned_away
             assert [one.name for one in away] == [f"w{number}" for number in range(84, 100)]
             assert max(len(one.why) for one in away) <= 300

@@ -1,6 +1,6 @@
 """Bytes and frames that mean nothing, by the thousand: no exception of ours, no law broken, nothing lost in a restart.
 
-Without sockets. First the decoders and the columns; then a whole executor with its scheduler and its journal, to which
+Without sockets. First the decoders and the columns; then a whole lobby with its scheduler and its journal, to which
 workers and trainers say random things, some of them true, and which dies and comes back at any moment.
 """
 
@@ -18,10 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.properties.hostile import random_config
 
 from polyrl.ids import WorkerName
+from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
-from polyrl.manager.peers.sessions import WorkerSession
-from polyrl.manager.run import Executor
+from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core import events as e
@@ -202,11 +203,11 @@ def test_nesting_without_end_is_refused(depth: int):
         frames.decode_from_worker(bytes([report[0] + 1]) + report[1:] + b"\x91" * depth)
 
 
-# Frames into an executor
+# Frames into a lobby
 
 
 class Talk(RuleBasedStateMachine):
-    """Two kinds of peers talk to an executor. A third of what they say is true: otherwise nothing would ever run."""
+    """Two kinds of peers talk to a lobby. A third of what they say is true: otherwise nothing would ever run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,13 +222,12 @@ class Talk(RuleBasedStateMachine):
         """All that ever were."""
 
     @property
-    def executor(self) -> Executor:
-        return self.service.executor
+    def lobby(self) -> Lobby:
+        return self.service.lobby
 
     @property
     def desk(self) -> Desk:
-        assert self.executor.scheduler is not None
-        return self.executor.scheduler.desk
+        return self.lobby.need_run().desk
 
     @initialize(seed=st.integers(0, 10_000), has_reward=st.booleans(), has_weights=st.booleans(), early=st.booleans())
     def begin(self, seed: int, has_reward: bool, has_weights: bool, early: bool) -> None:
@@ -244,11 +244,11 @@ class Talk(RuleBasedStateMachine):
     @rule(name=names, slots=st.integers(1, 5), version=st.none() | st.integers(0, 3))
     def join(self, name: WorkerName, slots: int, version: int | None) -> None:
         request = JoinRequest(name=name, protocol=frames.PROTOCOL, engine="script", slots=slots, version=version)
-        former = self.executor.workers.get(name)
+        former = self.lobby.workers.get(name)
         if former is not None and former.link is not None:
-            from_workers.gone(self.executor, former, former.link)
-        key = self.keys[name] = joining.join(self.executor, request, self.keys.get(name, "")).session
-        session = joining.find_worker(self.executor, key)
+            from_workers.gone(former, former.link)
+        key = self.keys[name] = joining.join(self.lobby, request, self.keys.get(name, "")).session
+        session = joining.find_worker(self.lobby, key)
         assert session is not None
         self.sessions.append(session)
         self.connect(session)
@@ -260,10 +260,10 @@ class Talk(RuleBasedStateMachine):
 
     @property
     def published(self) -> int:
-        return -1 if self.executor.scheduler is None else self.desk.state.published
+        return -1 if self.lobby.run is None else self.desk.state.published
 
     def worker_says(self, session: WorkerSession, frame: frames.FromWorker) -> None:
-        from_workers.said(self.executor, session, self.links[session.key], frames.encode(frame))
+        from_workers.said(self.lobby, session, self.links[session.key], frames.encode(frame))
 
     @rule(data=st.data(), frame=worker_frames)
     def a_worker_says_anything(self, data: st.DataObject, frame: frames.FromWorker) -> None:
@@ -274,12 +274,12 @@ class Talk(RuleBasedStateMachine):
     def a_worker_says_what_is_no_frame(self, data: st.DataObject, raw: bytes) -> None:
         if self.sessions:
             session = data.draw(st.sampled_from(self.sessions))
-            from_workers.said(self.executor, session, self.links[session.key], raw)
+            from_workers.said(self.lobby, session, self.links[session.key], raw)
 
     @rule(data=st.data())
     def workers_bring_true_tokens(self, data: st.DataObject) -> None:
-        for session in list(self.executor.workers.values()):
-            worker = self.executor.seat_of(session)
+        for session in list(self.lobby.workers.values()):
+            worker = self.lobby.need_run().seat_of(session)
             if worker is not None and worker.leases and session.greeted:
                 self.worker_says(session, self.true_tokens(data, worker))
 
@@ -287,7 +287,7 @@ class Talk(RuleBasedStateMachine):
         rows: list[tuple[int, int, int, int]] = []
         ends: list[frames.Ended] = []
         for lease, sample in worker.leases.items():
-            has = self.executor.payload.texts[sample].num_tokens
+            has = self.lobby.need_run().payload.texts[sample].num_tokens
             count = min(data.draw(st.integers(0, 5)), self.desk.max_new_tokens - has)
             repeated = data.draw(st.integers(0, has)) if count else 0
             if count:
@@ -299,17 +299,17 @@ class Talk(RuleBasedStateMachine):
 
     @rule()
     def workers_install_what_they_pull(self) -> None:
-        for session in list(self.executor.workers.values()):
-            worker = self.executor.seat_of(session)
+        for session in list(self.lobby.workers.values()):
+            worker = self.lobby.need_run().seat_of(session)
             if worker is not None and worker.pulling >= 0 and session.greeted:
-                digest = self.executor.payload.digest_of(worker.pulling)
+                digest = self.lobby.need_run().payload.digest_of(worker.pulling)
                 self.worker_says(session, frames.Installed(worker.pulling, digest))
 
     @rule(data=st.data())
     def a_connection_breaks(self, data: st.DataObject) -> None:
         if self.sessions:
             session = data.draw(st.sampled_from(self.sessions))
-            from_workers.gone(self.executor, session, self.links[session.key])
+            from_workers.gone(session, self.links[session.key])
             if data.draw(st.booleans()):
                 self.connect(session)
 
@@ -320,19 +320,23 @@ class Talk(RuleBasedStateMachine):
         request = RunRequest(
             protocol=frames.PROTOCOL, config=self.config, has_reward=has_reward, has_weights=self.has_weights
         )
-        joining.open_run(self.executor, request)
-        assert self.executor.trainer is not None
+        opening.open_run(self.lobby, request)
         self.trainer_link = Link(web.WebSocketResponse(), 1 << 30)
-        self.executor.trainer.connect(self.trainer_link)
+        self.trainer.connect(self.trainer_link)
         self.trainer_says(frames.TrainerHello())
 
+    @property
+    def trainer(self) -> TrainerSession:
+        trainer = self.lobby.need_run().trainer
+        assert trainer is not None
+        return trainer
+
     def trainer_says(self, frame: frames.FromTrainer) -> None:
-        assert self.executor.trainer is not None
-        from_trainer.said(self.executor, self.executor.trainer, self.trainer_link, frames.encode(frame))
+        from_trainer.said(self.lobby, self.trainer, self.trainer_link, frames.encode(frame))
 
     def publish(self, version: int) -> None:
         """Under the digest that it has, if somebody has published it before."""
-        digest = self.executor.payload.digest_of(version) or str(version % 10) * 64
+        digest = self.lobby.need_run().payload.digest_of(version) or str(version % 10) * 64
         self.trainer_says(frames.Published(1, version, digest if self.has_weights else ""))
 
     @rule(frame=trainer_frames)
@@ -341,8 +345,7 @@ class Talk(RuleBasedStateMachine):
 
     @rule(raw=damaged(trainer_frames))
     def the_trainer_says_what_is_no_frame(self, raw: bytes) -> None:
-        assert self.executor.trainer is not None
-        from_trainer.said(self.executor, self.executor.trainer, self.trainer_link, raw)
+        from_trainer.said(self.lobby, self.trainer, self.trainer_link, raw)
 
     @rule(data=st.data())
     def the_trainer_does_its_work(self, data: st.DataObject) -> None:
@@ -350,7 +353,7 @@ class Talk(RuleBasedStateMachine):
         if self.trainer_link.is_closing:
             self.open_run(has_reward=data.draw(st.booleans()))
         desk = self.desk
-        missing = [one for one in desk.groups if one not in self.executor.payload.prompts]
+        missing = [one for one in desk.groups if one not in self.lobby.need_run().payload.prompts]
         text = tuple(frames.PromptPayload(one, b"abcd", frames.Sampling()) for one in missing)
         self.trainer_says(frames.SupplyPrompts(1, text))
         for one in list(desk.scoring.running):
@@ -369,10 +372,10 @@ class Talk(RuleBasedStateMachine):
     @rule(data=st.data(), num=st.integers(1, 6))
     def all_do_what_they_should(self, data: st.DataObject, num: int) -> None:
         """Without such times no nonsense would ever meet a round in full swing."""
-        self.executor.tell(e.PlacingResumed())
+        self.lobby.tell(e.PlacingResumed())
         for _ in range(num):
             for name in ("w0", "w1"):
-                if not any(one.name == name and one.greeted for one in self.executor.workers.values()):
+                if not any(one.name == name and one.greeted for one in self.lobby.workers.values()):
                     self.join(WorkerName(name), 3, None)
             self.workers_install_what_they_pull()
             self.workers_bring_true_tokens(data)
@@ -382,54 +385,55 @@ class Talk(RuleBasedStateMachine):
 
     @rule(name=names)
     def a_person_drains(self, name: WorkerName) -> None:
-        joining.drain(self.executor, name, "a person asked")
+        joining.drain(self.lobby, name, "a person asked")
 
     @rule(paused=st.booleans())
     def a_person_pauses(self, paused: bool) -> None:
-        self.executor.tell(e.PlacingPaused() if paused else e.PlacingResumed())
+        self.lobby.tell(e.PlacingPaused() if paused else e.PlacingResumed())
 
     @rule(seconds=st.sampled_from([0.13, 2.07, 5.11, 130.17]))
     def time_passes(self, seconds: float) -> None:
         self.clock += seconds
-        self.executor.set_clock(max(self.clock, self.executor.now()))
-        self.executor.pass_time()
+        self.lobby.set_clock(max(self.clock, self.lobby.now()))
+        self.lobby.need_run().pass_time()
 
     @invariant()
     def the_clock_ticks(self) -> None:
         """By so much that what the test itself takes does not count: it must come out the same when it is repeated."""
         self.clock += 0.0537
-        self.executor.set_clock(max(self.clock, self.executor.now()))
+        self.lobby.set_clock(max(self.clock, self.lobby.now()))
 
     @rule()
     def the_owner_commits(self) -> None:
-        self.executor.commit()
+        self.lobby.commit()
 
     @rule()
     def the_manager_is_killed_and_started_again(self) -> None:
         """Everything that was committed is there again; then life goes on with it."""
-        self.executor.commit()
-        before = what_is_kept(self.executor)
+        self.lobby.commit()
+        before = what_is_kept(self.lobby)
         self.service.close()
         self.service = Service(self.service.run_dir, self.service.settings)
-        assert before == what_is_kept(self.executor)
-        for session in self.executor.workers.values():
+        assert before == what_is_kept(self.lobby)
+        for session in self.lobby.workers.values():
             self.sessions = [one for one in self.sessions if one.key != session.key] + [session]
             self.connect(session)
         self.open_run(has_reward=True)
 
     @invariant()
     def the_laws_hold(self) -> None:
-        if self.executor.scheduler is None:
+        if self.lobby.run is None:
             return
-        check(self.executor.scheduler, self.executor.now())
+        check(self.lobby.need_run().scheduler, self.lobby.now())
         for sample in self.desk.samples.values():
             self.check_text(sample)
         for worker in self.desk.seats.values():
-            assert worker.version == -1 or bool(self.executor.payload.digest_of(worker.version)) == self.has_weights
+            has_digest = bool(self.lobby.need_run().payload.digest_of(worker.version))
+            assert worker.version == -1 or has_digest == self.has_weights
 
     def check_text(self, sample: Sample) -> None:
         """What is kept of a sample is what the scheduler says of it, and was written by who might write it."""
-        text = self.executor.payload.texts.get(sample.id)
+        text = self.lobby.need_run().payload.texts.get(sample.id)
         if text is None:
             assert sample.lease == 0 and sample.num_tokens == 0
             return
@@ -448,10 +452,9 @@ class Talk(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def what_is_kept(executor: Executor) -> dict[str, Any]:
+def what_is_kept(lobby: Lobby) -> dict[str, Any]:
     """What a restart must not change: who has what, and the text of all that somebody may still ask for."""
-    assert executor.scheduler is not None
-    desk, payload = executor.scheduler.desk, executor.payload
+    desk, payload = lobby.need_run().desk, lobby.need_run().payload
     texts = {one: payload.sample_text(one) for one in payload.texts if one in desk.samples}
     ended = [one for one in texts if desk.samples[one].state in ENDED]
     running = [one for one in texts if desk.samples[one].state in ("waiting", "leased", "stopping")]

@@ -66,13 +66,12 @@ async def poison(live: Live, fleet: Fleet, ids: list[int], logprob: float) -> No
 
 
 def not_open(live: Live) -> bool:
-    scheduler = live.service.executor.scheduler
-    return scheduler is not None and all(group.state != "open" for group in scheduler.desk.groups.values())
+    opened = live.service.lobby.run
+    return opened is not None and all(group.state != "open" for group in opened.desk.groups.values())
 
 
 def groups_of(live: Live) -> dict[int, Prompt]:
-    scheduler = live.service.executor.scheduler
-    assert scheduler is not None
+    scheduler = live.service.lobby.need_run().scheduler
     return {one.id: prompt_of(one.domain, one.prompt, one.epoch) for one in scheduler.desk.groups.values()}
 
 
@@ -119,8 +118,8 @@ def test_a_run_that_an_earlier_version_let_be_poisoned_is_replayed_by_its_rules_
 
     async def scenario() -> None:
         async with manager(tmp_path) as live:
-            scheduler = live.service.executor.scheduler
-            assert scheduler is not None and scheduler.rules == RULES
+            scheduler = live.service.lobby.need_run().scheduler
+            assert scheduler.rules == RULES
             async with honest_worker(live), trainer(live, answers=MODEL) as fleet:
                 await fleet.restart_step(0)
                 prompts: dict[int, Prompt] = {}
@@ -143,7 +142,7 @@ def test_a_run_that_an_earlier_version_let_be_poisoned_is_replayed_by_its_rules_
 
 async def scenario_of_a_restart(run_dir: Path) -> None:
     async with manager(run_dir) as live:
-        assert live.service.executor.scheduler is not None
+        assert live.service.lobby.run is not None
 
 
 class PickyEngine(EmulatedEngine):
@@ -191,7 +190,7 @@ def test_tokens_that_an_engine_refuses_to_go_on_from_cost_no_prompt_and_are_thei
                 await peer.hear(frames.Orders)
             for order in peer.orders:
                 await peer.say(tokens(order.lease, ids=[7, NO_ID]))
-            await until(lambda: live.service.executor.num_tokens == 16, "they were heard")
+            await until(lambda: live.service.lobby.need_run().num_tokens == 16, "they were heard")
             if not restarts:
                 await go_on(live, fleet, peer)
         if restarts:
@@ -202,8 +201,7 @@ def test_tokens_that_an_engine_refuses_to_go_on_from_cost_no_prompt_and_are_thei
         prompts = groups_of(live)
         if peer is not None:
             await peer.socket.close()
-        scheduler = live.service.executor.scheduler
-        assert scheduler is not None
+        scheduler = live.service.lobby.need_run().scheduler
         async with picky_worker(live):
             groups = await play_round(fleet, 0)
         check_right(groups, prompts)

@@ -73,7 +73,7 @@ def test_every_request_and_stream_is_told_how_far_it_is_until_all_is_read(tmp_pa
                 owner = asyncio.create_task(live.service.own())
                 assert live.service.share_read is None
                 assert (await asked).run == "open"
-            await until(lambda: "patient" in live.service.executor.workers, "it has joined")
+            await until(lambda: "patient" in live.service.lobby.workers, "it has joined")
             worker.drain("SIGTERM")
             assert (await life).ok
             owner.cancel()

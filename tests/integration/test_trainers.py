@@ -143,8 +143,7 @@ async def speak_on(run_dir: Path) -> None:
         async with asyncio.timeout(PATIENCE_S):
             await fleet.settled()
             await early
-        assert live.service.executor.scheduler is not None
-        assert live.service.executor.scheduler.desk.state.published == 0
+        assert live.service.lobby.need_run().desk.state.published == 0
         speaking.cancel()
 
 

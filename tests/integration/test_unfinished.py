@@ -144,11 +144,10 @@ def test_names_that_come_and_go_leave_little_behind(tmp_path: Path):
                 for number in range(num):
                     facts = JoinRequest(name=f"w{number}", protocol=frames.PROTOCOL, engine="script", slots=1)
                     await dialer.post("/v1/join", facts, JoinReply)
-            executor = live.service.executor
-            await until(lambda: not executor.workers, "all are given up")
-            assert executor.scheduler is not None
-            assert len(executor.scheduler.ledger.workers) <= MAX_DEPARTED + 1
-            assert len(executor.scheduler.desk.state.fleet.last_incarnations) <= MAX_DEPARTED
+            lobby = live.service.lobby
+            await until(lambda: not lobby.workers, "all are given up")
+            assert len(lobby.need_run().scheduler.ledger.workers) <= MAX_DEPARTED + 1
+            assert len(lobby.need_run().desk.state.fleet.last_incarnations) <= MAX_DEPARTED
             assert (await fleet.status()).ledger["workers_joined"] == num
 
     run(scene(), timeout_s=100.0)

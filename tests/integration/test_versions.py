@@ -153,9 +153,8 @@ def test_a_group_of_a_version_that_the_trainer_did_not_publish_is_rejected(tmp_p
                 groups.append(group)
                 await ours.fleet.take(group)
             assert groups == []
-            executor = live.service.executor
-            assert executor.scheduler is not None
-            dropped = executor.scheduler.desk.state.ledger.prompts_dropped
+            lobby = live.service.lobby
+            dropped = lobby.need_run().desk.state.ledger.prompts_dropped
             assert sum(dropped.values()) >= CONFIG.domains[0].prompts_per_step
             ours.fleet.digests[0] = known
 
@@ -169,7 +168,7 @@ def test_offers_survive_a_restart_of_the_manager(tmp_path: Path):
             digest = await ours.publish(0)
             await ours.fleet.settled()
         async with manager(tmp_path) as live:
-            assert live.service.executor.payload.digest_of(0) == digest
+            assert live.service.lobby.need_run().payload.digest_of(0) == digest
             async with trainer(live) as ours:  # another process: it serves from elsewhere, and says so
                 await ours.publish(0)
                 async with worker(live, "late", peers):
@@ -185,7 +184,7 @@ def test_a_version_that_was_published_never_becomes_another(tmp_path: Path):
             await ours.fleet.publish(0, "ab" * 32, ours.server.addresses)
             with pytest.raises(UserError, match=f"version 0 is {digest}"):
                 await ours.fleet.settled()
-            assert live.service.executor.payload.digest_of(0) == digest
+            assert live.service.lobby.need_run().payload.digest_of(0) == digest
 
     run(scenario())
 
@@ -222,7 +221,7 @@ def test_what_a_replaced_version_wrote_keeps_its_digest_and_late_news_of_it_harm
             async with trainer(live) as ours:
                 before = await ours.publish(0)
                 await write_some(peer, ours, before)
-                payload = live.service.executor.payload
+                payload = live.service.lobby.need_run().payload
                 await until(lambda: sum(len(one.cells) for one in payload.texts.values()) == 5 * 8, "all has come")
             first, second = peer.orders[:2]
             async with trainer(live) as ours:
@@ -233,7 +232,7 @@ def test_what_a_replaced_version_wrote_keeps_its_digest_and_late_news_of_it_harm
                 await peer.say(tokens(first.lease, offset=2))  # it was on its way
                 await peer.say(frames.Installed(0, before))
                 await until(lambda: live.refused.get("late_lease", 0) == 1, "they are late")
-                assert live.service.executor.workers[WorkerName("mallory")].greeted
+                assert live.service.lobby.workers[WorkerName("mallory")].greeted
                 peer.orders.clear()
                 await peer.say(frames.Installed(0, after))
                 while all(one.sample != first.sample for one in peer.orders):
@@ -258,14 +257,14 @@ def test_a_replaced_version_is_remembered_by_the_next_manager(tmp_path: Path):
             await peer.enter()
             before = await ours.publish(0)
             await write_some(peer, ours, before)
-            payload = live.service.executor.payload
+            payload = live.service.lobby.need_run().payload
             await until(lambda: sum(len(one.cells) for one in payload.texts.values()) == 5 * 8, "all has come")
             first, second = peer.orders[:2]
         async with manager(tmp_path) as live, trainer(live) as ours:
             after = await ours.publish(0, seed=100, replaces=("cd" * 32, before))
             await ours.fleet.settled()
         async with manager(tmp_path) as live, trainer(live) as ours, worker(live, "honest", []):
-            assert live.service.executor.payload.digest_of(0) == after
+            assert live.service.lobby.need_run().payload.digest_of(0) == after
             ours.fleet.digests[0] = (before, after)
             await ours.publish(0, seed=100, replaces=(before, after))
             found = await digests_by_sample(ours)
@@ -299,7 +298,7 @@ def test_only_what_is_known_of_a_version_can_be_replaced(tmp_path: Path):
             await ours.publish(0, seed=100, replaces=("ab" * 32,))
             with pytest.raises(UserError, match=f"version 0 is {digest}"):
                 await ours.fleet.settled()
-            assert live.service.executor.payload.digest_of(0) == digest
+            assert live.service.lobby.need_run().payload.digest_of(0) == digest
 
     run(scenario())
 
@@ -333,7 +332,7 @@ def test_a_version_that_was_skipped_is_nobodys(tmp_path: Path, says: frames.Inst
             await peer.dial()
             await peer.say(says)
             await peer.hear(frames.PullOrder)
-            worker = live.service.executor.seat_of(live.service.executor.workers[WorkerName("mallory")])
+            worker = live.service.lobby.need_run().seat_of(live.service.lobby.workers[WorkerName("mallory")])
             assert worker is not None and worker.version == -1
 
     run(scenario())
@@ -471,7 +470,7 @@ def test_a_local_worker_whose_connection_broke_is_told_its_turn_again(tmp_path: 
         async def turn_to(duty: frames.Duty) -> None:
             turns.append(duty)
             if len(turns) == 1:
-                session = live.service.executor.workers[WorkerName("local")]
+                session = live.service.lobby.workers[WorkerName("local")]
                 before = session.link
                 assert before is not None
                 before.close("a break")

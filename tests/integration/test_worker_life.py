@@ -122,13 +122,13 @@ def test_a_worker_whose_engine_cannot_go_on_says_so_whatever_its_connection_does
                 worker._socket = cast(Any, SocketThatTakesNothing())
             elif breaks == "before it":
                 worker._draining = "SIGTERM"
-                link = live.service.executor.workers[NAME].link
+                link = live.service.lobby.workers[NAME].link
                 assert link is not None
                 link.close("a break")
             engine.trouble = "its device fell off the bus"
             if breaks == "over the goodbye":
                 await asyncio.sleep(0.3)
-                link = live.service.executor.workers[NAME].link
+                link = live.service.lobby.workers[NAME].link
                 assert link is not None
                 link.close("a break")
             left = await life
@@ -199,7 +199,7 @@ def test_a_signal_is_heard_while_the_manager_does_not_answer():
 
 
 def is_greeted(live: Live) -> bool:
-    session = live.service.executor.workers.get(NAME)
+    session = live.service.lobby.workers.get(NAME)
     return session is not None and session.greeted
 
 
@@ -211,7 +211,7 @@ def test_a_worker_that_has_been_connected_for_longer_than_its_patience_comes_bac
             for _ in range(3):
                 await until(lambda: is_greeted(live), "it is connected")
                 await asyncio.sleep(0.6)
-                link = live.service.executor.workers[NAME].link
+                link = live.service.lobby.workers[NAME].link
                 assert link is not None
                 link.close("a break")
                 await until(lambda: not is_greeted(live), "the break is seen")
@@ -227,7 +227,7 @@ def test_a_manager_that_sends_what_is_no_frame_is_left_with_a_line(tmp_path: Pat
         async with manager(tmp_path) as live:
             life = asyncio.create_task(agent(live).run())
             await until(lambda: is_greeted(live), "it is connected")
-            link = live.service.executor.workers[NAME].link
+            link = live.service.lobby.workers[NAME].link
             assert link is not None
             link.send(cast(Any, b"bytes alone"))
             left = await life
@@ -274,10 +274,10 @@ def test_a_worker_with_a_notice_writes_on_and_hands_over_before_its_machine_goes
             await until(lambda: is_greeted(live), "it is connected")
             await fleet.publish(0)
             playing = asyncio.create_task(play_round(fleet, 0))
-            executor = live.service.executor
+            lobby = live.service.lobby
 
             def seat() -> Worker:
-                found = executor.seat_of(executor.workers[NAME])
+                found = lobby.need_run().seat_of(lobby.workers[NAME])
                 assert found is not None
                 return found
 
@@ -290,8 +290,7 @@ def test_a_worker_with_a_notice_writes_on_and_hands_over_before_its_machine_goes
             assert left.ok and time.monotonic() - began > 2.0, "it left at once"
             async with honest_worker(live):
                 assert len(await playing) == 2
-            assert executor.scheduler is not None
-            assert executor.scheduler.ledger.moves.keys() == {"handed_over"}
+            assert lobby.need_run().scheduler.ledger.moves.keys() == {"handed_over"}
 
     run(scenario())
 
@@ -471,8 +470,7 @@ def test_a_worker_whose_engine_dies_stays_and_gets_its_weights_again(tmp_path: P
                 engine.come_back()
                 assert len(await playing) == 2
                 assert engine.num_installs > num_installs
-            assert live.service.executor.scheduler is not None
-            ledger = live.service.executor.scheduler.ledger
+            ledger = live.service.lobby.need_run().scheduler.ledger
             assert (ledger.workers[NAME].num_joins, ledger.workers[NAME].num_losses) == (1, 0)
             assert ledger.samples_discarded == {}
             assert live.refused == {}
@@ -491,7 +489,7 @@ def test_an_engine_that_died_and_came_back_behind_a_break_is_believed_to_be_empt
             await fleet.publish(0)
             playing = asyncio.create_task(play_round(fleet, 0))
             await until(lambda: engine.stats().num_running > 0, "it writes")
-            link = live.service.executor.workers[NAME].link
+            link = live.service.lobby.workers[NAME].link
             assert link is not None
             link.close("a break")
             await engine.die()
@@ -505,7 +503,7 @@ def test_an_engine_that_died_and_came_back_behind_a_break_is_believed_to_be_empt
 
 
 def state_of(live: Live) -> str:
-    return next((one.state for one in status(live.service.executor, 0.0).workers if one.name == NAME), "")
+    return next((one.state for one in status(live.service.lobby, 0.0).workers if one.name == NAME), "")
 
 
 def test_a_worker_that_is_lost_between_an_answers_last_token_and_its_end_costs_nothing(tmp_path: Path):
@@ -513,11 +511,11 @@ def test_a_worker_that_is_lost_between_an_answers_last_token_and_its_end_costs_n
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live) as peer:
             playing, order = await begin_round(fleet, peer, 0)
             await peer.say(tokens(order.lease, ids=[7] * CONFIG.max_new_tokens))
-            await until(lambda: live.service.executor.num_tokens == CONFIG.max_new_tokens, "the tokens came")
+            await until(lambda: live.service.lobby.need_run().num_tokens == CONFIG.max_new_tokens, "the tokens came")
             await peer.say(frames.Goodbye("gone"))
             async with honest_worker(live):
                 assert [len(group.samples) for group in await playing] == [4, 4]
-            scheduler = live.service.executor.scheduler
-            assert scheduler is not None and "refused" not in scheduler.ledger.moves
+            scheduler = live.service.lobby.need_run().scheduler
+            assert "refused" not in scheduler.ledger.moves
 
     run(scenario())

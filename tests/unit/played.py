@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from polyrl.ids import WorkerName, group_of
+from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import WorkerSession
@@ -65,12 +66,12 @@ class Worker:
     """A worker as the manager sees it: it makes what it is asked for, whenever it is told to."""
 
     def __init__(self, service: Service, name: str, *, local: bool = False, slots: int = 3) -> None:
-        self._executor = service.executor
-        former = self._executor.workers.get(WorkerName(name))
+        self._lobby = service.lobby
+        former = self._lobby.workers.get(WorkerName(name))
         if former is not None and former.link is not None:
-            from_workers.gone(self._executor, former, former.link)
+            from_workers.gone(former, former.link)
         reply = joining.join(
-            self._executor,
+            self._lobby,
             JoinRequest(
                 name=name,
                 protocol=PROTOCOL,
@@ -80,9 +81,9 @@ class Worker:
                 local=local,
                 num_devices=2 if local else 1,
             ),
-            self._executor.absent.get(WorkerName(name), ("", 0.0))[0] if former is None else former.key,
+            self._lobby.absent.get(WorkerName(name), ("", 0.0))[0] if former is None else former.key,
         )
-        session = joining.find_worker(self._executor, reply.session)
+        session = joining.find_worker(self._lobby, reply.session)
         assert session is not None
         self.session: WorkerSession = session
         self.line = Line()
@@ -93,11 +94,10 @@ class Worker:
         self.say(frames.Hello(self.version, b""))
 
     def published(self) -> int:
-        assert self._executor.scheduler is not None
-        return self._executor.scheduler.desk.state.published
+        return self._lobby.need_run().desk.state.published
 
     def say(self, frame: frames.FromWorker) -> None:
-        from_workers.said(self._executor, self.session, self.line, frames.encode(frame))
+        from_workers.said(self._lobby, self.session, self.line, frames.encode(frame))
 
     def listen(self) -> None:
         for frame in map(frames.decode_to_worker, self.line.sent):
@@ -119,8 +119,7 @@ class Worker:
 
     def write(self, rng: random.Random) -> None:
         """A token or two of one of its leases, be it over or not, and perhaps the end."""
-        assert self._executor.scheduler is not None
-        cap = self._executor.scheduler.desk.max_new_tokens
+        cap = self._lobby.need_run().desk.max_new_tokens
         if not self.at:
             return
         lease = rng.choice(sorted(self.at))
@@ -140,11 +139,12 @@ class Manager:
     def __init__(self, run_dir: Path, seed: int, config: SchedulerConfig = CONFIG) -> None:
         self.rng = random.Random(seed)
         self.service = Service(run_dir, SMALL_FILES)
-        self.executor = self.service.executor
+        self.lobby = self.service.lobby
         opened = self.open_run(config)
         assert opened.fresh
-        assert self.executor.trainer is not None
-        self.trainer, self.line = self.executor.trainer, Line()
+        trainer = self.lobby.need_run().trainer
+        assert trainer is not None
+        self.trainer, self.line = trainer, Line()
         self.trainer.connect(self.line)
         self.step = 0
         self.seq = 0
@@ -156,14 +156,14 @@ class Manager:
         self.state(frames.RequestRound(self.next_seq(), 0))
 
     def open_run(self, config: SchedulerConfig) -> RunReply:
-        return joining.open_run(self.executor, RunRequest(protocol=PROTOCOL, config=config, has_reward=True))
+        return opening.open_run(self.lobby, RunRequest(protocol=PROTOCOL, config=config, has_reward=True))
 
     def next_seq(self) -> int:
         self.seq += 1
         return self.seq
 
     def state(self, frame: frames.FromTrainer) -> None:
-        from_trainer.said(self.executor, self.trainer, self.line, frames.encode(frame))
+        from_trainer.said(self.lobby, self.trainer, self.line, frames.encode(frame))
 
     def play(self) -> None:
         """Somebody does something, and it is committed."""
@@ -195,13 +195,13 @@ class Manager:
         self.commit()
 
     def wait(self, seconds: float) -> None:
-        self.executor.set_clock(self.executor.now() + seconds)
-        self.executor.pass_time()
+        self.lobby.set_clock(self.lobby.now() + seconds)
+        self.lobby.need_run().pass_time()
 
     def commit(self) -> None:
-        self.executor.commit()
+        self.lobby.commit()
         self.listen()
-        self.executor.commit()
+        self.lobby.commit()
 
     def train(self) -> None:
         self.state(frames.Took(self.next_seq(), self.step, tuple(self.delivered)))
@@ -241,7 +241,6 @@ class Manager:
 
 def kept(service: Service) -> Mapping[str, PromptPayload | SamplePayload]:
     """All that somebody may still ask for."""
-    assert service.executor.scheduler is not None
-    groups, payload = service.executor.scheduler.desk.groups, service.executor.payload
+    groups, payload = service.lobby.need_run().desk.groups, service.lobby.need_run().payload
     texts = {f"sample {one}": payload.sample_text(one) for one in payload.texts if group_of(one) in groups}
     return {f"prompt of {group}": prompt for group, prompt in payload.prompts.items()} | texts

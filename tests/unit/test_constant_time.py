@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from polyrl.ids import Incarnation
+from polyrl.manager import opening
 from polyrl.manager.frames_in import joining
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.wire.control import JoinRequest
@@ -39,10 +40,10 @@ def test_tokens_and_sessions_are_compared_in_constant_time():
     tokens = AccessTokens({"worker": SecretText("w" * 20), "admin": SecretText("a" * 20)})
     worker = WorkerSession(SecretText("w" * 20), Incarnation(1), FACTS)
     trainer = TrainerSession(SecretText("a" * 20), has_reward=False)
-    executor = cast(Any, SimpleNamespace(workers={"w1": worker}, trainer=trainer))
+    lobby = cast(Any, SimpleNamespace(workers={"w1": worker}, run=SimpleNamespace(trainer=trainer)))
     for given in ("w" * 20, "a" * 20, "w" * 19, "w" * 19 + "x", "", "\udcff\u00fc"):
         assert tokens.scope_of(given) == {"w" * 20: "worker", "a" * 20: "admin"}.get(given)
-        assert (joining.find_worker(executor, given) is worker) == (given == "w" * 20)
-        assert (joining.find_trainer(executor, given) is trainer) == (given == "a" * 20)
-    executor.trainer = None
-    assert joining.find_trainer(executor, "a" * 20) is None
+        assert (joining.find_worker(lobby, given) is worker) == (given == "w" * 20)
+        assert (opening.find_trainer(lobby, given) is trainer) == (given == "a" * 20)
+    lobby.run.trainer = None
+    assert opening.find_trainer(lobby, "a" * 20) is None

@@ -14,8 +14,8 @@ from polyrl.ids import LeaseId, WorkerName
 from polyrl.journal.files import open_journals
 from polyrl.journal.records import replay
 from polyrl.manager.frames_in import from_workers
-from polyrl.manager.gathering import gather
-from polyrl.manager.run import Executor
+from polyrl.manager.lobby import Lobby
+from polyrl.manager.run import gather
 from polyrl.manager.service import Service
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules, RoutingConfig
@@ -60,18 +60,18 @@ def test_a_worker_is_given_up_as_long_after_it_was_last_heard_as_ever(tmp_path, 
     manager = Manager(tmp_path, 0, BEATING)
     worker = Worker(manager.service, "a")
     manager.commit()
-    began = manager.executor.now()
+    began = manager.lobby.now()
     if last_heard_s > TIMEOUT_S:
         worker.say(REPORT)
         pass_time(manager, 2.0)
         worker.say(REPORT)
-    manager.wait(began + last_heard_s - manager.executor.now())
+    manager.wait(began + last_heard_s - manager.lobby.now())
     worker.say(REPORT)
-    heard_at = manager.executor.now()
-    while "a" in manager.executor.workers:
+    heard_at = manager.lobby.now()
+    while "a" in manager.lobby.workers:
         pass_time(manager, 0.05)
-        assert manager.executor.now() < heard_at + 2 * TIMEOUT_S
-    assert manager.executor.now() - heard_at == pytest.approx(TIMEOUT_S, abs=0.2)
+        assert manager.lobby.now() < heard_at + 2 * TIMEOUT_S
+    assert manager.lobby.now() - heard_at == pytest.approx(TIMEOUT_S, abs=0.2)
     manager.service.close()
 
 
@@ -84,18 +84,16 @@ def test_what_a_lost_worker_had_brought_and_nobody_had_told_is_in_the_ledger(tmp
     lease = min(worker.at)
     worker.say(tokens_frame(lease, 0, list(range(90))))
     worker.say(frames.Goodbye("it is enough"))
-    scheduler = manager.executor.scheduler
-    assert scheduler is not None
+    scheduler = manager.lobby.need_run().scheduler
     assert [one.num_tokens for one in scheduler.desk.samples.values() if one.num_tokens] == [90]
-    assert scheduler.ledger.tokens_arrived == manager.executor.num_tokens == 90
+    assert scheduler.ledger.tokens_arrived == manager.lobby.need_run().num_tokens == 90
     manager.service.close()
 
 
 def test_so_is_what_it_had_brought_when_another_process_takes_its_name(tmp_path):
     manager = brought_and_untold(tmp_path)
     Worker(manager.service, "a")
-    assert manager.executor.scheduler is not None
-    assert manager.executor.scheduler.ledger.tokens_arrived == 90
+    assert manager.lobby.need_run().scheduler.ledger.tokens_arrived == 90
     assert replay(open_journals(tmp_path)).first_difference is None
     manager.service.close()
 
@@ -105,8 +103,7 @@ def test_an_answer_has_nobody_told_of_but_those_that_failed_its_group(tmp_path):
     manager = brought_and_untold(tmp_path)
     manager.workers["b"] = Worker(manager.service, "b")
     manager.commit()
-    assert manager.executor.scheduler is not None
-    desk, now = manager.executor.scheduler.desk, manager.executor.now()
+    desk, now = manager.lobby.need_run().desk, manager.lobby.now()
     lease, sample = next(iter(desk.leases.items()))
     assert concerned(desk, e.SampleFinished(lease, 90), now) is None
     seat = desk.state.fleet.by_name[WorkerName("b")]
@@ -120,15 +117,14 @@ def test_an_answer_has_nobody_told_of_but_those_that_failed_its_group(tmp_path):
 def test_a_report_is_told_once_however_often_its_worker_is_told_of(tmp_path):
     """Two in a row of samples that wait mean a full engine; one may mean that it computes prompts."""
     manager = brought_and_untold(tmp_path)
-    worker, executor = manager.workers["a"], manager.executor
-    assert executor.scheduler is not None
-    desk = executor.scheduler.desk
+    worker, lobby = manager.workers["a"], manager.lobby
+    desk = lobby.need_run().desk
     (seat,) = desk.seats
     worker.say(frames.Report(1, 3, 0.5, 0, 1.0))
-    told = [gather(desk, [worker.session], executor.payload.texts, executor.now(), [seat]) for _ in range(3)]
+    told = [gather(desk, [worker.session], lobby.need_run().payload.texts, lobby.now(), [seat]) for _ in range(3)]
     assert [len(one.engines) for one in told if one is not None] == [1, 0, 0]
     worker.say(frames.Report(1, 3, 0.5, 0, 1.0))
-    again = gather(desk, [worker.session], executor.payload.texts, executor.now(), [seat])
+    again = gather(desk, [worker.session], lobby.need_run().payload.texts, lobby.now(), [seat])
     assert again is not None
     assert again.engines == ((0, 3, 0),)
     manager.service.close()
@@ -145,13 +141,12 @@ def brought_and_untold(run_dir: Path) -> Manager:
     return manager
 
 
-def check_that_it_is_nobodys_time(executor: Executor, absence_s: float) -> None:
-    assert executor.scheduler is not None
-    desk = executor.scheduler.desk
-    assert executor.now() - desk.state.clock.step_began_at < 5.0
+def check_that_it_is_nobodys_time(lobby: Lobby, absence_s: float) -> None:
+    desk = lobby.need_run().desk
+    assert lobby.now() - desk.state.clock.step_began_at < 5.0
     assert sum(desk.ledger.workers[WorkerName("a")].seconds.values()) < 5.0
     assert [one.unheard for one in desk.seats.values()] == [True]
-    assert executor.now() > absence_s
+    assert lobby.now() > absence_s
 
 
 def test_an_absence_is_nobodys_time_though_tokens_had_come_that_nobody_had_told(tmp_path):
@@ -161,20 +156,19 @@ def test_an_absence_is_nobodys_time_though_tokens_had_come_that_nobody_had_told(
     for path in (tmp_path / "journal").iterdir():
         os.utime(path, (then, then))
     again = Service(tmp_path, SMALL_FILES)
-    check_that_it_is_nobodys_time(again.executor, 1000.0)
+    check_that_it_is_nobodys_time(again.lobby, 1000.0)
     again.close()
 
 
 def test_nor_is_the_time_that_the_whole_process_stood_still(tmp_path):
     manager = brought_and_untold(tmp_path)
     manager.workers["a"].say(REPORT)
-    manager.executor.set_clock(manager.executor.now() + 1000.0)
-    manager.executor.stood_still(1000.0)
-    manager.executor.tell_news(manager.workers["a"].session)
-    check_that_it_is_nobodys_time(manager.executor, 1000.0)
+    manager.lobby.set_clock(manager.lobby.now() + 1000.0)
+    manager.lobby.need_run().stood_still(1000.0)
+    manager.lobby.need_run().tell_news(manager.workers["a"].session)
+    check_that_it_is_nobodys_time(manager.lobby, 1000.0)
     manager.workers["a"].say(REPORT)
-    assert manager.executor.scheduler is not None
-    assert not any(one.unheard for one in manager.executor.scheduler.desk.seats.values())
+    assert not any(one.unheard for one in manager.lobby.need_run().desk.seats.values())
     manager.service.close()
 
 
@@ -182,20 +176,19 @@ def test_a_worker_may_come_back_after_a_restart_with_more_leases_that_are_over_t
     manager = brought_and_untold(tmp_path)
     manager.service.close()
     again = Service(tmp_path, SMALL_FILES)
-    (session,) = again.executor.workers.values()
+    (session,) = again.lobby.workers.values()
     line = Line()
     session.connect(line)
     held = columns.pack_column("<u8", list(range(1, session.facts.slots + 1)))
-    from_workers.said(again.executor, session, line, frames.encode(frames.Hello(0, held)))
-    assert again.executor.refused == {}
+    from_workers.said(again.lobby, session, line, frames.encode(frames.Hello(0, held)))
+    assert again.lobby.refused == {}
     assert session.greeted
     again.close()
 
 
 def untold(manager: Manager) -> int:
     """Tokens of running samples that the scheduler has not heard of. Of those that wait it has heard all."""
-    assert manager.executor.scheduler is not None
-    desk, texts = manager.executor.scheduler.desk, manager.executor.payload.texts
+    desk, texts = manager.lobby.need_run().desk, manager.lobby.need_run().payload.texts
     behind = {one.id: texts[one.id].num_tokens - one.num_tokens for one in desk.samples.values() if one.id in texts}
     assert not any(num for sample, num in behind.items() if desk.samples[sample].state == "waiting")
     return sum(num for sample, num in behind.items() if desk.samples[sample].state in ("leased", "stopping"))
@@ -209,9 +202,8 @@ def test_every_token_is_accounted_for_and_the_journal_replays_to_the_same_comman
     manager = Manager(run_dir, seed, config)
     for _ in range(150):
         manager.play_all()
-        assert manager.executor.scheduler is not None
-        arrived = manager.executor.scheduler.ledger.tokens_arrived
-        assert arrived + untold(manager) == manager.executor.num_tokens
+        arrived = manager.lobby.need_run().scheduler.ledger.tokens_arrived
+        assert arrived + untold(manager) == manager.lobby.need_run().num_tokens
     manager.service.close()
     assert replay(open_journals(run_dir)).first_difference is None
 

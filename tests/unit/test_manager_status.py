@@ -22,18 +22,17 @@ class WatchedPayload(Payload):
 
 def test_tokens_of_running_samples_are_counted_once_and_told_by_worker_and_by_round(tmp_path):
     manager = Manager(tmp_path, 5)
-    executor = manager.executor
+    lobby = manager.lobby
     num_running = 0
     for _ in range(150):
         manager.play()
-        assert executor.scheduler is not None
-        desk, ours = executor.scheduler.desk, executor.payload
-        executor.payload = watched = WatchedPayload(ours)
-        said = status(executor, 0.0)
-        executor.payload = ours
+        desk, ours = lobby.need_run().desk, lobby.need_run().payload
+        lobby.need_run().payload = watched = WatchedPayload(ours)
+        said = status(lobby, 0.0)
+        lobby.need_run().payload = ours
         assert watched.looks == Counter(one.id for one in desk.leases.values())
         for worker in said.workers:
-            seat = executor.seat_of(executor.workers[WorkerName(worker.name)])
+            seat = lobby.need_run().seat_of(lobby.workers[WorkerName(worker.name)])
             held = () if seat is None else seat.leases.values()
             assert worker.tokens_running == sum(ours.text(one).num_tokens for one in held)
         for round_, told in zip(desk.rounds.values(), said.rounds, strict=True):

@@ -310,8 +310,7 @@ def test_the_next_manager_has_what_a_killed_one_had(tmp_path_factory, seed):
 def test_a_run_whose_answers_are_not_all_on_the_disk_does_not_go_on(tmp_path):
     """Events reached the disk before a loss of power, and the tokens that they speak of did not."""
     manager = Manager(tmp_path / "run", 3)
-    assert manager.executor.scheduler is not None
-    desk = manager.executor.scheduler.desk
+    desk = manager.lobby.need_run().desk
     while not any(one.state == "scored" for one in desk.samples.values()):
         manager.play()
     manager.service.close()

@@ -5,8 +5,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from polyrl.errors import one_line, plain
-from polyrl.manager.refusals import Refused
+from polyrl.errors import Refused, one_line, plain
 from polyrl.wire import frames
 from polyrl.wire.control import DrainRequest, JoinRequest
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from msgspec import inspect, structs
 from tests.unit.played import CONFIG, Manager, Worker
 
-from polyrl.manager.frames_in import joining
-from polyrl.manager.refusals import Refused
+from polyrl.errors import Refused
+from polyrl.manager import frames_out, opening
+from polyrl.manager.run import Run
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core.parameters import ParallelismConfig, SchedulerConfig
@@ -118,9 +119,8 @@ def test_no_configuration_that_is_let_in_ends_the_manager(tmp_path_factory, conf
     manager = Manager(tmp_path_factory.mktemp("run") / "run", seed, config)
     for _ in range(150):
         manager.play_all()
-    scheduler = manager.executor.scheduler
-    assert scheduler is not None
-    check(scheduler, manager.executor.now())
+    scheduler = manager.lobby.need_run().scheduler
+    check(scheduler, manager.lobby.now())
     manager.service.close()
 
 
@@ -135,8 +135,8 @@ def with_planned_parallelism() -> SchedulerConfig:
 def test_what_no_live_fleet_can_do_is_refused_when_the_run_is_opened(tmp_path):
     service = Service(tmp_path, SETTINGS)
     with pytest.raises(Refused, match=r"parallelism\.enabled: got true, expected false: a simulated fleet"):
-        joining.open_run(service.executor, RunRequest(protocol=PROTOCOL, config=with_planned_parallelism()))
-    assert service.executor.scheduler is None
+        opening.open_run(service.lobby, RunRequest(protocol=PROTOCOL, config=with_planned_parallelism()))
+    assert service.lobby.run is None
     service.close()
 
 
@@ -144,9 +144,9 @@ class OlderManager(Manager):
     """Lets in what is refused now."""
 
     def open_run(self, config: SchedulerConfig) -> RunReply:
-        self.executor.journal.begin_events(config, {})
-        self.executor.scheduler = Scheduler(config)
-        self.executor.set_clock(0.0)
+        self.lobby.journal.begin_events(config, {})
+        self.lobby.run = Run(self.lobby, Scheduler(config), frames_out.carry_out)
+        self.lobby.set_clock(0.0)
         return structs.replace(super().open_run(config), fresh=True)
 
 
@@ -155,8 +155,7 @@ def test_a_run_that_asks_for_what_no_live_fleet_can_do_goes_on_with_a_line(tmp_p
     manager = OlderManager(tmp_path / "run", 0, with_planned_parallelism())
     manager.workers["local"] = local = Worker(manager.service, "local", local=True)
     manager.commit()
-    scheduler = manager.executor.scheduler
-    assert scheduler is not None
+    scheduler = manager.lobby.need_run().scheduler
     for lengths in scheduler.desk.state.lengths_by_kind.values():
         for _ in range(300):
             lengths.observe(4, finished=True)
@@ -167,7 +166,7 @@ def test_a_run_that_asks_for_what_no_live_fleet_can_do_goes_on_with_a_line(tmp_p
             manager.train()
     manager.commit()
     assert "engines stay as wide as they are" in caplog.text
-    assert "local" not in manager.executor.workers, "it is told to join again"
+    assert "local" not in manager.lobby.workers, "it is told to join again"
     Worker(manager.service, "local", local=True)
     manager.commit()
     manager.service.close()

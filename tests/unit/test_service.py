@@ -14,10 +14,9 @@ import pytest
 from tests.unit.played import Line
 
 import polyrl.manager
-from polyrl.manager import asking
-from polyrl.manager.frames_in import joining
+from polyrl.manager import asking, opening
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
-from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
 
@@ -31,11 +30,11 @@ class Ear:
         self.heard: list[bytes] = []
         self._is_urgent = is_urgent
 
-    def hear(self, executor: Executor, session: Any, link: Link, raw: bytes) -> None:
+    def hear(self, lobby: Lobby, session: Any, link: Link, raw: bytes) -> None:
         if raw == b"worst":
             raise LookupError("a failure of ours")
         self.heard.append(raw)
-        executor.is_urgent = self._is_urgent
+        lobby.is_urgent = self._is_urgent
 
 
 @pytest.fixture
@@ -75,10 +74,10 @@ def test_what_is_urgent_is_told_with_what_is_read_beside_it(service: Service) ->
     async def live() -> None:
         for raw in (b"first", b"second", b"third"):
             service.hear(ear.hear, None, Line(), raw)
-            assert service.executor.is_urgent  # a commit ends that
+            assert service.lobby.is_urgent  # a commit ends that
         await asyncio.sleep(0)
         assert ear.heard == [b"first", b"second", b"third"]
-        assert not service.executor.is_urgent
+        assert not service.lobby.is_urgent
 
     asyncio.run(live())
 
@@ -98,8 +97,8 @@ def test_nothing_is_heard_after_a_failure_of_ours(service: Service) -> None:
     asyncio.run(live())
 
 
-def open_for_asking(executor: Executor) -> None:
-    joining.open_run_without_trainer(executor, asking.config_of(SETTINGS))
+def open_for_asking(lobby: Lobby) -> None:
+    opening.open_run_without_trainer(lobby, asking.config_of(SETTINGS))
 
 
 def kill(service: Service) -> None:
@@ -109,24 +108,23 @@ def kill(service: Service) -> None:
 
 
 def published(service: Service) -> int:
-    assert service.executor.scheduler is not None
-    return service.executor.scheduler.desk.state.published
+    return service.lobby.need_run().desk.state.published
 
 
 def test_a_manager_that_is_killed_between_the_header_and_the_first_event_publishes_when_it_is_started_again(
     tmp_path: Path,
 ) -> None:
     first = Service(tmp_path, SETTINGS)
-    first.executor.commit()
-    open_for_asking(first.executor)
+    first.lobby.commit()
+    open_for_asking(first.lobby)
     kill(first)
     again = Service(tmp_path, SETTINGS)
     assert published(again) == -1
-    open_for_asking(again.executor)
+    open_for_asking(again.lobby)
     assert published(again) == 0
     again.close()
     third = Service(tmp_path, SETTINGS)
-    open_for_asking(third.executor)
+    open_for_asking(third.lobby)
     assert published(third) == 0
     third.close()
 
@@ -137,7 +135,7 @@ def broken(run_dir: Path) -> Service:
     payload = service._journal._payload
     assert payload is not None
     os.dup2(os.open("/dev/full", os.O_WRONLY), payload._file)
-    service.executor.journal.add_tokens(b"whatever")
+    service.lobby.journal.add_tokens(b"whatever")
     return service
 
 
@@ -160,7 +158,7 @@ def test_a_failure_while_the_owner_waits_is_raised_by_it(tmp_path: Path) -> None
         owner = asyncio.create_task(service.own())
         await service.ask(open_for_asking)
 
-        def fail(_: Executor) -> None:
+        def fail(_: Lobby) -> None:
             raise ZeroDivisionError
 
         service.post(fail)
@@ -173,7 +171,7 @@ def test_a_failure_while_the_owner_waits_is_raised_by_it(tmp_path: Path) -> None
 
 def test_a_manager_that_stops_waits_for_the_sync_that_is_under_way(tmp_path: Path) -> None:
     service = Service(tmp_path, SETTINGS)
-    service.executor.commit()
+    service.lobby.commit()
     sync = service._journal.take_sync()
     may_go, closed = threading.Event(), threading.Event()
 
@@ -195,7 +193,7 @@ def test_a_manager_that_stops_waits_for_the_sync_that_is_under_way(tmp_path: Pat
     assert syncing.exception() is None, "its files were closed under it"
 
 
-def test_no_handler_touches_the_executor() -> None:
+def test_no_handler_touches_the_lobby() -> None:
     folder = Path(polyrl.manager.__file__).parent
     for path in (folder / "http.py", *(folder / "serving").glob("*.py")):
-        assert not re.search(r"service\.executor\b", path.read_text(encoding="utf-8")), path.name
+        assert not re.search(r"service\.lobby\b", path.read_text(encoding="utf-8")), path.name

@@ -11,7 +11,7 @@ from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, Worke
 from polyrl.manager.journal import Granted
 from polyrl.manager.peers.relay_addresses import reachable
 from polyrl.manager.peers.sessions import WorkerSession
-from polyrl.manager.run import Executor
+from polyrl.manager.run import Run
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.samples import NO_VERSION
@@ -22,84 +22,84 @@ from polyrl.wire.pieces import in_pieces
 log = logging.getLogger("polyrl.manager")
 
 
-def carry_out(executor: Executor, command: c.Command) -> None:
+def carry_out(run: Run, command: c.Command) -> None:
     match command:
         case c.Generate():
-            _generate(executor, command)
+            _generate(run, command)
         case c.Abort():
-            if (session := executor.session(command.worker)) is not None:
+            if (session := run.lobby.session(command.worker)) is not None:
                 session.abort(command.lease)
-            _account(executor, command)
+            _account(run, command)
         case c.ForgetTokens():
-            _forget_tokens(executor, command)
+            _forget_tokens(run, command)
         case c.HandOver():
-            if (session := executor.session(command.worker)) is not None:
+            if (session := run.lobby.session(command.worker)) is not None:
                 session.hand_over(command.lease)
         case c.PullWeights():
-            if (session := executor.session(command.worker)) is not None:
+            if (session := run.lobby.session(command.worker)) is not None:
                 held = NO_VERSION if command.held is None else command.held
-                session.say(pull(executor, session, command.version, command.source or "", held))
+                session.say(pull(run, session, command.version, command.source or "", held))
         case c.ReleaseWorker():
-            if (session := executor.session(command.worker)) is not None:
+            if (session := run.lobby.session(command.worker)) is not None:
                 session.say(frames.Release(command.why))
         case c.ForgetWorker():
-            _forget(executor, command)
+            _forget(run, command)
         case c.Score():
-            score(executor, command.sample, command.attempt, command.timeout_s)
+            score(run, command.sample, command.attempt, command.timeout_s)
         case c.StartTraining():
-            _turn(executor, command.worker, "training", command.why)
+            _turn(run, command.worker, "training", command.why)
         case c.StartGenerating():
-            _turn(executor, command.worker, "generating", command.why)
+            _turn(run, command.worker, "generating", command.why)
         case c.Reshape():
-            _keep_width(executor, command)
+            _keep_width(run, command)
         case _:
-            _tell_trainer(executor, command)
+            _tell_trainer(run, command)
 
 
-def _forget(executor: Executor, command: c.ForgetWorker) -> None:
-    session = executor.workers.get(command.worker)
+def _forget(run: Run, command: c.ForgetWorker) -> None:
+    session = run.lobby.workers.get(command.worker)
     is_blamed = not command.rejoin and not command.drained
     last = session.last_failure if session is not None and is_blamed else ""
     why = f"{command.why}; the last: {last}" if last else command.why
-    executor.forget(command.worker, why, rejoin=command.rejoin, in_anger=is_blamed)
+    run.lobby.forget(command.worker, why, rejoin=command.rejoin, in_anger=is_blamed)
 
 
-def _keep_width(executor: Executor, command: c.Reshape) -> None:
+def _keep_width(run: Run, command: c.Reshape) -> None:
     """Nobody here can change it, and no run that asks for it is opened; one that was goes on with what it has."""
     log.warning("%s: engines stay as wide as they are, for none of them can change it here", command.why)
-    for name in [one.name for one in executor.workers.values() if one.facts.local]:
-        executor.forget(name, "it joins again, as wide as it is", rejoin=True)
+    for name in [one.name for one in run.lobby.workers.values() if one.facts.local]:
+        run.lobby.forget(name, "it joins again, as wide as it is", rejoin=True)
 
 
-def _account(executor: Executor, command: c.Abort) -> None:
+def _account(run: Run, command: c.Abort) -> None:
     """The scheduler hears of progress now and then; of what is thrown away it hears all."""
-    text = executor.payload.texts.get(command.sample)
+    text = run.payload.texts.get(command.sample)
     more = 0 if text is None else text.num_tokens - command.num_tokens
     if more > 0 and command.discarded_for is not None:
-        executor.tell(e.TokensDiscarded(command.discarded_for, more))
+        run.tell(e.TokensDiscarded(command.discarded_for, more))
 
 
-def _forget_tokens(executor: Executor, command: c.ForgetTokens) -> None:
+def _forget_tokens(run: Run, command: c.ForgetTokens) -> None:
     """On file it is a lease that is given from the first token on, and ends at once."""
-    text = executor.payload.texts.get(command.sample)
+    text = run.payload.texts.get(command.sample)
     if text is not None:
         log.warning("sample %s begins anew: %s", show_sample(command.sample), command.why)
         text.lease_to("", "", 0)
-        executor.note_grants()
-        executor.journal.add_note(Granted([command.lease], [command.sample], [0], [""]))
+        run.note_grants()
+        run.lobby.journal.add_note(Granted([command.lease], [command.sample], [0], [""]))
 
 
-def _turn(executor: Executor, name: WorkerName, duty: frames.Duty, why: str) -> None:
-    if (session := executor.session(name)) is not None:
+def _turn(run: Run, name: WorkerName, duty: frames.Duty, why: str) -> None:
+    if (session := run.lobby.session(name)) is not None:
         session.say(frames.ChangeDuty(duty, why))
 
 
-def pull(executor: Executor, session: WorkerSession, version: Version, source: str, held: int) -> frames.PullOrder:
+def pull(run: Run, session: WorkerSession, version: Version, source: str, held: int) -> frames.PullOrder:
     """Where a version is fetched: at the peer that the scheduler chose, if it has said where; or at the trainer."""
-    offer = executor.payload.offers.get(version)
+    offer = run.payload.offers.get(version)
     if offer is None:
         return frames.PullOrder(version, source, held)
-    peer = executor.workers.get(WorkerName(source))
+    peer = run.lobby.workers.get(WorkerName(source))
     seen_at = "" if session.link is None else session.link.seen_at
     addresses = () if peer is None else reachable(peer.weight_addresses, seen_at)
     if not addresses:
@@ -107,121 +107,116 @@ def pull(executor: Executor, session: WorkerSession, version: Version, source: s
     return frames.PullOrder(version, source, held, offer.digest, addresses)
 
 
-def _tell_trainer(executor: Executor, command: c.Command) -> None:
+def _tell_trainer(run: Run, command: c.Command) -> None:
     match command:
         case c.OpenRound():
             for group in command.groups:
-                executor.payload.expect(command.step, group.group)
-            executor.say_to_trainer(opened(command.step, command.kind, command.groups, command.why))
+                run.payload.expect(command.step, group.group)
+            run.say_to_trainer(opened(command.step, command.kind, command.groups, command.why))
         case c.AddGroup():
-            executor.payload.expect(command.step, command.group.group)
-            executor.say_to_trainer(opened(command.step, "", (command.group,), command.why))
+            run.payload.expect(command.step, command.group.group)
+            run.say_to_trainer(opened(command.step, "", (command.group,), command.why))
         case c.CancelScore():
-            executor.say_to_trainer(frames.CancelScoring(command.sample, command.attempt))
+            run.say_to_trainer(frames.CancelScoring(command.sample, command.attempt))
         case c.DeliverGroup():
-            deliver(executor, command.step, command.group, command.samples)
+            deliver(run, command.step, command.group, command.samples)
         case c.DropGroup():
-            executor.payload.drop_group(command.group)
-            executor.no_prompt_yet.pop(command.group, None)
-            executor.say_to_trainer(frames.Dropped(command.group, command.why))
+            run.payload.drop_group(command.group)
+            run.no_prompt_yet.pop(command.group, None)
+            run.say_to_trainer(frames.Dropped(command.group, command.why))
         case c.CloseRound():
-            executor.say_to_trainer(closed(executor, command.step))
+            run.say_to_trainer(closed(run, command.step))
         case c.EndData():
-            executor.say_to_trainer(frames.DataEnded(command.step))
+            run.say_to_trainer(frames.DataEnded(command.step))
         case c.ReportStep():
-            executor.payload.drop_step(command.line.step)
-            executor.say_to_trainer(frames.StepReported(command.line))
+            run.payload.drop_step(command.line.step)
+            run.say_to_trainer(frames.StepReported(command.line))
         case c.AddAsked():
             pass  # asking.py knows what it asked for
         case c.CloseAsked():
-            executor.payload.drop_group(command.group)
-            if (question := executor.questions.pop(command.group, None)) is not None:
+            run.payload.drop_group(command.group)
+            if (question := run.questions.pop(command.group, None)) is not None:
                 question.close(command)
         case c.AdviseFleet():
-            executor.say_to_trainer(frames.FleetAdvised(command.num_workers, command.why))
+            run.say_to_trainer(frames.FleetAdvised(command.num_workers, command.why))
         case _:
             raise LawViolation(f"nobody carries this out: {command}")
 
 
-def _generate(executor: Executor, command: c.Generate) -> None:
-    assert executor.scheduler is not None
-    text = executor.payload.text(command.sample)
-    is_asked = group_of(command.sample) in executor.questions
-    migrates = executor.scheduler.desk.config.fleet_rules.migrate or is_asked
+def _generate(run: Run, command: c.Generate) -> None:
+    text = run.payload.text(command.sample)
+    is_asked = group_of(command.sample) in run.questions
+    migrates = run.desk.config.fleet_rules.migrate or is_asked
     from_token = text.num_tokens if migrates else command.from_token
-    text.lease_to(command.worker, executor.engine_of(command.worker), from_token)
-    granted = executor.granted
+    text.lease_to(command.worker, run.lobby.engine_of(command.worker), from_token)
+    granted = run.granted
     granted.leases.append(command.lease)
     granted.samples.append(command.sample)
     granted.from_tokens.append(from_token)
     granted.workers.append(command.worker)
-    if group_of(command.sample) in executor.payload.prompts:
-        order(executor, command.lease)
+    if group_of(command.sample) in run.payload.prompts:
+        order(run, command.lease)
     else:
-        executor.no_prompt_yet.setdefault(group_of(command.sample), []).append(command.lease)
+        run.no_prompt_yet.setdefault(group_of(command.sample), []).append(command.lease)
 
 
-def order(executor: Executor, lease: LeaseId) -> None:
+def order(run: Run, lease: LeaseId) -> None:
     """Send a lease to its worker, if it is still one."""
-    assert executor.scheduler is not None
-    desk = executor.scheduler.desk
+    desk = run.desk
     sample = desk.leases.get(lease)
     if sample is None:
         return
     worker = desk.seats[sample.worker]
-    session = executor.session(worker.name)
-    prompt = executor.payload.prompts.get(sample.group)
+    session = run.lobby.session(worker.name)
+    prompt = run.payload.prompts.get(sample.group)
     if session is None or prompt is None:
         return
     session.most_held = max(session.most_held, len(worker.leases))
-    executor.is_urgent = True  # also when no event led to it, but a prompt that came
-    question = executor.questions.get(sample.group)
+    run.lobby.is_urgent = True  # also when no event led to it, but a prompt that came
+    question = run.questions.get(sample.group)
     seed = desk.config.seed if question is None else question.seed
     session.order(
         frames.Order(
             lease,
             sample.id,
             prompt.tokens,
-            columns.tokens_of(executor.payload.text(sample.id).cells),
-            max_tokens(executor, sample.id),
+            columns.tokens_of(run.payload.text(sample.id).cells),
+            max_tokens(run, sample.id),
             mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
         )
     )
 
 
-def max_tokens(executor: Executor, sample: SampleId) -> int:
+def max_tokens(run: Run, sample: SampleId) -> int:
     """Where an answer is cut off."""
-    assert executor.scheduler is not None
-    question = executor.questions.get(group_of(sample))
-    return executor.scheduler.desk.max_new_tokens if question is None else question.max_tokens
+    question = run.questions.get(group_of(sample))
+    return run.desk.max_new_tokens if question is None else question.max_tokens
 
 
-def score(executor: Executor, sample: SampleId, attempt: int, timeout_s: Seconds) -> None:
-    if executor.trainer is not None and not executor.trainer.has_reward:
-        executor.tell(e.RewardFinished(sample, attempt, "scored"))
+def score(run: Run, sample: SampleId, attempt: int, timeout_s: Seconds) -> None:
+    if run.trainer is not None and not run.trainer.has_reward:
+        run.tell(e.RewardFinished(sample, attempt, "scored"))
     else:
-        text, origin = executor.payload.sample_text(sample), _origin(executor, group_of(sample))
-        executor.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, text, origin),)))
+        text, origin = run.payload.sample_text(sample), _origin(run, group_of(sample))
+        run.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, text, origin),)))
 
 
-def _origin(executor: Executor, group: GroupId) -> frames.Origin:
-    assert executor.scheduler is not None
-    known = executor.scheduler.desk.groups[group]
+def _origin(run: Run, group: GroupId) -> frames.Origin:
+    known = run.desk.groups[group]
     return frames.Origin(known.domain, known.prompt, known.epoch)
 
 
-def deliver(executor: Executor, step: Step, group: GroupId, samples: tuple[SampleId, ...]) -> None:
+def deliver(run: Run, step: Step, group: GroupId, samples: tuple[SampleId, ...]) -> None:
     """In as many frames as it takes: a group may have a thousand long answers."""
-    parts = list(in_pieces(map(executor.payload.sample_text, samples), lambda text: len(text.cells))) or [()]
-    origin = _origin(executor, group)
+    parts = list(in_pieces(map(run.payload.sample_text, samples), lambda text: len(text.cells))) or [()]
+    origin = _origin(run, group)
     for part in parts:
-        executor.say_to_trainer(frames.Delivered(step, group, origin, part, more=part is not parts[-1]))
+        run.say_to_trainer(frames.Delivered(step, group, origin, part, more=part is not parts[-1]))
 
 
-def closed(executor: Executor, step: Step) -> frames.Closed:
-    assert executor.scheduler is not None
-    desk = executor.scheduler.desk
+def closed(run: Run, step: Step) -> frames.Closed:
+    desk = run.desk
     groups = [desk.groups[group] for group in desk.rounds[step].groups]
     delivered, taken = (tuple(one.id for one in groups if one.state == state) for state in ("delivered", "taken"))
     return frames.Closed(step, delivered, taken)

@@ -23,16 +23,14 @@ import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.disk import write_whole
-from polyrl.errors import UserError
+from polyrl.errors import Refused, RequestError, UserError
 from polyrl.ids import WorkerName
-from polyrl.manager import asking
+from polyrl.manager import asking, opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
 from polyrl.manager.peers.door import Connection, Door
 from polyrl.manager.peers.inlet import Inlet, Unfinished
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
-from polyrl.manager.refusals import Refused, RequestError
-from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskError, error_reply
 from polyrl.manager.serving.requests import ChatRequest, CompletionRequest
@@ -258,7 +256,7 @@ class Front:
             raise _BadRequest(403, "scope", "only who has the admin token may join as the trainer's own worker")
         before, address = request.headers.get(SESSION_HEADER, ""), request.remote or ""
         try:
-            return reply(await self._service.ask(lambda executor: joining.join(executor, wanted, before, address)))
+            return reply(await self._service.ask(lambda lobby: joining.join(lobby, wanted, before, address)))
         except Refused as refused:
             status = {"name": 423, "full": 429}.get(refused.kind, 409)  # a name, or a place, may be free soon
             raise _BadRequest(status, refused.kind, str(refused)) from refused
@@ -268,7 +266,7 @@ class Front:
         if not re.fullmatch(WORKER_NAME, name):
             raise _BadRequest(404, "worker", f"no worker is called {name!r}")
         before = request.headers.get(SESSION_HEADER, "")
-        found = await self._service.ask(lambda executor: joining.look_up(executor, name, before))
+        found = await self._service.ask(lambda lobby: joining.look_up(lobby, name, before))
         if found.refusal:
             self._service.count_refusal("name")
         return reply(found)
@@ -277,21 +275,21 @@ class Front:
         wanted = await self._read(request, RunRequest)
         _check_protocol(wanted.protocol)
         try:
-            return reply(await self._service.ask(lambda executor: joining.open_run(executor, wanted)))
+            return reply(await self._service.ask(lambda lobby: opening.open_run(lobby, wanted)))
         except Refused as refused:
             raise _BadRequest(409, refused.kind, str(refused)) from refused
 
     async def _status(self, _: web.Request) -> web.Response:
-        return reply(await self._service.ask(lambda executor: status(executor, self._service.uptime_s)))
+        return reply(await self._service.ask(lambda lobby: status(lobby, self._service.uptime_s)))
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = await self._service.ask(lambda executor: metrics(executor, self._service.uptime_s))
+        text = await self._service.ask(lambda lobby: metrics(lobby, self._service.uptime_s))
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _drain(self, request: web.Request) -> web.Response:
         name = WorkerName(request.match_info["name"])
         wanted = await self._read(request, DrainRequest) if request.can_read_body else DrainRequest()
-        if not await self._service.ask(lambda executor: joining.drain(executor, name, wanted.reason, wanted.notice_s)):
+        if not await self._service.ask(lambda lobby: joining.drain(lobby, name, wanted.reason, wanted.notice_s)):
             raise _BadRequest(404, "worker", f"there is no worker {name!r}")
         return web.json_response({"draining": name})
 
@@ -302,12 +300,10 @@ class Front:
         return await self._set_paused(e.PlacingResumed())
 
     async def _set_paused(self, event: e.PlacingPaused | e.PlacingResumed) -> web.Response:
-        def tell(executor: Executor) -> None:
-            if executor.scheduler is None:
-                raise _BadRequest(409, "run", "no run is open")
-            executor.tell(event)
-
-        await self._service.ask(tell)
+        try:
+            await self._service.ask(lambda lobby: lobby.need_run().tell(event))
+        except Refused as refused:
+            raise _BadRequest(409, refused.kind, str(refused)) from refused
         return web.json_response({"paused": isinstance(event, e.PlacingPaused)})
 
     # Whoever asks
@@ -324,20 +320,20 @@ class Front:
     async def open_run(self) -> None:
         """A run without a trainer, if there is none: whoever asks is answered by workers as they were started."""
         config = asking.config_of(self._service.settings)
-        await self._service.ask(lambda executor: joining.open_run_without_trainer(executor, config))
+        await self._service.ask(lambda lobby: opening.open_run_without_trainer(lobby, config))
 
     # Streams
 
     async def _worker(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
-        session = await self._service.ask(lambda executor: joining.find_worker(executor, key))
+        session = await self._service.ask(lambda lobby: joining.find_worker(lobby, key))
         if session is None:
             return await self._see_off(request, key)
         return await self._stream(request, session, frames.MAX_WORKER_FRAME_BYTES)
 
     async def _see_off(self, request: web.Request, key: str) -> web.StreamResponse:
         """A worker whose session is over joins again, unless it was given up for good."""
-        farewell = await self._service.ask(lambda executor: executor.farewells.get(key))
+        farewell = await self._service.ask(lambda lobby: lobby.farewells.get(key))
         socket = web.WebSocketResponse(timeout=_LINGER_S)
         if farewell is None or not socket.can_prepare(request):
             raise _BadRequest(410, "session", "that session is over: join again")
@@ -348,7 +344,7 @@ class Front:
 
     async def _trainer(self, request: web.Request) -> web.StreamResponse:
         key = _session_key(request)
-        session = await self._service.ask(lambda executor: joining.find_trainer(executor, key))
+        session = await self._service.ask(lambda lobby: opening.find_trainer(lobby, key))
         if session is None:
             raise _BadRequest(410, "session", "that session is over: open the run again")
         return await self._stream(request, session, frames.MAX_TRAINER_FRAME_BYTES)
@@ -386,9 +382,9 @@ class Front:
         finally:
             socket.keep()
             if isinstance(session, WorkerSession):
-                service.post(lambda executor: from_workers.gone(executor, session, link))
+                service.post(lambda _: from_workers.gone(session, link))
             else:
-                service.post(lambda executor: from_trainer.gone(executor, session, link))
+                service.post(lambda lobby: from_trainer.gone(lobby, session, link))
             link.close("the connection is over")
             self._links.discard(link)
             await pump

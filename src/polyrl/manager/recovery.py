@@ -1,6 +1,6 @@
-"""Going on with the run of a directory: whatever earlier managers wrote becomes the state that they had.
+"""Going on with the run of a directory: the files of earlier managers become the state that they had.
 
-Rules kept here: what peers did while nobody listened is nobody's fault, so waits begin again (DriverResumed). All that
+Rules kept here: no peer is blamed for silence while no manager listened, so waits begin again (DriverResumed). All that
 holds is written down anew, whatever half of a batch was on file. Peers bring the rest when they dial.
 """
 
@@ -10,62 +10,72 @@ from contextlib import contextmanager
 from typing import Any
 
 from polyrl.errors import JournalError
-from polyrl.ids import Incarnation, show_sample
+from polyrl.ids import Incarnation, Seconds, show_sample
+from polyrl.manager.frames_out import carry_out
 from polyrl.manager.journal import RunOpened, SessionOpened
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
-from polyrl.manager.run import Executor
+from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import RULES, Desk
 
 
-def recover(executor: Executor) -> str:
+def recover(lobby: Lobby) -> str:
     """Go on with the run of this directory. Returns a line about it."""
-    journal = executor.journal
+    journal = lobby.journal
     found = journal.recover()
     if found is None:
         journal.begin()
         return "a new run"
-    reader = PayloadReader(() if found.scheduler is None else found.scheduler.desk.groups)
+    scheduler = found.scheduler
+    reader = PayloadReader(() if scheduler is None else scheduler.desk.groups)
     with _no_collection():
-        _read_payload(executor, reader, found.payload)
-        executor.payload = reader.finish(found.scheduler)
-    if found.scheduler is not None:
-        _check_answers(found.scheduler.desk, executor.payload)
-    executor.scheduler = found.scheduler
-    open_steps = () if found.scheduler is None else tuple(found.scheduler.desk.rounds)
-    journal.go_on(open_steps)
-    executor.set_clock(found.now + found.away_s)
-    if found.scheduler is None:
-        return f"going on: {len(executor.workers)} workers, no run was opened"
-    if found.scheduler.rules < RULES:  # its events were told again as the version decided that wrote them
-        found.scheduler.adopt(RULES)
-        journal.follow_events(found.scheduler, executor.about)
-    fleet = found.scheduler.desk.state.fleet
-    executor.lives.update(fleet.last_incarnations)  # also of those whose sessions are in files long deleted
-    gone = [one for one in executor.workers.values() if fleet.find(one.name, one.incarnation) is None]
-    for session in gone:
-        del executor.workers[session.name]
-    for session in executor.workers.values():
-        session.heard_at = session.told_at = session.told_heard_at = executor.now()
-    executor.tell(e.DriverResumed(found.away_s, executor.settings.restart_grace_s))
-    for group in list(found.scheduler.desk.asked.groups):  # whoever asked lost its connection with the former manager
-        executor.tell(e.GroupWithdrawn(group, "the manager was started again"))
-    if executor.trainer is not None:
-        executor.trainer.away_since = executor.now()
-        executor.tell(e.TrainerLeft(found.away_s))
-    _expect_prompts(executor)
-    _write_down_what_holds(executor)
+        trainer = _read_payload(lobby, reader, found.payload)
+        payload = reader.finish(scheduler)
+    if scheduler is not None:
+        _check_answers(scheduler.desk, payload)
+    journal.go_on(() if scheduler is None else tuple(scheduler.desk.rounds))
+    lobby.set_clock(found.now + found.away_s)
+    if scheduler is None:
+        return f"going on: {len(lobby.workers)} workers, no run was opened"
+    if scheduler.rules < RULES:  # its events were told again as the version decided that wrote them
+        scheduler.adopt(RULES)
+        journal.follow_events(scheduler, lobby.about)
+    run = lobby.run = Run(lobby, scheduler, carry_out)
+    run.payload, run.trainer = payload, trainer
+    _go_on(run, found.away_s)
     return (
-        f"going on after {found.away_s:.1f} s away: {found.num_records} records, {len(executor.workers)} workers, "
-        f"{len(found.scheduler.desk.leases)} samples running, {executor.payload.num_bytes // 8} tokens held"
+        f"going on after {found.away_s:.1f} s away: {found.num_records} records, {len(lobby.workers)} workers, "
+        f"{len(run.desk.leases)} samples running, {payload.num_bytes // 8} tokens held"
     )
+
+
+def _go_on(run: Run, away_s: Seconds) -> None:
+    """Tell the scheduler what ended with the former manager, and write down all that holds now."""
+    lobby, fleet = run.lobby, run.desk.state.fleet
+    lobby.lives.update(fleet.last_incarnations)  # also of those whose sessions are in files long deleted
+    gone = [one for one in lobby.workers.values() if run.seat_of(one) is None]
+    for session in gone:
+        del lobby.workers[session.name]
+    for session in lobby.workers.values():
+        session.heard_at = session.told_at = session.told_heard_at = lobby.now()
+    run.tell(e.DriverResumed(away_s, lobby.settings.restart_grace_s))
+    for group in list(run.desk.asked.groups):  # the askers lost their connections with the former manager
+        run.tell(e.GroupWithdrawn(group, "the manager was started again"))
+    if run.trainer is not None:
+        run.trainer.away_since = lobby.now()
+        run.tell(e.TrainerLeft(away_s))
+    for sample in run.desk.leases.values():
+        if sample.group not in run.payload.prompts:
+            run.no_prompt_yet.setdefault(sample.group, []).append(sample.lease)
+    _write_down_what_holds(run)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Millions of objects are made, and none of them is garbage; the service looks for it when it runs."""
+    """Keep the garbage collector off: millions of objects are made, and none of them is garbage."""
     gc.disable()
     try:
         yield
@@ -73,29 +83,32 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _read_payload(executor: Executor, reader: PayloadReader, payload: Iterable[Any]) -> None:
+def _read_payload(lobby: Lobby, reader: PayloadReader, payload: Iterable[Any]) -> TrainerSession | None:
+    """Read everything. Returns the last trainer that opened the run."""
+    trainer: TrainerSession | None = None
     for item in payload:
         match item:
             case list():
                 reader.tokens(item)
             case SessionOpened():
-                _reopen(executor, item)
+                _reopen(lobby, item)
                 reader.note(item)
             case RunOpened():
-                executor.trainer = TrainerSession(
+                trainer = TrainerSession(
                     item.key,
                     has_reward=item.has_reward,
                     has_weights=item.has_weights,
                     trains=item.trains,
                     answers=item.answers,
                 )
-                executor.set_caveat(item.caveat)
+                lobby.set_caveat(item.caveat)
             case _:
                 reader.note(item)
+    return trainer
 
 
 def _check_answers(desk: Desk, payload: Payload) -> None:
-    """A kill never parts an answer from its end. A machine without power may: half an answer must not be trained on."""
+    """Raise JournalError for half an answer. A kill never leaves one; a machine that loses power may."""
     for sample in desk.samples.values():
         if sample.state in ("generated", "scoring", "scored") and sample.group not in desk.asked.groups:
             text = payload.texts.get(sample.id)
@@ -107,35 +120,25 @@ def _check_answers(desk: Desk, payload: Payload) -> None:
                 )
 
 
-def _reopen(executor: Executor, note: SessionOpened) -> None:
+def _reopen(lobby: Lobby, note: SessionOpened) -> None:
     session = WorkerSession(note.key, Incarnation(note.incarnation), note.facts)
     session.is_expected = True
-    session.most_held = note.facts.slots  # it may hold as many that are over: how many it had, nobody wrote down
-    session.heard_at = executor.now()
-    executor.workers[session.name] = session
-    executor.lives[session.name] = session.incarnation
+    session.most_held = note.facts.slots  # it may hold as many that are over: how many it had is not on file
+    session.heard_at = lobby.now()
+    lobby.workers[session.name] = session
+    lobby.lives[session.name] = session.incarnation
 
 
-def _write_down_what_holds(executor: Executor) -> None:
-    """After a restart: sessions and leases as we know them, whatever half of a batch was on file before."""
-    assert executor.scheduler is not None
-    for note in executor.standing():
-        executor.journal.add_note(note)
-    desk = executor.scheduler.desk
-    granted = executor.granted
-    for lease, sample in desk.leases.items():
-        text = executor.payload.text(sample.id)
-        text.worker = desk.seats[sample.worker].name
-        text.engine = executor.engine_of(text.worker)
+def _write_down_what_holds(run: Run) -> None:
+    """Write all sessions and leases, whatever half of a batch was on file before."""
+    for note in run.lobby.standing():
+        run.lobby.journal.add_note(note)
+    granted = run.granted
+    for lease, sample in run.desk.leases.items():
+        text = run.payload.text(sample.id)
+        text.worker = run.desk.seats[sample.worker].name
+        text.engine = run.lobby.engine_of(text.worker)
         granted.leases.append(lease)
         granted.samples.append(sample.id)
         granted.from_tokens.append(text.num_tokens)
         granted.workers.append(text.worker)
-
-
-def _expect_prompts(executor: Executor) -> None:
-    """After a restart: leases that were given before their prompt was there are sent when it is."""
-    assert executor.scheduler is not None
-    for sample in executor.scheduler.desk.leases.values():
-        if sample.group not in executor.payload.prompts:
-            executor.no_prompt_yet.setdefault(sample.group, []).append(sample.lease)

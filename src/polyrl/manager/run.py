@@ -1,134 +1,72 @@
-"""What the manager holds of a run, and its one door to the scheduler: tell an event, carry out, commit, send.
-
-    frames, questions --> from_workers, from_trainer, joining --> tell --> scheduler --> frames_out --> sessions
-                                                                                    commit: journal, then send
-
-It has one owner (service.py), who takes all that has come, writes the journal once, and only then sends, answers and
-acknowledges. The parts beside it are modules of functions over it, as the scheduler's are over its desk.
+"""An open run: its scheduler, its payload, and the only way to the scheduler: tell an event, carry its commands out.
 
 Rules kept here:
-- Nothing leaves before what led to it is in the journal; only a goodbye does, and it changes nothing.
 - Payload goes into the journal as it came, and never into the scheduler.
-- What an event leads to is told after it, never within it.
+- An event that another event leads to is told after it, never within it.
+- Heartbeats and progress are told together, as one event, when something depends on them (scheduling/parts/hearing.py
+  says when): progress and what engines hold back every few seconds, a heartbeat when its deadline comes near.
 """
 
-import logging
-import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from polyrl.errors import shorten
-from polyrl.ids import GroupId, Incarnation, LeaseId, Seconds, WorkerName
-from polyrl.journal.records import CAVEAT
-from polyrl.manager.gathering import gather
-from polyrl.manager.journal import Granted, RunJournal, RunOpened, SessionOpened, VersionOffered
-from polyrl.manager.payload import Payload
+from polyrl.ids import GroupId, LeaseId, SampleId, Seconds
+from polyrl.manager.journal import Granted, RunOpened, VersionOffered
+from polyrl.manager.lobby import Lobby
+from polyrl.manager.payload import Payload, SampleTokens
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
-from polyrl.manager.question import Question
-from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
+from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.parts.hearing import concerned
+from polyrl.scheduling.parts.hearing import MS_A_TICK, concerned, runs_of, teaches
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import frames
 from polyrl.wire.columns import ANY_VOCABULARY, Vocabulary
 from polyrl.wire.control import AnswerRules
 
-log = logging.getLogger("polyrl.manager")
+if TYPE_CHECKING:
+    from polyrl.manager.asking import Question
 
-CarryOut = Callable[["Executor", c.Command], None]
+CarryOut = Callable[["Run", c.Command], None]
 
-_MAX_FAREWELLS = 1000
-_MAX_TURNED_AWAY = 16
-_FORGET_EVERY = 1000
-"""Lives more than are known are forgotten by so many at a time."""
+_TELL_EVERY_S = 2.0
+AT_LAST_S = 5.0
+"""What an engine holds back is told after this time, although nothing depended on it."""
 
 
-class Executor:
-    def __init__(
-        self, journal: RunJournal, settings: ManagerSettings, about: dict[str, str], carry_out: CarryOut
-    ) -> None:
-        self.journal = journal
-        self.settings = settings
-        self.about = about
+class Run:
+    def __init__(self, lobby: Lobby, scheduler: Scheduler, carry_out: CarryOut) -> None:
+        self.lobby = lobby
+        self.scheduler = scheduler
+        self.desk: Desk = scheduler.desk
         self._carry_out = carry_out
-        self.weights_key = ""
-        """What those who fetch and serve weights prove to each other that they know."""
-        self.scheduler: Scheduler | None = None
         self.payload = Payload()
-        self.workers: dict[WorkerName, WorkerSession] = {}
-        self.turned_away: dict[WorkerName, tuple[str, Seconds]] = {}
-        """Workers that cannot serve this run: why, and when they were gone. The last ones."""
-        self.absent: dict[WorkerName, tuple[str, float]] = {}
-        """Names of workers that were given up and may come back: the session of each, and until when the name is kept
-        for who shows it. The first to be free first."""
-        self.farewells: dict[str, frames.Release] = {}
-        """What those are told who were given up for good and dial again: they did not hear it. By their session."""
-        self.lives: dict[WorkerName, Incarnation] = {}
         self.trainer: TrainerSession | None = None
+        """None in a run without one, that only answers questions."""
         self.rewards: tuple[frames.RewardsTold, Seconds] | None = None
-        """What the trainer's functions do, and when it said so."""
-        self.refused: Counter[str] = Counter()
-        self.num_tokens = 0
-        """Tokens that came in since this process started."""
-        self.num_frames = 0
-        self._clock_base = 0.0
-        self._clock_start = time.monotonic()
-        self._events: deque[e.Event] = deque()
-        self._telling = False
-        self.granted = Granted([], [], [], [])
-        """Leases that are not in the journal yet."""
+        """What the trainer's reward functions are doing, and when it said so."""
         self.questions: dict[GroupId, Question] = {}
-        """What was asked beside the trainer, and is not over."""
+        """Open questions: what was asked beside the trainer."""
         self.no_prompt_yet: dict[GroupId, list[LeaseId]] = {}
         """Leases that wait for their group's prompt."""
-        self.dirty: dict[str, WorkerSession] = {}
-        """Sessions with something to send."""
-        self.is_urgent = False
-        """Somebody waits for what is to be sent; tokens alone are no hurry."""
+        self.granted = Granted([], [], [], [])
+        """Leases that are not in the journal yet."""
+        self.num_tokens = 0
+        """Tokens that came in since this process started."""
         self.has_told = False
-        """The scheduler heard something: it may want to be woken at another time."""
-
-    # Time
-
-    def now(self) -> Seconds:
-        return self._clock_base + time.monotonic() - self._clock_start
-
-    def set_clock(self, now: Seconds) -> None:
-        self._clock_base, self._clock_start = now, time.monotonic()
-
-    def wakeup_in(self) -> Seconds | None:
-        """How long until the scheduler wants to be told that time has passed."""
-        at = None if self.scheduler is None else self.scheduler.wakeup_at
-        return None if at is None else max(0.0, at - self.now())
-
-    def pass_time(self) -> None:
-        if self.wakeup_in() == 0.0:
-            self.tell(e.TimePassed())
-
-    def tell_news(self, session: WorkerSession) -> None:
-        """Tell what was heard of a worker, although nothing else happens."""
-        if self.scheduler is not None:
-            news = gather(self.scheduler.desk, [session], self.payload.texts, self.now())
-            if news is not None:
-                self.tell(news)
-
-    def stood_still(self, seconds: Seconds) -> None:
-        """Nobody could be heard for so long: who was heard before that is to be heard anew."""
-        for session in self.workers.values():
-            session.told_heard_at = session.heard_at
-        self.tell(e.DriverResumed(seconds, 0.0))
+        """The scheduler heard something, so its next deadline may be another."""
+        self._events: deque[e.Event] = deque()
+        self._telling = False
 
     # The scheduler
 
     def tell(self, event: e.Event) -> None:
-        """Tell the scheduler and carry out what it wants. What that leads to is told after it.
+        """Tell the scheduler and carry out its commands. Events that these lead to are told afterwards.
 
         News that was held back, and that the event depends on, is told before it.
         """
-        if self.scheduler is None:
-            return
         self._events.append(event)
         if self._telling:
             return
@@ -136,147 +74,161 @@ class Executor:
         try:
             while self._events:
                 event = self._events.popleft()
-                now = self.now()
-                whole = concerned(self.scheduler.desk, event, now)
+                now = self.lobby.now()
+                whole = concerned(self.desk, event, now)
                 if whole is not None:
-                    news = gather(self.scheduler.desk, self.workers.values(), self.payload.texts, now, whole)
+                    news = gather(self.desk, self.lobby.workers.values(), self.payload.texts, now, whole)
                     if news is not None:
-                        self._handle(self.scheduler, news, now)
+                        self._handle(news, now)
                 if isinstance(event, e.TimePassed) and not self.scheduler.is_due(now):
-                    continue  # who was waited for has been heard
-                self._handle(self.scheduler, event, now)
+                    continue  # the news that was told just now put the deadline off
+                self._handle(event, now)
         finally:
             self._telling = False
 
-    def _handle(self, scheduler: Scheduler, event: e.Event, now: Seconds) -> None:
-        commands = scheduler.handle(event, now)
-        self.journal.add_event(now, event, commands)
+    def _handle(self, event: e.Event, now: Seconds) -> None:
+        commands = self.scheduler.handle(event, now)
+        self.lobby.journal.add_event(now, event, commands)
         for command in commands:
-            self.is_urgent = True
+            self.lobby.is_urgent = True
             self._carry_out(self, command)
 
-    @property
-    def has_heard_all(self) -> bool:
-        """Every worker has said something since the last commit."""
-        return len(self.dirty) >= len(self.workers)
+    def tell_news(self, session: WorkerSession) -> None:
+        """Tell what was heard of a worker, although nothing else happens."""
+        news = gather(self.desk, [session], self.payload.texts, self.lobby.now())
+        if news is not None:
+            self.tell(news)
 
-    def commit(self) -> None:
-        """Write the journal; then send."""
-        self.is_urgent = False
-        self.note_grants()
-        self.journal.commit()
-        if self.journal.rotation_is_due:
-            self.journal.rotate(self.scheduler, self.about, self.standing())
-        now = self.now()
-        for session in self.dirty.values():
-            session.flush(now)
-        self.dirty.clear()
+    def wakeup_in(self) -> Seconds | None:
+        """Return how long the scheduler may be left alone; None where nothing has a deadline."""
+        at = self.scheduler.wakeup_at
+        return None if at is None else max(0.0, at - self.lobby.now())
+
+    def pass_time(self) -> None:
+        if self.wakeup_in() == 0.0:
+            self.tell(e.TimePassed())
+
+    def stood_still(self, seconds: Seconds) -> None:
+        """This process heard nobody for so long: a worker counts as heard only when it is heard anew."""
+        for session in self.lobby.workers.values():
+            session.told_heard_at = session.heard_at
+        self.tell(e.DriverResumed(seconds, 0.0))
+
+    def seat_of(self, session: WorkerSession) -> Worker | None:
+        """Return the worker as the scheduler knows it; None where the scheduler has given it up."""
+        return self.desk.state.fleet.find(session.name, session.incarnation)
+
+    # The journal, and what is sent after it is written
+
+    def note_grants(self) -> None:
+        """Put new leases into the journal. Their place among tokens and prompts there tells late tokens from timely."""
+        if self.granted.leases:
+            self.lobby.journal.add_note(self.granted)
+            self.granted = Granted([], [], [], [])
+
+    def standing(self) -> list[RunOpened | VersionOffered]:
+        opened = [] if self.trainer is None else [self.opened_by(self.trainer)]
+        return [*opened, *self.payload.offers.values()]
+
+    def opened_by(self, trainer: TrainerSession) -> RunOpened:
+        return RunOpened(
+            trainer.key, trainer.has_reward, trainer.has_weights, self.lobby.caveat, trainer.trains, trainer.answers
+        )
+
+    def flush(self) -> None:
+        """Send what is for the trainer, and wake the readers of answers. The journal is written."""
         if self.trainer is not None:
             self.trainer.flush()
         for question in self.questions.values():
             question.look()
 
-    def standing(self) -> list[SessionOpened | RunOpened | VersionOffered]:
-        """What no step's end makes void."""
-        notes: list[SessionOpened | RunOpened | VersionOffered] = [
-            SessionOpened(one.key, one.incarnation, one.facts) for one in self.workers.values()
-        ]
-        if self.trainer is not None:
-            notes.append(self.opened_by(self.trainer))
-        return [*notes, *self.payload.offers.values()]
-
-    def opened_by(self, trainer: TrainerSession) -> RunOpened:
-        return RunOpened(
-            trainer.key, trainer.has_reward, trainer.has_weights, self.caveat, trainer.trains, trainer.answers
-        )
-
-    @property
-    def caveat(self) -> str:
-        """The trainer's, of the run."""
-        return self.about.get(CAVEAT, "")
-
-    def set_caveat(self, caveat: str) -> None:
-        if caveat:
-            self.about[CAVEAT] = caveat
-
-    def note_grants(self) -> None:
-        """Put the leases that were given into the journal: their order among tokens and prompts counts."""
-        if self.granted.leases:
-            self.journal.add_note(self.granted)
-            self.granted = Granted([], [], [], [])
-
-    # Peers
+    # The trainer
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Whose ids workers may send."""
+        """The token ids that workers may send."""
         return ANY_VOCABULARY if self.trainer is None else self.trainer.vocabulary
 
     @property
     def answers(self) -> AnswerRules | None:
-        """What answers can be; None where no trainer has said so."""
+        """The trainer's rules for a whole answer; None where no trainer gave any."""
         return None if self.trainer is None else self.trainer.answers
 
-    def engine_of(self, name: str) -> str:
-        """What kind of engine a worker said that it has; empty when it is gone."""
-        session = self.workers.get(WorkerName(name))
-        return "" if session is None else session.facts.engine
+    @property
+    def has_weights(self) -> bool:
+        """Whether the trainer serves weights that workers fetch."""
+        return self.trainer is not None and self.trainer.has_weights
 
-    def session(self, name: WorkerName) -> WorkerSession | None:
-        """A worker that is to be told something."""
-        session = self.workers.get(name)
-        if session is not None:
-            self.dirty[session.key] = session
-        return session
+    @property
+    def is_without_trainer(self) -> bool:
+        """Whether the run only answers questions. Where there is a trainer, nobody else publishes a version."""
+        return self.trainer is None and self.desk.state.published >= 0
 
-    def seat_of(self, session: WorkerSession) -> Worker | None:
-        """The worker as the scheduler knows it; None if it was given up, or there is no run."""
-        if self.scheduler is None:
-            return None
-        return self.scheduler.desk.state.fleet.find(session.name, session.incarnation)
+    @property
+    def is_of_a_model(self) -> bool:
+        """Whether somebody trains on what is generated, or reads it."""
+        return self.is_without_trainer if self.trainer is None else self.trainer.trains
 
     def say_to_trainer(self, frame: frames.ToTrainer) -> None:
         if self.trainer is not None:
             self.trainer.say(frame)
 
-    def turn_away(self, name: WorkerName, why: str) -> None:
-        """Remember who cannot serve this run, so that whoever runs it hears of it."""
-        self.turned_away.pop(name, None)
-        self.turned_away[name] = shorten(why), time.monotonic()
-        if len(self.turned_away) > _MAX_TURNED_AWAY:
-            del self.turned_away[next(iter(self.turned_away))]
 
-    def forget(self, name: WorkerName, why: str, *, rejoin: bool = False, in_anger: bool = False) -> None:
-        """A worker's session is over, and it is told so."""
-        session = self.workers.pop(name, None)
-        if session is None:
-            return
-        self.dirty.pop(session.key, None)
-        log.log(logging.WARNING if in_anger else logging.INFO, "worker %s is given up: %s", name, why)
-        release = frames.Release(why, rejoin, in_anger)
-        if session.link is not None:
-            session.link.send(release)
-            session.link.close(why)
-        if rejoin:
-            self._keep_name(session)
-        else:  # also to who is connected: the connection may be broken, and nobody has noticed
-            self.farewells[session.key] = release
-            if len(self.farewells) > _MAX_FAREWELLS:
-                del self.farewells[next(iter(self.farewells))]
+# News that was held back
 
-    def next_life(self, name: WorkerName) -> Incarnation:
-        """Of a worker that joins. What the scheduler has forgotten, or never heard of, begins anew."""
-        known = {} if self.scheduler is None else self.scheduler.desk.state.fleet.last_incarnations
-        if len(self.lives) > len(known) + len(self.workers) + _FORGET_EVERY:
-            self.lives = {one: life for one, life in self.lives.items() if one in known or one in self.workers}
-        life = self.lives[name] = Incarnation(self.lives.get(name, 0) + 1)
-        return life
 
-    def _keep_name(self, session: WorkerSession) -> None:
-        now = time.monotonic()
-        for name in list(self.absent):
-            if self.absent[name][1] > now:
-                break
-            del self.absent[name]
-        self.absent.pop(session.name, None)
-        self.absent[session.name] = session.key, now + self.settings.restart_grace_s
+def gather(
+    desk: Desk,
+    sessions: Iterable[WorkerSession],
+    texts: Mapping[SampleId, SampleTokens],
+    now: Seconds,
+    whole: Collection[int] = (),
+) -> e.FleetReported | None:
+    """Return the news that is due, and all news of the seats in `whole`; None for none. It counts as told."""
+    found = [(worker, one) for one in sessions if (worker := desk.state.fleet.find(one.name, one.incarnation))]
+    found.sort(key=lambda one: one[0].seat)
+    seats: list[int] = []
+    heard_ago: list[int] = []
+    progress: list[tuple[int, ...]] = []
+    engines: list[tuple[int, int, int]] = []
+    last = 0
+    for worker, session in found:
+        ago = _heard_ago(desk, worker, session, now)
+        is_due = worker.seat in whole or now - session.told_at >= _TELL_EVERY_S
+        runs = _gains(desk, worker, texts) if is_due and worker.leases else ()
+        report = session.report if is_due and session.report is not session.told_report else None
+        if report is not None and not teaches(worker, report.num_waiting):
+            report = None
+        if is_due:
+            session.told_at, session.told_report = now, session.report
+        if ago < 0 and not runs and report is None:
+            continue
+        if runs:
+            progress.append((len(seats), *runs))
+        if report is not None:
+            engines.append((len(seats), report.num_waiting, report.num_preemptions))
+        seats.append(worker.seat - last)
+        heard_ago.append(ago)
+        last = worker.seat
+    return e.FleetReported(tuple(seats), tuple(heard_ago), tuple(progress), tuple(engines)) if seats else None
+
+
+def _heard_ago(desk: Desk, worker: Worker, session: WorkerSession, now: Seconds) -> int:
+    """Return how long ago the worker was heard, in ticks; -1 where telling it can wait, or would repeat."""
+    if session.heard_at <= session.told_heard_at:
+        return -1
+    left_s = desk.deadlines.entries[("heartbeat", worker.seat)] - now
+    if not worker.unheard and left_s > desk.config.fleet_rules.heartbeat_timeout_s / 2:
+        return -1
+    session.told_heard_at = session.heard_at
+    return max(0, round((now - session.heard_at) * 1000 / MS_A_TICK))
+
+
+def _gains(desk: Desk, worker: Worker, texts: Mapping[SampleId, SampleTokens]) -> tuple[int, ...]:
+    """Return how many tokens each of its samples has beyond those that were told; empty where none has any."""
+    leases = desk.leases
+    gains = [
+        (lease, max(0, texts[sample].num_tokens - leases[lease].num_tokens) if sample in texts else 0)
+        for lease, sample in worker.leases.items()
+    ]
+    return runs_of(gains) if any(gain for _, gain in gains) else ()

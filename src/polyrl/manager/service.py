@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from polyrl import __version__
-from polyrl.errors import UserError
-from polyrl.manager.frames_out import carry_out
+from polyrl.errors import RequestError, UserError
 from polyrl.manager.journal import RunJournal
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.recovery import recover
-from polyrl.manager.refusals import RequestError
-from polyrl.manager.run import Executor
 from polyrl.manager.settings import ManagerSettings
 from polyrl.wire.credentials import AccessTokens, ensure_tokens
 
@@ -48,8 +46,8 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 """What lives long here is many and never cyclic: look for garbage more rarely than Python would."""
 
 Answer = TypeVar("Answer")
-Action = Callable[[Executor], object]
-Hearer = Callable[[Executor, Any, Link, bytes], None]
+Action = Callable[[Lobby], object]
+Hearer = Callable[[Lobby, Any, Link, bytes], None]
 """What hears a frame of a session that came on a connection: from_workers.said, or from_trainer.said."""
 Said = tuple[Hearer, Any, Link, bytes]
 """Such a frame. An action would do, but frames are many, and making it takes longer."""
@@ -67,8 +65,8 @@ class Service:
         self.tokens: AccessTokens = ensure_tokens(run_dir)
         self._journal = RunJournal(run_dir, settings.journal)
         about = {"driver": "manager", "polyrl": __version__, "host": socket.gethostname()}
-        self.executor = Executor(self._journal, settings, about, carry_out)
-        self.executor.weights_key = self.tokens.weights_key()
+        self.lobby = Lobby(self._journal, settings, about)
+        self.lobby.weights_key = self.tokens.weights_key()
         self._num_to_read = self._journal.num_to_read
         self.recovered = ""
         """A line about what was found; empty until it has been read."""
@@ -92,7 +90,7 @@ class Service:
 
     def recover(self) -> None:
         """Go on with the run of the directory. It may take a while, in a thread: nobody else touches the executor."""
-        self.recovered = recover(self.executor)
+        self.recovered = recover(self.lobby)
 
     @property
     def share_read(self) -> float | None:
@@ -119,7 +117,7 @@ class Service:
 
     def count_refusal(self, kind: str) -> None:
         """Now, not in the owner's turn: whoever reads that it was refused finds it counted."""
-        self.executor.refused[kind] += 1
+        self.lobby.refused[kind] += 1
 
     def hear(self, hearer: Hearer, session: Any, link: Link, raw: bytes) -> bool:
         """Have a frame heard by the owner: now, or after what is due before it, if there is room there."""
@@ -129,8 +127,8 @@ class Service:
             self.post((hearer, session, link, raw))
         elif self._failure is None:
             try:
-                hearer(self.executor, session, link, raw)
-                if self.executor.is_urgent:
+                hearer(self.lobby, session, link, raw)
+                if self.lobby.is_urgent:
                     self._turn_soon()  # there may be more to read before that, to be told in the same commit
                 else:
                     self._commit_in_time()
@@ -142,15 +140,15 @@ class Service:
         """Readers wait here, so that nobody can fill the inbox."""
         await self._room.wait()
 
-    async def ask(self, question: Callable[[Executor], Answer]) -> Answer:
+    async def ask(self, question: Callable[[Lobby], Answer]) -> Answer:
         """Have something answered by the owner; the answer comes when what it led to is in the journal."""
         if self._failure is not None:
             raise self._failure
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
-        def act(executor: Executor) -> None:
+        def act(lobby: Lobby) -> None:
             try:
-                answer = question(executor)
+                answer = question(lobby)
             except Exception as error:
                 if not future.cancelled():
                     future.set_exception(error)
@@ -187,20 +185,20 @@ class Service:
             matter = self._inbox.popleft()
             if isinstance(matter, tuple):
                 hearer, session, link, raw = matter
-                hearer(self.executor, session, link, raw)
+                hearer(self.lobby, session, link, raw)
             else:
-                matter(self.executor)
-        if self.executor.is_urgent or self._answers:
+                matter(self.lobby)
+        if self.lobby.is_urgent or self._answers:
             self._commit()
         else:
             self._commit_in_time()
 
     def _commit_in_time(self) -> None:
         """Now, if there is nobody to wait for; or by the timer."""
-        if self._commit_timer is not None and not self.executor.has_heard_all:
+        if self._commit_timer is not None and not self.lobby.has_heard_all:
             return  # nearly always
         loop = asyncio.get_running_loop()
-        if self.executor.has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S:
+        if self.lobby.has_heard_all and loop.time() - self._committed_at >= _COMMIT_EVERY_S:
             self._commit()
         elif self._commit_timer is None:
             self._commit_timer = loop.call_later(_COMMIT_WITHIN_S, self._succeeds, self._commit)
@@ -230,7 +228,7 @@ class Service:
             self._commit_timer.cancel()
             self._commit_timer = None
         self._committed_at = asyncio.get_running_loop().time()
-        self.executor.commit()
+        self.lobby.commit()
         for future, answer in self._answers:
             if not future.cancelled():
                 future.set_result(answer)
@@ -243,10 +241,11 @@ class Service:
 
     def _set_timer(self) -> None:
         """Wake when the scheduler wants it. A timer that comes early, for a wait that was put off, is cheap."""
-        if self._timer is not None and not self.executor.has_told:
+        run = self.lobby.run
+        if run is None or (self._timer is not None and not run.has_told):
             return
-        self.executor.has_told = False
-        wakeup_in = self.executor.wakeup_in()
+        run.has_told = False
+        wakeup_in = run.wakeup_in()
         if wakeup_in is None:
             return
         loop = asyncio.get_running_loop()
@@ -260,11 +259,11 @@ class Service:
         self._timer = None
         late_s = asyncio.get_running_loop().time() - self._wakes_at
         if late_s > _STOOD_STILL_S:  # stopped, or starved: what came meanwhile is still in the sockets
-            self.post(lambda executor: executor.stood_still(late_s))
+            self.post(lambda lobby: lobby.need_run().stood_still(late_s))
         self.post(self._pass_time)
 
-    def _pass_time(self, executor: Executor) -> None:
-        executor.pass_time()
+    def _pass_time(self, lobby: Lobby) -> None:
+        lobby.need_run().pass_time()
         self._set_timer()
 
     def close(self) -> None:
@@ -279,7 +278,7 @@ class Service:
                 return
             if self._syncing is not None:
                 self._syncing.result()
-            self.executor.commit()
+            self.lobby.commit()
             self._journal.close()
         finally:
             os.close(self._lock)

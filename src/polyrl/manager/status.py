@@ -1,48 +1,52 @@
-"""What the manager can say about itself: a status for people and programs, and metrics for Prometheus."""
+"""The manager about itself: a status for people and programs, and metrics for Prometheus."""
 
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from polyrl.ids import Step
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.payload import Payload
 from polyrl.manager.peers.sessions import WorkerSession
-from polyrl.manager.run import Executor
+from polyrl.manager.run import Run
 from polyrl.scheduling.core.desk import Desk
-from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import Round
 from polyrl.wire.control import RewardsStatus, RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
 
 
-def status(executor: Executor, uptime_s: float) -> Status:
-    scheduler = executor.scheduler
-    now = executor.now()
-    running = _Running({}, {}) if scheduler is None else _running(scheduler.desk, executor.payload)
-    workers = tuple(_worker(executor, one, running, now) for one in executor.workers.values())
-    trainer = executor.trainer
-    attached = "none" if trainer is None else "away" if trainer.link is None else "attached"
-    if scheduler is None:
-        wait = WaitStatus(what="trainer", of="to open a run", age_s=uptime_s, given_up_in_s=None)
-        return Status(
-            run="none",
-            paused=False,
-            uptime_s=uptime_s,
-            now_s=now,
-            published=-1,
-            trainer=attached,
-            workers=workers,
-            rounds=(),
-            queues={},
-            waits=(wait,),
-            ledger={},
-            refused=dict(executor.refused),
-            turned_away=_turned_away(executor),
-        )
-    desk = scheduler.desk
+def status(lobby: Lobby, uptime_s: float) -> Status:
+    """Return the manager's state for people and programs: who is here, what runs, who waits for whom."""
+    return _before_a_run(lobby, uptime_s) if lobby.run is None else _of_a_run(lobby.run, uptime_s)
+
+
+def _before_a_run(lobby: Lobby, uptime_s: float) -> Status:
+    now = lobby.now()
+    return Status(
+        run="none",
+        paused=False,
+        uptime_s=uptime_s,
+        now_s=now,
+        published=-1,
+        trainer="none",
+        workers=tuple(_worker(one, now) for one in lobby.workers.values()),
+        rounds=(),
+        queues={},
+        waits=(WaitStatus(what="trainer", of="to open a run", age_s=uptime_s, given_up_in_s=None),),
+        ledger={},
+        refused=dict(lobby.refused),
+        turned_away=_turned_away(lobby),
+    )
+
+
+def _of_a_run(run: Run, uptime_s: float) -> Status:
+    lobby, desk, trainer = run.lobby, run.desk, run.trainer
+    now = lobby.now()
+    running = _running(desk, run.payload)
     does, since = _trainer(desk)
     return Status(
         run="open",
@@ -50,27 +54,27 @@ def status(executor: Executor, uptime_s: float) -> Status:
         uptime_s=uptime_s,
         now_s=now,
         published=desk.state.published,
-        trainer=attached,
+        trainer="none" if trainer is None else "away" if trainer.link is None else "attached",
         trainer_does=does,
         trainer_since_s=None if since is None else now - since,
-        workers=workers,
+        workers=tuple(_member(run, one, running, now) for one in lobby.workers.values()),
         rounds=tuple(_round(desk, one, running, now) for one in desk.rounds.values()),
-        queues=queues(executor, desk),
-        waits=tuple(_waits(executor, desk, now)),
+        queues=queues(run),
+        waits=tuple(_waits(run, now)),
         ledger=_ledger(desk, now),
-        refused=dict(executor.refused),
-        turned_away=_turned_away(executor),
-        caveat=executor.caveat,
-        tokens_received=executor.num_tokens,
+        refused=dict(lobby.refused),
+        turned_away=_turned_away(lobby),
+        caveat=lobby.caveat,
+        tokens_received=run.num_tokens,
         max_new_tokens=desk.config.max_new_tokens,
-        rewards=_rewards(executor, now),
+        rewards=_rewards(run, now),
     )
 
 
-def _rewards(executor: Executor, now: float) -> RewardsStatus | None:
-    if executor.rewards is None:
+def _rewards(run: Run, now: float) -> RewardsStatus | None:
+    if run.rewards is None:
         return None
-    told, at = executor.rewards
+    told, at = run.rewards
     return RewardsStatus(
         running=told.running,
         timeout_s=told.timeout_s,
@@ -82,12 +86,12 @@ def _rewards(executor: Executor, now: float) -> RewardsStatus | None:
 
 
 class _Running(NamedTuple):
-    """What running samples have so far; one look at each of them, of which there may be tens of thousands."""
+    """Tokens of the running samples, from one look at each: there may be tens of thousands."""
 
     tokens: dict[int, int]
     """By seat."""
     longest: dict[Step, tuple[int, int]]
-    """Of each round: its tokens, and the seat where it runs."""
+    """Of each round, its longest sample: the tokens, and the seat where it runs."""
 
 
 def _running(desk: Desk, payload: Payload) -> _Running:
@@ -101,18 +105,17 @@ def _running(desk: Desk, payload: Payload) -> _Running:
     return _Running(tokens, longest)
 
 
-def _worker(executor: Executor, session: WorkerSession, running: _Running, now: float) -> WorkerStatus:
-    seat: Worker | None = executor.seat_of(session)
+def _worker(session: WorkerSession, now: float) -> WorkerStatus:
+    """Return what is known of a worker without a seat in the scheduler."""
     report, facts = session.report, session.facts
-    line = None if executor.scheduler is None else executor.scheduler.ledger.workers.get(session.name)
     return WorkerStatus(
         name=session.name,
-        state="joined" if seat is None else "down" if seat.down else seat.state,
+        state="joined",
         connected=session.greeted,
         engine=facts.engine,
         model=facts.model,
-        version=-1 if seat is None else seat.version,
-        running=0 if seat is None else len(seat.leases),
+        version=-1,
+        running=0,
         slots=facts.slots,
         engine_waiting=0 if report is None else report.num_waiting,
         kv_used=0.0 if report is None else report.kv_used,
@@ -120,28 +123,40 @@ def _worker(executor: Executor, session: WorkerSession, running: _Running, now: 
         price_usd_per_hour=facts.price_usd_per_hour,
         spot=facts.spot,
         last_heard_s=max(0.0, now - session.heard_at),
-        usd=0.0 if line is None else line.usd,
-        duty="generating" if seat is None else seat.duty,
-        pulling=-1 if seat is None else seat.pulling,
-        source=_source(executor, seat),
-        tokens_running=0 if seat is None else running.tokens[seat.seat],
+        usd=0.0,
+        duty="generating",
+        pulling=-1,
+        source="",
+        tokens_running=0,
     )
 
 
-def _source(executor: Executor, seat: Worker | None) -> str:
-    if seat is None or seat.source < 0 or executor.scheduler is None:
-        return ""
-    source = executor.scheduler.desk.seats.get(seat.source)
-    return "" if source is None else source.name
+def _member(run: Run, session: WorkerSession, running: _Running, now: float) -> WorkerStatus:
+    """Return what is known of a worker of the fleet."""
+    seat, line = run.seat_of(session), run.desk.ledger.workers.get(session.name)
+    found = structs.replace(_worker(session, now), usd=0.0 if line is None else line.usd)
+    if seat is None:
+        return found
+    source = run.desk.seats.get(seat.source)
+    return structs.replace(
+        found,
+        state="down" if seat.down else seat.state,
+        version=seat.version,
+        running=len(seat.leases),
+        duty=seat.duty,
+        pulling=seat.pulling,
+        source="" if source is None else source.name,
+        tokens_running=running.tokens[seat.seat],
+    )
 
 
-def _turned_away(executor: Executor) -> list[TurnedAway]:
+def _turned_away(lobby: Lobby) -> list[TurnedAway]:
     now = time.monotonic()
-    return [TurnedAway(name=name, why=why, ago_s=now - at) for name, (why, at) in executor.turned_away.items()]
+    return [TurnedAway(name=name, why=why, ago_s=now - at) for name, (why, at) in lobby.turned_away.items()]
 
 
 def _trainer(desk: Desk) -> tuple[str, float | None]:
-    """What it does, and since when."""
+    """Return what the trainer does, and since when."""
     clock = desk.state.clock
     if clock.validating_since is not None:
         return "validates", clock.validating_since
@@ -168,30 +183,31 @@ def _round(desk: Desk, round_: Round, running: _Running, now: float) -> RoundSta
     )
 
 
-def queues(executor: Executor, desk: Desk) -> dict[str, int]:
+def queues(run: Run) -> dict[str, int]:
+    desk = run.desk
     rounds = desk.rounds.values()
     scoring = len(desk.scoring.running)
-    scored_now = scoring if executor.rewards is None else min(scoring, executor.rewards[0].running)
+    scored_now = scoring if run.rewards is None else min(scoring, run.rewards[0].running)
     return {
         "samples_waiting": sum(one.num_waiting for one in rounds),
         "samples_running": len(desk.leases),
-        "samples_asked": sum(one.num_samples for one in executor.questions.values()),
+        "samples_asked": sum(one.num_samples for one in run.questions.values()),
         "rewards_running": scored_now,
         "rewards_waiting": len(desk.scoring.queue) + scoring - scored_now,
         "groups_delivered": sum(1 for one in desk.groups.values() if one.state == "delivered"),
-        "groups_without_prompt": sum(1 for one in desk.groups if one not in executor.payload.prompts),
+        "groups_without_prompt": sum(1 for one in desk.groups if one not in run.payload.prompts),
         "rounds_requested": len(desk.state.requested),
     }
 
 
-def _waits(executor: Executor, desk: Desk, now: float) -> Iterator[WaitStatus]:
-    """Who is waited for: first what has no deadline, then every deadline with its name."""
-    trainer = executor.trainer
+def _waits(run: Run, now: float) -> Iterator[WaitStatus]:
+    """Yield every wait: first those without a deadline, then every deadline with its name."""
+    desk, trainer = run.desk, run.trainer
     if trainer is not None and trainer.away_since is not None:
         yield WaitStatus(what="trainer", of="to dial in", age_s=now - trainer.away_since, given_up_in_s=None)
     if desk.state.published < 0:
         yield WaitStatus(what="weights", of="a first version", age_s=None, given_up_in_s=None)
-    num_unknown = sum(1 for one in desk.groups if one not in executor.payload.prompts)
+    num_unknown = sum(1 for one in desk.groups if one not in run.payload.prompts)
     if num_unknown:
         yield WaitStatus(what="prompts", of=f"{num_unknown} groups", age_s=None, given_up_in_s=None)
     waiting = next((one for one in desk.rounds.values() if one.num_waiting), None)
@@ -200,7 +216,7 @@ def _waits(executor: Executor, desk: Desk, now: float) -> Iterator[WaitStatus]:
         yield WaitStatus(what=what, of=f"round {waiting.step}", age_s=now - waiting.opened_at, given_up_in_s=None)
     scoring = desk.scoring.running
     if scoring:
-        told = _rewards(executor, now)
+        told = _rewards(run, now)
         if told is None or not told.running:
             left_s, age_s, of = min(scoring.values()) - now, None, f"{len(scoring)} answers"
         else:
@@ -208,13 +224,13 @@ def _waits(executor: Executor, desk: Desk, now: float) -> Iterator[WaitStatus]:
         yield WaitStatus(what="reward", of=of, age_s=age_s, given_up_in_s=max(0.0, left_s))
     for (name, key), at in sorted(desk.deadlines.entries.items(), key=lambda entry: entry[1]):
         if name != "reward":  # a look at those above
-            age_s = _age_s(executor, desk, name, key, at - now)
+            age_s = _age_s(run, name, key, at - now)
             yield WaitStatus(what=name, of=_of(desk, name, key), age_s=age_s, given_up_in_s=at - now)
 
 
-def _age_s(executor: Executor, desk: Desk, name: str, key: int, left_s: float) -> float | None:
-    """Since when, where the deadline was set once, at the beginning, or somebody else knows it."""
-    rules = desk.config.fleet_rules
+def _age_s(run: Run, name: str, key: int, left_s: float) -> float | None:
+    """Return how long a wait lasts already; None where its deadline is put off, and nobody knows when it began."""
+    rules = run.desk.config.fleet_rules
     allowed = {
         "hand_over": rules.hand_over_timeout_s,
         "pull": rules.pull_timeout_s,
@@ -223,8 +239,8 @@ def _age_s(executor: Executor, desk: Desk, name: str, key: int, left_s: float) -
     }
     if name in allowed:
         return max(0.0, allowed[name] - left_s)
-    session = executor.workers.get(desk.seats[key].name) if name == "heartbeat" else None
-    return None if session is None else max(0.0, executor.now() - session.heard_at)
+    session = run.lobby.workers.get(run.desk.seats[key].name) if name == "heartbeat" else None
+    return None if session is None else max(0.0, run.lobby.now() - session.heard_at)
 
 
 def _of(desk: Desk, name: str, key: int) -> str:
@@ -260,16 +276,17 @@ def _ledger(desk: Desk, now: float) -> dict[str, object]:
 
 
 class _Metrics(Collector):
-    def __init__(self, executor: Executor, uptime_s: float) -> None:
-        self._executor = executor
-        self._status = status(executor, uptime_s)
+    def __init__(self, lobby: Lobby, uptime_s: float) -> None:
+        self._lobby = lobby
+        self._status = status(lobby, uptime_s)
 
     def collect(self) -> Iterator[Metric]:
-        now, executor = self._status, self._executor
+        now, run = self._status, self._lobby.run
+        num_bytes = 0 if run is None else run.payload.num_bytes
         yield _gauge("polyrl_uptime_seconds", "Since the manager started.", now.uptime_s)
-        yield _counter("polyrl_tokens_received", "Tokens since the manager started.", executor.num_tokens)
-        yield _counter("polyrl_frames_received", "Frames since the manager started.", executor.num_frames)
-        yield _gauge("polyrl_payload_bytes", "Tokens held in memory.", executor.payload.num_bytes)
+        yield _counter("polyrl_tokens_received", "Tokens since the manager started.", now.tokens_received)
+        yield _counter("polyrl_frames_received", "Frames since the manager started.", self._lobby.num_frames)
+        yield _gauge("polyrl_payload_bytes", "Tokens held in memory.", num_bytes)
         yield _gauge("polyrl_published_version", "The newest version; -1 is none.", now.published)
         caveats = {now.caveat: 1} if now.caveat else {}
         yield _by("polyrl_caveat", "What no number here is to be read without.", "caveat", caveats)
@@ -301,8 +318,8 @@ def _by(name: str, text: str, label: str, values: dict[str, int] | dict[str, flo
     return family
 
 
-def metrics(executor: Executor, uptime_s: float) -> bytes:
-    """In Prometheus' text format."""
+def metrics(lobby: Lobby, uptime_s: float) -> bytes:
+    """Return the metrics in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Metrics(executor, uptime_s))
+    registry.register(_Metrics(lobby, uptime_s))
     return generate_latest(registry)

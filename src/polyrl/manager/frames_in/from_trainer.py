@@ -8,13 +8,14 @@ import logging
 import math
 from typing import assert_never
 
+from polyrl.errors import Refused
 from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
 from polyrl.manager import frames_out
 from polyrl.manager.journal import PromptsSupplied, RewardKept, VersionOffered
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import TrainerSession
-from polyrl.manager.refusals import Refused
-from polyrl.manager.run import Executor
+from polyrl.manager.run import Run
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
@@ -24,75 +25,75 @@ log = logging.getLogger("polyrl.manager")
 _MAX_PROMPT_TOKENS = 1 << 24
 
 
-def said(executor: Executor, session: TrainerSession, link: Link, raw: bytes) -> None:
-    if executor.trainer is not session or session.link is not link:
+def said(lobby: Lobby, session: TrainerSession, link: Link, raw: bytes) -> None:
+    """Hear a frame of the trainer's connection."""
+    run = lobby.run
+    if run is None or run.trainer is not session or session.link is not link:
         link.close("that session is over, or has another connection")
         return
-    executor.num_frames += 1
+    lobby.num_frames += 1
     try:
-        _hear(executor, session, raw)
+        _hear(run, session, raw)
     except Refused as refused:
-        executor.refused[refused.kind] += 1
+        lobby.refused[refused.kind] += 1
         log.warning("the trainer is refused: %s", refused)
         link.send(frames.Release(f"refused: {refused}"))
         link.close(str(refused), code=1008)
-        gone(executor, session, link)
+        gone(lobby, session, link)
 
 
-def _hear(executor: Executor, session: TrainerSession, raw: bytes) -> None:
+def _hear(run: Run, session: TrainerSession, raw: bytes) -> None:
     try:
         frame = frames.decode_from_trainer(raw)
     except frames.NO_FRAME as error:
         raise Refused("frame", f"not a frame: {error}") from error
     if isinstance(frame, frames.TrainerHello):
-        _greet(executor, session)
+        _greet(run, session)
         return
     if not session.greeted:
         raise Refused("order", f"a {type(frame).__name__} before a TrainerHello")
-    _state(executor, frame)
+    _state(run, frame)
     session.acknowledge(frame.seq)
 
 
-def _state(executor: Executor, frame: frames.Statement) -> None:
+def _state(run: Run, frame: frames.Statement) -> None:
     match frame:
         case frames.RequestRound():
-            _request_round(executor, Step(frame.step))
+            _request_round(run, Step(frame.step))
         case frames.SupplyPrompts():
-            _supply(executor, frame)
+            _supply(run, frame)
         case frames.Scored():
-            _scored(executor, frame)
+            _scored(run, frame)
         case frames.Took():
-            executor.tell(e.GroupsTaken(Step(frame.step), tuple(map(GroupId, frame.groups))))
+            run.tell(e.GroupsTaken(Step(frame.step), tuple(map(GroupId, frame.groups))))
         case frames.Rejected():
-            _rejected(executor, frame)
+            _rejected(run, frame)
         case frames.MicroBatchDone():
-            executor.tell(e.MicroBatchTrained(Step(frame.step)))
+            run.tell(e.MicroBatchTrained(Step(frame.step)))
         case frames.RestartStep():
-            executor.tell(e.StepRestarted(Step(frame.step)))
+            run.tell(e.StepRestarted(Step(frame.step)))
         case frames.StepDone():
-            executor.tell(e.StepTrained(Step(frame.step)))
+            run.tell(e.StepTrained(Step(frame.step)))
         case frames.Validating():
-            executor.tell(e.ValidationBegan() if frame.begins else e.ValidationEnded())
+            run.tell(e.ValidationBegan() if frame.begins else e.ValidationEnded())
         case frames.RewardsTold():
-            executor.rewards = frame, executor.now()
+            run.rewards = frame, run.lobby.now()
         case frames.Published():
-            _published(executor, frame)
+            _published(run, frame)
         case _:
             assert_never(frame)
 
 
-def _rejected(executor: Executor, frame: frames.Rejected) -> None:
+def _rejected(run: Run, frame: frames.Rejected) -> None:
     if frame.workers:
         log.warning("group %d is rejected for what %s wrote: %s", frame.group, ", ".join(frame.workers), frame.reason)
-    executor.tell(e.GroupRejected(GroupId(frame.group), frame.reason, tuple(map(WorkerName, frame.workers))))
+    run.tell(e.GroupRejected(GroupId(frame.group), frame.reason, tuple(map(WorkerName, frame.workers))))
 
 
-def _published(executor: Executor, frame: frames.Published) -> None:
-    trainer = executor.trainer
-    assert trainer is not None
-    if trainer.has_weights != bool(frame.digest):
+def _published(run: Run, frame: frames.Published) -> None:
+    if run.has_weights != bool(frame.digest):
         raise Refused("digest", f"version {frame.version}: a digest is expected if, and only if, the run has weights")
-    known = executor.payload.digest_of(frame.version)
+    known = run.payload.digest_of(frame.version)
     is_another = bool(known) and frame.digest != known
     if is_another and known not in frame.replaces:
         raise Refused("digest", f"version {frame.version} is {known}, not {frame.digest}; a version never changes")
@@ -100,88 +101,86 @@ def _published(executor: Executor, frame: frames.Published) -> None:
         log.warning(
             "version %d is published anew, with another digest: whoever holds it fetches it again", frame.version
         )
-        executor.note_grants()  # the order in the journal tells who wrote with which
+        run.note_grants()  # the order in the journal tells who wrote with which
     if frame.digest:  # also when it is no news: a trainer that comes back serves from elsewhere
         offer = VersionOffered(frame.version, frame.digest, frame.addresses)
-        executor.payload.offer(offer)
-        executor.journal.add_note(offer)
+        run.payload.offer(offer)
+        run.lobby.journal.add_note(offer)
     if is_another:
-        executor.tell(e.VersionReplaced(Version(frame.version)))
-    executor.tell(e.VersionPublished(Version(frame.version)))
+        run.tell(e.VersionReplaced(Version(frame.version)))
+    run.tell(e.VersionPublished(Version(frame.version)))
 
 
-def _request_round(executor: Executor, step: Step) -> None:
-    assert executor.scheduler is not None
-    executor.tell(e.RoundRequested(step))
-    ended_at = executor.scheduler.desk.state.data_ended_at
+def _request_round(run: Run, step: Step) -> None:
+    run.tell(e.RoundRequested(step))
+    ended_at = run.desk.state.data_ended_at
     if ended_at is not None and step >= ended_at:
-        executor.say_to_trainer(frames.DataEnded(step))
+        run.say_to_trainer(frames.DataEnded(step))
 
 
-def _supply(executor: Executor, frame: frames.SupplyPrompts) -> None:
-    assert executor.scheduler is not None
-    groups = executor.scheduler.desk.groups
-    wanted = tuple(one for one in frame.prompts if one.group in groups and one.group not in executor.payload.prompts)
+def _supply(run: Run, frame: frames.SupplyPrompts) -> None:
+    groups = run.desk.groups
+    wanted = tuple(one for one in frame.prompts if one.group in groups and one.group not in run.payload.prompts)
     for prompt in wanted:
         if len(prompt.tokens) % 4 or not 0 < len(prompt.tokens) <= 4 * _MAX_PROMPT_TOKENS:
             raise Refused("prompt", f"group {prompt.group}: a prompt of {len(prompt.tokens) / 4:g} tokens")
     if wanted:
-        executor.note_grants()
-        executor.journal.add_note(PromptsSupplied(wanted))
+        run.note_grants()
+        run.lobby.journal.add_note(PromptsSupplied(wanted))
     for prompt in wanted:
         group = GroupId(prompt.group)
-        executor.payload.prompts[group] = prompt
-        for lease in executor.no_prompt_yet.pop(group, ()):
-            frames_out.order(executor, lease)
+        run.payload.prompts[group] = prompt
+        for lease in run.no_prompt_yet.pop(group, ()):
+            frames_out.order(run, lease)
 
 
-def _scored(executor: Executor, frame: frames.Scored) -> None:
+def _scored(run: Run, frame: frames.Scored) -> None:
     if not math.isfinite(frame.value):
         raise Refused("reward", f"sample {frame.sample}: a reward of {frame.value}")
     for name, value in frame.parts.items():
         if not math.isfinite(value):
             raise Refused("reward", f"sample {frame.sample}: a part of its reward is {value}: {name!r}")
-    assert executor.scheduler is not None
-    desk, sample = executor.scheduler.desk, SampleId(frame.sample)
+    desk, sample = run.desk, SampleId(frame.sample)
     is_awaited = sample in desk.scoring.running and desk.samples[sample].attempt == frame.attempt
     if is_awaited and frame.outcome not in ("infrastructure_failed", "no_reward"):
-        text = executor.payload.text(sample)
+        text = run.payload.text(sample)
         text.reward, text.parts = frame.value, frame.parts
-        executor.journal.add_note(RewardKept(frame.sample, frame.value, frame.parts))
-    executor.tell(e.RewardFinished(sample, frame.attempt, frame.outcome, frame.correct, frame.cpu_s))
+        run.lobby.journal.add_note(RewardKept(frame.sample, frame.value, frame.parts))
+    run.tell(e.RewardFinished(sample, frame.attempt, frame.outcome, frame.correct, frame.cpu_s))
 
 
-def _greet(executor: Executor, session: TrainerSession) -> None:
+def _greet(run: Run, session: TrainerSession) -> None:
     """Send all that it needs to go on, whatever it has heard before."""
-    assert executor.scheduler is not None
-    session.greeted = executor.is_urgent = True
+    session.greeted = run.lobby.is_urgent = True
     session.away_since = None
-    executor.tell(e.TrainerReturned())
-    desk = executor.scheduler.desk
+    run.tell(e.TrainerReturned())
+    desk = run.desk
     if desk.state.last_line is not None:
         session.say(frames.StepReported(desk.state.last_line))
     if desk.state.data_ended_at is not None:
         session.say(frames.DataEnded(desk.state.data_ended_at))
     for round_ in desk.rounds.values():
-        missing = [desk.groups[one] for one in round_.groups if one not in executor.payload.prompts]
+        missing = [desk.groups[one] for one in round_.groups if one not in run.payload.prompts]
         plans = tuple(c.PlannedGroup(one.id, one.domain, one.prompt, one.epoch, one.num_samples) for one in missing)
         session.say(frames_out.opened(round_.step, round_.kind, plans, "it is open"))
         for group_id in round_.groups:
             group = desk.groups[group_id]
             if group.state == "delivered":
                 kept = [one for one in group.sample_ids() if desk.samples[one].state == "scored"]
-                frames_out.deliver(executor, round_.step, group_id, tuple(kept))
+                frames_out.deliver(run, round_.step, group_id, tuple(kept))
         if round_.closed_at is not None:
-            session.say(frames_out.closed(executor, round_.step))
+            session.say(frames_out.closed(run, round_.step))
     for sample in list(desk.scoring.running):  # without a reward function, each ends at once
         if sample in desk.scoring.running:
-            frames_out.score(executor, sample, desk.samples[sample].attempt, desk.config.rewards.t_max_s)
+            frames_out.score(run, sample, desk.samples[sample].attempt, desk.config.rewards.t_max_s)
 
 
-def gone(executor: Executor, session: TrainerSession, link: Link) -> None:
+def gone(lobby: Lobby, session: TrainerSession, link: Link) -> None:
+    """The trainer's connection broke: the run waits until a trainer dials."""
     if session.link is link:
         session.link, session.greeted = None, False
-        session.away_since = executor.now()
-        executor.rewards = None
-        if executor.trainer is session:  # not when another has opened the run
-            executor.tell(e.TrainerLeft())
+        session.away_since = lobby.now()
+        run = lobby.run
+        if run is not None and run.trainer is session:  # not when another trainer has opened the run
+            run.rewards = None
+            run.tell(e.TrainerLeft())

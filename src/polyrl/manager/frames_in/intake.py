@@ -7,13 +7,13 @@ So is an answer that ends where its tokens do not: cut off before the cap, or st
 
 import logging
 
+from polyrl.errors import Refused
 from polyrl.ids import LeaseId, SampleId, group_of, show_sample
 from polyrl.manager import frames_out
 from polyrl.manager.frames_in import stride
 from polyrl.manager.payload import append_cells, without_rows
 from polyrl.manager.peers.sessions import WorkerSession
-from polyrl.manager.refusals import Refused
-from polyrl.manager.run import Executor
+from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns, frames
@@ -21,43 +21,45 @@ from polyrl.wire.columns import CELL_BYTES, TOKEN_IDS, BadColumns
 
 log = logging.getLogger("polyrl.manager")
 
+BEFORE_ANY_LEASE = "tokens before any lease"
 _ROWS_A_LEASE = 4
 _MORE_ROWS = 64
 """Of as many leases as a worker had at once, some have rows of two versions, and some are over without its knowing."""
 
 
-def take_in(executor: Executor, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
-    worker = executor.seat_of(session)
-    if worker is None or executor.scheduler is None:
-        raise Refused("order", "tokens before any lease")
-    desk = executor.scheduler.desk
+def take_in(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
+    """Take a worker's frame of tokens in, or raise Refused."""
+    worker = run.seat_of(session)
+    if worker is None:
+        raise Refused("order", BEFORE_ANY_LEASE)
+    desk = run.desk
     try:
-        if session.stride is not None and session.stride.takes(frame, worker, executor.vocabulary):
-            _took_stride(executor, session, frame, raw)
+        if session.stride is not None and session.stride.takes(frame, worker, run.vocabulary):
+            _took_stride(run, session, frame, raw)
             return
         check_amount(session, worker, len(frame.leases) // 8 + len(frame.ended))
         column = columns.check(frame.leases, frame.offsets, frame.counts, frame.versions, frame.cells)
-        columns.check_cells(frame.cells, executor.vocabulary)
+        columns.check_cells(frame.cells, run.vocabulary)
     except BadColumns as error:
         raise Refused("columns", str(error)) from error
     if column.leases:
         if max(map(int.__add__, column.offsets, column.counts)) > desk.max_new_tokens:
             raise Refused("budget", f"more than {desk.max_new_tokens} tokens of a sample")
-        _check_versions(executor, worker, column)
+        _check_versions(run, worker, column)
     session.acknowledge(frame.seq, has_ends=bool(frame.ended))
-    idle, num_missing, num_gaps, num_invented = _append(executor, worker, column, frame.cells)
+    idle, num_missing, num_gaps, num_invented = _append(run, worker, column, frame.cells)
     session.stride = None
     if column.leases and not idle and not frame.ended:
-        session.stride = _begin_stride(executor, worker, frame, column)
-    ends, lie = _check_ends(executor, worker, frame.ended)
-    _journal_tokens(executor, frame, raw, column, idle, ends)
+        session.stride = _begin_stride(run, worker, frame, column)
+    ends, lie = _check_ends(run, worker, frame.ended)
+    _journal_tokens(run, frame, raw, column, idle, ends)
     for ended in ends:
-        _ended(executor, session, worker, ended)
+        _ended(run, session, worker, ended)
     if lie is not None:
         raise lie
     num_vain = len(idle) + len(frame.ended) - len(ends)
     if num_vain or not column.leases:
-        _check_waste(executor, session, num_vain, num_missing, brings=bool(ends) or len(idle) < len(column.leases))
+        _check_waste(run, session, num_vain, num_missing, brings=bool(ends) or len(idle) < len(column.leases))
     if num_invented:
         raise Refused("lease", f"tokens of {num_invented} leases that were never given")
     if num_gaps:
@@ -71,40 +73,36 @@ def check_amount(session: WorkerSession, worker: Worker | None, num_leases: int)
         raise Refused("lease", f"news of {num_leases} leases in one frame; it had {most} at once")
 
 
-def _check_waste(executor: Executor, session: WorkerSession, num_rows: int, num_tokens: int, *, brings: bool) -> None:
+def _check_waste(run: Run, session: WorkerSession, num_rows: int, num_tokens: int, *, brings: bool) -> None:
     if brings and num_rows < _MORE_ROWS and num_tokens < _MORE_ROWS:  # nearly always: a sample was aborted just now
         return
-    if not session.may_waste(num_rows, num_tokens, session.heard_at, executor.settings.stream.heartbeat_interval_s):
+    if not session.may_waste(num_rows, num_tokens, session.heard_at, run.lobby.settings.stream.heartbeat_interval_s):
         raise Refused("flood", "too many tokens of leases that are over")
 
 
-def _took_stride(executor: Executor, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
-    executor.num_tokens += len(frame.cells) // CELL_BYTES
+def _took_stride(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
+    run.num_tokens += len(frame.cells) // CELL_BYTES
     session.acknowledge(frame.seq, has_ends=False)
-    executor.note_grants()
-    executor.journal.add_tokens(raw)
+    run.note_grants()
+    run.lobby.journal.add_tokens(raw)
 
 
-def _begin_stride(
-    executor: Executor, worker: Worker, frame: frames.NewTokens, column: columns.Columns
-) -> stride.Stride | None:
+def _begin_stride(run: Run, worker: Worker, frame: frames.NewTokens, column: columns.Columns) -> stride.Stride | None:
     """The next frame may go on from one that was appended as a whole, unless a lease has two rows in it."""
-    assert executor.scheduler is not None
-    if executor.questions or len(set(column.leases)) < len(column.leases):  # who reads along wants every frame at once
+    if run.questions or len(set(column.leases)) < len(column.leases):  # who reads along wants every frame at once
         return None
-    desk, texts = executor.scheduler.desk, executor.payload.texts
+    desk, texts = run.desk, run.payload.texts
     rows = [texts[desk.leases[LeaseId(lease)].id] for lease in column.leases]
     return stride.Stride(frame, rows, worker, desk.max_new_tokens)
 
 
-def _check_versions(executor: Executor, worker: Worker, column: columns.Columns) -> None:
+def _check_versions(run: Run, worker: Worker, column: columns.Columns) -> None:
     """Nobody writes with weights that it has not got yet, or had before its lease was given."""
-    assert executor.scheduler is not None
     held = worker.version
     if min(column.versions) == max(column.versions) == held >= 0:  # nearly always
         return
     for lease, version in zip(column.leases, column.versions, strict=True):
-        sample = executor.scheduler.desk.leases.get(LeaseId(lease))
+        sample = run.desk.leases.get(LeaseId(lease))
         if sample is None or sample.worker != worker.seat:
             continue  # late, and perhaps of a version that was replaced since
         if not 0 <= version <= held:
@@ -114,7 +112,7 @@ def _check_versions(executor: Executor, worker: Worker, column: columns.Columns)
 
 
 def _journal_tokens(
-    executor: Executor,
+    run: Run,
     frame: frames.NewTokens,
     raw: bytes,
     column: columns.Columns,
@@ -122,25 +120,22 @@ def _journal_tokens(
     ends: tuple[frames.Ended, ...],
 ) -> None:
     """What was taken in, and nothing else: at a restart nobody asks whose lease it was."""
-    executor.note_grants()  # the order in the journal tells late tokens from timely ones
+    run.note_grants()  # the order in the journal tells late tokens from timely ones
     if len(idle) == len(column.leases) and not ends:
         return
     if idle or len(ends) < len(frame.ended):
         raw = frames.encode(without_rows(frame, column, frozenset(idle), ends))
-    executor.journal.add_tokens(raw)
+    run.lobby.journal.add_tokens(raw)
 
 
-def _append(
-    executor: Executor, worker: Worker, column: columns.Columns, cells: bytes
-) -> tuple[list[int], int, int, int]:
+def _append(run: Run, worker: Worker, column: columns.Columns, cells: bytes) -> tuple[list[int], int, int, int]:
     """Add a frame's tokens to their samples.
 
     Returns the rows that brought nothing, by where their cells start; how many tokens were in vain; and how many of the
     rows left a gap, or are of leases that never were.
     """
-    assert executor.scheduler is not None
-    leases, texts, seat = executor.scheduler.desk.leases, executor.payload.texts, worker.seat
-    next_lease = executor.scheduler.desk.state.next_lease
+    leases, texts, seat = run.desk.leases, run.payload.texts, worker.seat
+    next_lease = run.desk.state.next_lease
     start = num_gaps = num_invented = num_missing = 0
     idle: list[int] = []
     # The hottest loop there is: once a frame and running sample. See `polyrl bench relay`.
@@ -148,7 +143,7 @@ def _append(
         sample = leases.get(lease)  # pyright: ignore[reportArgumentType]  a number becomes a lease by being found
         if sample is None or sample.worker != seat:
             if lease < next_lease:
-                executor.refused["late_lease"] += 1
+                run.lobby.refused["late_lease"] += 1
             else:
                 num_invented += 1
             idle.append(start)
@@ -165,74 +160,70 @@ def _append(
                 if num_new <= 0:
                     idle.append(start)
         start = end
-    executor.num_tokens += start // CELL_BYTES - num_missing
+    run.num_tokens += start // CELL_BYTES - num_missing
     return idle, num_missing, num_gaps, num_invented
 
 
 def _check_ends(
-    executor: Executor, worker: Worker, ended: tuple[frames.Ended, ...]
+    run: Run, worker: Worker, ended: tuple[frames.Ended, ...]
 ) -> tuple[tuple[frames.Ended, ...], Refused | None]:
     """The ends of its leases, up to the first that is a lie; and what is wrong with that one."""
-    assert executor.scheduler is not None
     known: dict[int, frames.Ended] = {}
     lie: Refused | None = None
     for one in ended:
         sample = worker.leases.get(LeaseId(one.lease))
         if sample is None or one.lease in known:
-            if one.lease >= executor.scheduler.desk.state.next_lease:
+            if one.lease >= run.desk.state.next_lease:
                 lie = Refused("lease", f"an end of lease {one.lease}, which was never given")
                 break
-            executor.refused["late_lease"] += 1
+            run.lobby.refused["late_lease"] += 1
             continue
-        num_tokens = executor.payload.text(sample).num_tokens
+        num_tokens = run.payload.text(sample).num_tokens
         if one.num_tokens != num_tokens:
             lie = Refused("offset", f"an end after {one.num_tokens} tokens; {num_tokens} have come")
             break
-        if one.reason in ("stop", "length") and (why := _why_no_end(executor, sample, one)):
+        if one.reason in ("stop", "length") and (why := _why_no_end(run, sample, one)):
             lie = Refused("end", why)
             break
         known[one.lease] = one
     return tuple(known.values()), lie
 
 
-def _why_no_end(executor: Executor, sample: SampleId, ended: frames.Ended) -> str:
+def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
     """Why an answer that has these tokens did not end so; empty where it may have."""
     if ended.num_tokens == 0:
         return "an answer without a token"
-    rules, prompt = executor.answers, executor.payload.prompts.get(group_of(sample))
+    rules, prompt = run.answers, run.payload.prompts.get(group_of(sample))
     if rules is None or prompt is None:
         return ""
     if ended.reason == "length":
-        most = min(
-            frames_out.max_tokens(executor, sample), rules.max_context - len(prompt.tokens) // TOKEN_IDS.itemsize
-        )
+        most = min(frames_out.max_tokens(run, sample), rules.max_context - len(prompt.tokens) // TOKEN_IDS.itemsize)
         if ended.num_tokens >= most:
             return ""
         return f"an answer cut off after {ended.num_tokens} tokens; the cap is {most}: is its engine's context shorter?"
     sampling = prompt.sampling
     if sampling.stop or sampling.imposed is not None:  # who has a tokenizer knows; so does who imposes a length
         return ""
-    last = int.from_bytes(executor.payload.text(sample).cells[-CELL_BYTES:][:4], "little")
+    last = int.from_bytes(run.payload.text(sample).cells[-CELL_BYTES:][:4], "little")
     if last in sampling.stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
         return ""
     return f"an answer that stopped with token id {last}, which ends none"
 
 
-def _ended(executor: Executor, session: WorkerSession, worker: Worker, ended: frames.Ended) -> None:
-    assert executor.scheduler is not None
-    sample = executor.scheduler.desk.leases.get(LeaseId(ended.lease))
+def _ended(run: Run, session: WorkerSession, worker: Worker, ended: frames.Ended) -> None:
+    sample = run.desk.leases.get(LeaseId(ended.lease))
     if sample is None or sample.worker != worker.seat:  # the end before it in the frame has ended its round
-        executor.refused["late_lease"] += 1
+        run.lobby.refused["late_lease"] += 1
         return
     if ended.reason == "stop" or ended.reason == "length":
-        executor.payload.text(sample.id).finish = ended.reason
-        executor.tell(e.SampleFinished(sample.lease, ended.num_tokens))
+        run.payload.text(sample.id).finish = ended.reason
+        run.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
         if ended.reason != "handed_over" or sample.state != "stopping":
             detail = ended.detail if ended.reason != "handed_over" else "nobody asked for it"
             session.last_failure = f"{ended.reason}: {detail}"
             if (often := session.failures.again(session.last_failure)) is not None:
                 log.warning("sample %s on %s: %s%s", show_sample(sample.id), worker.name, session.last_failure, often)
-            if (question := executor.questions.get(sample.group)) is not None:
+            if (question := run.questions.get(sample.group)) is not None:
                 question.is_refused, question.detail = ended.reason == "refused", ended.detail
-        executor.tell(e.LeaseEnded(sample.lease, ended.num_tokens, ended.reason))
+        run.tell(e.LeaseEnded(sample.lease, ended.num_tokens, ended.reason))

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from polyrl.errors import Refused
 from polyrl.ids import SampleId, sample_id
 from polyrl.manager import asking
-from polyrl.manager.asking import AskedGroup
+from polyrl.manager.asking import AskedGroup, Question
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.payload import SampleTokens
-from polyrl.manager.question import Question
-from polyrl.manager.refusals import Refused
-from polyrl.manager.run import Executor
 from polyrl.manager.service import Service
 from polyrl.manager.serving.failures import AskError
 from polyrl.manager.serving.replies import FinishReason
@@ -102,9 +101,9 @@ class Answers:
         self.wake()
 
     async def ask(self, wanted: Sequence[AskedGroup], readers: Sequence[Sequence[Reader]]) -> None:
-        def act(executor: Executor) -> None:
+        def act(lobby: Lobby) -> None:
             if not self._is_left:
-                self._questions = asking.ask(executor, list(wanted), self.wake)
+                self._questions = asking.ask(lobby, list(wanted), self.wake)
 
         try:
             await self._service.ask(act)
@@ -121,7 +120,7 @@ class Answers:
         groups = [one.group for one in self._questions if one.closed is None]
         if groups:
             why = self._closing or "whoever asked is gone"
-            self._service.post(lambda executor: [asking.withdraw(executor, one, why) for one in groups])
+            self._service.post(lambda lobby: [asking.withdraw(lobby, one, why) for one in groups])
 
     async def pieces(self) -> AsyncIterator[Pieces]:
         """Until every choice has ended. Raises AskError, or ConnectionResetError when the client hung up."""
@@ -144,7 +143,7 @@ class Answers:
             self._changed.clear()
 
     def _stop(self, answer: ChoiceInProgress) -> None:
-        self._service.post(lambda executor: asking.stop(executor, answer.sample, answer.text))
+        self._service.post(lambda lobby: asking.stop(lobby, answer.sample, answer.text))
 
     def _check(self) -> None:
         if self._is_gone():

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from polyrl.manager.refusals import RequestError
+from polyrl.errors import RequestError
 
 ErrorType = Literal[
     "invalid_request_error",

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from polyrl.errors import Refused
 from polyrl.manager import asking
 from polyrl.manager.asking import AskedGroup
-from polyrl.manager.refusals import Refused
-from polyrl.manager.run import Executor
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.service import Service
 from polyrl.manager.serving import replies
 from polyrl.manager.serving.answers import Answers, OpenRequests
@@ -185,12 +185,12 @@ class _Events:
             await self.response.write(data)
 
 
-def _published(executor: Executor) -> int:
-    return -1 if executor.scheduler is None else executor.scheduler.desk.state.published
+def _published(lobby: Lobby) -> int:
+    return -1 if lobby.run is None else lobby.run.desk.state.published
 
 
-def _longest(executor: Executor) -> int:
+def _longest(lobby: Lobby) -> int:
     try:
-        return asking.longest_answer(executor)
+        return asking.run_to_ask(lobby).desk.max_new_tokens
     except Refused as refused:
         raise AskError(503, str(refused), code=refused.kind) from refused
