@@ -1,6 +1,6 @@
 """The emulated engine: the contract, what makes it predictable, and what it costs.
 
-`Batch` is played on moments that are passed in; where the engine itself runs, its clock is fast and waits are short.
+Its clock is fast and waits are short. Who runs and how fast: tests/unit/test_lockstep.py.
 """
 
 import asyncio
@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
-from polyrl.engines.emulated.batch import Batch, EmulatedSample
-from polyrl.engines.emulated.text import EOS, EmulatedEnd, answer_tokens, draw
+from polyrl.engines.emulated.text import EOS, answer_tokens, draw
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, SampleId, Version
@@ -142,167 +141,6 @@ def test_a_trace_that_cannot_be_used_is_refused_with_its_line(tmp_path, content,
         EmulatedEngine(config(trace=str(trace)))
     with pytest.raises(ConfigError, match="cannot be read"):
         EmulatedEngine(config(trace=str(tmp_path / "gone")))
-
-
-# Who runs, and how fast: on moments that are passed in
-
-
-def batch(**changes) -> Batch:
-    return Batch(config(**{"tokens_per_s": 10.0, "step_per_sample_s": 0.0, "prefill_tokens_per_s": 1e9, **changes}))
-
-
-def sample(lease: int, num_tokens: int, *, prompt: int = 1, so_far: int = 0) -> EmulatedSample:
-    return EmulatedSample(LeaseId(lease), prompt, so_far, EmulatedEnd(num_tokens, "stop", True))
-
-
-def news(a_batch: Batch, now: float) -> tuple[dict[int, int], list[int]]:
-    """How far samples are that got further, and which ended."""
-    grown, ended = a_batch.take_news(now)
-    for one, num_tokens in grown:
-        one.told = num_tokens
-    return {one.lease: num_tokens for one, num_tokens in grown}, [one.lease for one in ended]
-
-
-def test_a_sample_alone_runs_at_its_speed_and_news_is_told_once():
-    one = batch()
-    one.start(sample(1, 30), 100.0)
-    assert news(one, 101.05) == ({1: 10}, [])
-    assert news(one, 101.05) == ({}, [])
-    assert news(one, 110.0) == ({1: 30}, [1])
-    assert one.is_idle
-
-
-def test_every_further_sample_makes_the_step_longer():
-    """Steps of 100 ms, and 50 ms more for the second sample until it ends after 1.5 s."""
-    one = batch(step_per_sample_s=0.05)
-    one.start(sample(1, 1000), 0.0)
-    one.start(sample(2, 10), 0.0)
-    assert news(one, 1.51) == ({1: 10, 2: 10}, [2])
-    assert news(one, 2.51) == ({1: 20}, [])
-
-
-def test_a_prompt_and_what_is_there_of_an_answer_are_prefilled_one_sample_after_the_other():
-    one = batch(prefill_tokens_per_s=100.0)
-    one.start(sample(1, 1000, prompt=50), 0.0)
-    one.start(sample(2, 1000, prompt=50, so_far=50), 0.0)
-    assert news(one, 0.45) == ({}, [])
-    assert news(one, 1.55) == ({1: 10}, [])
-    one.stop(LeaseId(1), 1.55)
-    assert news(one, 2.55) == ({2: 60}, [])
-
-
-def test_samples_beyond_the_slots_wait_and_take_a_place_at_the_very_moment_it_is_free():
-    one = batch(slots=2)
-    for lease, num_tokens in ((1, 10), (2, 40), (3, 10)):
-        one.start(sample(lease, num_tokens), 0.0)
-    assert (one.num_running, one.num_waiting) == (2, 1)
-    # Nobody looked while it happened: the third ran from 1 s to 2 s all the same.
-    assert news(one, 2.05) == ({1: 10, 2: 20, 3: 10}, [1, 3])
-
-
-def test_a_full_cache_throws_the_newest_out_which_comes_back_with_its_tokens():
-    """100 tokens of cache, two samples that want 80 each: the first never stops, the second waits for it to end."""
-    one = batch(kv_tokens=100)
-    one.start(sample(1, 80), 0.0)
-    one.start(sample(2, 80), 0.0)
-    grown, ended = news(one, 5.05)
-    assert (one.num_running, one.num_waiting, one.num_preemptions) == (1, 1, 1)
-    assert (grown, ended) == ({1: 50, 2: 49}, [])
-    assert one.context <= 100
-    assert news(one, 8.05) == ({1: 80}, [1])
-    assert news(one, 11.2) == ({2: 80}, [2])
-    assert one.num_preemptions == 1
-
-
-def test_a_sample_thrown_out_does_not_come_back_for_the_fraction_of_a_token_that_it_lost():
-    one = batch(kv_tokens=20)
-    one.start(sample(1, 80), 0.0)
-    one.start(sample(2, 80), 0.055)
-    one.settle(1.5)
-    assert (one.num_waiting, one.num_preemptions) == (1, 1)
-
-
-def test_a_sample_thrown_out_is_first_in_line():
-    one = batch(kv_tokens=100, slots=2)
-    for lease, num_tokens in ((1, 80), (2, 80), (3, 5)):
-        one.start(sample(lease, num_tokens), 0.0)
-    assert news(one, 7.05) == ({1: 70, 2: 49}, [])
-    assert news(one, 9.05) == ({1: 80, 2: 59, 3: 5}, [1, 3])
-
-
-def test_the_cache_holds_the_context_of_those_that_run():
-    one = batch(kv_tokens=1000)
-    for at, lease in enumerate((1, 2, 3)):
-        one.start(sample(lease, 80, prompt=100 * lease), float(at))
-    assert one.context == pytest.approx(600 + 20 + 10, abs=0.1)
-    one.stop(LeaseId(2), 3.0)
-    assert one.context == pytest.approx(400 + 30 + 10, abs=0.1)
-
-
-def test_a_sample_that_outgrows_the_cache_alone_still_runs():
-    one = batch(kv_tokens=20)
-    one.start(sample(1, 80), 0.0)
-    assert news(one, 8.05) == ({1: 80}, [1])
-
-
-def test_stopping_a_sample_makes_room_at_once():
-    one = batch(slots=1)
-    for lease in (1, 2, 3):
-        one.start(sample(lease, 100), 0.0)
-    one.stop(LeaseId(1), 1.0)
-    one.stop(LeaseId(3), 1.0)
-    assert (one.num_running, one.num_waiting) == (1, 0)
-    assert news(one, 2.05) == ({2: 10}, [])
-
-
-_ACTS = st.lists(
-    st.tuples(st.floats(0.0, 3.0), st.sampled_from(["start", "stop", "look"]), st.integers(1, 10), st.integers(0, 40)),
-    max_size=40,
-)
-_BATCHES = st.builds(
-    dict,
-    slots=st.integers(1, 4),
-    kv_tokens=st.sampled_from([0, 30, 60]),
-    step_per_sample_s=st.sampled_from([0.0, 0.03]),
-    prefill_tokens_per_s=st.just(50.0),
-)
-
-
-@given(_ACTS, _BATCHES)
-@settings(max_examples=150)
-def test_whatever_comes_and_goes_everybody_ends_or_is_stopped_and_the_cache_is_given_back(acts, changes):
-    one, now = batch(**changes), 0.0
-    live: list[int] = []
-    for lease, (wait_s, act, prompt, num_tokens) in enumerate(acts):
-        now += wait_s
-        if act == "start":
-            live.append(lease)
-            one.start(sample(lease, num_tokens, prompt=prompt), now)
-        elif act == "stop" and live:
-            one.stop(LeaseId(live.pop(prompt % len(live))), now)
-        for ended in news(one, now)[1]:
-            live.remove(ended)  # raises if it had ended before, or was stopped
-        assert one.num_running <= changes["slots"]
-        assert one.num_running <= 1 or not changes["kv_tokens"] or one.context <= changes["kv_tokens"] + 1e-6
-    assert sorted(news(one, now + 1e4)[1]) == live
-    assert one.is_idle
-    assert one.context == 0
-
-
-@given(_ACTS, _BATCHES)
-@settings(max_examples=150)
-def test_how_often_one_looks_changes_nothing(acts, changes):
-    watched, left_alone, now = batch(**changes), batch(**changes), 0.0
-    for lease, (wait_s, act, prompt, num_tokens) in enumerate(acts):
-        for look in range(5):
-            watched.settle(now + wait_s * look / 5)
-        now += wait_s
-        if act == "start":
-            watched.start(sample(lease, num_tokens, prompt=prompt), now)
-            left_alone.start(sample(lease, num_tokens, prompt=prompt), now)
-    assert news(watched, now) == news(left_alone, now)
-    assert watched.num_preemptions == left_alone.num_preemptions
-    assert watched.context == pytest.approx(left_alone.context)
 
 
 # The engine

@@ -8,9 +8,11 @@ from polyrl.sim.library import load_scenario
 from polyrl.sim.result import summarize
 from polyrl.sim.simulation import Simulation
 
-SEEDS = (0, 1)
-NOISE = 0.97
-"""Single small runs differ by up to 3% when anything in them changes; whole ones (128 prompts a step) by 0.3%."""
+SEEDS = range(8)
+NOISE = 0.985
+"""Small runs of one seed differ by 1.7% (standard deviation) whenever anything in them changes, in either direction:
+with 10 s of notice, eight seeds trained 0.97 to 1.03 of the tokens a second without, 1.000 in the mean. The bound is
+three standard errors of that mean. Draining at the notice lost 7 to 10%."""
 SMALL = (
     "run.steps=12",
     "run.warmup_steps=1",
@@ -34,14 +36,20 @@ def played(every_s: float, notice_s: float, seed: int) -> Simulation:
     return sim
 
 
-@pytest.mark.parametrize("every_s", [150.0, 450.0])
-def test_a_notice_never_costs_more_than_no_notice(every_s):
-    def speed(notice_s: float) -> float:
-        return fmean(summarize(played(every_s, notice_s, seed), 1.0).throughput_tok_s for seed in SEEDS)
+def speed(every_s: float, notice_s: float, seed: int) -> float:
+    return summarize(played(every_s, notice_s, seed), 1.0).throughput_tok_s
 
-    without = speed(0.0)
-    for notice_s in (10.0, 120.0, 400.0):
-        assert speed(notice_s) > NOISE * without, f"{notice_s} s of notice"
+
+def test_a_notice_costs_no_more_than_no_notice():
+    ratio = fmean(speed(150.0, 10.0, seed) / speed(150.0, 0.0, seed) for seed in SEEDS)
+    assert ratio > NOISE
+
+
+@pytest.mark.parametrize("every_s", [150.0, 450.0])
+def test_a_longer_notice_than_is_needed_changes_nothing(every_s):
+    enough = speed(every_s, 10.0, 0)
+    assert speed(every_s, 120.0, 0) == enough
+    assert speed(every_s, 400.0, 0) == enough
 
 
 def test_a_machine_that_is_taken_with_notice_loses_no_sample():

@@ -150,9 +150,8 @@ def test_a_law_that_does_not_hold_is_found_and_named(world, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda ledger: ledger.tokens_discarded.update(speculation=10**6), "tokens arrived"),
-        (lambda ledger: setattr(ledger, "samples_trained", ledger.samples_trained + 1), "samples started"),
-        (lambda ledger: setattr(ledger, "prompts_trained", ledger.prompts_trained - 1), "prompts started"),
+        (lambda ledger: setattr(ledger, "samples_trained", ledger.samples_trained + 1), "samples trained"),
+        (lambda ledger: setattr(ledger, "prompts_trained", ledger.prompts_trained - 1), "prompts trained"),
         (lambda ledger: next(iter(ledger.workers.values())).seconds.update(idle=10**6), "seconds of worker"),
         (lambda ledger: setattr(next(iter(ledger.workers.values())), "usd", 99.0), "dollars of worker"),
         (lambda ledger: setattr(ledger, "trainer_usd_per_hour", 7.0), "dollars of the trainer"),

@@ -12,15 +12,14 @@ from polyrl.telemetry.account import read_account
 from polyrl.telemetry.pictures import (
     draw_all,
     longest_figure,
-    make_run,
     reward_cost_figure,
     reward_figure,
-    row_order,
     running_mean,
     steps_figure,
     timeline_figure,
     workers_figure,
 )
+from polyrl.telemetry.runs import make_run, row_order
 
 PNG = b"\x89PNG"
 

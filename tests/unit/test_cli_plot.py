@@ -7,10 +7,10 @@ import pytest
 from tests.properties.hostile import play
 
 from polyrl.cli.main import main
-from polyrl.cli.plot import _short_names
 from polyrl.journal.files import FILE_NAME, JournalWriter
 from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
 from polyrl.telemetry.metrics import MetricsFile
+from polyrl.telemetry.runs import short_names
 
 
 def write_metrics(run_dir):
@@ -112,6 +112,6 @@ def test_without_matplotlib_it_is_one_line(run_dir, capsys, monkeypatch):
 
 
 def test_runs_are_called_by_as_much_of_their_path_as_tells_them_apart():
-    assert _short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
-    assert _short_names([Path("/a/run"), Path("/b/run")]) == ["a/run", "b/run"]
-    assert _short_names([Path("/a/run"), Path("/a/run")]) == ["run#1", "run#2"]
+    assert short_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert short_names([Path("/a/run"), Path("/b/run")]) == ["a/run", "b/run"]
+    assert short_names([Path("/a/run"), Path("/a/run")]) == ["run#1", "run#2"]

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.unit.tiny import play_tiny
 
 from polyrl.sim import pictures
-from polyrl.sim.planner import Choice, Outcome, make_plan
+from polyrl.sim.planner import PlanRow, make_plan
 from polyrl.sim.report import bar_rows, cells, columns_of, merge_rows, row_order, time_axis, whole_report
 from polyrl.telemetry import canvas
 from polyrl.telemetry.looks import ACTIVITIES, LEFT, nice_ticks, unit_for
@@ -114,13 +114,13 @@ def test_three_pictures_are_drawn(played, tmp_path):
 
 
 def test_a_plan_is_drawn(played, tmp_path):
-    outcomes = [
-        Outcome(choice=Choice(k, factor, n), throughput_tok_s=1000.0 + 100 * n, paid_workers=float(n))
+    rows = [
+        PlanRow(workers=n, factor=factor, staleness=k, throughput_tok_s=1000.0 + 100 * n, usd_per_hour=float(n))
         for k in (0, 1)
         for factor in (1.0, 1.25)
         for n in (0, 1)
     ]
-    plan = make_plan(played[0].scenario, outcomes, [1.0], seed=0, steps=4)
+    plan = make_plan(played[0].scenario, rows, [1.0], seed=0, steps=4)
     canvas.save(pictures.plan_figure(plan), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
 

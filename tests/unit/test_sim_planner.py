@@ -7,14 +7,14 @@ from tests.unit.tiny import write_tiny
 from polyrl.sim.library import load_scenario
 from polyrl.sim.planner import (
     Choice,
-    Outcome,
+    PlanRow,
     apply_choice,
     choices,
     make_plan,
     marginal_usd_per_mtok,
     num_warmup,
     play_all,
-    price_outcome,
+    price,
     steps_in_turn,
 )
 from polyrl.sim.scenario import SupplyEvent
@@ -25,12 +25,14 @@ def tiny(tmp_path):
     return load_scenario(str(write_tiny(tmp_path)))
 
 
-def outcome(workers, tok_s, *, factor=1.0, staleness=0, bias=1.0, problem=None):
-    return Outcome(
-        choice=Choice(staleness, factor, workers),
+def played(workers, tok_s, *, factor=1.0, staleness=0, bias=1.0, problem=None):
+    return PlanRow(
+        staleness=staleness,
+        factor=factor,
+        workers=workers,
         throughput_tok_s=tok_s,
         step_time_s=100.0,
-        paid_workers=float(workers),
+        usd_per_hour=float(workers),
         useful_workers=3.5,
         bias=bias,
         problem=problem,
@@ -95,20 +97,20 @@ def test_a_ramp_and_a_market_are_cut_at_the_number_of_workers(tiny):
 
 
 def test_prices_are_put_on_what_was_played():
-    row = price_outcome(outcome(4, 10_000.0), worker_price=5.0, trainer_price=80.0)
+    row = price(played(4, 10_000.0), worker_price=5.0, trainer_price=80.0)
     assert row.usd_per_hour == 100.0
     assert row.usd_per_mtok == pytest.approx(100.0 / 36.0)
 
 
 def test_an_extra_token_costs_the_extra_dollars():
-    fewer = price_outcome(outcome(1, 1000.0), 10.0, 100.0)
-    more = price_outcome(outcome(2, 1500.0), 10.0, 100.0)
+    fewer = price(played(1, 1000.0), 10.0, 100.0)
+    more = price(played(2, 1500.0), 10.0, 100.0)
     assert marginal_usd_per_mtok(fewer, more) == pytest.approx(10.0 / 1.8)
     assert marginal_usd_per_mtok(more, fewer) is None
 
 
 def test_the_cheapest_is_the_lowest_price_of_a_token_and_says_what_the_next_worker_brings(tiny):
-    plan = plan_of(tiny, [outcome(0, 1000.0), outcome(1, 1300.0), outcome(2, 1350.0)])
+    plan = plan_of(tiny, [played(0, 1000.0), played(1, 1300.0), played(2, 1350.0)])
     assert plan.cheapest is not None
     assert plan.cheapest.row.workers == 1
     assert "15% less than with 0" in plan.cheapest.why
@@ -117,7 +119,7 @@ def test_the_cheapest_is_the_lowest_price_of_a_token_and_says_what_the_next_work
 
 
 def test_the_fastest_makes_most_tokens_and_says_what_that_costs(tiny):
-    plan = plan_of(tiny, [outcome(0, 1000.0), outcome(1, 1300.0), outcome(2, 1350.0), outcome(3, 1340.0)])
+    plan = plan_of(tiny, [played(0, 1000.0), played(1, 1300.0), played(2, 1350.0), played(3, 1340.0)])
     assert plan.fastest is not None
     assert plan.fastest.row.workers == 2
     assert "4% more than the cheapest, each extra million tokens for $55.56" in plan.fastest.why
@@ -125,7 +127,7 @@ def test_the_fastest_makes_most_tokens_and_says_what_that_costs(tiny):
 
 
 def test_what_figures_do_not_show_is_said(tiny):
-    plan = plan_of(tiny, [outcome(1, 1000.0), outcome(1, 2000.0, factor=1.25, staleness=1, bias=0.8)])
+    plan = plan_of(tiny, [played(1, 1000.0), played(1, 2000.0, factor=1.25, staleness=1, bias=0.8)])
     assert plan.cheapest is not None
     assert "racing trains answers 20% shorter than without it" in plan.cheapest.why
     assert "up to 1 version old" in plan.cheapest.why
@@ -133,18 +135,18 @@ def test_what_figures_do_not_show_is_said(tiny):
 
 
 def test_another_price_of_workers_is_another_recommendation(tiny):
-    plan = plan_of(tiny, [outcome(0, 1000.0), outcome(1, 1300.0)], prices=[50.0, 10.0])
+    plan = plan_of(tiny, [played(0, 1000.0), played(1, 1300.0)], prices=[50.0, 10.0])
     assert [one.cheapest.row.workers for one in plan.by_price] == [1, 0]
     assert [one.fastest.row.workers for one in plan.by_price] == [1, 1]
     assert len(plan.rows) == 4
 
 
 def test_what_failed_is_shown_and_never_recommended(tiny):
-    plan = plan_of(tiny, [outcome(0, 1000.0), outcome(1, 9000.0, problem="a law does not hold")])
+    plan = plan_of(tiny, [played(0, 1000.0), played(1, 9000.0, problem="a law does not hold")])
     assert plan.fastest is not None
     assert plan.fastest.row.workers == 0
     assert [row.problem for row in plan.rows] == [None, "a law does not hold"]
-    assert plan_of(tiny, [outcome(1, 9.0, problem="stuck")]).cheapest is None
+    assert plan_of(tiny, [played(1, 9.0, problem="stuck")]).cheapest is None
 
 
 def test_a_run_that_gets_stuck_is_an_outcome(tiny):
@@ -162,4 +164,4 @@ def test_processes_do_not_change_what_comes_out(tiny):
     assert alone == together
     assert [one.choice for one in alone] == wanted
     assert seen == [1, 2]
-    assert alone[1].paid_workers == pytest.approx(2.0)
+    assert alone[1].usd_per_hour == pytest.approx(2.0)

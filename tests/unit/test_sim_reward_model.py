@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrl.sim.reward_model import RewardModel, interpolate
+from polyrl.scheduling.rules.lengths import interpolate
+from polyrl.sim.reward_model import RewardModel
 from polyrl.sim.scenario import RewardSection, SimDomainSection
 
 SANDBOX = [(0.0, 0.1), (0.93, 1.05), (1.0, 25.0)]

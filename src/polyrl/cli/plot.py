@@ -7,14 +7,8 @@ same name are drawn anew; nothing else is written over.
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from polyrl.errors import UserError
-
-if TYPE_CHECKING:
-    from polyrl.telemetry.account import Account
-    from polyrl.telemetry.metrics import MetricValue
-    from polyrl.telemetry.pictures import Run
 
 EXAMPLE = """\
 examples:
@@ -39,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from polyrl.telemetry.canvas import NoPlottingError
     from polyrl.telemetry.pictures import draw_all
+    from polyrl.telemetry.runs import read_runs
 
     paths = [Path(name) for name in args.runs]
-    runs = [_read(path, name) for path, name in zip(paths, _short_names(paths), strict=True)]
+    runs = read_runs(paths, lambda text: print(f"polyrl: {text}", file=sys.stderr))
     out = _out(args.out, paths)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -60,56 +55,3 @@ def _out(name: str | None, paths: list[Path]) -> Path:
     if name is not None:
         return Path(name)
     return paths[0] / FOLDER if len(paths) == 1 and paths[0].is_dir() else Path(FOLDER)
-
-
-def _read(path: Path, name: str) -> "Run":
-    from polyrl.telemetry.metrics import FILE_NAME, read_steps
-    from polyrl.telemetry.pictures import make_run
-
-    if not path.exists():
-        raise UserError(f"{path}: there is no such file")
-    metrics_path = path / FILE_NAME
-    if not metrics_path.is_file():
-        _say(f"{path}: no {FILE_NAME}: reward is not drawn, the rest is from the journal")
-        return make_run(name, _account(path), [])
-    metrics: list[dict[str, MetricValue]] = read_steps(metrics_path)
-    return make_run(name, _account_if_any(path), metrics)
-
-
-def _account_if_any(path: Path) -> "Account | None":
-    """A run whose metrics are there is drawn without its journal, if need be."""
-    from polyrl.errors import JournalError
-    from polyrl.journal.files import find_journals
-
-    if not find_journals(path)[0].exists():
-        _say(f"{path}: no journal: no timeline is drawn, the rest is from the metrics")
-        return None
-    try:
-        return _account(path)
-    except JournalError as error:
-        _say(f"{error}; no timeline is drawn, the rest is from the metrics")
-        return None
-
-
-def _account(path: Path) -> "Account":
-    from polyrl.telemetry.account import read_account
-
-    account = read_account(path)
-    if account.difference:
-        _say(f"{account.difference}; it is drawn up to there")
-    return account
-
-
-def _say(text: str) -> None:
-    print(f"polyrl: {text}", file=sys.stderr)
-
-
-def _short_names(paths: list[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart; the same path twice has a number."""
-    parts = [path.resolve().parts for path in paths]
-    names = ["" for _ in paths]
-    for num_parts in range(1, max(len(one) for one in parts) + 1):
-        names = ["/".join(one[-num_parts:]).lstrip("/") for one in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names, start=1)]

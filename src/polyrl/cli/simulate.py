@@ -1,8 +1,7 @@
 """`polyrl simulate`: play a scenario on a virtual clock; table and pictures for a person, JSON for a machine.
 
-Rules: a scenario that cannot be played is refused before anything is written; a folder that holds something is never
-written into; where a file cannot be written, none is left. Exit code 1 means that we are wrong: a law does not hold, or
-the run got stuck.
+A scenario that cannot be played is refused before anything is written. Exit code 1 means that we are wrong: a law does
+not hold, or the run got stuck.
 """
 
 import argparse
@@ -10,15 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyrl.disk import remove_files
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
-    from polyrl.journal.files import JournalWriter
-    from polyrl.sim.result import Result
+    from polyrl.sim.out_folder import OutFolder
     from polyrl.sim.scenario import Scenario
     from polyrl.sim.simulation import Simulation
 
@@ -60,30 +56,20 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list(as_json=args.json)
+    from polyrl.sim.out_folder import OutFolder
     from polyrl.sim.simulation import Simulation, StuckError
 
     scenario = load(args)
-    out = None if args.out is None else new_folder(args.out)
-    journal = None if out is None else _LateJournal(out)
-    sim = Simulation(scenario, args.seed, watch=None if journal is None else journal.append)
-    if journal is not None:
-        journal.sim = sim
+    out = None if args.out is None else OutFolder(args.out)
+    sim = Simulation(scenario, args.seed)
     started = time.perf_counter()
     try:
-        with writing_to(out), progress("simulating", scenario.run.steps, shown=not args.no_progress) as on_step:
-            _play(sim, journal, on_step)
+        with progress("simulating", scenario.run.steps, shown=not args.no_progress) as on_step:
+            sim.run(on_step) if out is None else out.play(sim, on_step)
     except StuckError as error:
         print(f"polyrl: stuck: {error}", file=sys.stderr)
         return EXIT_WRONG
     return _report(sim, time.perf_counter() - started, out, as_json=args.json)
-
-
-def _play(sim: "Simulation", journal: "_LateJournal | None", on_step: Callable[[int], None] | None) -> None:
-    try:
-        sim.run(on_step)
-    finally:
-        if journal is not None:
-            journal.close()
 
 
 def load(args: argparse.Namespace) -> "Scenario":
@@ -96,36 +82,6 @@ def load(args: argparse.Namespace) -> "Scenario":
         raise UserError(f"--seed: got {args.seed}, expected an integer >= 0")
     steps = [] if args.steps is None else [f"run.steps={args.steps}"]
     return load_scenario(args.scenario, [*args.overrides, *steps])
-
-
-def new_folder(name: str) -> Path:
-    """Where files may go: a folder that is empty or not there yet. It is not made here."""
-    path = Path(name)
-    if path.is_dir():
-        if any(path.iterdir()):
-            raise UserError(f"--out: {name} exists and is not empty; nothing is written over, name a new folder")
-    elif path.exists():
-        raise UserError(f"--out: {name} is a file, expected a folder or a new name")
-    return path
-
-
-def make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out: cannot make {path}: {error.strerror}") from error
-
-
-@contextmanager
-def writing_to(out: Path | None) -> Iterator[None]:
-    """Says in one line that a file of --out cannot be written, and leaves none there."""
-    try:
-        yield
-    except OSError as error:
-        if out is None:
-            raise
-        remove_files(out)
-        raise UserError(f"--out: cannot write to {out}: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -161,32 +117,6 @@ class LogProgress:
             print(f"polyrl: {self._words}: {done} of {self._total}, {now - self._began_at:.0f} s", file=sys.stderr)
 
 
-class _LateJournal:
-    """The journal of a run, made with its first record: what is refused before that leaves no file behind."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._writer: JournalWriter | None = None
-        self.sim: Simulation | None = None
-
-    def append(self, record: bytes) -> None:
-        if self._writer is None:
-            self._writer = self._open()
-        self._writer.append_encoded(record)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def _open(self) -> "JournalWriter":
-        from polyrl.journal.files import FILE_NAME, JournalWriter
-
-        assert self.sim is not None, "a record before the simulation began"
-        make_folder(self._folder)
-        about = {"scenario": self.sim.scenario.name, "seed": str(self.sim.seed)}
-        return JournalWriter(self._folder / FILE_NAME, self.sim.config, about)
-
-
 def _list(*, as_json: bool) -> int:
     from polyrl.config.shipped import show_shipped
     from polyrl.sim.library import list_scenarios
@@ -201,49 +131,34 @@ def _list(*, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _report(sim: "Simulation", wall_s: float, out: Path | None, *, as_json: bool) -> int:
+def _report(sim: "Simulation", wall_s: float, out: "OutFolder | None", *, as_json: bool) -> int:
+    from rich.console import Console
+
+    from polyrl.sim.report import whole_report
     from polyrl.sim.result import summarize, to_json
 
     result = summarize(sim, wall_s)
     if as_json:
         print(to_json(result))
     else:
-        _print_report(sim, result)
+        console = Console(highlight=False)
+        console.print(whole_report(sim, result, console.width))
     if out is not None:
-        with writing_to(out):
-            _write_files(sim, result, out)
+        with without_pictures():
+            out.write_result(sim, result)
         if not as_json:
-            show_written(out)
+            print(f"\nwritten to {out}")
     for broken in result.broken_laws:
         print(f"polyrl: law violated: {broken}", file=sys.stderr)
     return EXIT_WRONG if result.law_violations else EXIT_OK
 
 
-def _print_report(sim: "Simulation", result: "Result") -> None:
-    from rich.console import Console
-
-    from polyrl.sim.report import whole_report
-
-    console = Console(highlight=False)
-    console.print(whole_report(sim, result, console.width))
-
-
-def _write_files(sim: "Simulation", result: "Result", out: Path) -> None:
-    import msgspec
-
-    from polyrl.config import dump_toml
-    from polyrl.sim.pictures import draw_all
-    from polyrl.sim.result import to_json
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Say in one line that there are no pictures, and go on."""
     from polyrl.telemetry.canvas import NoPlottingError
 
-    (out / "result.json").write_text(to_json(result) + "\n", encoding="utf-8")
-    (out / "steps.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in sim.lines))
-    (out / "scenario.toml").write_text(dump_toml(sim.scenario), encoding="utf-8")
     try:
-        draw_all(sim, out)
+        yield
     except NoPlottingError as error:
         print(f"polyrl: {error}", file=sys.stderr)
-
-
-def show_written(out: Path) -> None:
-    print(f"\nwritten to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")

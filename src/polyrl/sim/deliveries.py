@@ -6,9 +6,8 @@ A pull that is asked for again is replaced. When its source goes away the pull f
 from polyrl.ids import Version, WorkerName
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.commands import PullWeights
-from polyrl.sim.agenda import Agenda
 from polyrl.sim.draws import unit
-from polyrl.sim.machines import Machine, Send
+from polyrl.sim.machines import Agenda, Machine, Send
 from polyrl.sim.network_model import NetworkModel
 from polyrl.sim.scenario import Scenario
 

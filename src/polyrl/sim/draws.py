@@ -9,25 +9,20 @@ from hashlib import blake2b
 from math import log
 from statistics import NormalDist
 
+from polyrl.scheduling.rules.order import finalize
+
 _MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
 _NORMAL_QUANTILE = NormalDist().inv_cdf
-
-
-def mix64(*key: int) -> int:
-    """64 well mixed bits of a key (the finaliser of splitmix64 after each integer)."""
-    state = 0
-    for part in key:
-        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
 
 
 def unit(*key: int) -> float:
     """Uniform in the open interval (0, 1): its logarithm and its normal quantile are finite."""
+    state = 0
+    for part in key:  # not `mix64`, which takes its numbers in otherwise: figures on record are of these draws
+        state = finalize((state + part + _GAMMA) & _MASK)
     # 52 bits and a half are exact in a double; with 53 the largest value would round to 1.
-    return ((mix64(*key) >> 12) + 0.5) * 2.0**-52
+    return ((state >> 12) + 0.5) * 2.0**-52
 
 
 def normal(*key: int) -> float:

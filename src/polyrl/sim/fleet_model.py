@@ -8,17 +8,14 @@ flushed is lost.
 from collections.abc import Callable
 from typing import assert_never
 
-from msgspec import structs
-
+from polyrl.engines.lockstep import EngineModel
 from polyrl.ids import Incarnation, LeaseId, Seconds, WorkerName
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.sim.agenda import Agenda
 from polyrl.sim.deliveries import Deliveries
 from polyrl.sim.draws import unit
-from polyrl.sim.engine_model import EngineModel
-from polyrl.sim.machines import Machine
+from polyrl.sim.machines import Agenda, Machine
 from polyrl.sim.scenario import Scenario
 from polyrl.sim.supply import WorldEvent, speed_of
 from polyrl.sim.trainer_model import TrainerModel
@@ -103,7 +100,7 @@ class FleetModel:
             width = scenario.fleet.devices_per_worker
             speed = scenario.fleet.speed * speed_of(name, scenario.faults, self._seed)
         kv_tokens = scenario.kv_tokens(width)
-        return EngineModel(structs.replace(scenario.engine, kv_tokens=kv_tokens), speed), kv_tokens
+        return EngineModel(scenario.engine.times(kv_tokens), speed), kv_tokens
 
     def _heartbeat(self, machine: Machine) -> None:
         if machine.alive:

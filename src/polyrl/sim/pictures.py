@@ -1,170 +1,65 @@
-"""A run as pictures in files: the timeline of every worker, the saw-tooth of step times, tokens/s against workers.
+"""A simulated run as pictures in files, those of any run (telemetry/pictures.py), and the picture of a plan."""
 
-The colours are those of the terminal (telemetry/looks.py); what matplotlib needs around a picture is in
-telemetry/canvas.py, which says so when it is not installed.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from polyrl.sim.report import row_order
-from polyrl.sim.result import Measured, measure_steps, num_warmup_steps
+from polyrl.sim.result import measure_steps, num_warmup_steps
 from polyrl.sim.simulation import Simulation
-from polyrl.telemetry.canvas import (
-    GRID,
-    INK,
-    SEVERAL,
-    activity_legend,
-    legend_below,
-    new_figure,
-    save,
-    set_titles,
-    whole_numbers,
-)
-from polyrl.telemetry.looks import ACTIVITIES, KINDS, LEFT, TRAINER, TimeUnit, unit_for
+from polyrl.telemetry.canvas import GRID, SEVERAL, legend_below, new_figure, save, set_titles
+from polyrl.telemetry.pictures import steps_figure, timeline_figure, workers_figure
+from polyrl.telemetry.runs import DrawnFleet, DrawnRun, DrawnStep
 from polyrl.telemetry.timeline import moments_of_going
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from polyrl.sim.planner import Plan
 
-_MAX_TIMELINE_INCHES = 40.0
-
 
 def draw_all(sim: Simulation, folder: Path) -> list[Path]:
     """Draw the three pictures into the folder. Raises NoPlottingError if matplotlib is missing."""
-    pictures: list[tuple[str, Callable[[Simulation], Figure]]] = [
-        ("timeline.png", timeline_figure),
-        ("steps.png", steps_figure),
-        ("workers.png", workers_figure),
+    run = run_of(sim)
+    figures = {
+        "timeline.png": timeline_figure(run),
+        "steps.png": steps_figure(run),
+        "workers.png": workers_figure([run]),
+    }
+    drawn = {folder / name: figure for name, figure in figures.items() if figure is not None}
+    for path, figure in drawn.items():
+        save(figure, path)
+    return list(drawn)
+
+
+def run_of(sim: Simulation) -> DrawnRun:
+    """Return what the pictures show of a finished simulation."""
+    warmup = num_warmup_steps(sim)
+    steps = [
+        DrawnStep(
+            step=one.line.step,
+            kind=one.line.kind,
+            ended_s=one.line.trained_at,
+            step_s=one.step_s,
+            train_s=one.line.train_s,
+            longest=one.line.longest,
+            tok_s=one.tok_s,
+            workers=one.line.mean_workers,
+            usd=one.line.usd,
+            rollout_s=one.rollout_s,
+            is_warmup=one.line.step < warmup,
+        )
+        for one in measure_steps(sim)
     ]
-    paths: list[Path] = []
-    for name, draw in pictures:
-        save(draw(sim), folder / name)
-        paths.append(folder / name)
-    return paths
+    rows = {name: sim.timeline.rows[name] for name in sorted(sim.timeline.rows, key=row_order)}
+    ends = [("gone", name, at) for name, spans in rows.items() for at in moments_of_going(spans, sim.now)]
+    fleet = DrawnFleet(rows, ends, sim.now) if rows else None
+    name = f"{sim.scenario.name}, seed {sim.seed}"
+    return DrawnRun(name, steps, fleet, has_prompts_in_tok_s=True, max_new_tokens=sim.config.max_new_tokens)
 
 
-def timeline_figure(sim: Simulation) -> "Figure":
-    """One row a worker, coloured by what it did; thin lines are the ends of steps."""
-    names = sorted(sim.timeline.rows, key=row_order)
-    height = min(_MAX_TIMELINE_INCHES, 2.1 + 0.3 * len(names))
-    figure, axes = new_figure(12.0, height)
-    unit = unit_for(sim.now)
-    seen: dict[str, None] = {}
-    for row, name in enumerate(names):
-        by_activity: dict[str, list[tuple[float, float]]] = {}
-        for span in sim.timeline.rows[name]:
-            bar = (span.start_s / unit.seconds, (span.end_s - span.start_s) / unit.seconds)
-            by_activity.setdefault(span.activity, []).append(bar)
-        for activity, bars in by_activity.items():
-            seen[activity] = None
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=ACTIVITIES[activity].colour, linewidth=0)
-        ends = [moment / unit.seconds for moment in moments_of_going(sim.timeline.rows[name], sim.now)]
-        if ends:
-            seen[LEFT] = None
-            axes.plot(ends, [row] * len(ends), "x", color=ACTIVITIES[LEFT].colour, markersize=7, markeredgewidth=2)
-    for line in sim.lines:
-        axes.axvline(line.trained_at / unit.seconds, color=INK, linewidth=0.5, alpha=0.35)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, sim.now / unit.seconds)
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    set_titles(axes, f"What every worker did: {_name(sim)}", "thin lines: a step ends", f"time ({unit.name})", "")
-    activity_legend(figure, seen)
-    return figure
-
-
-def steps_figure(sim: Simulation) -> "Figure":
-    """A bar a step by its kind; dots are the rollout in it; the warm-up is pale."""
-    figure, axes = new_figure(10.0, 4.2)
-    steps, num_warmup = measure_steps(sim), num_warmup_steps(sim)
-    unit = unit_for(max(step.step_s for step in steps))
-    for kind, colour in KINDS.items():
-        for label, is_pale in ((f"{kind} round", False), (f"{kind} round, warm-up", True)):
-            ones = [s for s in steps if s.line.kind == kind and (s.line.step < num_warmup) == is_pale]
-            if ones:
-                heights = [one.step_s / unit.seconds for one in ones]
-                axes.bar(
-                    [one.line.step for one in ones],
-                    heights,
-                    0.8,
-                    color=colour,
-                    alpha=0.35 if is_pale else 1,
-                    label=label,
-                )
-    places = [step.line.step for step in steps]
-    _dots(axes, places, [step.rollout_s for step in steps], unit, INK, "o", "rollout")
-    _dots(axes, places, [step.line.train_s for step in steps], unit, TRAINER, "s", "training")
-    axes.grid(axis="y", color=GRID)
-    axes.set_xlim(-0.7, len(steps) - 0.3)
-    whole_numbers(axes)
-    measured = fmean(step.step_s for step in steps[num_warmup:])
-    about = f"mean {measured:,.0f} s" + (f", without the first {num_warmup} steps" if num_warmup else "")
-    set_titles(axes, f"Time of each step: {_name(sim)}", about, "step", f"time ({unit.name})")
-    legend_below(axes)
-    return figure
-
-
-def workers_figure(sim: Simulation) -> "Figure":
-    """Tokens a second of each step against its mean number of remote workers, and the mean of each whole number."""
-    figure, axes = new_figure(7.5, 4.8)
-    steps, num_warmup = measure_steps(sim), num_warmup_steps(sim)
-    for label, ones, pale in (
-        ("a step", steps[num_warmup:], False),
-        ("a step of the warm-up", steps[:num_warmup], True),
-    ):
-        if ones:
-            x, y = [one.line.mean_workers for one in ones], [one.tok_s for one in ones]
-            face = "none" if pale else KINDS["short"]
-            axes.scatter(x, y, 34, facecolors=face, edgecolors=KINDS["short"], alpha=0.75, label=label, zorder=3)
-    settled = _means_by_workers(steps[num_warmup:])
-    axes.plot(
-        *zip(*settled, strict=True),
-        "-D",
-        color=KINDS["long"],
-        markersize=8,
-        label="mean of a fleet that did not change",
-        zorder=4,
-    )
-    most = max(step.line.mean_workers for step in steps)
-    axes.set_xlim(-0.4, max(1.0, most) + 0.4)
-    axes.set_ylim(0, max(step.tok_s for step in steps) * 1.12)
-    whole_numbers(axes)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.grid(color=GRID)
-    about = "tokens trained, with their prompts; workers: mean over the step"
-    set_titles(axes, f"Tokens a second against workers: {_name(sim)}", about, "remote workers", "tokens a second")
-    legend_below(axes)
-    return figure
-
-
-def _means_by_workers(steps: Sequence[Measured]) -> list[tuple[float, float]]:
-    by_number: dict[int, list[Measured]] = {}
-    for step in steps:
-        number = round(step.line.mean_workers)
-        if abs(step.line.mean_workers - number) < 0.05:
-            by_number.setdefault(number, []).append(step)
-    means = [
-        (float(n), sum(s.tokens for s in ones) / sum(s.step_s for s in ones)) for n, ones in sorted(by_number.items())
-    ]
-    return means or [(float("nan"), float("nan"))]
-
-
-def _dots(
-    axes: "Axes", x: Iterable[int], seconds: Iterable[float], unit: TimeUnit, colour: str, mark: str, label: str
-) -> None:
-    y = [one / unit.seconds for one in seconds]
-    axes.plot(list(x), y, mark, color=colour, markeredgecolor="white", markersize=6, label=label, zorder=3)
-
-
-def _name(sim: Simulation) -> str:
-    return f"{sim.scenario.name}, seed {sim.seed}"
+def draw_plan(plan: "Plan", folder: Path) -> None:
+    """Draw plan.png. Raises NoPlottingError if matplotlib is missing."""
+    save(plan_figure(plan), folder / "plan.png")
 
 
 def plan_figure(plan: "Plan") -> "Figure":

@@ -16,7 +16,7 @@ Rules kept here:
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from polyrl.cores import num_cores
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.ledger import StepLine
-from polyrl.sim.result import Result, summarize
+from polyrl.sim.result import summarize
 from polyrl.sim.scenario import Scenario, SupplyEvent
 from polyrl.sim.simulation import Simulation, StuckError
 from polyrl.sim.supply import read_supply_trace
@@ -39,7 +39,7 @@ _WORTH_NAMING = 0.01
 _T = TypeVar("_T")
 
 
-class Choice(Struct, frozen=True, order=True):
+class Choice(NamedTuple):
     """One way to run the scenario."""
 
     staleness: int
@@ -47,42 +47,33 @@ class Choice(Struct, frozen=True, order=True):
     workers: int
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """What a choice came to, prices apart. Hours of workers are those paid for in one hour of the run."""
-
-    choice: Choice
-    throughput_tok_s: float = 0.0
-    step_time_s: Seconds = 0.0
-    mean_workers: float = 0.0
-    paid_workers: float = 0.0
-    useful_workers: float = 0.0
-    bias: float = 0.0
-    """Mean length trained, over whole turns, against what is trained without over-provisioning."""
-    discarded_share: float = 0.0
-    trainer_waiting: float = 0.0
-    fleet_idle: float | None = None
-    problem: str | None = None
-    """Why it is out of the question: it got stuck, or a law did not hold."""
-
-
 class PlanRow(Struct, frozen=True, kw_only=True):
-    """One choice at one price of a worker: a line of the table."""
+    """What a choice came to, at one price of a worker: a line of the table.
+
+    As played, a worker costs a dollar an hour and the trainer nothing, so `usd_per_hour` is the workers paid for.
+    """
 
     workers: int
     factor: float
     staleness: int
-    worker_price_usd_per_hour: float
-    throughput_tok_s: float
-    step_time_s: Seconds
-    usd_per_hour: float
-    usd_per_mtok: float | None
-    bias: float
-    discarded_share: float
-    mean_workers: float
-    trainer_waiting: float
-    fleet_idle: float | None
-    useful_workers: float
-    problem: str | None
+    worker_price_usd_per_hour: float = 1.0
+    throughput_tok_s: float = 0.0
+    step_time_s: Seconds = 0.0
+    usd_per_hour: float = 0.0
+    usd_per_mtok: float | None = None
+    bias: float = 0.0
+    """Mean length trained, over whole turns, against what is trained without over-provisioning."""
+    discarded_share: float = 0.0
+    mean_workers: float = 0.0
+    trainer_waiting: float = 0.0
+    fleet_idle: float | None = None
+    useful_workers: float = 0.0
+    problem: str | None = None
+    """Why it is out of the question: it got stuck, or a law did not hold."""
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.staleness, self.factor, self.workers)
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
@@ -142,14 +133,28 @@ def apply_choice(scenario: Scenario, choice: Choice, steps: int, supply: list[Su
     return replace(_hold_at_most(priced, choice.workers, supply), run=run, rounds=rounds)
 
 
-def play(scenario: Scenario, choice: Choice, seed: int) -> Outcome:
-    """Simulate a choice that was applied to its scenario."""
+def play(scenario: Scenario, choice: Choice, seed: int) -> PlanRow:
+    """Simulate a choice that was applied to its scenario, with workers at a dollar an hour."""
     sim = Simulation(scenario, seed)
     try:
         sim.run()
     except StuckError as error:
-        return Outcome(choice=choice, problem=f"stuck: {error}")
-    return outcome_of(choice, summarize(sim, 0.0), trained_mean(sim.lines, choice.factor))
+        return PlanRow(**choice._asdict(), problem=f"stuck: {error}")
+    result = summarize(sim, 0.0)
+    hours = result.step_time_s.mean * result.measured_steps / _HOUR_S
+    return PlanRow(
+        **choice._asdict(),
+        throughput_tok_s=result.throughput_tok_s,
+        step_time_s=result.step_time_s.mean,
+        usd_per_hour=_share(result.cost.workers_usd, hours),
+        bias=_share(trained_mean(sim.lines, choice.factor), result.length.natural_mean),
+        discarded_share=_share(sum(result.tokens.discarded.values()), result.tokens.generated),
+        mean_workers=result.workers.mean,
+        trainer_waiting=result.idle.trainer_waiting,
+        fleet_idle=result.idle.fleet_idle,
+        useful_workers=result.workers.useful,
+        problem=result.broken_laws[0] if result.broken_laws else None,
+    )
 
 
 def trained_mean(lines: Sequence[StepLine], factor: float) -> float:
@@ -157,24 +162,6 @@ def trained_mean(lines: Sequence[StepLine], factor: float) -> float:
     turn = steps_in_turn(factor)
     steps = lines[: len(lines) // turn * turn or len(lines)]
     return _share(sum(line.tokens_trained for line in steps), sum(line.num_samples for line in steps))
-
-
-def outcome_of(choice: Choice, result: Result, trained_tokens: float) -> Outcome:
-    """What a result says about a choice; the scenario was played with workers at a dollar an hour."""
-    hours = result.step_time_s.mean * result.measured_steps / _HOUR_S
-    return Outcome(
-        choice=choice,
-        throughput_tok_s=result.throughput_tok_s,
-        step_time_s=result.step_time_s.mean,
-        mean_workers=result.workers.mean,
-        paid_workers=result.cost.workers_usd / hours if hours > 0 else 0.0,
-        useful_workers=result.workers.useful,
-        bias=_share(trained_tokens, result.length.natural_mean),
-        discarded_share=_share(sum(result.tokens.discarded.values()), result.tokens.generated),
-        trainer_waiting=result.idle.trainer_waiting,
-        fleet_idle=result.idle.fleet_idle,
-        problem=result.broken_laws[0] if result.broken_laws else None,
-    )
 
 
 def play_all(
@@ -185,8 +172,8 @@ def play_all(
     *,
     num_processes: int | None = None,
     on_done: Callable[[int], None] | None = None,
-) -> list[Outcome]:
-    """Play every choice, in as many processes as there are cores; the outcomes come in the order of the choices."""
+) -> list[PlanRow]:
+    """Play every choice, in as many processes as there are cores; the rows come in the order of the choices."""
     supply = None if scenario.supply.trace is None else read_supply_trace(scenario.supply.trace)
     jobs = [(apply_choice(scenario, choice, steps, supply), choice, seed) for choice in wanted]
     processes = min(len(jobs), num_cores() if num_processes is None else num_processes)
@@ -199,22 +186,22 @@ def play_all(
     return [done[index] for index in range(len(jobs))]
 
 
-def make_plan(scenario: Scenario, outcomes: Sequence[Outcome], prices: Sequence[float], seed: int, steps: int) -> Plan:
-    """Put prices on the outcomes and choose."""
+def make_plan(scenario: Scenario, played: Sequence[PlanRow], prices: Sequence[float], seed: int, steps: int) -> Plan:
+    """Put prices on what was played, and choose."""
     trainer_price = scenario.trainer.price_usd_per_hour
-    rows = [price_outcome(outcome, price, trainer_price) for price in sorted(set(prices)) for outcome in outcomes]
+    rows = [price(row, worker_price, trainer_price) for worker_price in sorted(set(prices)) for row in played]
     by_price: list[AtPrice] = []
-    for price in sorted(set(prices)):
-        sound = [row for row in rows if row.worker_price_usd_per_hour == price and _is_sound(row)]
+    for worker_price in sorted(set(prices)):
+        sound = [row for row in rows if row.worker_price_usd_per_hour == worker_price and _is_sound(row)]
         if sound:
-            by_price.append(
-                AtPrice(
-                    worker_price_usd_per_hour=price,
-                    cheapest=recommend_cheapest(sound),
-                    fastest=recommend_fastest(sound),
-                )
-            )
-    plainest = min((one for one in outcomes if one.problem is None), key=_plainness, default=None)
+            cheapest, fastest = recommend_cheapest(sound), recommend_fastest(sound)
+            by_price.append(AtPrice(worker_price_usd_per_hour=worker_price, cheapest=cheapest, fastest=fastest))
+    # On-policy first, no over-provisioning, then the largest fleet.
+    plainest = min(
+        (row for row in played if row.problem is None),
+        key=lambda row: (row.staleness, row.factor, -row.workers),
+        default=None,
+    )
     return Plan(
         scenario=scenario.name,
         seed=seed,
@@ -228,26 +215,15 @@ def make_plan(scenario: Scenario, outcomes: Sequence[Outcome], prices: Sequence[
     )
 
 
-def price_outcome(outcome: Outcome, worker_price: float, trainer_price: float) -> PlanRow:
-    """An outcome with dollars."""
-    usd_per_hour = trainer_price + outcome.paid_workers * worker_price
-    mtok_per_hour = outcome.throughput_tok_s * _HOUR_S / _MILLION
-    return PlanRow(
-        workers=outcome.choice.workers,
-        factor=outcome.choice.factor,
-        staleness=outcome.choice.staleness,
+def price(played: PlanRow, worker_price: float, trainer_price: float) -> PlanRow:
+    """A row as played, with dollars."""
+    usd_per_hour = trainer_price + played.usd_per_hour * worker_price
+    mtok_per_hour = played.throughput_tok_s * _HOUR_S / _MILLION
+    return replace(
+        played,
         worker_price_usd_per_hour=worker_price,
-        throughput_tok_s=outcome.throughput_tok_s,
-        step_time_s=outcome.step_time_s,
         usd_per_hour=usd_per_hour,
         usd_per_mtok=usd_per_hour / mtok_per_hour if mtok_per_hour > 0 else None,
-        bias=outcome.bias,
-        discarded_share=outcome.discarded_share,
-        mean_workers=outcome.mean_workers,
-        trainer_waiting=outcome.trainer_waiting,
-        fleet_idle=outcome.fleet_idle,
-        useful_workers=outcome.useful_workers,
-        problem=outcome.problem,
     )
 
 
@@ -294,11 +270,6 @@ def recommend_fastest(rows: Sequence[PlanRow]) -> Recommendation:
 
 def _is_sound(row: PlanRow) -> bool:
     return row.problem is None and row.throughput_tok_s > 0
-
-
-def _plainness(outcome: Outcome) -> tuple[int, float, int]:
-    """On-policy first, no over-provisioning, then the largest fleet."""
-    return outcome.choice.staleness, outcome.choice.factor, -outcome.choice.workers
 
 
 def _usd(row: PlanRow) -> float:

@@ -8,7 +8,6 @@ Rules kept here: everything but `events_per_s`, the speed of this machine, depen
 A figure that does not exist (the mean long step of a run without one) is None, never zero.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
@@ -17,6 +16,7 @@ from msgspec import Struct
 
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.ledger import StepLine
+from polyrl.scheduling.rules.lengths import interpolate
 from polyrl.scheduling.rules.scaling import useful_workers
 from polyrl.scheduling.rules.seeding import StepTimes
 from polyrl.sim.simulation import Simulation
@@ -27,16 +27,12 @@ _MILLION = 1e6
 _SHOWN_VIOLATIONS = 20
 
 
-class StepTime(Struct, frozen=True):
+class Spread(Struct, frozen=True):
+    """Seconds of the measured steps, or of their rollouts."""
+
     mean: float
     p50: float
     p95: float
-    short_mean: float | None
-    long_mean: float | None
-
-
-class RolloutTime(Struct, frozen=True):
-    mean: float
     short_mean: float | None
     long_mean: float | None
 
@@ -98,8 +94,8 @@ class Result(Struct, frozen=True, kw_only=True):
     measured_steps: int
     """Steps that the measured figures are of. Where long rounds come regularly, a whole number of their periods."""
     virtual_s: Seconds
-    step_time_s: StepTime
-    rollout_s: RolloutTime
+    step_time_s: Spread
+    rollout_s: Spread
     throughput_tok_s: float
     tokens: TokenTotals
     length: Length
@@ -176,12 +172,8 @@ def summarize(sim: Simulation, wall_s: float) -> Result:
         warmup_steps=warmup,
         measured_steps=len(steps),
         virtual_s=sim.now,
-        step_time_s=_step_time(steps),
-        rollout_s=RolloutTime(
-            mean=fmean(step.rollout_s for step in steps),
-            short_mean=_mean_of_kind(steps, "short", lambda step: step.rollout_s),
-            long_mean=_mean_of_kind(steps, "long", lambda step: step.rollout_s),
-        ),
+        step_time_s=_spread(steps, lambda step: step.step_s),
+        rollout_s=_spread(steps, lambda step: step.rollout_s),
         throughput_tok_s=tokens / total_s if total_s > 0 else 0.0,
         tokens=TokenTotals(
             generated=ledger.tokens_arrived,
@@ -218,10 +210,7 @@ def to_json(result: Struct, *, indent: int = 2) -> str:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of them lie, linear between two."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low, high = math.floor(place), math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return interpolate(list(enumerate(sorted(values))), share * (len(values) - 1))
 
 
 def is_local(worker: str) -> bool:
@@ -229,20 +218,11 @@ def is_local(worker: str) -> bool:
     return worker.startswith("local")
 
 
-def _step_time(steps: list[Measured]) -> StepTime:
-    times = [step.step_s for step in steps]
-    return StepTime(
-        mean=fmean(times),
-        p50=percentile(times, 0.5),
-        p95=percentile(times, 0.95),
-        short_mean=_mean_of_kind(steps, "short", lambda step: step.step_s),
-        long_mean=_mean_of_kind(steps, "long", lambda step: step.step_s),
-    )
-
-
-def _mean_of_kind(steps: list[Measured], kind: str, value: Callable[[Measured], float]) -> float | None:
-    values = [value(step) for step in steps if step.line.kind == kind]
-    return fmean(values) if values else None
+def _spread(steps: list[Measured], value: Callable[[Measured], Seconds]) -> Spread:
+    values = [value(step) for step in steps]
+    by_kind = {kind: [value(step) for step in steps if step.line.kind == kind] for kind in ("short", "long")}
+    means = [fmean(ones) if ones else None for ones in by_kind.values()]
+    return Spread(fmean(values), percentile(values, 0.5), percentile(values, 0.95), *means)
 
 
 def _largest_first(counts: dict[str, int]) -> dict[str, int]:

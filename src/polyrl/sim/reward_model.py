@@ -5,11 +5,11 @@ attempt: trying again gives the same. Only failures of the sandbox or the judge 
 whose run never ends are wrong; `correct_share` is of the others. It leaves out queues and the size of the pool.
 """
 
-from bisect import bisect_right
 from math import inf, isinf
 from typing import Literal
 
 from polyrl.ids import Seconds
+from polyrl.scheduling.rules.lengths import interpolate
 from polyrl.sim.draws import unit
 from polyrl.sim.scenario import SimDomainSection
 
@@ -50,14 +50,3 @@ class RewardModel:
         if natural_s > timeout_s or isinf(natural_s):
             return "timed_out", timeout_s, False
         return "scored", natural_s, correct
-
-
-def interpolate(quantiles: list[tuple[float, float]], probability: float) -> float:
-    """The value at that probability, linear between the given points and flat outside them."""
-    at = bisect_right(quantiles, probability, key=lambda point: point[0])
-    if at == 0:
-        return quantiles[0][1]
-    if at == len(quantiles):
-        return quantiles[-1][1]
-    (low, from_value), (high, to_value) = quantiles[at - 1], quantiles[at]
-    return from_value + (probability - low) / (high - low) * (to_value - from_value)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
+from polyrl.engines.lockstep import EngineTimes
 from polyrl.scheduling.core.parameters import (
     FleetRules,
     HandBackConfig,
@@ -88,6 +89,17 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     slots: AtLeastOne = 256
     flush_s: Positive = 1.0
     """How often a worker's progress reaches the manager. Tokens not yet flushed die with a worker."""
+
+    def times(self, kv_tokens: int) -> EngineTimes:
+        """The constants of an engine whose cache holds so many tokens."""
+        return EngineTimes(
+            step_fixed_s=self.step_fixed_s,
+            step_sample_s=self.step_sample_s,
+            step_context_s=self.step_context_s,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            kv_tokens=kv_tokens,
+            slots=self.slots,
+        )
 
 
 class SimFleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

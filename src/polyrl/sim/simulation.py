@@ -22,8 +22,8 @@ from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
 from polyrl.scheduling.invariants import check
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.sim.agenda import Agenda
 from polyrl.sim.fleet_model import FleetModel
+from polyrl.sim.machines import Agenda
 from polyrl.sim.reward_model import RewardModel
 from polyrl.sim.scenario import Scenario
 from polyrl.sim.supply import plan_supply, read_supply_trace
@@ -37,8 +37,6 @@ _HORIZON_S = 30 * 24 * 3600.0
 """How far ahead the market and the faults are drawn."""
 _NO_ANSWER_S = 0.01
 """Scoring an answer that was cut off at the cap: there is nothing to run."""
-
-OnRecord = Callable[[bytes], None]
 
 
 class StuckError(PolyrlError):
@@ -73,9 +71,9 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
 
 
 class Simulation:
-    """One run of one scenario. `watch`, if given, gets every record of the journal."""
+    """One run of one scenario."""
 
-    def __init__(self, scenario: Scenario, seed: int = 0, *, watch: OnRecord | None = None) -> None:
+    def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.scenario = scenario
         self.seed = seed
         self.config = scheduler_config(scenario, seed)
@@ -92,7 +90,8 @@ class Simulation:
         self.num_natural = 0
         self.natural_tokens = 0
         """Of every prompt once an epoch: what a run would train that trains every answer."""
-        self._watch = watch
+        self.watch: Callable[[bytes], None] | None = None
+        """Gets every record of the journal."""
         self._groups: dict[GroupId, tuple[int, int, int, Step]] = {}
         """By group: domain, prompt, turn, step."""
         self._turns: dict[tuple[int, int], int] = {}
@@ -180,8 +179,8 @@ class Simulation:
         self.num_events += 1
         record = encode_record(self.now, event, commands)
         self.digest.add_encoded(record)
-        if self._watch is not None:
-            self._watch(record)
+        if self.watch is not None:
+            self.watch(record)
         if self.num_events % _CHECK_EVERY == 0:
             self._check_laws()
         for command in commands:

@@ -6,7 +6,6 @@ attempt. With a recorded trace, prompt i is row i modulo the number of rows of i
 through the row's lengths. It leaves out what the tokens say, and what training does to lengths but `growth_per_step`.
 """
 
-from bisect import bisect_right
 from math import exp, log, log1p, sqrt
 from pathlib import Path
 from statistics import NormalDist
@@ -16,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from polyrl.errors import ConfigError
+from polyrl.scheduling.rules.lengths import interpolate
 from polyrl.sim.draws import normal
 from polyrl.sim.scenario import SimDomainSection
 
@@ -76,22 +76,13 @@ class _LengthCurve:
         uncapped = 1.0 - domain.cap_share
         points = [point for point in domain.length_quantiles if point[0] < uncapped]
         points.append((uncapped, _length_before_cap(domain, points, max_new_tokens)))
-        self.scores = [_score(probability) for probability, _ in points]
-        self.log_tokens = [log(tokens) for _, tokens in points]
+        self._points = [(_score(probability), log(tokens)) for probability, tokens in points]
         self.of_prompt = sqrt(domain.correlation)
         self.of_sample = sqrt(1.0 - domain.correlation)
 
     def tokens_at(self, score: float) -> float | None:
         """Tokens at that score; none for an answer that runs into the cap whatever the cap is."""
-        scores = self.scores
-        if score >= scores[-1]:
-            return None
-        at = bisect_right(scores, score)
-        if at == 0:
-            return exp(self.log_tokens[0])
-        low = scores[at - 1]
-        share = (score - low) / (scores[at] - low)
-        return exp(self.log_tokens[at - 1] + share * (self.log_tokens[at] - self.log_tokens[at - 1]))
+        return None if score >= self._points[-1][0] else exp(interpolate(self._points, score))
 
 
 def _length_before_cap(domain: SimDomainSection, points: list[tuple[float, float]], max_new_tokens: int) -> float:

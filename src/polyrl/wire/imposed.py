@@ -5,12 +5,14 @@ a Gaussian copula: part of the draw is the group's.
 """
 
 from itertools import pairwise
+from math import exp, log
 from statistics import NormalDist
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from polyrl.ids import SampleId, group_of
+from polyrl.scheduling.rules.lengths import interpolate
 from polyrl.scheduling.rules.order import mix64
 
 _NORMAL = NormalDist()
@@ -43,17 +45,10 @@ def length_of(sample: SampleId, imposed: ImposedLengths, cap: int) -> int:
     if not imposed.quantiles:
         wanted = imposed.median * 2.718281828459045 ** (imposed.sigma * z)
     else:
-        wanted = _between(imposed.quantiles, _NORMAL.cdf(z))
+        wanted = exp(interpolate([(share, log(tokens)) for share, tokens in imposed.quantiles], _NORMAL.cdf(z)))
     return max(1, min(cap, round(wanted)))
 
 
 def _draw(stream: int, number: int) -> float:
     """A standard normal number."""
     return _NORMAL.inv_cdf(((mix64(stream, number) >> 11) + 0.5) / (1 << 53))
-
-
-def _between(quantiles: tuple[tuple[float, float], ...], share: float) -> float:
-    for (low, few), (high, many) in pairwise(quantiles):
-        if share <= high:
-            return few if share <= low else few * (many / few) ** ((share - low) / (high - low))
-    return quantiles[-1][1]

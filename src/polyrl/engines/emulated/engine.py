@@ -1,31 +1,28 @@
 """An engine with no model: it writes made-up tokens at a believable pace, in real time, on a clock that can run faster.
 
-For trying a whole fleet on one machine, and for tests. `EmulatedEngine` is the asyncio shell; what runs, what waits and
-how far everybody is, `Batch` knows, from moments that are passed in.
+For trying a whole fleet on one machine, and for tests. `EmulatedEngine` is the asyncio shell; which samples run, which
+wait and how far each is comes from the simulator's own model of an engine (engines/lockstep.py).
 
-Rules it keeps, beside those of engine.py:
+Rules it keeps, beside those of engine.py and of the model:
 - Nothing is remembered: where an answer ends, and each token and log-probability, are functions of the job's seed and
   the position (the end also of the prompt). A sample that moves goes on with the same tokens, whatever the version.
-- All decode in lock-step. One step takes 1 / tokens_per_s, and step_per_sample_s more for every further sample.
-- Samples wait in order of arrival, for a slot and for room in the cache; one alone may always run. A full cache throws
-  the newest out: its tokens stay, it waits first in line and is prefilled again.
-- Prompts, and what is there of an answer, are prefilled one after the other, beside the decoding of the rest.
+- One decode step takes 1 / tokens_per_s, and step_per_sample_s more for every further sample. The length of the
+  context costs nothing, and no prefix is shared.
 - One task wakes every `TICK_S` of real time while there is work, and tells what came since. A change inside a tick
   counts from its own moment, so a fast clock costs no accuracy. The sink is never called inside `generate`.
 
-It leaves out: what tokens mean, temperature and truncation, cached prefixes, context in the step's time, and the pause
-of an install.
+It leaves out: what tokens mean, temperature and truncation, and the pause of an install.
 """
 
 import asyncio
 import time
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polyrl.engines.emulated.batch import Batch, EmulatedSample
 from polyrl.engines.emulated.text import (
     EOS,
     LARGEST_TOKEN,
@@ -48,6 +45,7 @@ from polyrl.engines.engine import (
     why_no_tokens,
     why_not_begun,
 )
+from polyrl.engines.lockstep import EngineModel, EngineTimes
 from polyrl.errors import ConfigError
 from polyrl.ids import LeaseId, Seconds, Version
 from polyrl.scheduling.rules.order import mix64
@@ -57,13 +55,26 @@ _LONGEST_LOOK_S = 0.5
 TICK_S = 0.02
 
 
+class _Sample:
+    """A job that was taken: where it ends, the key of its tokens, and how many of them were told."""
+
+    __slots__ = ("ending", "key", "lease", "told")
+
+    def __init__(self, job: Job, ending: EmulatedEnd) -> None:
+        self.lease = job.lease
+        self.ending = ending
+        self.key = mix64(job.seed, TOKEN_STREAM)
+        self.told = len(job.so_far)
+
+
 class EmulatedEngine:
     """Raises ConfigError for a trace that cannot be read."""
 
     def __init__(self, config: EmulatedConfig) -> None:
         self._config = config
         self._recorded = read_lengths(config.trace) if config.trace else []
-        self._batch = Batch(config)
+        self._model = _model_of(config)
+        self._samples: dict[int, _Sample] = {}
         self._version = None if config.version is None else Version(config.version)
         self._refused: dict[LeaseId, str] = {}
         self._num_jobs = 0
@@ -91,18 +102,19 @@ class EmulatedEngine:
         )
 
     def generate(self, job: Job) -> None:
-        if self._is_closed or job.lease in self._batch:
+        if self._is_closed or job.lease in self._samples:
             return  # nobody listens any more; or it was said twice
         why_not = self._why_not(job)
         if why_not:
             self._refused[job.lease] = why_not
         else:
-            self._batch.start(self._sample_of(job), self._now())
+            self._begin(job)
         self._has_work.set()
 
     async def abort(self, lease: LeaseId) -> None:
         self._refused.pop(lease, None)
-        self._batch.stop(lease, self._now())
+        self._samples.pop(lease, None)
+        self._model.stop(lease, self._now())
 
     async def install(self, weights: Weights) -> None:
         await self._sleep(self._config.install_s)
@@ -113,10 +125,10 @@ class EmulatedEngine:
         self._version = weights.version
 
     def stats(self) -> EngineStats:
-        batch, capacity = self._batch, self._config.kv_tokens
-        batch.settle(self._now())
-        kv_used = min(1.0, batch.context / capacity) if capacity else 0.0
-        return EngineStats(batch.num_running, batch.num_waiting, self._config.slots, kv_used, batch.num_preemptions)
+        model, capacity = self._model, self._config.kv_tokens
+        context = model.kv_used(self._now())
+        kv_used = min(1.0, context / capacity) if capacity else 0.0
+        return EngineStats(model.num_running, model.num_waiting, self._config.slots, kv_used, model.num_preemptions)
 
     def health(self) -> str | None:
         if self._is_closed:
@@ -130,7 +142,7 @@ class EmulatedEngine:
 
     async def close(self) -> None:
         self._is_closed = True
-        self._batch, self._refused = Batch(self._config), {}
+        self._model, self._samples, self._refused = _model_of(self._config), {}, {}
         if self._teller is not None:
             self._teller.cancel()
             await asyncio.wait([self._teller])
@@ -158,19 +170,26 @@ class EmulatedEngine:
             return f"prompt and answer so far are {context} tokens, and the cache holds {capacity}"
         return ""
 
-    def _sample_of(self, job: Job) -> EmulatedSample:
+    def _begin(self, job: Job) -> None:
         so_far = len(job.so_far)
         ending = ending_of(job, self._config, self._recorded)
         self._num_jobs += 1
         if self._config.fail_every and self._num_jobs % self._config.fail_every == 0:
             ending = EmulatedEnd((so_far + ending.num_tokens) // 2, "engine_failed", False)
-        return EmulatedSample(job.lease, len(job.prompt), so_far, ending, mix64(job.seed, TOKEN_STREAM))
+        self._samples[job.lease] = _Sample(job, ending)
+        self._model.start(
+            job.lease,
+            self._now(),
+            prompt_tokens=len(job.prompt),
+            from_token=so_far,
+            total_tokens=ending.num_tokens,
+        )
 
     async def _tell_for_ever(self, sink: Sink) -> None:
         while True:
             await self._has_work.wait()
             self._tell(sink)
-            if self._batch.is_idle and not self._refused:
+            if not self._samples and not self._refused:
                 self._has_work.clear()
             else:
                 await asyncio.sleep(TICK_S)
@@ -179,14 +198,18 @@ class EmulatedEngine:
         refused, self._refused = self._refused, {}
         for lease, why in refused.items():
             sink.ended(lease, "refused", why)
-        grown, ended = self._batch.take_news(self._now())
+        now = self._now()
+        finished = [(lease, tokens) for lease, tokens, _ in self._model.advance(now)]
+        reached = [*zip(*self._model.progress(now), strict=True), *finished]
+        known = ((self._samples.get(lease), tokens) for lease, tokens in reached)
+        grown = [(sample, tokens) for sample, tokens in known if sample is not None and tokens > sample.told]
         if grown:
             self._tell_tokens(sink, grown)
-        for sample in ended:
+        for sample in [self._samples.pop(lease) for lease, _ in finished if lease in self._samples]:
             detail = "as fail_every asks" if sample.ending.reason == "engine_failed" else ""
             sink.ended(sample.lease, sample.ending.reason, detail)
 
-    def _tell_tokens(self, sink: Sink, grown: list[tuple[EmulatedSample, int]]) -> None:
+    def _tell_tokens(self, sink: Sink, grown: list[tuple[_Sample, int]]) -> None:
         version = self._version
         assert version is not None, "a sample runs and no weights are installed"
         starts = [sample.told for sample, _ in grown]
@@ -200,6 +223,19 @@ class EmulatedEngine:
                 tokens[end - 1] = EOS
             sample.told = num_tokens
             sink.tokens(sample.lease, tokens[end - count : end], logprobs[end - count : end], version)
+
+
+def _model_of(config: EmulatedConfig) -> EngineModel:
+    per_sample = config.step_per_sample_s
+    return EngineModel(
+        EngineTimes(
+            step_fixed_s=1.0 / config.tokens_per_s - per_sample,
+            step_sample_s=per_sample,
+            prefill_tokens_per_s=config.prefill_tokens_per_s,
+            kv_tokens=config.kv_tokens if config.kv_tokens else inf,
+            slots=config.slots,
+        )
+    )
 
 
 def _open_tally(path: str) -> Any:

@@ -15,7 +15,10 @@ Left out: who is observed (one model for a run, a domain or a round kind is the 
 """
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from math import log2 as _log2
+from operator import itemgetter
 
 import msgspec
 
@@ -26,6 +29,17 @@ EDGES: tuple[float, ...] = tuple(2.0 ** (i / BINS_PER_DOUBLING) for i in range(N
 _LAST_BIN = NUM_BINS - 1
 _MAX_UNSEEN = 256
 _GUESS_WEIGHT = 1.0
+
+
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Return the value at `x`, linear between (x, value) points that rise in x, and flat outside them."""
+    at = bisect_right(points, x, key=itemgetter(0))
+    if at == 0:
+        return points[0][1]
+    if at == len(points):
+        return points[-1][1]
+    (low, from_value), (high, to_value) = points[at - 1], points[at]
+    return from_value + (x - low) / (high - low) * (to_value - from_value)
 
 
 def _zeros() -> list[float]:

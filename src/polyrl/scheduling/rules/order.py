@@ -30,7 +30,7 @@ def mix64(*numbers: int) -> int:
     """A 64-bit hash of integers, each taken modulo 2^64. Order and number of arguments count."""
     mixed = 0
     for number in numbers:
-        mixed = _finalize(((mixed + _GAMMA) & _MASK) ^ (number & _MASK))
+        mixed = finalize(((mixed + _GAMMA) & _MASK) ^ (number & _MASK))
     return mixed
 
 
@@ -57,8 +57,8 @@ def position_to_prompt(position: int, *, num_prompts: int, seed: int, epoch: int
     while True:
         row, column = divmod(place, width)
         for key_of_row, key_of_column in keys:
-            row = (row + _finalize(key_of_row ^ column)) % height
-            column = (column + _finalize(key_of_column ^ row)) % width
+            row = (row + finalize(key_of_row ^ column)) % height
+            column = (column + finalize(key_of_column ^ row)) % width
         place = row * width + column
         if place < num_prompts:
             return PromptId(place)
@@ -76,7 +76,7 @@ def _shuffled(num_prompts: int, seed: int, epoch: int) -> tuple[PromptId, ...]:
     return tuple(map(PromptId, order))
 
 
-def _finalize(number: int) -> int:
+def finalize(number: int) -> int:
     """splitmix64's finaliser (Stafford's mix 13): a bijection of 64-bit integers in which every bit moves every bit."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

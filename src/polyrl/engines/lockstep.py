@@ -24,8 +24,9 @@ from collections import OrderedDict
 from heapq import heappop, heappush
 from math import sqrt
 
+from msgspec import Struct
+
 from polyrl.ids import Seconds
-from polyrl.sim.scenario import EngineSection
 
 _SAME_POSITION = 1e-9
 """Positions closer than this are one moment: samples that were admitted together finish together."""
@@ -33,6 +34,19 @@ _WHOLE_TOKEN = 1e-6
 """A token is whole when less than this is missing: positions carry rounding."""
 _ADMISSION_MARGIN = 0.01
 """Share of the cache that admission leaves free (as vLLM's watermark), so that a newcomer is not preempted at once."""
+
+
+class EngineTimes(Struct, frozen=True, kw_only=True):
+    """What the model needs to know of an engine. The time of a step is the formula above, at speed 1."""
+
+    step_fixed_s: Seconds
+    """May be negative, as long as a step with one sample is not."""
+    step_sample_s: Seconds = 0.0
+    step_context_s: Seconds = 0.0
+    prefill_tokens_per_s: float
+    kv_tokens: float
+    """Tokens that fit into the cache; infinity: any number."""
+    slots: int
 
 
 class _Sample:
@@ -51,8 +65,7 @@ class _Sample:
 class EngineModel:
     """One engine. Call `advance(now)` to collect what finished; moments must not go back."""
 
-    def __init__(self, engine: EngineSection, speed: float = 1.0) -> None:
-        assert engine.kv_tokens is not None, "what fits into the cache is known when an engine starts"
+    def __init__(self, engine: EngineTimes, speed: float = 1.0) -> None:
         self._fixed_s = engine.step_fixed_s / speed
         self._sample_s = engine.step_sample_s / speed
         self._context_s = engine.step_context_s / speed

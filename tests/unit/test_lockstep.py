@@ -1,18 +1,17 @@
 """The engine model against a reference that decodes step by step, and the laws that it keeps."""
 
-from math import pi
+from math import inf, pi
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrl.sim.engine_model import EngineModel
-from polyrl.sim.scenario import EngineSection
+from polyrl.engines.lockstep import EngineModel, EngineTimes
 
 
-def section(**changes) -> EngineSection:
+def times(**changes) -> EngineTimes:
     plain = {"step_fixed_s": 0.5, "prefill_tokens_per_s": 1e12, "kv_tokens": 10**9, "slots": 64}
-    return EngineSection(**{**plain, **changes})
+    return EngineTimes(**{**plain, **changes})
 
 
 def start(engine, lease: int, now: float, total: int, *, prompt: int = 10, from_token: int = 0, prefix=None) -> None:
@@ -22,8 +21,7 @@ def start(engine, lease: int, now: float, total: int, *, prompt: int = 10, from_
 class StepByStep:
     """The same engine, written to be obviously right: it decodes at most one token at a time and indexes nothing."""
 
-    def __init__(self, engine: EngineSection, speed: float) -> None:
-        assert engine.kv_tokens is not None
+    def __init__(self, engine: EngineTimes, speed: float) -> None:
         self.engine, self.speed, self.kv_tokens = engine, speed, engine.kv_tokens
         self.now = self.stalled_until = 0.0
         self.running: list[list] = []  # [lease, prompt, tokens, total, prefix], by admission
@@ -111,7 +109,7 @@ class StepByStep:
 
 
 engines = st.builds(
-    lambda context_s, sample_s, prefill, kv, slots: section(
+    lambda context_s, sample_s, prefill, kv, slots: times(
         step_context_s=context_s, step_sample_s=sample_s, prefill_tokens_per_s=prefill, kv_tokens=kv, slots=slots
     ),
     st.sampled_from([0.0, 0.00137, 0.0211]),
@@ -236,7 +234,7 @@ def test_looking_changes_nothing(engine, history):
 
 
 def test_a_batch_decodes_in_lock_step_and_the_step_grows_with_batch_and_context():
-    engine = EngineModel(section(step_sample_s=0.1, step_context_s=0.01))
+    engine = EngineModel(times(step_sample_s=0.1, step_context_s=0.01))
     start(engine, 1, 0.0, 4)
     start(engine, 2, 0.0, 4)
     # Four steps of 0.5 + 2 * 0.1 + 0.01 * C, with C = 21, 23, 25, 27 in their middles.
@@ -244,7 +242,7 @@ def test_a_batch_decodes_in_lock_step_and_the_step_grows_with_batch_and_context(
 
 
 def test_what_finishes_at_now_has_finished_before_it_can_be_stopped():
-    engine = EngineModel(section())
+    engine = EngineModel(times())
     start(engine, 1, 0.0, 4)
     at = engine.next_change()
     assert at is not None
@@ -253,20 +251,20 @@ def test_what_finishes_at_now_has_finished_before_it_can_be_stopped():
 
 
 def test_an_unknown_lease_is_stopped_without_complaint():
-    assert EngineModel(section()).stop(7, 1.0) is None
+    assert EngineModel(times()).stop(7, 1.0) is None
 
 
 def test_a_slow_worker_takes_longer_by_its_factor():
     ends = []
     for speed in (1.0, 0.5):
-        engine = EngineModel(section(prefill_tokens_per_s=10.0, step_context_s=0.01), speed)
+        engine = EngineModel(times(prefill_tokens_per_s=10.0, step_context_s=0.01), speed)
         start(engine, 1, 0.0, 8)
         ends += [at for _, _, at in engine.advance(1e6)]
     assert ends[1] == pytest.approx(2 * ends[0])
 
 
 def test_admission_stalls_the_batch_for_its_prefill():
-    engine = EngineModel(section(prefill_tokens_per_s=10.0))
+    engine = EngineModel(times(prefill_tokens_per_s=10.0))
     start(engine, 1, 0.0, 4, prompt=10)  # prefill 1 s, then 4 steps of 0.5 s
     start(engine, 2, 2.0, 4, prompt=20, from_token=3)  # 2 tokens in; 2.3 s of stall, then one step each
     assert engine.advance(2.0 + 2.29) == []
@@ -275,7 +273,7 @@ def test_admission_stalls_the_batch_for_its_prefill():
 
 
 def test_a_prefix_that_runs_here_is_not_prefilled_again_until_its_last_sample_left():
-    engine = EngineModel(section(prefill_tokens_per_s=10.0))
+    engine = EngineModel(times(prefill_tokens_per_s=10.0))
     start(engine, 1, 0.0, 1, prompt=20, prefix=5)  # 2.0 s
     start(engine, 2, 0.0, 1, prompt=20, prefix=5)  # 0.1 s
     start(engine, 3, 0.0, 10, prompt=20, from_token=9, prefix=5)  # 1.0 s
@@ -285,7 +283,7 @@ def test_a_prefix_that_runs_here_is_not_prefilled_again_until_its_last_sample_le
 
 
 def test_samples_beyond_the_slots_wait_in_order_and_can_be_stopped_there():
-    engine = EngineModel(section(slots=1))
+    engine = EngineModel(times(slots=1))
     for lease in range(4):
         start(engine, lease, 0.0, 2, from_token=1)
     assert (engine.num_running, engine.num_waiting) == (1, 3)
@@ -294,7 +292,7 @@ def test_samples_beyond_the_slots_wait_in_order_and_can_be_stopped_there():
 
 
 def test_a_full_cache_preempts_the_newest_which_keeps_its_tokens_and_comes_back():
-    engine = EngineModel(section(kv_tokens=40, prefill_tokens_per_s=100.0))
+    engine = EngineModel(times(kv_tokens=40, prefill_tokens_per_s=100.0))
     start(engine, 1, 0.0, 15)
     start(engine, 2, 0.0, 15)
     overflow = engine.next_change()
@@ -309,7 +307,7 @@ def test_a_full_cache_preempts_the_newest_which_keeps_its_tokens_and_comes_back(
 
 
 def test_one_sample_alone_may_outgrow_the_cache():
-    engine = EngineModel(section(kv_tokens=5))
+    engine = EngineModel(times(kv_tokens=5))
     start(engine, 1, 0.0, 50)
     start(engine, 2, 0.0, 50)
     assert [lease for lease, _, _ in engine.advance(1e6)] == [1, 2]
@@ -317,9 +315,25 @@ def test_one_sample_alone_may_outgrow_the_cache():
 
 
 def test_a_lease_is_never_reused_and_never_starts_after_its_end():
-    engine = EngineModel(section())
+    engine = EngineModel(times())
     start(engine, 1, 0.0, 4)
     with pytest.raises(ValueError, match="started twice"):
         start(engine, 1, 1.0, 4)
     with pytest.raises(ValueError, match="after its end"):
         start(engine, 2, 1.0, 4, from_token=5)
+
+
+def test_a_cache_without_a_bound_never_preempts_nor_makes_anyone_wait():
+    engine = EngineModel(times(kv_tokens=inf))
+    for lease in range(3):
+        start(engine, lease, 0.0, 10**6, prompt=10**6)
+    assert (engine.num_running, engine.num_waiting) == (3, 0)
+    assert engine.next_change() == pytest.approx(0.5 * 10**6)
+
+
+def test_a_step_may_be_described_by_that_of_one_sample_and_what_each_further_one_adds():
+    engine = EngineModel(times(step_fixed_s=0.1 - 0.15, step_sample_s=0.15))
+    start(engine, 1, 0.0, 1000)
+    assert engine.progress(1.001)[1] == [10]
+    start(engine, 2, 1.001, 1000)
+    assert engine.progress(1.001 + 2.501)[1] == [20, 10]
