@@ -136,3 +136,10 @@ def test_percentiles_lie_between_two_values():
 def test_seconds_by_activity_are_cut_at_the_window():
     spans = [Span(0.0, 4.0, "generating"), Span(4.0, 6.0, "idle"), Span(6.0, 9.0, "generating")]
     assert seconds_by_activity(spans, 3.0, 7.0) == {"generating": 2.0, "idle": 2.0}
+
+
+def test_training_time_on_devices_that_nobody_timed_is_said_to_be_assumed(played, tmp_path):
+    assert played[1].assumed == []
+    _, result = play_tiny(tmp_path, "trainer.num_devices=16", "trainer.timed_devices=4", "trainer.scaling=0.5")
+    (said,) = result.assumed
+    assert "on 16 devices is 2.00 times as fast as on 4: trainer.scaling = 0.5 is yours to measure" in said

@@ -309,5 +309,7 @@ def _run_rows(result: Result) -> Iterable[tuple[str, str, str]]:
     notes = [f"{result.prompts_deferred:,} prompts put off"] if result.prompts_deferred else []
     notes += [f"{num:,} dropped: {reason}" for reason, num in result.prompts_dropped.items()]
     yield "rounds", rounds, "; ".join(notes)
+    for words in result.assumed:
+        yield "assumed", "", words
     yield "events", f"{result.events:,}", f"{result.events_per_s:,.0f} a second on this machine"
     yield "law violations", str(result.law_violations), "conservation laws, checked all along"

@@ -18,7 +18,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import log2 as _log2
-from operator import itemgetter
 
 import msgspec
 
@@ -33,7 +32,7 @@ _GUESS_WEIGHT = 1.0
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """Return the value at `x`, linear between (x, value) points that rise in x, and flat outside them."""
-    at = bisect_right(points, x, key=itemgetter(0))
+    at = bisect_right(points, x, key=lambda point: point[0])
     if at == 0:
         return points[0][1]
     if at == len(points):
