@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.polyrl-setup
 ARGS ?=
+NAME ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts engines check format bench docs clean
@@ -53,8 +54,8 @@ format: setup ## rewrite the code in our format, with the safe lint fixes
 	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
-bench: setup ## measure the scheduler on this machine
-	$(BIN)/polyrl bench scheduler $(ARGS)
+bench: setup ## compare with other software: NAME=relay ARGS=--json runs one, without NAME they are listed
+	@$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 docs: setup ## check that the links of every page lead somewhere
 	$(BIN)/python -m pytest tests/architecture/test_docs_links.py

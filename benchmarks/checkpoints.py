@@ -1,6 +1,6 @@
 """What a step waits for until it is safe: the log of every step, and the copy for a checkpoint now and then.
 
-    .venv/bin/python benchmarks/checkpoints.py [--parameters MILLIONS] [--every K] [--dir DIR] [--json]
+    make bench NAME=checkpoints ARGS='[--parameters MILLIONS] [--every K] [--dir DIR] [--json]'
 
 The state is that of AdamW on float32 weights, in tensors as SmolLM2-135M has them; the steps' groups are random, 32
 prompts of 8 answers of 512 tokens. Nothing is trained: what is measured is the code of trainer/state/saving.py
@@ -12,9 +12,9 @@ import argparse
 import asyncio
 import json
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 
@@ -85,13 +85,13 @@ async def measure(folder: Path, state: dict[str, torch.Tensor], every: int) -> d
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=134.5, help="millions of them")
     parser.add_argument("--every", type=int, default=10, help="checkpoint.every_steps")
     parser.add_argument("--dir", type=Path, help="on the disk to be measured")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="polyrl-checkpoints-", dir=args.dir))
     try:
         found = asyncio.run(measure(folder, make_state(int(args.parameters * 1e6)), args.every))
@@ -103,7 +103,3 @@ def main() -> int:
         for name, one in found.items():
             print(f"{name:18} {one:10.3f}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ Beside it, in the same run, the published sparse codec: 16-bit gaps, new values,
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import zstandard
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks import parser_of, tell
 from polyrl.weights import delta
 from polyrl.weights.chunks import bad_chunks, table_of
 from polyrl.weights.manifest import Layout, Manifest, encode
@@ -48,6 +49,12 @@ class Size(NamedTuple):
 
 
 QUICK = Size(vocab=1024, width=128, inner=384, num_heads=4, num_layers=2, warmup_steps=10, measured_steps=3)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser_of("delta", argv, __doc__).parse_args(argv)
+    result = measure(quick=args.quick)
+    return tell(result, [f"{key:<34}{value}" for key, value in result.items()], as_json=args.json)
 
 
 def measure(*, quick: bool = False) -> dict[str, Any]:

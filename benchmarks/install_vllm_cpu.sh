@@ -1,6 +1,6 @@
 #!/bin/sh
 # The vLLM server for the CPU, into a virtual environment of its own: `polyrl worker --engine vllm --engine-python
-# FOLDER/bin/python`, `make test-engines` and `polyrl bench engine --peer vllm` start it. Takes a few minutes and 2.5 GB.
+# FOLDER/bin/python`, `make test-engines` and `make bench NAME=engine ARGS="--peer vllm"` start it. Takes a few minutes and 2.5 GB.
 # Its declared media libraries are left out: they come for GPUs only, and text needs none. Does nothing when it is there.
 set -eu
 here=$(dirname "$0")

@@ -1,6 +1,6 @@
 """Whether learning is unharmed: the arithmetic task in every mode, several seeds each, against synchronous runs.
 
-    .venv/bin/python benchmarks/learning.py [--variants A,B] [--seeds 0-4] [--runs DIR] [--out FILE.md]
+    make bench NAME=learning ARGS='[--variants A,B] [--seeds 0-4] [--runs DIR] [--out FILE.md]'
 
 Every run is `polyrl train arithmetic` with real processes: a trainer whose devices generate too, and two workers. All
 of them start from the same model, which is made once. A run that is done (trained, its ledger verified) is not done
@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from polyrl.bench.scheduler import commit
-from polyrl.errors import PolyrlError, UserError
+from polyrl.bench.machine import commit
+from polyrl.errors import UserError
 from polyrl.telemetry.canvas import GRID, INK, PALE_INK, new_panels, save, set_titles, whole_numbers
 from polyrl.telemetry.metrics import MetricValue, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COMMAND = ".venv/bin/python benchmarks/learning.py"
+COMMAND = ".venv/bin/python -m benchmarks learning"
 BASELINE = "synchronous"
 VARIANTS: dict[str, tuple[str, ...]] = {
     BASELINE: ("train.mode=synchronous",),
@@ -586,14 +586,3 @@ def main(arguments: Sequence[str]) -> int:
     for what in wrong:
         print(what, file=sys.stderr)
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except PolyrlError as error:
-        print(f"learning: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        sys.exit(130)

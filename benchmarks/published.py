@@ -1,6 +1,6 @@
 """The published figures of RollPacker and RLBoost beside what the simulator gives, and the page that shows both.
 
-    .venv/bin/python benchmarks/published.py [--only SECTION] [--seeds N] [--json] [--out FILE.md]
+    make bench NAME=published ARGS='[--only SECTION] [--seeds N] [--json] [--out FILE.md]'
 
 Rules kept here: what is published stands in the constants below, with its source; every simulated figure comes from
 a run of a shipped scenario with overrides. A row with a tolerance passes or fails, and the command exits with 1 if one
@@ -29,7 +29,7 @@ from polyrl.sim.library import load_scenario
 from polyrl.sim.result import Measured, measure_steps
 from polyrl.sim.simulation import Simulation
 
-COMMAND = ".venv/bin/python benchmarks/published.py"
+COMMAND = ".venv/bin/python -m benchmarks published"
 NUM_PROCESSES = 2
 TIME_LIMIT_S = 1800.0
 """Wall seconds for the runs of one section."""
@@ -949,7 +949,3 @@ def main(arguments: list[str]) -> int:
     if options.out is not None:
         options.out.write_text(written)
     return int(any(check.holds is False for section in sections.values() for check in section.checks))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

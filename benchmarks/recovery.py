@@ -14,13 +14,15 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyrl.bench.scheduler import commit, cpu
+from benchmarks import parser_of, tell
+from polyrl.bench.machine import commit, cpu
 from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, segments
 from polyrl.manager import opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
@@ -51,6 +53,12 @@ class RecoveryLoad(NamedTuple):
 
 
 LOADS = (RecoveryLoad("full", 64, 64, 64, 2, 256), RecoveryLoad("sparse", 400, 48, 12, 1, 96))
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser_of("recovery", argv, __doc__).parse_args(argv)
+    result = measure(quick=args.quick)
+    return tell(result, table(result), as_json=args.json)
 
 
 def measure(*, quick: bool = False) -> dict[str, Any]:

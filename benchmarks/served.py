@@ -15,15 +15,17 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from operator import sub, truediv
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import parser_of, tell
 from benchmarks.scratch import scratch
 from polyrl.bench.engine import Work, make_model
-from polyrl.bench.scheduler import commit
+from polyrl.bench.machine import commit
+from polyrl.cli import bench
 from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.between import KEY_VARIABLE
@@ -66,6 +68,24 @@ class ServedWork(NamedTuple):
     turns: int = 30
     repetitions: int = 20
     """Of short samples, and half as many of installs."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = parser_of("served", argv, __doc__)
+    parser.add_argument("--server", choices=["vllm", "sglang"], default="vllm", help="(default: %(default)s)")
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory (default: random weights, tiny)")
+    bench.add_engine_options(parser)
+    args = parser.parse_args(argv)
+    for name in ("batch", "prompt", "new"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name}: {getattr(args, name)}; expected at least 1")
+    if args.batch % _GROUP:
+        raise UserError(f"--batch: {args.batch}; expected a multiple of {_GROUP}, the samples of a prompt")
+    work = ServedWork(args.server, args.model, args.batch, args.prompt, args.new)
+    if args.quick:
+        work = work._replace(turns=1, repetitions=4, new=min(work.new, 32))
+    result = measure(work)
+    return tell(result, table(result), as_json=args.json)
 
 
 def measure(work: ServedWork) -> dict[str, Any]:

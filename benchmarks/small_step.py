@@ -1,15 +1,15 @@
 """What a step of a small model costs in CPU seconds: ours, ours with a worker of the fleet, and TRL's GRPOTrainer.
 
     benchmarks/install_trl.sh
-    .venv/bin/python benchmarks/small_step.py [--model DIR] [--trl PYTHON] [--seeds N] [--first-seed N] [--steps N]
-                                              [--core N] [--json]
+    make bench NAME=small_step ARGS='[--model DIR] [--trl PYTHON] [--seeds N] [--first-seed N] [--steps N] [--core N]
+                                      [--json]'
 
 The shipped recipe `arithmetic` (90,000 parameters, 16 prompts of 8 answers a step), without validation, against TRL on
 the same model, problems, reward, group size and learning rate. Everything runs on one core, a thread a process, and one
 after the other, seed by seed. What is counted is CPU time, user and system, of every process of the run: trainer,
 manager, rewards, worker. Starting up and the first steps are not counted; checkpoints, logs and journals are.
 
-    .venv/bin/python benchmarks/small_step.py --only memory [--steps 300]
+    make bench NAME=small_step ARGS='--only memory --steps 300'
 
 shows the resident memory of a run's processes, a worker's too, over its steps: `growth_mb_per_100_steps` is that of the
 second half.
@@ -22,13 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.data.arithmetic import draw_problem
+from polyrl.errors import UserError
 from polyrl.trainer.state import entries
 
 PROMPTS = 16
@@ -68,7 +69,7 @@ def run_ours(
         marks = watch(process, run_dir / "metrics.jsonl", cpu_by_part if look is None else look)
     if process.returncode:
         told = tail(folder / "ours.log")
-        raise SystemExit(f"seed {seed}: {' '.join(command)} ended with {process.returncode}:\n{told}")
+        raise UserError(f"seed {seed}: {' '.join(command)} ended with {process.returncode}: {told}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     parts = sorted({name for mark in marks for name in mark})
@@ -157,7 +158,7 @@ def run_trl(args: argparse.Namespace, seed: int, folder: Path) -> Run:
         pinned(args.core, command), capture_output=True, text=True, env=one_thread(), timeout=_DEADLINE_S, check=False
     )
     if done.returncode:
-        raise SystemExit(f"seed {seed}: {' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise UserError(f"seed {seed}: {' '.join(command)} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     found = json.loads(done.stdout.splitlines()[-1])
     return Run(per_step(found["cpu_s"]), found["rewards"], {})
 
@@ -241,7 +242,7 @@ def summary(found: dict[str, list[Run]]) -> dict[str, Any]:
     return told
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="CPU seconds of a step of a small model: ours and TRL's")
     parser.add_argument("--model", default="models/arithmetic", help="of `polyrl data model arithmetic --out DIR`")
     parser.add_argument("--trl", default=str(Path.home() / ".cache/polyrl/engines/trl/bin/python"), metavar="PYTHON")
@@ -251,16 +252,13 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=0, help="the one that everything runs on")
     parser.add_argument("--only", choices=("trl", *_OURS, "memory"), help="leave the others out")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.only in (None, "trl") and not Path(args.trl).exists():
-        raise SystemExit(f"{args.trl}: no such file; benchmarks/install_trl.sh installs TRL, --trl names its Python")
+        raise UserError(f"{args.trl}: no such file; benchmarks/install_trl.sh installs TRL, --trl names its Python")
     if args.only == "memory":
         with tempfile.TemporaryDirectory(prefix="small-step-") as folder:
             told = run_memory(args, Path(folder))
     else:
         told = summary(run_all(args))
     print(json.dumps(told, indent=None if args.json else 2))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

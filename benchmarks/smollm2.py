@@ -1,7 +1,7 @@
 """A real model learns: SmolLM2-135M-Instruct on sums as one writes them, several seeds, and the page that shows it.
 
-    python benchmarks/smollm2.py run MODEL_DIR OUT.json [section.key=value ...]     on a GPU: minutes a seed
-    python benchmarks/smollm2.py page OUT.json docs/results/smollm2.md              draws the curve beside it
+    make bench NAME=smollm2 ARGS='run MODEL_DIR OUT.json [section.key=value ...]'     on a GPU: minutes a seed
+    make bench NAME=smollm2 ARGS='page OUT.json docs/results/smollm2.md'              draws the curve beside it
 
 Rules kept here: every figure of the page comes from the runs' metrics, every text from the models: the one it started
 from and the ones it became, asked the same validation problems, the likeliest token each time.
@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from polyrl.bench.scheduler import commit
+from polyrl.bench.machine import commit
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import load_recipe
 from polyrl.data.arithmetic import draw_problem
+from polyrl.errors import UserError
 from polyrl.telemetry.metrics import read_metrics
 
 RECIPE = "smollm2-arithmetic"
@@ -89,7 +90,7 @@ def page(said: dict[str, Any], out: Path) -> None:
     curves = [[(line["step"], line[ACCURACY]) for line in one["lines"] if ACCURACY in line] for one in said["runs"]]
     picture = out.with_suffix(".png")
     _draw(said, curves, picture)
-    words = " ".join(["python benchmarks/smollm2.py run MODEL_DIR OUT.json", *said["overrides"]])
+    words = " ".join(["python -m benchmarks smollm2 run MODEL_DIR OUT.json", *said["overrides"]])
     lines = [
         "# A real model learns",
         "",
@@ -139,11 +140,12 @@ def _draw(said: dict[str, Any], curves: list[list[tuple[int, float]]], out: Path
     figure.savefig(out, dpi=110)
 
 
-if __name__ == "__main__":
-    match sys.argv[1:]:
+def main(argv: Sequence[str]) -> int:
+    match list(argv):
         case ["run", model, out, *overrides]:
             run(model, Path(out), overrides)
         case ["page", source, out]:
             page(json.loads(Path(source).read_text(encoding="utf-8")), Path(out))
         case _:
-            sys.exit(__doc__)
+            raise UserError("expected: run MODEL_DIR OUT.json [section.key=value ...], or: page OUT.json PAGE.md")
+    return 0

@@ -1,1 +1,1 @@
-"""`polyrl bench relay`: what it costs to carry tokens from engines to a trainer, here and with other relays."""
+"""The manager beside other relays: fake engines, a reader, and what is between them."""

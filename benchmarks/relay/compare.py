@@ -1,4 +1,4 @@
-"""All relays in one run on this machine, in turns, and what came out as one JSON object and as a table.
+"""What it costs to carry tokens from engines to a trainer: the manager, and relays of others, in turns.
 
 Goals: 2,000,000 tokens a second saturated on one core with the journal on; 20 times fewer CPU-seconds a token than the
 better of sglang-router and vllm-router at 25,000 tokens a second, 50 times saturated; a cost that does not grow from
@@ -7,15 +7,17 @@ better of sglang-router and vllm-router at 25,000 tokens a second, 50 times satu
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks import environments, parser_of, tell
 from benchmarks.relay.load import NUM_TURNS, NUM_WORKERS, Latency, Load, Reading, build_programs, middles
 from benchmarks.relay.ours import NAME, measure_delivery, measure_ours
-from benchmarks.relay.peers import CACHE, Direct, install_peers, take_turn
-from polyrl.bench.scheduler import commit, cpu
+from benchmarks.relay.peers import Direct, install_peers, take_turn
+from polyrl.bench.machine import commit, cpu
 from polyrl.errors import UserError
 
 ROUTERS = ("sglang-router", "vllm-router")
@@ -27,6 +29,15 @@ GOALS = {
     "bytes_per_sample": 4096,
 }
 _LENGTHS = (256, 8192)
+CACHE = environments.CACHE / "relay"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = parser_of("relay", argv, __doc__)
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS, help="that share the samples (default: 16)")
+    args = parser.parse_args(argv)
+    result = measure(args.workers, quick=args.quick)
+    return tell(result, table(result), as_json=args.json)
 
 
 def measure(num_workers: int = NUM_WORKERS, *, quick: bool = False, cache: Path = CACHE) -> dict[str, Any]:

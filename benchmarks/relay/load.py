@@ -15,7 +15,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Literal, NamedTuple, Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from benchmarks.relay.processes import CannotStart, Program, allow_many_files, busy_s, load_cpus
+from benchmarks.environments import CannotMeasure
+from benchmarks.processes import Program, allow_many_files, busy_s, load_cpus
 
 HERE = Path(__file__).parent
 NUM_WORKERS = 16
@@ -100,7 +100,7 @@ class Peer(Protocol):
     version: str
 
     def start(self, worker_urls: Sequence[str]) -> tuple[str, ...]:
-        """Where samples may be asked for, once it relays to all of the workers. Raises CannotStart."""
+        """Where samples may be asked for, once it relays to all of the workers. Raises CannotMeasure."""
         ...
 
     def cpu_s(self) -> float: ...
@@ -109,11 +109,10 @@ class Peer(Protocol):
 
 
 class Programs(NamedTuple):
-    """How the two ends of a measurement are run."""
+    """The two ends of a measurement, compiled."""
 
-    worker: tuple[str, ...]
-    client: tuple[str, ...]
-    written_in: Literal["C", "Python"]
+    worker: str
+    client: str
 
 
 class Window(NamedTuple):
@@ -143,13 +142,11 @@ def _middle(ranked: list[Reading]) -> Reading:
 
 
 def build_programs(cache: Path) -> Programs:
+    """Raises CannotMeasure without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        python = (sys.executable, str(HERE / "sse_fallback.py"))
-        return Programs((*python, "worker"), (*python, "client"), "Python")
-    return Programs(
-        (_compile(compiler, HERE / "sse_worker.c", cache),), (_compile(compiler, HERE / "sse_client.c", cache),), "C"
-    )
+        raise CannotMeasure("there is no C compiler for the two ends of the load (cc, gcc or clang; package gcc)")
+    return Programs(*(_compile(compiler, HERE / source, cache) for source in ("sse_worker.c", "sse_client.c")))
 
 
 def _compile(compiler: str, source: Path, cache: Path) -> str:
@@ -161,22 +158,22 @@ def _compile(compiler: str, source: Path, cache: Path) -> str:
             [compiler, "-O2", "-Wall", "-o", target, source], capture_output=True, text=True, timeout=60, check=False
         )
         if built.returncode:
-            raise CannotStart(f"{source.name} does not compile: {built.stderr.strip()[-300:]}")
+            raise CannotMeasure(f"{source.name} does not compile: {built.stderr.strip()[-300:]}")
     return str(target)
 
 
 def measure_sse(peer: Peer, load: Load, programs: Programs, *, cache: Path, direct: Reading | None = None) -> Reading:
-    """One reading of a peer, started and stopped for it. Raises CannotStart, also when streams break."""
+    """One reading of a peer, started and stopped for it. Raises CannotMeasure, also when streams break."""
     allow_many_files()
     step_us = str(round(load.step_s * 1e6))
     received = cache / "received"
     received.write_bytes(bytes(8))
-    argv = [*programs.worker, str(load.num_workers), step_us, *([received] if load.tokens_per_s is None else [])]
+    argv = [programs.worker, str(load.num_workers), step_us, *([received] if load.tokens_per_s is None else [])]
     worker = Program(argv, cpus=load_cpus(), log=cache / "logs" / "sse_worker.log", piped=True)
     try:
         said = worker.read_line()
         if not said:
-            raise CannotStart(f"the fake engines did not start: {worker.last_words()}")
+            raise CannotMeasure(f"the fake engines did not start: {worker.last_words()}")
         urls = peer.start([f"http://127.0.0.1:{port}" for port in json.loads(said)["ports"]])
         return read_off(peer.name, load, _watch(peer, worker, load, urls, programs, cache), direct=direct)
     finally:
@@ -188,14 +185,14 @@ def _watch(peer: Peer, worker: Program, load: Load, urls: Sequence[str], program
     ports = [url.rpartition(":")[2] for url in urls]
     rss_before = peer.rss_bytes()
     client = Program(
-        [*programs.client, str(load.num_samples), str(load.seconds), str(MAX_TOKENS), cache / "received", *ports],
+        [programs.client, str(load.num_samples), str(load.seconds), str(MAX_TOKENS), cache / "received", *ports],
         cpus=load_cpus(),
         log=cache / "logs" / "sse_client.log",
         piped=True,
     )
     try:
         if client.read_line() != b"started\n":
-            raise CannotStart(f"{load.num_samples} streams did not start through {peer.name}: {client.last_words()}")
+            raise CannotMeasure(f"{load.num_samples} streams did not start through {peer.name}: {client.last_words()}")
         start = peer.cpu_s(), worker.cpu_s() + client.cpu_s(), busy_s()
         time.sleep(0.8 * load.seconds)
         rss_bytes = peer.rss_bytes()
@@ -204,7 +201,7 @@ def _watch(peer: Peer, worker: Program, load: Load, urls: Sequence[str], program
     finally:
         client.stop()
     if not said:
-        raise CannotStart(f"the streams through {peer.name} broke: {client.last_words()}")
+        raise CannotMeasure(f"the streams through {peer.name} broke: {client.last_words()}")
     seen = json.loads(said)
     latency = Latency(seen["latency_ms"]["p50"], seen["latency_ms"]["p99"])
     relay_s, load_s, all_s = (after - before for before, after in zip(start, end, strict=True))

@@ -12,16 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environments import CannotMeasure
+from benchmarks.processes import Program, allow_many_files, busy_s, load_cpus, relay_cpus
 from benchmarks.relay.load import PACED_TOKENS_PER_S, Latency, Load, Reading, Window, read_off
-from benchmarks.relay.processes import (
-    CannotStart,
-    Program,
-    allow_many_files,
-    busy_s,
-    free_port,
-    load_cpus,
-    relay_cpus,
-)
+from polyrl.engines.served.process import free_port
 
 NAME = "polyrl"
 FLUSH_S = 0.05
@@ -33,13 +27,13 @@ _ALL_AT_ONCE = "limits.joins_per_s=10000"
 
 
 def measure_ours(load: Load, *, cache: Path, length: int = LENGTH) -> Reading:
-    """A reading of our manager. Raises CannotStart."""
+    """A reading of our manager. Raises CannotMeasure."""
     window, _ = _run(load, cache=cache, length=length)
     return read_off(NAME, load, window, direct=None)
 
 
 def measure_delivery(load: Load, *, cache: Path) -> Latency:
-    """From the end of a group's last answer to the group's arrival. Raises CannotStart."""
+    """From the end of a group's last answer to the group's arrival. Raises CannotMeasure."""
     length = max(2, round(_ANSWER_S * PACED_TOKENS_PER_S / load.num_samples))
     _, seen = _run(load, cache=cache, length=length)
     return Latency(seen["delivered_ms"]["p50"], seen["delivered_ms"]["p99"])
@@ -64,7 +58,7 @@ def _wait_until_ready(manager: Program, run_dir: Path) -> None:
     deadline = time.monotonic() + _READY_S
     while not (run_dir / "manager.json").exists():
         if manager.has_ended or time.monotonic() > deadline:
-            raise CannotStart(f"the manager did not come up: {manager.last_words()}")
+            raise CannotMeasure(f"the manager did not come up: {manager.last_words()}")
         time.sleep(0.1)
 
 
@@ -79,7 +73,7 @@ def _watch(
     fleet = Program(argv, cpus=load_cpus(), log=cache / "logs" / "fleet_load.log", piped=True)
     try:
         if fleet.read_line() != b"started\n":
-            raise CannotStart(f"{load.num_samples} samples did not start: {fleet.last_words()}")
+            raise CannotMeasure(f"{load.num_samples} samples did not start: {fleet.last_words()}")
         start = manager.cpu_s(), fleet.cpu_s(), busy_s()
         said = fleet.read_line()
         end = manager.cpu_s(), fleet.cpu_s(), busy_s()
@@ -87,7 +81,7 @@ def _watch(
     finally:
         fleet.stop()
     if not said:
-        raise CannotStart(f"the streams broke: {fleet.last_words()}")
+        raise CannotMeasure(f"the streams broke: {fleet.last_words()}")
     seen = json.loads(said)
     manager_s, load_s, all_s = (after - before for before, after in zip(start, end, strict=True))
     latency = Latency(seen["acknowledged_ms"]["p50"], seen["acknowledged_ms"]["p99"])

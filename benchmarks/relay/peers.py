@@ -1,48 +1,26 @@
 """Relays that others wrote, all installed, started and stopped alike: nginx, sglang-router, vllm-router; and none.
 
-    python -m benchmarks.relay.peers --seconds 5 --samples 256 1024
-
-prints one JSON object: readings (load.py), versions, and for every peer that could not be measured the reason.
-
 Rules: loopback only; ports that are free; settings as the peer's own documents recommend for streams, the same round
 robin over the workers, keep-alive on both sides, no access log. A peer is ready when it says that it has all workers.
 Nothing is installed outside `cache`: routers by pip into virtual environments, nginx unpacked from its Debian package
 if there is none on the path.
 """
 
-import argparse
 import json
-import os
-import platform
 import shutil
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
 
-import msgspec
+from benchmarks.environments import CannotMeasure, environment, run
+from benchmarks.processes import Program, relay_cpus
+from benchmarks.relay.load import Load, Peer, Programs, Reading, measure_sse
+from polyrl.engines.served.process import free_port
 
-from benchmarks.relay.load import (
-    NUM_TURNS,
-    Load,
-    LoadName,
-    Peer,
-    Programs,
-    Reading,
-    build_programs,
-    measure_sse,
-    middles,
-)
-from benchmarks.relay.processes import CannotStart, Program, free_port, relay_cpus
-
-INSTALL_S = 300
 READY_S = 30.0
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyrl" / "relay"
 
 NGINX = """\
 worker_processes 1;
@@ -89,22 +67,22 @@ class Direct:
         pass
 
 
-class Relay:
+class Relay(ABC):
     """A program between reader and workers. What differs is its command line and how it says that it is ready."""
 
     name = ""
     version = ""
 
     def __init__(self, cache: Path) -> None:
-        """Install it. Raises CannotStart."""
+        """Install it. Raises CannotMeasure."""
         self.cache = cache
         self._program: Program | None = None
 
-    def command(self, port: int, worker_urls: Sequence[str]) -> list[str | Path]:
-        raise NotImplementedError
+    @abstractmethod
+    def command(self, port: int, worker_urls: Sequence[str]) -> list[str | Path]: ...
 
-    def is_ready(self, url: str, num_workers: int) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_ready(self, url: str, num_workers: int) -> bool: ...
 
     def start(self, worker_urls: Sequence[str]) -> tuple[str, ...]:
         port = free_port()
@@ -114,7 +92,7 @@ class Relay:
         deadline = time.monotonic() + READY_S
         while not self.is_ready(url, len(worker_urls)):
             if program.has_ended or time.monotonic() > deadline:
-                raise CannotStart(f"{self.name} did not come up ({READY_S:g} s at most): {program.last_words()}")
+                raise CannotMeasure(f"{self.name} did not come up ({READY_S:g} s at most): {program.last_words()}")
             time.sleep(0.2)
         return (url,)
 
@@ -136,7 +114,7 @@ class Nginx(Relay):
     def __init__(self, cache: Path) -> None:
         super().__init__(cache)
         self.binary = shutil.which("nginx") or shutil.which("/usr/sbin/nginx") or _unpack_nginx(cache / "nginx")
-        self.version = _run([self.binary, "-v"]).rpartition("/")[2]
+        self.version = run([self.binary, "-v"]).rpartition("/")[2]
 
     def command(self, port: int, worker_urls: Sequence[str]) -> list[str | Path]:
         folder = self.cache / "nginx"
@@ -158,18 +136,13 @@ class Router(Relay):
 
     def __init__(self, cache: Path) -> None:
         super().__init__(cache)
-        self.folder = cache / self.name
-        if not (self.folder / "bin" / self.name).exists():
-            _run([sys.executable, "-m", "venv", self.folder])
-            _run([self.folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", self.name])
-        ask = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
-        self.version = _run([self.folder / "bin" / "python", "-c", ask, self.name])
+        self.programs, self.version = environment(cache / self.name, self.name)
 
     def command(self, port: int, worker_urls: Sequence[str]) -> list[str | Path]:
         metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
         where = ["--host", "127.0.0.1", "--port", str(port), *metrics]
         return [
-            self.folder / "bin" / self.name,
+            self.programs / self.name,
             *self.flags,
             *where,
             "--policy",
@@ -200,27 +173,6 @@ PEERS: dict[str, Callable[[Path], Peer]] = {
 }
 
 
-def measure(
-    num_samples: Sequence[int], seconds: float, *, loads: Sequence[LoadName] = get_args(LoadName), cache: Path = CACHE
-) -> dict[str, Any]:
-    """All peers at all loads, beside the direct connection, as one JSON object."""
-    programs = build_programs(cache)
-    missing: dict[str, str] = {}
-    readings: list[Reading] = []
-    peers = install_peers(cache, missing)
-    for load in (Load(name, num, seconds) for num in num_samples for name in loads):
-        turns = (take_turn(peers, load, programs, missing, cache=cache) for _ in range(NUM_TURNS))
-        readings += middles(chain.from_iterable(turns))
-    return {
-        "readings": msgspec.to_builtins(readings),
-        "missing": missing,
-        "versions": {peer.name: peer.version for peer in peers},
-        "load_written_in": programs.written_in,
-        "num_cpus": os.cpu_count(),
-        "system": platform.platform(),
-    }
-
-
 def take_turn(
     peers: Sequence[Peer], load: Load, programs: Programs, missing: dict[str, str], *, cache: Path
 ) -> list[Reading]:
@@ -229,7 +181,7 @@ def take_turn(
     for peer in (Direct(), *peers):
         try:
             readings.append(measure_sse(peer, load, programs, cache=cache, direct=readings[0] if readings else None))
-        except CannotStart as error:
+        except CannotMeasure as error:
             missing[f"{peer.name}, {load.name}, {load.num_samples} samples"] = str(error)
     return readings
 
@@ -239,7 +191,7 @@ def install_peers(cache: Path, missing: dict[str, str]) -> list[Peer]:
     for name, install in PEERS.items():
         try:
             found.append(install(cache))
-        except CannotStart as error:
+        except CannotMeasure as error:
             missing[name] = str(error)
     return found
 
@@ -251,25 +203,11 @@ def _unpack_nginx(folder: Path) -> str:
         return str(binary)
     folder.mkdir(parents=True, exist_ok=True)
     if not shutil.which("apt-get"):
-        raise CannotStart("nginx is not there, nor apt-get to fetch it; install the package nginx")
-    _run(["apt-get", "download", "-qq", "nginx"], cwd=folder)
+        raise CannotMeasure("nginx is not there, nor apt-get to fetch it; install the package nginx")
+    run(["apt-get", "download", "-qq", "nginx"], cwd=folder)
     for package in folder.glob("nginx_*.deb"):
-        _run(["dpkg-deb", "-x", package, folder / "root"])
+        run(["dpkg-deb", "-x", package, folder / "root"])
     return str(binary)
-
-
-def _run(argv: Sequence[str | Path], cwd: Path | None = None) -> str:
-    """What it says. Raises CannotStart with the command and its last line."""
-    try:
-        done = subprocess.run(
-            argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=INSTALL_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotStart(f"{argv[0]} did not run: {error}") from error
-    if done.returncode:
-        last = done.stdout.strip().splitlines()[-1:] or ["it said nothing"]
-        raise CannotStart(f"`{' '.join(map(str, argv))}` failed: {last[0][-300:]}")
-    return done.stdout.strip()
 
 
 def _get(url: str) -> bytes | None:
@@ -278,18 +216,3 @@ def _get(url: str) -> bytes | None:
             return answer.read()
     except (urllib.error.URLError, OSError):
         return None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Relays by others, between fake engines and one reader.")
-    parser.add_argument("--seconds", type=float, default=5.0, help="that each reading counts for")
-    parser.add_argument("--samples", type=int, nargs="+", default=[256, 1024, 4096], help="at once")
-    parser.add_argument("--loads", nargs="+", choices=get_args(LoadName), default=get_args(LoadName))
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where peers are installed and logs are kept")
-    args = parser.parse_args()
-    print(json.dumps(measure(args.samples, args.seconds, loads=args.loads, cache=args.cache), indent=2))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

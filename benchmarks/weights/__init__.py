@@ -1,1 +1,1 @@
-"""`polyrl bench weights`: how fast versions move, beside iperf3, memcpy and mooncake, in one run."""
+"""Weight transfers beside iperf3 and mooncake, and over links of their own in network namespaces."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from benchmarks.weights.star import Star, star, why_not
-from polyrl.bench.processes import Node
+from polyrl.bench.nodes import Node
 from polyrl.weights.settings import WeightSettings
 
 GOALS = {"copies_sent": 1.5, "times_one_copy": 1.4}

@@ -1,40 +1,21 @@
-"""What others do with the same bytes on the same machine: iperf3, memcpy, mooncake's transfer engine in TCP mode.
+"""What others do with the same bytes on the same machine: iperf3, mooncake's transfer engine in TCP mode.
 
 iperf3 discards what it receives into one small buffer that stays in the cache, so it is a ceiling rather than a peer.
 mooncake is installed into a cache of its own; it does not verify what it moves. What cannot be measured says why.
 """
 
 import json
-import os
 import shutil
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
+from benchmarks.environments import CACHE, CannotMeasure, environment, run
+from polyrl.engines.served.process import free_port
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyrl" / "weights"
 MOONCAKE = "mooncake-transfer-engine-non-cuda"
-_INSTALL_S = 300
 _RUN_S = 120
-
-
-class CannotMeasure(Exception):
-    """In a line."""
-
-
-def memcpy_gb_s(num_bytes: int, num_runs: int = 5) -> float:
-    """One thread, from one buffer to another, both touched before."""
-    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    took_s = []
-    for _ in range(num_runs):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        took_s.append(time.perf_counter() - start)
-    return num_bytes / 1e9 / min(took_s)
 
 
 class Iperf(NamedTuple):
@@ -49,7 +30,7 @@ def iperf3(num_streams: int, seconds: int) -> Iperf:
     """`iperf3 -Z -l 1M` on loopback, with the congestion control that does not pace. Raises CannotMeasure."""
     if shutil.which("iperf3") is None:
         raise CannotMeasure("there is no iperf3 (package iperf3)")
-    port = str(_free_port())
+    port = str(free_port())
     server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_for_listener(int(port))
@@ -99,21 +80,12 @@ def mooncake_gb_s(num_bytes: int) -> dict[str, Any]:
 
 
 def _install_mooncake() -> str:
-    python = CACHE / "mooncake" / "bin" / "python"
-    if not python.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", str(CACHE / "mooncake")], check=True, timeout=_INSTALL_S)
-    pip = [str(python), "-m", "pip", "install", "-q", MOONCAKE]
-    done = subprocess.run(pip, capture_output=True, text=True, timeout=_INSTALL_S, check=False)
-    if done.returncode:
-        raise CannotMeasure(f"{MOONCAKE} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-    check = [str(python), "-c", "import mooncake.engine"]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=_RUN_S, check=False)
-    if done.returncode:
-        raise CannotMeasure(
-            f"mooncake does not import (packages libibverbs1, libnl-3-200): {done.stderr.strip()[-150:]}"
-        )
-    return str(python)
+    python = str(environment(CACHE / "weights" / "mooncake", MOONCAKE).folder / "python")
+    try:
+        run([python, "-c", "import mooncake.engine"])
+    except CannotMeasure as error:
+        raise CannotMeasure(f"mooncake does not import (packages libibverbs1, libnl-3-200): {error}") from error
+    return python
 
 
 def _said(stream: IO[str] | None) -> dict[str, Any]:
@@ -123,14 +95,8 @@ def _said(stream: IO[str] | None) -> dict[str, Any]:
     raise CannotMeasure("mooncake did not come up")
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def _wait_for_listener(port: int) -> None:
-    """Looks at the kernel's table: a connection to try would be the one that `-1` serves."""
+    """Look at the kernel's table: a connection to try would be the one that `-1` serves."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         lines = Path("/proc/net/tcp").read_text() + (

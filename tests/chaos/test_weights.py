@@ -20,8 +20,8 @@ from benchmarks.weights.star import star, why_not
 from msgspec.structs import replace
 from tests.weights.stage import SETTINGS, Faults, publish, pull, stage, weights
 
-from polyrl.bench.node import KEY as NODE_KEY
-from polyrl.bench.processes import Node
+from polyrl.bench.nodes import KEY as NODE_KEY
+from polyrl.bench.nodes import Node
 from polyrl.weights.server import Offer
 from polyrl.weights.settings import TransferError, WeightSettings
 

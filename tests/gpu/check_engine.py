@@ -41,7 +41,7 @@ from tests.gpu.setting import (  # noqa: E402
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from polyrl.bench.engine import Work, make_model, measure, prompts_of, run_transformers  # noqa: E402
+from polyrl.bench.engine import Work, make_model, measure, prompts_of  # noqa: E402
 from polyrl.engines.builtin.batching import Chunk, Member  # noqa: E402
 from polyrl.engines.builtin.config import BuiltinConfig  # noqa: E402
 from polyrl.engines.builtin.engine import BuiltinEngine  # noqa: E402
@@ -310,6 +310,8 @@ if __name__ == "__main__":
     elif sys.argv[1] == "stream":
         stream(sys.argv[2:])
     elif sys.argv[1] == "peer":
+        from benchmarks.engine import run_transformers
+
         peer_work = Work(ARCH, None, 2 if SMALL else 256, PROMPT, NEW // 4)
         print(json.dumps(run_transformers(peer_work, make_model(peer_work, DEVICE), DEVICE)._asdict()), flush=True)
     elif sys.argv[1] == "tune":

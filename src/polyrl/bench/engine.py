@@ -1,26 +1,18 @@
-"""How fast the builtin engine is on this machine: tokens a second against what memory bandwidth allows, and a peer.
+"""How fast the builtin engine is on this machine: tokens a second, against what memory bandwidth allows.
 
-The limit counts the bytes that a decoding step must read: every parameter once, but for an embedding of its own, of
-which a step reads a row a sample; and the cache of every sample at its mean length; over the bandwidth of a large copy
-(read and written bytes), measured in the same run. `tok_s` is that of decoding, with all samples running, and compares
-with the limit; `job_tok_s` counts the whole job, prompts included.
-
-Peers, warm like the engine: transformers' own continuous batching in this process, once; and the vLLM server
-(bench_vllm.py), in turns with the engine, where figures are medians. The shorter a job, the more turns.
+The limit counts the bytes that a decoding step must read: every parameter once, except an embedding that is not also
+the output layer, of which a step reads one row a sample; and every sample's KV cache at its mean length. They are
+divided by the bandwidth of a large copy (read and written bytes), measured in the same run. `tok_s` is the decoding
+rate with all samples running, and compares with the limit; `job_tok_s` counts the whole job, prompts included.
 """
 
 import asyncio
 import gc
-import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.scratch import scratch
-
-from polyrl.bench.scheduler import commit
+from polyrl.bench.machine import commit
 from polyrl.engines.builtin.config import MAX_SLOTS
 from polyrl.errors import UserError
 from polyrl.run.event_loop import run_loop
@@ -74,53 +66,43 @@ class Ran(NamedTuple):
     prefill_tok_s: float
 
 
-_TURNS_S = 8.0
-"""The engine's jobs take about so long, all turns together."""
-_MIN_TURNS, _MAX_TURNS = 5, 25
-_WARM_TOKENS = 24
-"""Of an answer that is not measured: everything that is compiled or captured comes first."""
+WARM_TOKENS = 24
+"""Of an answer before the measured one, in which everything is compiled and captured."""
 
 
-class EngineTurns(NamedTuple):
-    ours: list[Ran]
-    theirs: list[float]
-    """Tokens a second."""
-
-    @property
-    def ratio_quartiles(self) -> list[float]:
-        """The middle half of what neighbours are to each other: from, and to."""
-        ratios = [one.num_tokens / one.seconds / their for one, their in zip(self.ours, self.theirs, strict=True)]
-        first, _, third = statistics.quantiles(ratios, n=4)
-        return [round(first, 2), round(third, 2)]
-
-    @property
-    def median(self) -> Ran:
-        return sorted(self.ours, key=lambda one: one.seconds)[len(self.ours) // 2]
+def measure(work: Work) -> dict[str, Any]:
+    """Raises UserError for work that the engine or the model cannot do."""
+    model, device = prepare(work)
+    result = figures(work, model, device, run_loop(run_engine(work, model, device)))
+    del model
+    free_memory()
+    return result
 
 
-def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
-    if peer == "vllm":
-        from benchmarks import vllm_peer as bench_vllm
-
-        bench_vllm.check_installed()
+def prepare(work: Work) -> tuple[Any, str]:
+    """The model, and the device that it is on."""
     if work.batch > MAX_SLOTS:
         raise UserError(f"--batch: {work.batch}, expected at most {MAX_SLOTS}")
-    if peer == "transformers" and work.new < 2:
-        raise UserError(f"--new: {work.new}, expected at least 2 with --peer transformers: its decoding is looked at")
     import torch
 
+    from polyrl.engines.builtin.models import describe
+
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if peer == "vllm" and device != "cpu":
-        raise UserError("--peer vllm: it is measured on the CPU; this machine has a GPU")
     torch.set_num_threads(1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model(work, device)
-    _check_context(work, model)
-    turns = run_loop(run_in_turns(work, model, device)) if peer == "vllm" else None
-    ran = run_loop(run_engine(work, model, device)) if turns is None else turns.median
+    num_tokens, most = work.prompt + work.new, describe(model, "bench").max_context
+    if num_tokens > most:
+        raise UserError(f"--prompt and --new: {num_tokens} tokens in all, and the model's context is {most}")
+    return model, device
+
+
+def figures(work: Work, model: Any, device: str, ran: Ran) -> dict[str, Any]:
+    import torch
+
     limit = limit_tok_s(work, model, device)
     tok_s = work.batch / ran.step_ms * 1e3
-    result = {
+    return {
         "arch": work.arch or work.model,
         "batch": work.batch,
         "prompt": work.prompt,
@@ -136,66 +118,15 @@ def measure(work: Work, *, peer: str | None = None) -> dict[str, Any]:
         "compile": work.compile and device == "cuda",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, 1 thread",
         "torch": torch.__version__,
-        "peer": peer,
-        "peer_tok_s": None if turns is None else round(statistics.median(turns.theirs)),
         "commit": commit(),
     }
-    if peer == "transformers":
-        del model  # its layers are compiled and its products merged
-        _free_memory()
-        model = make_model(work, device)
-        theirs = run_transformers(work, model, device)
-        result |= {"peer_tok_s": round(theirs.job), "peer_decoding_tok_s": round(theirs.decoding)}
-        result["decoding_ratio_to_peer"] = round(tok_s / theirs.decoding, 2)
-    if peer is not None:
-        result["ratio_to_peer"] = round(result["job_tok_s"] / max(1, result["peer_tok_s"]), 2)
-    if turns is not None:
-        result |= {"turns": len(turns.ours), "ratio_quartiles": turns.ratio_quartiles}
-    del model
-    _free_memory()
-    return result
 
 
-def save_quietly(model: Any, folder: str) -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
+def table(result: dict[str, Any]) -> list[str]:
+    return [f"{key:<20}{value}" for key, value in result.items()]
 
 
-def _check_context(work: Work, model: Any) -> None:
-    from polyrl.engines.builtin.models import describe
-
-    num, most = work.prompt + work.new, describe(model, "bench").max_context
-    if num > most:
-        raise UserError(f"--prompt and --new: {num} tokens in all, and the model's context is {most}")
-
-
-async def run_in_turns(work: Work, model: Any, device: str) -> EngineTurns:
-    """The engine and the vLLM server, one after the other, again and again."""
-    from benchmarks.vllm_peer import Asked, serve
-
-    turns = EngineTurns([], [])
-    with scratch(Path(tempfile.gettempdir())) as folder:  # who is killed leaves it to the next one
-        if work.model is None:
-            save_quietly(model, str(folder))
-        asked = Asked(prompts_of(work, model.config.vocab_size), work.new)
-        async with serve(work.model or str(folder), slots=work.batch, max_context=work.prompt + work.new) as server:
-            num_turns = _MIN_TURNS
-            while len(turns.ours) < num_turns:
-                with server.standing_still():
-                    turns.ours.append(await run_engine(work, model, device))
-                await server.tok_s(asked._replace(new=min(_WARM_TOKENS, work.new)))
-                turns.theirs.append(await server.tok_s(asked))
-                num_turns = num_turns_for(turns.ours[0].seconds)
-    return turns
-
-
-def num_turns_for(job_s: float) -> int:
-    return min(_MAX_TURNS, max(_MIN_TURNS, round(_TURNS_S / job_s)))
-
-
-def _free_memory() -> None:
+def free_memory() -> None:
     import torch
 
     gc.collect()
@@ -267,10 +198,10 @@ async def run_engine(work: Work, model: Any, device: str) -> Ran:
     began = time.perf_counter()
     try:
         await engine.start(sink)
-        await answer(min(_WARM_TOKENS, work.new))
+        await answer(min(WARM_TOKENS, work.new))
         start_s = time.perf_counter() - began
         await engine.forget_cache()
-        await answer(min(_WARM_TOKENS, work.new))  # what comes up a second time is captured
+        await answer(min(WARM_TOKENS, work.new))  # what comes up a second time is captured
         await asyncio.sleep(0.1)
         await engine.forget_cache()
         await answer(work.new)
@@ -361,36 +292,3 @@ def copy_bandwidth(device: str) -> float:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
     return 2 * source.numel() / best
-
-
-class Theirs(NamedTuple):
-    """Tokens a second: of the whole job, and without its first tokens, of which a short job of the same prompts is."""
-
-    job: float
-    decoding: float
-
-
-def run_transformers(work: Work, model: Any, device: str) -> Theirs:
-    """transformers' own continuous batching on the same work, after a short job that warms it up."""
-    import torch
-    from transformers import GenerationConfig
-
-    model.set_attn_implementation("sdpa")
-    prompts = prompts_of(work, model.config.vocab_size)
-
-    def seconds(new: int) -> float:
-        config = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
-        began = time.perf_counter()
-        outputs = model.generate_batch(inputs=prompts, generation_config=config)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        took = time.perf_counter() - began
-        num = sum(len(one.generated_tokens) for one in outputs.values())
-        if num != work.batch * new:
-            raise UserError(f"--peer transformers: {num} tokens came, {work.batch * new} were wanted")
-        return took
-
-    few = min(_WARM_TOKENS, work.new // 2)
-    seconds(few)
-    short, whole = seconds(few), seconds(work.new)
-    return Theirs(work.batch * work.new / whole, work.batch * (work.new - few) / max(1e-9, whole - short))

@@ -17,11 +17,10 @@ Events are counted as calls. A TokensArrived of 500 leases is one event; `lease_
 import gc
 import platform
 import statistics
-import subprocess
 import tracemalloc
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from polyrl.bench.machine import commit, cpu
 from polyrl.bench.world import REPORT_EVERY_S, Clock, PlayedLoad, World, config_of, names_of, trust_all
 from polyrl.errors import LawViolation
 from polyrl.ids import Incarnation, Step, Version
@@ -55,7 +54,7 @@ def size(*, quick: bool) -> Size:
     return Size(PlayedLoad(32, 256, 2048, 3), (steady, calm), more=100, num_repeats=3, num_held=100_000)
 
 
-def measure(*, quick: bool = False) -> dict[str, Any]:
+def measure(quick: bool = False) -> dict[str, Any]:
     """Everything, as one JSON object."""
     wanted = size(quick=quick)
     events = _measure_events(wanted.events, wanted.num_repeats)
@@ -183,9 +182,6 @@ def _measure_memory(num_held: int) -> float:
     return (after - before) / num_samples
 
 
-# The clock
-
-
 def _settle_memory() -> None:
     """As the manager does at its start: set-up is never looked at again, and collections are rarer."""
     gc.collect()
@@ -193,25 +189,25 @@ def _settle_memory() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-# Where it ran
-
-
-def cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def commit() -> str | None:
-    """The commit this file is of, with a `+` if the tree has changes; None without git or outside a repository."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        changes = subprocess.run(
-            [*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+def table(result: dict[str, Any]) -> list[str]:
+    goals, growth = result["goals"], result["growth"]
+    few, many = growth["workers"]
+    lines = [
+        f"events a second             {result['events_per_s']:>12,}   goal: at least {goals['events_per_s']:,}",
+        f"  of {result['workers']} workers, {result['peak_samples_in_flight']:,} samples in flight, "
+        f"{result['events']:,} events, {result['lease_updates_per_s']:,} leases updated a second",
+        f"cost, {many:,} to {few} workers    {result['cost_ratio_1000_to_10_workers']:>12.2f}   "
+        f"goal: below {goals['cost_ratio_1000_to_10_workers']:g}",
+        f"  {growth['us_per_event'][0]} and {growth['us_per_event'][1]} us an event, "
+        f"{growth['mean_leases_in_flight']:,} leases in flight",
+        f"bytes a sample              {result['bytes_per_sample']:>12,}   goal: below {goals['bytes_per_sample']:,}",
+        f"  with {result['bytes_per_sample_in_flight']:,} in flight",
+        "",
+        f"{'event':<20}{'count':>10}{'us each':>12}{'of all time':>13}",
+    ]
+    for name, count in result["events_by_type"].items():
+        share = result["share_of_time"][name]
+        lines.append(f"{name:<20}{count:>10,}{result['us_per_event'][name]:>12,.1f}{share:>13.1%}")
+    machine = result["machine"]
+    where = f"{machine['cpu']}, Python {machine['python']}, gc {result['gc']}, commit {result['commit']}"
+    return [*lines, "", where]

@@ -1,29 +1,25 @@
-"""How fast the trainer is on this machine, against the device's matrix limit and plain transformers loops.
+"""How fast the trainer is on this machine, against the device's matrix limit.
 
 A step is forward, backward and update. Its model FLOPs are what the work needs: 6 for each weight of a layer and row,
-6 for each weight of the output layer and answer token, and causal attention; nothing that is computed twice or for
-padding.
-The limit is the rate of a large matrix product in the same precision, measured before and after: the better of both.
+6 for each weight of the output layer and answer token, and causal attention. What is computed twice, or for padding,
+does not count. The limit is the rate of a large matrix product in the same precision, measured before and after; the
+better of both counts.
 
-Two peers, each with chunked losses and torch's fused AdamW on the model's own weights:
-    padded      the samples of a group as one micro-batch, padded to the longest
-    unpadded    samples of equal length, so that there is nothing to pad
-
-Ratios are medians over repetitions in which all variants take turns. On a CPU, one thread, seconds are those that the
-process had; so other load on the machine counts for little, and what is left of it hits all alike.
+A plain loop of somebody else may take turns with ours (`measure(work, plain_of)`): ratios are medians over
+repetitions. On a CPU, one thread, seconds are CPU seconds of the process, so other load on the machine counts for
+little, and what is left of it hits all alike.
 """
 
 import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyrl.bench.engine import Work, make_model
-from polyrl.bench.scheduler import commit
+from polyrl.bench.machine import commit
 
 QUANTILES: dict[str, tuple[tuple[float, float], ...]] = {
     "math": ((0.05, 151), (0.25, 415), (0.5, 661), (0.75, 1129), (0.9, 2566), (0.95, 4101), (0.99, 16384)),
@@ -49,7 +45,7 @@ class TrainWork(NamedTuple):
 
 
 class Bench:
-    """One model for ours and one for the peers, so that neither sees what the other switched on."""
+    """Our trainer's step, on work that is drawn from published lengths."""
 
     def __init__(self, work: TrainWork) -> None:
         import torch
@@ -77,18 +73,6 @@ class Bench:
         )
         self.num_steps = 0
         self.vocab = self.policy.loaded.vocab
-
-    @cached_property
-    def peer(self) -> Any:
-        model = make_model(Work(self.work.arch, self.work.model, 1, 1, 1), self.device)
-        model.set_attn_implementation("sdpa")
-        return model
-
-    @cached_property
-    def peer_optimizer(self) -> Any:
-        import torch
-
-        return torch.optim.AdamW(self.peer.parameters(), lr=1e-6, fused=True)
 
     # Work
 
@@ -122,53 +106,12 @@ class Bench:
         train = TrainSection(micro_batch_tokens=self.work.pack_tokens)
         return is_micro_batch(len(lengths), sum(lengths), train, self.device)
 
-    # One step each
-
     def ours(self, calls: Sequence[Sequence[Sequence[Any]]]) -> None:
         self.num_steps += 1
         self.steps.begin(self.num_steps)
         for groups in calls:
             self.steps.add(groups)
         self.steps.finish()
-
-    def plain(self, groups: Sequence[Sequence[Any]]) -> None:
-        """A micro-batch a group, padded to its longest; then torch's own clipping and AdamW."""
-        import torch
-
-        for group in groups:
-            longest = max(one.num_tokens for one in group) - 1
-            ids = np.zeros((len(group), longest), np.int64)
-            mask = np.zeros((len(group), longest), np.int64)
-            wanted = np.full((len(group), longest), -1, np.int64)
-            for row, one in enumerate(group):
-                num = one.num_tokens - 1
-                ids[row, :num] = np.concatenate([one.prompt, one.answer])[:num]
-                mask[row, :num] = 1
-                wanted[row, len(one.prompt) - 1 : num] = one.answer
-            its_mask = None if mask.all() else torch.from_numpy(mask).to(self.device)
-            self._plain_micro_batch(torch.from_numpy(ids), its_mask, torch.from_numpy(wanted))
-        torch.nn.utils.clip_grad_norm_(self.peer.parameters(), 1.0)
-        self.peer_optimizer.step()
-        self.peer_optimizer.zero_grad()
-
-    def _plain_micro_batch(self, ids: Any, mask: Any, wanted: Any) -> None:
-        from torch.utils.checkpoint import checkpoint
-
-        hidden = self.peer.model(input_ids=ids.to(self.device), attention_mask=mask, use_cache=False).last_hidden_state
-        targets = wanted.flatten()
-        rows = hidden.flatten(0, 1).index_select(0, (targets >= 0).nonzero()[:, 0].to(self.device))
-        targets = targets[targets >= 0].to(self.device)
-        total: Any = 0.0
-        for start in range(0, len(targets), 2048):
-            part = slice(start, start + 2048)
-            total = total + checkpoint(self._plain_loss, rows[part], targets[part], use_reentrant=False)
-        total.backward()
-
-    def _plain_loss(self, rows: Any, targets: Any) -> Any:
-        import torch
-
-        logits = torch.nn.functional.linear(rows, self.peer.get_output_embeddings().weight).float()
-        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
     # Limits
 
@@ -258,13 +201,18 @@ class Bench:
         return torch.cuda.max_memory_allocated() - before
 
 
-def measure(work: TrainWork) -> dict[str, Any]:
+Plain = Callable[[Sequence[Sequence[Any]]], None]
+"""A step of a plain loop, to be measured beside ours: a micro-batch a group, padded to its longest sample."""
+
+
+def measure(work: TrainWork, plain_of: Callable[[Bench], Plain] | None = None) -> dict[str, Any]:
     import torch
 
     bench = Bench(work)
+    plain = None if plain_of is None else plain_of(bench)
     limit = bench.matrix_rate()
-    packing = {name: _packing(bench, name) for name in QUANTILES}
-    unpadded = _unpadded(bench)
+    packing = {name: _packing(bench, name, plain) for name in QUANTILES}
+    unpadded = _unpadded(bench, plain)
     streaming = _streaming(bench)
     limit = max(limit, bench.matrix_rate())
     for one in (*packing.values(), unpadded):
@@ -287,47 +235,56 @@ def measure(work: TrainWork) -> dict[str, Any]:
         "dtype": str(bench.policy.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if bench.device == "cuda" else "cpu, 1 thread",
         "torch": torch.__version__,
-        "goals": {"streaming_overhead": 0.05, "fraction_of_limit": 0.55, "ratio_to_unpadded": 1.25},
+        "goals": {"streaming_overhead": 0.05, "fraction_of_limit": 0.55},
         "commit": commit(),
     }
 
 
-def _packing(bench: Bench, name: str) -> dict[str, Any]:
+def _packing(bench: Bench, name: str, plain: Plain | None) -> dict[str, Any]:
     groups = bench.draw(name)
     lengths = [[one.num_tokens for one in group] for group in groups]
     num_tokens = sum(map(sum, lengths))
     padded = sum(len(one) * max(one) for one in lengths)
-    seconds = bench.take_turns({"ours": lambda: bench.ours([groups]), "padded": lambda: bench.plain(groups)})
+    seconds = bench.take_turns(_ways(bench, groups, plain))
     ours = statistics.median(seconds["ours"])
-    return {
+    found = {
         "tokens": num_tokens,
         "padding_share": round(1 - num_tokens / padded, 3),
         "tok_s": round(num_tokens / ours),
-        "ratio_to_padded": _ratio(seconds["padded"], seconds["ours"]),
         "flops_per_s": bench.flops(groups) / ours,
     }
+    return found if plain is None else found | {"ratio_to_padded": _ratio(seconds["plain"], seconds["ours"])}
 
 
-def _unpadded(bench: Bench) -> dict[str, Any]:
+def _unpadded(bench: Bench, plain: Plain | None) -> dict[str, Any]:
+    """Samples of equal length, so that there is nothing to pad."""
     length = max(16, min(2048, bench.work.pack_tokens // 8))
     groups = bench.equal(length)
     num_tokens = sum(one.num_tokens for group in groups for one in group)
-    seconds = bench.take_turns({"ours": lambda: bench.ours([groups]), "plain": lambda: bench.plain(groups)})
-    ours, plain = statistics.median(seconds["ours"]), statistics.median(seconds["plain"])
-    peaks = {
-        "ours": bench.peak_bytes(lambda: bench.ours([groups])),
-        "plain": bench.peak_bytes(lambda: bench.plain(groups)),
-    }
-    return {
+    ways = _ways(bench, groups, plain)
+    seconds = bench.take_turns(ways)
+    ours = statistics.median(seconds["ours"])
+    peaks = {name: bench.peak_bytes(way) for name, way in ways.items()}
+    by_token = {name: None if peak is None else round(peak / num_tokens) for name, peak in peaks.items()}
+    found = {
         "length": length,
         "tokens": num_tokens,
         "tok_s": round(num_tokens / ours),
-        "ratio_to_unpadded": _ratio(seconds["plain"], seconds["ours"]),
-        "plain_tflops": round(bench.flops(groups) / plain / 1e12, 4),
-        "peak_bytes_per_token": None if peaks["ours"] is None else round(peaks["ours"] / num_tokens),
-        "plain_peak_bytes_per_token": None if peaks["plain"] is None else round(peaks["plain"] / num_tokens),
+        "peak_bytes_per_token": by_token["ours"],
         "flops_per_s": bench.flops(groups) / ours,
     }
+    if plain is None:
+        return found
+    return found | {
+        "ratio_to_unpadded": _ratio(seconds["plain"], seconds["ours"]),
+        "plain_tflops": round(bench.flops(groups) / statistics.median(seconds["plain"]) / 1e12, 4),
+        "plain_peak_bytes_per_token": by_token["plain"],
+    }
+
+
+def _ways(bench: Bench, groups: Sequence[Sequence[Any]], plain: Plain | None) -> dict[str, Callable[[], object]]:
+    ours: dict[str, Callable[[], object]] = {"ours": lambda: bench.ours([groups])}
+    return ours if plain is None else ours | {"plain": lambda: plain(groups)}
 
 
 def _streaming(bench: Bench) -> dict[str, Any]:
@@ -354,24 +311,20 @@ def table(result: dict[str, Any]) -> list[str]:
         f"{result['arch']}, {result['dtype']}, packs of {result['pack_tokens']:,} tokens, {result['device']}",
         f"matrix products of this device: {result['limit_tflops']} TFLOP/s",
         "",
-        f"{'lengths':<10}{'tok/s':>9}{'of the limit':>14}{'padding':>9}{'to a padded loop':>18}",
+        f"{'lengths':<10}{'tok/s':>9}{'of the limit':>14}{'padding':>9}",
     ]
-    for name, one in result["packing"].items():
+    rows = {**result["packing"], "equal": {"padding_share": 0.0, **unpadded}}
+    for name, one in rows.items():
         lines.append(
             f"{name:<10}{one['tok_s']:>9,}{one['fraction_of_limit']:>14.1%}{one['padding_share']:>9.0%}"
-            f"{one['ratio_to_padded']:>17.2f}x"
+            + "".join(f"   {one[key]:.2f} {key.replace('_', ' ')}" for key in one if key.startswith("ratio_to"))
         )
     lines += [
-        f"{'equal':<10}{unpadded['tok_s']:>9,}{unpadded['fraction_of_limit']:>14.1%}{0:>9.0%}"
-        f"{unpadded['ratio_to_unpadded']:>17.2f}x  to an unpadded loop",
         "",
         f"streaming costs {result['streaming']['overhead']:.1%} over one big batch; goal: below "
         f"{goals['streaming_overhead']:.0%}",
         f"kept for the backward pass: {result['kept_bytes_per_token']:,} bytes a token",
     ]
     if unpadded["peak_bytes_per_token"] is not None:
-        lines.append(
-            f"peak memory above the model's: {unpadded['peak_bytes_per_token']:,} bytes a token; the unpadded loop's: "
-            f"{unpadded['plain_peak_bytes_per_token']:,}"
-        )
+        lines.append(f"peak memory above the model's: {unpadded['peak_bytes_per_token']:,} bytes a token")
     return [*lines, "", f"torch {result['torch']}, commit {result['commit']}"]

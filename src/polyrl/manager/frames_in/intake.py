@@ -138,7 +138,7 @@ def _append(run: Run, worker: Worker, column: columns.Columns, cells: bytes) -> 
     next_lease = run.desk.state.next_lease
     start = num_gaps = num_invented = num_missing = 0
     idle: list[int] = []
-    # The hottest loop there is: once a frame and running sample. See `polyrl bench relay`.
+    # The hottest loop there is: once a frame and running sample. See `make bench NAME=relay`.
     for lease, offset, count, version, end in zip(*column, strict=False):
         sample = leases.get(lease)  # pyright: ignore[reportArgumentType]  a number becomes a lease by being found
         if sample is None or sample.worker != seat:

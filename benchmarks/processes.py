@@ -10,21 +10,18 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from benchmarks.environments import CannotMeasure
+
 LIFETIME_S = 300
 STOP_S = 3.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-class CannotStart(Exception):
-    """A program that is missing, cannot be installed, or does not come up; in a line."""
 
 
 def relay_cpus() -> list[int]:
@@ -64,7 +61,7 @@ class Program:
         env: Mapping[str, str] | None = None,
     ) -> None:
         if not shutil.which(argv[0]):
-            raise CannotStart(f"{argv[0]} is not there")
+            raise CannotMeasure(f"{argv[0]} is not there")
         pinned = ["taskset", "-c", ",".join(map(str, cpus)), "timeout", "-k", "1", str(LIFETIME_S), *map(str, argv)]
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -149,9 +146,3 @@ def _children(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

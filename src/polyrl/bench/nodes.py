@@ -1,14 +1,16 @@
-"""A process of the bench: a trainer that publishes random weights, or a worker that pulls them. A line in, a line out.
+"""The bench's trainer and workers, each a process that is spoken to a line at a time.
 
-    python -m polyrl.bench.node serve|pull SETTINGS NUM_BYTES|NUMBER
+    python -m polyrl.bench.nodes serve|pull SETTINGS NUM_BYTES|NUMBER
 
-Lines are JSON. It says {"addresses": [...]} when it is ready, and ends when its input does.
+A trainer publishes random weights, a worker pulls them. Lines are JSON. A process says {"addresses": [...]} when it is
+ready, and ends when its input does.
 """
 
 import json
+import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -20,30 +22,79 @@ from polyrl.weights.server import WeightServer
 from polyrl.weights.settings import TransferError, WeightSettings
 
 KEY = b"the key of a bench, which is no secret"
+_END_S = 20.0
+
+
+class Node:
+    """Ends with the `with` block."""
+
+    def __init__(
+        self, role: Literal["serve", "pull"], settings: WeightSettings, number: int, prefix: list[str] | None = None
+    ) -> None:
+        """`number` is a trainer's version in bytes, or says which worker this is. `prefix` runs it elsewhere."""
+        module = "polyrl.bench.nodes"
+        argv = [sys.executable, "-m", module, role, msgspec.json.encode(settings).decode(), str(number)]
+        self.process = subprocess.Popen(
+            [*(prefix or []), *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.addresses: list[str] = []
+
+    def __enter__(self) -> "Node":
+        self.addresses = self.hear()["addresses"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+    def tell(self, **wish: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(wish) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process of the bench ended with {self.process.wait(_END_S)}")
+        return json.loads(line)
+
+    def ask(self, **wish: Any) -> dict[str, Any]:
+        self.tell(**wish)
+        return self.hear()
+
+
+# Inside such a process
 
 
 def main(argv: list[str]) -> int:
     role, settings, number = argv
     decoded = msgspec.json.decode(settings, type=WeightSettings)
-    node = Trainer(decoded, int(number)) if role == "serve" else WeightWorker(decoded, int(number))
-    say({"addresses": node.addresses})
+    node = _Trainer(decoded, int(number)) if role == "serve" else _WeightWorker(decoded, int(number))
+    _say({"addresses": node.addresses})
     try:
         for line in sys.stdin:
-            say(node.do(json.loads(line)))
+            _say(node.do(json.loads(line)))
     finally:
         node.close()
     return 0
 
 
-def say(what: dict[str, Any]) -> None:
+def _say(what: dict[str, Any]) -> None:
     print(json.dumps(what), flush=True)
 
 
-class Trainer:
+class _Trainer:
     def __init__(self, settings: WeightSettings, num_bytes: int) -> None:
         self._server = WeightServer(settings, KEY)
         self._server.start()
-        self._layout = layout_of(num_bytes)
+        self._layout = _layout_of(num_bytes)
         self._bits = np.random.default_rng(0).integers(0, 1 << 16, self._layout.num_bytes // 2, dtype=np.uint16)
         self._version = 0
         self.addresses = self._server.addresses
@@ -64,7 +115,7 @@ class Trainer:
         self._server.close()
 
 
-class WeightWorker:
+class _WeightWorker:
     def __init__(self, settings: WeightSettings, number: int) -> None:
         self._peer = WeightPeer(settings, KEY, number=number)
         self.addresses = self._peer.addresses
@@ -84,7 +135,7 @@ class WeightWorker:
         self._peer.close()
 
 
-def layout_of(num_bytes: int) -> Layout:
+def _layout_of(num_bytes: int) -> Layout:
     return lay_out([Spec("weights", "bfloat16", (num_bytes // 2,))])
 
 
