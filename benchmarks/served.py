@@ -28,15 +28,15 @@ from polyrl.bench.machine import commit
 from polyrl.cli import bench
 from polyrl.client import Fleet, Prompt, connect
 from polyrl.engines.engine import EngineError, Weights
+from polyrl.engines.registry import python_for
 from polyrl.engines.served.between import KEY_VARIABLE
-from polyrl.engines.served.engine import ServedEngine, ServerKind
+from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.http import EventStream, Http, Pause
-from polyrl.engines.served.server import AnswerPart, ServedConfig, Server, ServerRequest
+from polyrl.engines.served.server import AnswerPart, ServedConfig, Server, ServerKind, ServerRequest
 from polyrl.errors import UserError
 from polyrl.ids import LeaseId, Version
 from polyrl.run.event_loop import run_loop
 from polyrl.run.processes import ManagerProcess, start, stop
-from polyrl.run.served import python_for
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.scheduling.rules.order import mix64
 from polyrl.weights import folder

@@ -35,6 +35,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "weights": r.WeightsSection,
     "checkpoint": r.CheckpointSection,
     "track": r.TrackSection,
+    "track.trackers": r.OwnTracker,
 }
 SHIPPED = sorted(Path(str(resources.files("polyrl") / "recipes")).glob("*.toml"))
 

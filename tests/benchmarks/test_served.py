@@ -6,7 +6,7 @@ import pytest
 from benchmarks.__main__ import main
 from tests.engines.servers import python_of
 
-from polyrl.engines.served.engine import ServerKind
+from polyrl.engines.served.server import ServerKind
 
 
 @pytest.mark.engines

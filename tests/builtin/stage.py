@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tests.contracts.engine_contract import EngineContract, Script, Stage
 
 from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.engines.builtin.engine import BuiltinEngine
+from polyrl.engines.contract import EngineContract, Script, Stage
 from polyrl.ids import LeaseId
 from polyrl.wire.frames import Sampling
 

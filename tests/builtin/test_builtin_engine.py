@@ -18,12 +18,12 @@ from msgspec import structs
 from tests.builtin.reference import TOLERANCE, Reference
 from tests.builtin.stage import GREEDY, answers, config, engine, play
 from tests.builtin.tiny_models import letters_of, save_tiny
-from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 
 from polyrl.engines.builtin import models, sampling
 from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.engines.builtin.engine import BuiltinEngine
 from polyrl.engines.builtin.runner import Runner
+from polyrl.engines.contract import ON, EngineContract, RecordingSink, Stage
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.ids import LeaseId, SampleId, Version
 from polyrl.wire.frames import Sampling

@@ -10,11 +10,11 @@ import torch
 from tests.builtin.stage import config, engine
 from tests.builtin.test_builtin_engine import PROMPT, RunnerEngine
 from tests.builtin.tiny_models import save_tiny
-from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 from tests.weights.copies import copy_of
 
 from polyrl.engines.builtin.runner import Runner
 from polyrl.engines.builtin.steps import Drawn
+from polyrl.engines.contract import ON, EngineContract, RecordingSink, Stage
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.ids import Version
 

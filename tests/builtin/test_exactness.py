@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests.builtin.stage import answers, play
 from tests.builtin.tiny_models import save_tiny
-from tests.contracts.engine_contract import ON, Stage
 
 from polyrl.engines.builtin.attention import MIN_ROWS, PIECE
 from polyrl.engines.builtin.decoder import can_pack, pack
+from polyrl.engines.contract import ON, Stage
 
 NUM_ANSWERS = 256
 NEW_TOKENS = 48

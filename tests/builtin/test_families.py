@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tests.builtin.reference import TOLERANCE, Reference
 from tests.builtin.stage import GREEDY, answers, play
 from tests.builtin.tiny_models import FAMILIES, save_tiny
-from tests.contracts.engine_contract import ON, Stage
 
 from polyrl.engines.builtin import model_config, models
+from polyrl.engines.contract import ON, Stage
 from polyrl.engines.engine import EngineError
 from polyrl.wire.frames import Sampling
 

@@ -8,8 +8,9 @@ import pytest
 from tests.builtin.reference import TOLERANCE, Reference
 from tests.builtin.smollm2 import model_directory
 from tests.builtin.stage import GREEDY, answers, play
-from tests.contracts.engine_contract import Stage
 from transformers import AutoTokenizer
+
+from polyrl.engines.contract import Stage
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 
+from polyrl.engines.contract import ON, EngineContract, RecordingSink, Stage
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.engines.emulated.text import EOS, answer_tokens, draw
 from polyrl.engines.engine import Engine, EngineError, Job, Weights

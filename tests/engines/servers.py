@@ -15,15 +15,15 @@ import pytest
 import torch
 from tests.builtin.reference import Reference
 from tests.builtin.tiny_models import save_tiny
-from tests.contracts.engine_contract import EngineContract, Script
 from tests.weights.copies import copy_of
 
+from polyrl.engines.contract import EngineContract, Script
 from polyrl.engines.engine import Weights
 from polyrl.engines.served.between import KEY_VARIABLE, SOCKET_VARIABLE
-from polyrl.engines.served.engine import ServedEngine, ServerKind
+from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import free_port
-from polyrl.engines.served.server import ServedConfig, Server
+from polyrl.engines.served.server import ServedConfig, Server, ServerKind
 from polyrl.ids import Version
 from polyrl.weights import tensors
 from polyrl.weights.shelf import HostCopy

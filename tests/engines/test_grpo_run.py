@@ -20,7 +20,7 @@ from tests.builtin.tiny_models import letters_of, save_tiny
 from tests.engines.servers import python_of
 
 from polyrl.cli.main import main
-from polyrl.engines.served.engine import ServerKind
+from polyrl.engines.served.server import ServerKind
 from polyrl.telemetry.metrics import MetricValue, read_metrics
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]

@@ -19,13 +19,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.contracts.engine_contract import ON, EngineContract, RecordingSink, Stage
 from tests.engines import standins
 from tests.engines.killing import Scenario
 from tests.engines.standin.vllm.entrypoints.cli.main import next_token
 from tests.integration.live import run
 
 from polyrl.cli.check_engine import check
+from polyrl.engines.contract import ON, EngineContract, RecordingSink, Stage
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.engines.served import process
 from polyrl.engines.served.between import KEY_VARIABLE
@@ -574,7 +574,7 @@ def test_a_server_dies_with_its_worker_even_if_that_is_killed(tmp_path):
     program = f"""
         import asyncio
         from pathlib import Path
-        from tests.contracts.engine_contract import RecordingSink
+        from polyrl.engines.contract import RecordingSink
         from tests.engines import standins
 
         async def main():

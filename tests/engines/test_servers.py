@@ -11,12 +11,12 @@ import pytest
 from tests.builtin import stage as builtin_stage
 from tests.builtin.reference import TOLERANCE
 from tests.builtin.stage import GREEDY, answers
-from tests.contracts.engine_contract import ON, EngineContract, Stage
 from tests.engines.killing import NUM_PROMPTS, Scenario, prompt_of
 from tests.engines.servers import PATIENCE_S, Running, Setup, play, python_of, running, save
 from tests.integration.live import run
 
 from polyrl.cli.main import main
+from polyrl.engines.contract import ON, EngineContract, Stage
 from polyrl.engines.engine import Engine, Weights
 from polyrl.engines.served.engine import ServedEngine
 from polyrl.engines.served.server import ServedConfig

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.builtin.reference import TOLERANCE, Reference
-from tests.contracts.engine_contract import EngineContract, Stage
 from tests.engines.servers import CONTEXT, Running, Setup, dequantised, play, running
 from tests.weights.copies import copy_of
 
+from polyrl.engines.contract import EngineContract, Stage
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.ids import LeaseId, Version
 from polyrl.wire.frames import Sampling

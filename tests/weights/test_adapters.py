@@ -8,9 +8,9 @@ import torch
 import transformers
 from tests.builtin.stage import GREEDY, answers, engine
 from tests.builtin.tiny_models import save_tiny
-from tests.contracts.engine_contract import EngineContract
 from tests.weights.stage import stage as wire_stage
 
+from polyrl.engines.contract import EngineContract
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.ids import Version
 from polyrl.weights import adapters

@@ -7,9 +7,9 @@ import torch
 import transformers
 from tests.builtin.stage import GREEDY, answers, engine
 from tests.builtin.tiny_models import save_tiny
-from tests.contracts.engine_contract import ON, EngineContract
 from tests.weights.stage import stage as wire_stage
 
+from polyrl.engines.contract import ON, EngineContract
 from polyrl.engines.engine import Weights
 from polyrl.ids import Version
 from polyrl.weights.tensors import layout_of, snapshot

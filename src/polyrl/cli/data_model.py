@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from polyrl.cli import builtin
+from polyrl.engines import registry
 from polyrl.errors import UserError
 
 
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     make = makers.get(args.what)
     if make is None:
         raise UserError(f"data model: got {args.what!r}, expected {' or '.join(makers)}")
-    builtin.check_libraries()
+    registry.check_libraries()
     folder = Path(args.out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there already, expected a new or an empty directory")

@@ -35,11 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli import builtin, main, train
+    from polyrl.cli import main, train
     from polyrl.config.recipe_files import load_recipe
+    from polyrl.engines import registry
     from polyrl.errors import UserError
 
-    builtin.check_libraries()
+    registry.check_libraries()
     began = time.monotonic()
     out = Path(args.out)
     if (out / "run").exists() or (out / "model").exists():

@@ -30,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli import builtin
+    from polyrl.engines import registry
     from polyrl.errors import UserError
 
-    builtin.check_libraries()
+    registry.check_libraries()
     run_dir, out = Path(args.run), Path(args.out)
     if out.exists():
         raise UserError(f"{out}: is there already, expected a new directory")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyrl.cli import builtin
+from polyrl.engines import registry
 from polyrl.errors import UserError, one_line, shorten
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.temperature <= 100:
         raise UserError(f"--temperature: {args.temperature:g}; expected a number from 0 to 100")
     text = _text(args.prompt)
-    builtin.check_libraries()
+    registry.check_libraries()
     given = apply_overrides({}, args.settings, example="slots=16")
-    config = builtin.settings(given, args.model)
+    config = registry.builtin_config(given, args.model)
     began_at = time.monotonic()
     loaded, tokenizer = _load(config)
     prompt = _encode(config.model, tokenizer, text, raw=args.raw)

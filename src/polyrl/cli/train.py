@@ -48,16 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli import builtin
     from polyrl.config import hub
     from polyrl.config.recipe_files import list_recipes, load_recipe
     from polyrl.config.shipped import show_shipped
+    from polyrl.engines import registry
     from polyrl.errors import UserError
 
     if args.list:
         print(show_shipped(list_recipes()))
         return 0
-    builtin.check_libraries()
+    registry.check_libraries()
     from polyrl.run import ranks
 
     info = ranks.rank_info(os.environ)
@@ -141,6 +141,7 @@ def start(
     from polyrl.run.encryption import encryption
     from polyrl.run.event_loop import run_loop
     from polyrl.run.plan import fit
+    from polyrl.run.plugins import check_plugins
     from polyrl.run.settings import weight_settings
     from polyrl.run.tasks import load_tasks
     from polyrl.run.training import Interrupted, train, until_interrupted
@@ -152,6 +153,7 @@ def start(
     models.check_device(recipe)
     recipe = fit(recipe)
     workers.check_settings(recipe)
+    check_plugins(recipe)
     tls = encryption(recipe.manager)
     check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)
     run_loop(processes.choose_port(recipe.manager, 0 if past is None else past.port))

@@ -20,13 +20,14 @@ examples:
   polyrl worker --join http://HOST:5000 --token-file worker.token --engine builtin --model DIR slots=16
   polyrl worker --check --engine vllm --model DIR
   polyrl worker --join http://HOST:5000 --token-file worker.token --engine vllm --model DIR -- --tensor-parallel-size 4
+  polyrl worker --check --engine my_package.engine:MyEngine --model DIR depth=3
 
 It dials out; nothing inbound is needed. Ctrl+C or SIGTERM: it hands every sample over at its current token and leaves.
 Settings of the engine are key=value: docs/concepts/engines.md has those of the emulated one, for example
 tokens_per_s=80, docs/concepts/builtin-engine.md those of the builtin one, for example kv_tokens=32768, and
-docs/guides/engines.md those of vllm and sglang. What stands after -- goes to the server as it is."""
+docs/guides/engines.md those of vllm and sglang; docs/guides/extend.md shows an engine of your own. What stands after --
+goes to the server as it is."""
 
-ENGINES = ("emulated", "builtin", "vllm", "sglang")
 EXIT_LEFT_BADLY = 1
 """Something failed. A worker that can never take part, as it was started, ends as bad input does."""
 
@@ -39,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="start the engine, write a sample, install a version, say so and leave"
     )
-    parser.add_argument("--engine", default="emulated", choices=ENGINES, help="what generates (default: %(default)s)")
+    parser.add_argument(
+        "--engine",
+        default="emulated",
+        metavar="NAME",
+        help="what generates: emulated, builtin, vllm, sglang, or your own as module:Class (default: %(default)s)",
+    )
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory; all but the emulated engine want one")
     parser.add_argument(
         "--engine-python", metavar="PATH", help="the Python of the environment that the server is installed in"
@@ -47,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-url", metavar="URL", help="use a server that runs already, instead of starting one")
     parser.set_defaults(rest=[])
     parser.add_argument("--engine-config", metavar="FILE", help="a TOML file of settings of the engine")
+    parser.add_argument(
+        "--modules", default="", metavar="DIR", help="where module:Class is looked for too, beside the current folder"
+    )
     parser.add_argument(
         "--name", help="unique in the fleet; taken over from a worker that is gone (default: host and pid)"
     )
@@ -141,36 +150,27 @@ def _default_name() -> str:
 
 
 def _engine(args: argparse.Namespace) -> "Engine":
-    from polyrl.config import apply_overrides, build, load_toml
-    from polyrl.errors import UserError
+    from polyrl.config import apply_overrides, load_toml
+    from polyrl.config.plugins import look_in
+    from polyrl.engines.registry import Wanted, make_engine
 
-    source = args.engine_config or ""
     tree = {} if args.engine_config is None else load_toml(args.engine_config)
     tree = apply_overrides(tree, args.settings, example="slots=16")
     if args.slots is not None:
         tree["slots"] = args.slots
-    if args.engine in ("vllm", "sglang"):
-        from polyrl.run import served
-
-        return served.engine(args, tree, source)
-    for option, given in (
-        ("--engine-python", args.engine_python),
-        ("--engine-url", args.engine_url),
-        ("--", args.rest),
-    ):
-        if given:
-            raise UserError(f"{option}: the {args.engine} engine has no server; did you mean --engine vllm?")
-    if args.engine == "builtin":
-        from polyrl.cli import builtin
-        from polyrl.engines.builtin.engine import BuiltinEngine
-
-        builtin.check_libraries()
-        return BuiltinEngine(builtin.settings(tree, args.model, source, args.settings))
-    from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
-
-    if args.model is not None:
-        raise UserError("--model: the emulated engine has no model; did you mean --engine builtin?")
-    return EmulatedEngine(build(tree, EmulatedConfig, source=source, overrides=args.settings))
+    look_in(args.modules)
+    return make_engine(
+        Wanted(
+            args.engine,
+            tree,
+            args.model,
+            args.engine_python,
+            args.engine_url,
+            args.rest,
+            args.engine_config or "",
+            args.settings,
+        )
+    )
 
 
 def _peer_of(args: argparse.Namespace) -> "PeerOf":

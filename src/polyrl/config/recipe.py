@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
+from polyrl.config.plugins import is_own
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.scheduling.core.parameters import (
     FleetRules,
@@ -41,6 +42,8 @@ GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those that compare the samples of a group with each other."""
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"]
 KlEstimator = Literal["k1", "k2", "k3"]
+SERVERS = ("vllm", "sglang")
+"""Engines with a server of their own."""
 _OF_CHATS = ("conversation", "messages", "add_generation_prompt", "tokenize", "return_tensors", "return_dict")
 _USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 _USUAL_AGGREGATIONS: dict[str, Aggregation] = {"gspo": "seq-mean-token-mean", "dr_grpo": "fixed"}
@@ -117,6 +120,10 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """grpo, dr_grpo, rloo, reinforce_plus_plus(_baseline), gae, or a function of your own: `module:function`."""
     loss: str = "ppo_clip"
     """ppo_clip, gspo, cispo, or a function of your own: `module:function`."""
+    advantage_args: dict[str, Any] = {}
+    """Keyword arguments of an advantage of your own."""
+    loss_args: dict[str, Any] = {}
+    """Keyword arguments of a loss of your own."""
     clip_low: Share | None = None
     """None: 0.2; 0.0003 for gspo; 1, which is no bound, for cispo."""
     clip_high: NotNegative | None = None
@@ -227,10 +234,13 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW on float32 weights."""
+    """What moves the float32 weights: AdamW, or an optimizer of your own."""
 
-    kind: Literal["adamw", "adamw8bit"] = "adamw"
-    """adamw8bit keeps the moments in a byte an element; it needs `pip install 'polyrl[adam8bit]'`."""
+    kind: str = "adamw"
+    """adamw; adamw8bit, which keeps the moments in a byte an element and needs `pip install 'polyrl[adam8bit]'`; or a
+    torch optimizer of your own: `module:Class`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of an optimizer of your own, beside `lr`."""
     offload: bool = False
     """Keep moments, and float32 copies of half-precision weights, in the host's memory: slower, the same result."""
     lr: Positive = 1e-6
@@ -244,8 +254,19 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """After the warm-up: as it is, or down to zero at train.steps."""
 
     def __post_init__(self) -> None:
-        if self.kind == "adamw8bit" and self.offload:
-            raise ValueError('offload: is for kind = "adamw" alone; moments in 8 bits stay on the device')
+        if self.kind not in ("adamw", "adamw8bit") and not is_own(self.kind):
+            raise ValueError(f'kind: got "{self.kind}", expected adamw, adamw8bit or module:Class')
+        if self.kind != "adamw" and self.offload:
+            raise ValueError('offload: is for kind = "adamw" alone; the state of others stays on the device')
+        if self.args and not self.is_own:
+            raise ValueError(f'args: is for an optimizer of your own, not for "{self.kind}"')
+        if self.is_own and (self.betas, self.eps) != ((0.9, 0.999), 1e-8):
+            raise ValueError(f"betas: it and eps are AdamW's; expected what {self.kind} takes, in optimizer.args")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a person's own."""
+        return is_own(self.kind)
 
 
 class LoraSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -328,14 +349,18 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     source: str | None = None
     """A .jsonl, .json, .csv or .parquet file; a directory of `datasets` or of such files, with #SPLIT where it is not
-    "train"; a data set of the Hugging Face hub; or "arithmetic"."""
+    "train"; a data set of the Hugging Face hub; "arithmetic"; or a function of your own: `module:function`."""
+    source_args: dict[str, Any] = {}
+    """Keyword arguments of a source of your own."""
     reward: str | tuple[str, ...] | None = None
     """arithmetic, math, or a function of your own: `module:function`; or several, whose scores are added up. None: all
     of rewards.functions; where there are none, the source's own, if it has one."""
     prompts_per_step: AtLeastOne = 32
     validation: str | dict[str, str] | None = None
     """Prompts for validation: a place like `source`, or several as a table of names and places; none: "arithmetic" has
-    its own split, files have none."""
+    its own split, others have none."""
+    validation_args: dict[str, Any] = {}
+    """Keyword arguments of sources of your own that `validation` names."""
     prompt_key: str = "prompt"
     """The column with the prompt, or with a list of chat messages; `a.b` is column b within column a."""
     answer_key: str = "answer"
@@ -358,6 +383,11 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Raises ValueError, `key: reason`, for what takes more than one key to see."""
         if not self.source:
             raise ValueError('source: missing, expected a file, a directory or "arithmetic"')
+        if self.source_args and not is_own(self.source):
+            raise ValueError(f'source_args: is for a source of your own, not for "{self.source}"')
+        places = self.validation.values() if isinstance(self.validation, dict) else (self.validation or "",)
+        if self.validation_args and not any(map(is_own, places)):
+            raise ValueError("validation_args: is for a source of your own, and data.validation names none")
         if not self.reward and self.reward is not None:
             raise ValueError("reward: got none, expected arithmetic, math or module:function")
         if self.system and not self.chat:
@@ -454,12 +484,13 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Worker processes that are started beside the trainer, on its machine. Others join from anywhere."""
 
     workers: Count = 0
-    engine: Literal["builtin", "vllm", "sglang"] = "builtin"
+    engine: str = "builtin"
+    """builtin, vllm, sglang, or an engine of your own: `module:Class`."""
     engine_python: str = ""
     """Of vllm and sglang: the environment, or its Python, that the server is installed in; empty: ours, or the one that
     `make engines` installs."""
     settings: dict[str, Any] = {}
-    """Of the engine, as `polyrl worker --engine-config` takes them."""
+    """Of the engine, as `polyrl worker --engine-config` takes them; keyword arguments of an engine of your own."""
     wait: bool = False
     """Begin when all of them have joined, not at once. For runs that are to be compared."""
     price_usd_per_hour: NotNegative = 0.0
@@ -467,8 +498,10 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     spot: bool = False
 
     def __post_init__(self) -> None:
-        if self.engine_python and self.engine == "builtin":
-            raise ValueError('engine_python: is for engine = "vllm" and "sglang"; the builtin engine has no server')
+        if self.engine not in ("builtin", *SERVERS) and not is_own(self.engine):
+            raise ValueError(f'engine: got "{self.engine}", expected builtin, vllm, sglang or module:Class')
+        if self.engine_python and self.engine not in SERVERS:
+            raise ValueError(f'engine_python: is for engine = "vllm" and "sglang"; {self.engine} has no server')
 
 
 class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -531,12 +564,23 @@ class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Also the one that does best by a metric of validation, validation/reward/mean for example."""
 
 
+class OwnTracker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tracker of your own."""
+
+    tracker: str
+    """`module:Class`: called with the run's directory and the first step, it has `log(step, metrics)` and `close()`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of it."""
+
+
 class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who else is told the metrics. metrics.jsonl is always written."""
 
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = "polyrl"
+    trackers: tuple[OwnTracker, ...] = ()
+    """Trackers of your own."""
     samples_gb: NotNegative = 1.0
     """How much is kept of what older steps were trained on, for `polyrl samples`; the oldest go first. 0: nothing."""
 
@@ -544,6 +588,8 @@ class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     about: str = ""
+    modules: str = ""
+    """A folder that `module:name` is looked for in, after Python's own places; empty: that of the recipe's file."""
     model: ModelSection
     train: TrainSection = TrainSection()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -604,7 +650,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             force_setattr(self, "algorithm", chosen)
 
     def _check_fleet(self) -> None:
-        if self.fleet.workers and self.fleet.engine != "builtin" and self.lora.publish == "adapter":
+        if self.fleet.workers and self.fleet.engine in SERVERS and self.lora.publish == "adapter":
             raise ValueError(
                 f'lora.publish: expected "merged", since {self.fleet.engine} servers (fleet.engine) merge none'
             )
@@ -649,7 +695,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("train.ranks: expected 1, since LoRA is for one rank so far; its optimizer is small")
         if self.train.ranks > 1 and (self.optimizer.offload or self.optimizer.kind != "adamw"):
             raise ValueError(
-                'train.ranks: expected 1, since optimizer.offload and optimizer.kind = "adamw8bit" are for one rank; '
+                'train.ranks: expected 1, since optimizer.offload and kinds other than "adamw" are for one rank; '
                 "ranks divide the optimizer's state already"
             )
         if self.train.ranks > 1 and self.weights.encode_on == "device":

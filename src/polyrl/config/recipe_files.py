@@ -1,6 +1,7 @@
 """Finding recipes: by the name of one that ships with the package, or by the path of a TOML file.
 
 Overrides of the command line come last. Paths in a recipe start from the current folder, wherever the recipe lies.
+Modules that it names are looked for in its own folder too.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from polyrl.config.load import apply_overrides, build, load_toml
+from polyrl.config.plugins import is_own, look_in
 from polyrl.config.recipe import ARITHMETIC, DomainFields, Recipe
 from polyrl.config.shipped import find_shipped, list_shipped
 
@@ -31,11 +33,15 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
-    """A recipe with overrides applied. Raises ConfigError."""
+    """Return a recipe with overrides applied; its modules can be found from now on. Raises ConfigError."""
     path = find_recipe(name)
+    is_shipped = path.parent == recipe_folder()
     tree = apply_overrides(load_toml(path), overrides or [])
-    source = str(name if path.parent == recipe_folder() else path)
-    return build(tree, Recipe, source=source, overrides=overrides or [])
+    recipe = build(tree, Recipe, source=str(name if is_shipped else path), overrides=overrides or [])
+    if not recipe.modules and not is_shipped:
+        recipe = replace(recipe, modules=os.path.abspath(path.parent))
+    look_in(recipe.modules)
+    return recipe
 
 
 def with_whole_paths(recipe: Recipe) -> Recipe:
@@ -44,6 +50,7 @@ def with_whole_paths(recipe: Recipe) -> Recipe:
     critic = replace(algorithm.critic, path=_whole(algorithm.critic.path))
     return replace(
         recipe,
+        modules=_whole(recipe.modules),
         model=replace(recipe.model, path=_whole(recipe.model.path)),
         algorithm=replace(algorithm, critic=critic, reference=_whole(algorithm.reference)),
         data=replace(data, domains=tuple(_with_whole_places(one) for one in data.domains)),
@@ -64,7 +71,7 @@ def _with_whole_places(fields: _Fields) -> _Fields:
 
 
 def _whole_place(place: str) -> str:
-    return place if place == ARITHMETIC else _whole(place)
+    return place if place == ARITHMETIC or is_own(place) else _whole(place)
 
 
 def _whole(path: str) -> str:

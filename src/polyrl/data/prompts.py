@@ -38,11 +38,21 @@ class Task(NamedTuple):
     fields: Fields
 
 
-def read_tasks(source: str, domain: DomainFields, *, needs_answer: bool, key: str = "data") -> Iterator[Task]:
-    """The rows of a source as tasks. `needs_answer`: a row without one is an error. `key` names the settings."""
+def read_tasks(
+    source: str, domain: DomainFields, *, needs_answer: bool, key: str = "data", validates: bool = False
+) -> Iterator[Task]:
+    """The rows of a source as tasks. `needs_answer`: a row without one is an error. `key` names the settings.
+
+    `validates`: the source is one of `validation`, not of `source`.
+    """
+    args, place = (domain.validation_args, "validation") if validates else (domain.source_args, "source")
+
+    def rows() -> Iterator[Row]:
+        return read_rows(source, domain.num_prompts, args, f"{key}.{place}")
+
     if domain.answer_key != _USUAL_ANSWER_KEY:
-        _check_answer_key(read_rows(source, domain.num_prompts), domain.answer_key, key)
-    for row in read_rows(source, domain.num_prompts):
+        _check_answer_key(rows(), domain.answer_key, key)
+    for row in rows():
         yield to_task(row, domain, needs_answer=needs_answer, key=key)
 
 

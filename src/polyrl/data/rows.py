@@ -3,6 +3,7 @@
     rows.jsonl  rows.json  rows.csv  rows.parquet     a file
     data/gsm8k                                        a directory: its split `train`
     data/gsm8k#test                                   another split of it
+    my_module:problems                                a function of a person's own, which gives dicts
 
 Rules kept here: a row is plain data (texts, numbers, lists, tables), and knows its place, so that whoever finds fault
 with it can say where: `file:line` in JSON lines and CSV, `file: row N`, counted from 1, elsewhere. Files are read as
@@ -15,7 +16,7 @@ import csv
 import importlib
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
 from itertools import islice
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from polyrl.errors import UserError
+from polyrl.config.plugins import find, is_own, with_arguments
+from polyrl.errors import UserError, one_line
 
 Fields = dict[str, Any]
 KINDS = "a .jsonl, .json, .csv or .parquet file, or a directory of them or saved by `datasets`"
@@ -45,8 +47,16 @@ class DataError(UserError):
     """A file or a row that cannot be used. The message starts with its place."""
 
 
-def read_rows(source: str | Path, limit: int | None = None) -> Iterator[Row]:
-    """The rows in order, the first `limit` of them. Raises DataError."""
+def read_rows(
+    source: str | Path, limit: int | None = None, args: Mapping[str, Any] | None = None, key: str = "data.source"
+) -> Iterator[Row]:
+    """The rows in order, the first `limit` of them. Raises DataError.
+
+    `args` are keyword arguments of a person's own function, `key` the setting that names it.
+    """
+    if is_own(str(source)):
+        yield from islice(_own_rows(str(source), args or {}, key), limit)
+        return
     path, split = _split_of(str(source))
     if path.is_dir():
         rows = _read_directory(path, split)
@@ -57,6 +67,19 @@ def read_rows(source: str | Path, limit: int | None = None) -> Iterator[Row]:
     else:
         rows = _read_file(path)
     yield from islice(rows, limit)
+
+
+def _own_rows(name: str, args: Mapping[str, Any], key: str) -> Iterator[Row]:
+    rows = with_arguments(find(name, key, {}), args, f"{key}_args", 0)
+    try:
+        for number, fields in enumerate(rows(), start=1):
+            if not isinstance(fields, dict):
+                raise DataError(f"{name}: row {number}: got {kind_of(fields)}, expected a dict with a prompt")
+            yield Row(f"{name}: row {number}", fields)
+    except UserError:
+        raise
+    except Exception as error:
+        raise DataError(f"{key}: {name}: {one_line(error)}") from error
 
 
 def _split_of(source: str) -> tuple[Path, str | None]:

@@ -1,6 +1,6 @@
-"""A domain's prompts by number, as tokens: from a file, or from the arithmetic task.
+"""A domain's prompts by number, as tokens: from a file, a function of a person's own, or the arithmetic task.
 
-Rules kept here: a file is read, checked and tokenised at the start, so that a mistake in it is found before anything
+Rules kept here: rows are read, checked and tokenised at the start, so that a mistake in them is found before anything
 runs; rows with a prompt that is too long are left out, and counted in one line. Arithmetic problems are drawn when they
 are asked for, and again where one is too long. A source may be asked from any thread.
 """
@@ -196,5 +196,5 @@ def open_validation(
             domain, tokenizer, seed=0, split="validation", num_prompts=num_prompts, max_tokens=max_tokens
         )
     first = structs.replace(domain, num_prompts=num_prompts)
-    tasks = read_tasks(place, first, needs_answer=needs_answer, key=key)
+    tasks = read_tasks(place, first, needs_answer=needs_answer, key=key, validates=True)
     return FileSource(place, tasks, tokenizer, max_tokens, chat=domain.chat_template_kwargs)

@@ -1,5 +1,5 @@
-"""Whether a recipe's functions are there: asked of a process, before the run, since no function's module is imported
-into the trainer.
+"""Whether a recipe's functions are there, and take their arguments: asked of a process, before the run, since no
+function's module is imported into the trainer.
 """
 
 import os
@@ -8,23 +8,24 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from polyrl.config.rewards import WeightedReward
 from polyrl.errors import ConfigError
 from polyrl.rewards.line import START_TIMEOUT_S, Surroundings
 from polyrl.rewards.messages import MAX_REPLY_BYTES, Ask, Failed, RewardSetup, decode_reply, encode, take_messages
-from polyrl.rewards.reward import OURS, find_reward
+from polyrl.rewards.reward import OURS, check_reward, find_reward
 
 
-def check_functions(functions: Mapping[str, str], environment: tuple[str, ...] = ()) -> None:
+def check_functions(functions: Mapping[str, WeightedReward], environment: tuple[str, ...] = ()) -> None:
     """`functions`: by the setting that names them. Raises ConfigError, which starts with that, for one that is none."""
-    theirs = {key: name for key, name in functions.items() if name not in OURS and ":" in name}
-    for key, name in functions.items():
+    theirs = {key: one for key, one in functions.items() if one.function not in OURS and ":" in one.function}
+    for key, one in functions.items():
         if key not in theirs:
-            find_reward(name, key)
+            check_reward(find_reward(one.function, key), one.args, key)
     if theirs:
         _check_elsewhere(theirs, Surroundings(environment=environment))
 
 
-def _check_elsewhere(functions: Mapping[str, str], surroundings: Surroundings) -> None:
+def _check_elsewhere(functions: Mapping[str, WeightedReward], surroundings: Surroundings) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in surroundings.withheld((name,))}
     ours, theirs = socket.socketpair()
     with ours:
@@ -41,17 +42,17 @@ def _check_elsewhere(functions: Mapping[str, str], surroundings: Surroundings) -
         try:
             ours.settimeout(START_TIMEOUT_S)
             ours.sendall(encode(RewardSetup(list(sys.path), 0)))
-            for key, name in functions.items():
-                _check(ours, key, name)
+            for key, one in functions.items():
+                _check(ours, key, one)
         finally:
             process.kill()
             process.wait()
 
 
-def _check(line: socket.socket, key: str, name: str) -> None:
-    buffer = bytearray()
+def _check(line: socket.socket, key: str, reward: WeightedReward) -> None:
+    buffer, name = bytearray(), reward.function
     try:
-        line.sendall(encode(Ask(b"", key, name, {}, None, 0.0)))
+        line.sendall(encode(Ask(b"", key, name, reward.args, None, 0.0)))
         while not (replies := [decode_reply(one) for one in take_messages(buffer, MAX_REPLY_BYTES)]):
             data = line.recv(1 << 16)
             if not data:

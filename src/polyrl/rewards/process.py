@@ -38,7 +38,15 @@ from polyrl.rewards.messages import (
     encode,
     take_messages,
 )
-from polyrl.rewards.reward import RewardFailed, RewardFunction, RewardTimedOut, check_value, find_reward, is_async
+from polyrl.rewards.reward import (
+    RewardFailed,
+    RewardFunction,
+    RewardTimedOut,
+    check_reward,
+    check_value,
+    find_reward,
+    is_async,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -81,7 +89,7 @@ class RewardServer:
         if function is None:
             return
         if ask.given is None:
-            self._say(RewardScored(ask.nonce, 0.0, {}))
+            self._say(_checked(ask, function))
         elif is_async(function):
             if self._loop is None:
                 import asyncio
@@ -159,6 +167,14 @@ class RewardServer:
         if os.getpid() != self._pid:  # a child that the function forked and let return
             os._exit(0)
         self._line.sendall(encode(reply))
+
+
+def _checked(ask: Ask, function: RewardFunction) -> Reply:
+    try:
+        check_reward(function, ask.arguments, ask.key)
+    except ConfigError as error:
+        return Failed(ask.nonce, str(error), "unknown")
+    return RewardScored(ask.nonce, 0.0, {})
 
 
 def _call(ask: Ask, function: RewardFunction) -> Reply:

@@ -3,7 +3,7 @@
     def shorter_is_better(given: RewardInput) -> float:
         return 1.0 / (1 + given.num_tokens)
 
-A recipe says `reward = "my_module:shorter_is_better"`, or names one of ours (config/functions.py). A function may also
+A recipe says `reward = "my_module:shorter_is_better"`, or names one of ours (config/plugins.py). A function may also
 return named parts: as a dict, whose sum is the score unless it has a `score` of its own, or as a Reward.
 
 Rules kept here: whatever goes wrong (an exception, NaN, a text where a number belongs) is a RewardFailed. It is never a
@@ -18,7 +18,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from polyrl.config.functions import find_function
+from polyrl.config.plugins import check_arguments, find
 from polyrl.errors import NoReward, shorten
 
 OURS = {"arithmetic": "polyrl.rewards.arithmetic:score", "math": "polyrl.rewards.math_answers:score"}
@@ -66,7 +66,12 @@ class RewardTimedOut(RewardFailed):
 
 def find_reward(name: str, key: str = "reward") -> RewardFunction:
     """The function of that name. Raises ConfigError, which starts with `key`, the setting that names it."""
-    return cast("RewardFunction", find_function(name, key, OURS))
+    return cast("RewardFunction", find(name, key, OURS))
+
+
+def check_reward(function: RewardFunction, arguments: Mapping[str, Any], key: str) -> None:
+    """Raise ConfigError for arguments that it does not take; `key` is the setting that names the function."""
+    check_arguments(function, arguments, f"{key.removesuffix('.function')}.args", 1)
 
 
 def is_async(function: RewardFunction) -> bool:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from polyrl.config import apply_overrides, build, load_toml
 from polyrl.config.dump import dump_toml
 from polyrl.config.hub import with_local_places
+from polyrl.config.plugins import look_in
 from polyrl.config.recipe import Recipe
 from polyrl.config.recipe_files import with_whole_paths
 from polyrl.data.tokens import TOKENIZER_FILES
@@ -90,6 +91,7 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> tuple[Recipe, Recipe]:
     changed = apply_overrides(tree, overrides)
     after = with_whole_paths(with_local_places(build(changed, Recipe, source=str(path), overrides=overrides)))
     check_changes(before, after, run_dir)
+    look_in(after.modules)
     return before, after
 
 

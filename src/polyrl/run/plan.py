@@ -24,6 +24,7 @@ from polyrl.engines.engine import EngineError
 from polyrl.errors import ConfigError, plain, shorten
 from polyrl.run.encryption import encryption
 from polyrl.run.models import check_device, check_tokenizers, gpu_bytes, others, uses_engine
+from polyrl.run.plugins import check_plugins
 from polyrl.run.settings import caveat_of
 from polyrl.run.tasks import DomainOfStep, look_at_a_step, prompt_room, too_few
 from polyrl.run.workers import check_settings
@@ -82,9 +83,10 @@ class MemoryPlan(NamedTuple):
 
 
 def show_plan(recipe: Recipe, run_dir: Path) -> str:
-    """Raises UserError for a device, settings, a model directory, a reward, or data, that cannot be used."""
+    """Raises UserError for a device, settings, code, a model directory, a reward, or data, that cannot be used."""
     check_device(recipe)
     check_settings(recipe)
+    check_plugins(recipe)
     shape = read_shape(recipe.model.path)
     for key, path in others(recipe).items():
         read_shape(path, key)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from polyrl.config.plugins import look_in
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError, one_line
 from polyrl.run import processes
@@ -239,6 +240,7 @@ def follow(info: "RankInfo") -> int:
     ranks = Ranks.join(info)
     setup = msgspec.msgpack.decode(ranks.broadcast(), type=RankSetup)
     run_dir, recipe = Path(setup.run_dir), setup.recipe
+    look_in(recipe.modules)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", filename=log_file(run_dir, info.rank))
     try:
         ranks.use(choose_device(recipe.model.device))

@@ -21,6 +21,7 @@ from polyrl.errors import UserError
 from polyrl.ids import Seconds
 from polyrl.run.diagnosis import Finding, diagnose
 from polyrl.run.display import Display
+from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of
 from polyrl.run.tasks import Tasks, UnderWay
@@ -56,6 +57,7 @@ class Reporter:
             wandb=track.wandb,
             project=track.project,
             recipe=msgspec.to_builtins(recipe),
+            own=own_trackers(track, run_dir, first_step),
         )
         self._breaks = {first_step: breaks.read(run_dir, first_step)} if first_step else {}
         self._fleet: Fleet | None = None

@@ -265,15 +265,15 @@ def _keys(recipe: Recipe) -> list[str]:
     return [f"data.domains.{number}" for number in range(len(domains))] if domains else ["data"]
 
 
-def _reward_keys(recipe: Recipe) -> dict[str, str]:
+def _reward_keys(recipe: Recipe) -> dict[str, WeightedReward]:
     """Every function that scores something, by the setting that names it."""
-    found: dict[str, str] = {}
+    found: dict[str, WeightedReward] = {}
     for domain, key in zip(recipe.data.all_domains, _keys(recipe), strict=True):
         for number, one in enumerate(recipe.rewards_of(domain)):
             place = f"{key}.reward" if isinstance(domain.reward, str | None) else f"{key}.reward.{number}"
             if one in recipe.rewards.functions:
                 place = f"rewards.functions.{recipe.rewards.functions.index(one)}.function"
-            found[place] = one.function
+            found[place] = one
     return found
 
 

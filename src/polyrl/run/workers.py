@@ -10,27 +10,23 @@ from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
-from msgspec import Struct
 from rich.text import Text
 
 from polyrl.client import Fleet
-from polyrl.config import build
 from polyrl.config.dump import inline
 from polyrl.config.hub import shown_model
+from polyrl.config.plugins import is_own
 from polyrl.config.recipe import Recipe
-from polyrl.engines.builtin.config import BuiltinConfig
-from polyrl.engines.served.server import ServedConfig
-from polyrl.errors import ConfigError, UserError
+from polyrl.engines import registry
+from polyrl.engines.served.server import NAMES, ServerKind
+from polyrl.errors import UserError
 from polyrl.run import processes
 from polyrl.run.processes import ManagerAddress
 from polyrl.weights.interfaces import listening_addresses
 
 log = logging.getLogger("polyrl.train")
-
-SettingsT = TypeVar("SettingsT", BuiltinConfig, ServedConfig)
 
 _JOIN_TIMEOUT_S = 120.0
 _SERVER_TIMEOUT_S = 1800.0
@@ -39,30 +35,13 @@ _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 2.0
 
 
-class _Fleet(Struct, Generic[SettingsT], frozen=True, kw_only=True):
-    settings: SettingsT
-
-
-class _Checked(Struct, Generic[SettingsT], frozen=True, kw_only=True):
-    """The part of a recipe that the engine of `[fleet]` reads, by its dotted path."""
-
-    fleet: _Fleet[SettingsT]
-
-
 def check_settings(recipe: Recipe) -> None:
-    """Raises ConfigError for what a worker would end with, and only its log would say why."""
-    if "model" in recipe.fleet.settings:
-        raise ConfigError("fleet.settings.model: workers have that of model.path; expected none")
-    tree = {"fleet": {"settings": {**recipe.fleet.settings, "model": recipe.model.path}}}
+    """Raise ConfigError for what a worker would end with, and only its log would say why."""
     engine = recipe.fleet.engine
-    if engine == "builtin":
-        build(tree, _Checked[BuiltinConfig])
-        return
-    from polyrl.run import served
-
-    served.check_settings(engine, build(tree, _Checked[ServedConfig]).fleet.settings, "fleet.settings")
-    if recipe.fleet.workers:
-        served.python_for(engine, recipe.fleet.engine_python, ("fleet.engine", "fleet.engine_python"))
+    registry.check_settings(engine, recipe.fleet.settings, recipe.model.path)
+    if recipe.fleet.workers and engine in NAMES:
+        kind: ServerKind = "vllm" if engine == "vllm" else "sglang"
+        registry.python_for(kind, recipe.fleet.engine_python, ("fleet.engine", "fleet.engine_python"))
 
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
@@ -78,6 +57,8 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list
     settings, flags = dict(wanted.settings), []
     if wanted.engine == "builtin":
         settings = {"dtype": recipe.model.dtype, **settings}
+    elif is_own(wanted.engine):
+        arguments += ["--modules", recipe.modules] if recipe.modules else []
     else:
         settings = {"log": str(run_dir / "logs" / f"{name}-server.log"), **settings}
         flags = ["--", "--dtype", recipe.model.dtype, *settings.pop("flags", ())]  # the last of two is what holds

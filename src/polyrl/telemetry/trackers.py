@@ -1,4 +1,4 @@
-"""Where metrics go beside the terminal: `metrics.jsonl` always, TensorBoard and Weights & Biases when `[track]` asks.
+"""Where metrics go beside the terminal: `metrics.jsonl` always; TensorBoard, W&B and trackers of `[track]` if asked.
 
     trackers = open_trackers(run_dir, first_step=0, tensorboard=True, wandb="offline", project="polyrl")
     trackers.log(step, metrics)
@@ -19,7 +19,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,6 +29,8 @@ from polyrl.telemetry.metrics import FILE_NAME, Metrics, MetricsFile
 log = logging.getLogger("polyrl.track")
 
 WandbMode = Literal["off", "offline", "online"]
+Own = tuple[str, Callable[[], Any]]
+"""A tracker of a person's own: its name, and what makes it."""
 
 _LOGIN_TIMEOUT_S = 30.0
 _INIT_TIMEOUT_S = 30.0
@@ -52,6 +54,16 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
+
+
+class _OwnTracker:
+    """A tracker of a person's own as one of ours: it needs no more than `log` and `close`."""
+
+    def __init__(self, tracker: Any, name: str) -> None:
+        self._tracker = tracker
+        self.name: str = getattr(tracker, "name", name)
+        self.where: str = getattr(tracker, "where", name)
+        self.log, self.close = tracker.log, tracker.close
 
 
 class Trackers:
@@ -88,7 +100,7 @@ class Trackers:
 
 
 def check_libraries(*, tensorboard: bool, wandb: WandbMode) -> None:
-    """Raises UserError for one that is asked for and not installed. Imports nothing."""
+    """Raise UserError for one that is asked for and not installed. Imports nothing."""
     for option, library, wanted in (("tensorboard", "tensorboardX", tensorboard), ("wandb", "wandb", wandb != "off")):
         if wanted and importlib.util.find_spec(library) is None:
             raise UserError(f"track.{option}: needs {library}: pip install 'polyrl[track]'")
@@ -102,6 +114,7 @@ def open_trackers(
     wandb: WandbMode = "off",
     project: str = "polyrl",
     recipe: Mapping[str, Any] | None = None,
+    own: Sequence[Own] = (),
 ) -> Trackers:
     """The places that a run's metrics go to. `first_step` is where it goes on, `recipe` what W&B shows as its config.
 
@@ -114,6 +127,7 @@ def open_trackers(
             trackers.append(TensorBoardTracker(run_dir / _TENSORBOARD_FOLDER, first_step=first_step))
         if wandb != "off":
             trackers.append(WandbTracker(run_dir, wandb, project, recipe))
+        trackers += [_OwnTracker(make(), name) for name, make in own]
     except UserError:
         Trackers(trackers).close()
         raise

@@ -1,4 +1,4 @@
-"""AdamW on float32 weights, and the gradients that wait for it.
+"""AdamW on float32 weights, or an optimizer of a person's own, and the gradients that wait for it.
 
 A float32 model is its own master copy, and torch adds its gradients up in place. A bfloat16 model has float32 masters
 beside it: after each backward pass its gradients are added to float32 sums and let go, and after each update the
@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from polyrl.config.recipe import OptimizerConfig
 from polyrl.errors import UserError
-from polyrl.trainer import adam8bit, sharding
+from polyrl.trainer import adam8bit, own_optimizer, sharding
 from polyrl.trainer.adam8bit import parts_of
 from polyrl.trainer.offload import HeldParameter, HostMemory, OffloadedAdamW, Sum
 
@@ -68,7 +68,7 @@ class Optimizer:
         config = self._config
         if (memory is not None or config.kind != "adamw") and any(map(sharding.is_part, self._masters.values())):
             raise UserError(
-                'optimizer: offload and kind = "adamw8bit" are for one rank; ranks divide its state already'
+                'optimizer: offload and kinds other than "adamw" are for one rank; ranks divide its state already'
             )
         groups: list[dict[str, Any]] = [
             {"params": [one for one in self._masters.values() if one.dim() > 1], "weight_decay": config.weight_decay},
@@ -78,6 +78,8 @@ class Optimizer:
             held = [HeldParameter(one, self._masters[name], self._sums[name]) for name, one in self._parameters.items()]
             rule = {"beta1": config.betas[0], "beta2": config.betas[1], "eps": config.eps}
             return OffloadedAdamW(held, groups, memory, **rule)
+        if config.is_own:
+            return own_optimizer.make([group for group in groups if group["params"]], config)
         rule = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
         if config.kind == "adamw8bit":
             return adam8bit.make([group for group in groups if group["params"]], **rule)
@@ -135,8 +137,12 @@ class Optimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Not copies. Keys are `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `updates/NAME`.
 
-        Moments that consist of several tensors have each as `exp_avg.PART/NAME`.
+        Moments that consist of several tensors have each as `exp_avg.PART/NAME`. An optimizer of a person's own has
+        other keys than moments (own_optimizer.py).
         """
+        if self._config.is_own:
+            masters = {f"master/{name}": one.detach() for name, one in self._masters.items()}
+            return masters | own_optimizer.state_of(self._adamw, self._masters)
         state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             state[f"master/{name}"] = master.detach()
@@ -149,6 +155,8 @@ class Optimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Copies. Raises UserError where names or shapes are not those of this model; then nothing is changed."""
+        own = {key: one for key, one in state.items() if self._config.is_own and not key.startswith("master/")}
+        state = {key: one for key, one in state.items() if key not in own}
         moments = {
             name: self._new_moments(master) for name, master in self._masters.items() if f"updates/{name}" in state
         }
@@ -164,14 +172,20 @@ class Optimizer:
                 raise UserError(f"the optimizer's state does not fit the model: {key} is {list(value.shape)}")
         for key, value in found.items():
             wanted[key].copy_(sharding.like(value, wanted[key]))
+        if self._config.is_own:
+            own_optimizer.restore(self._adamw, self._masters, own)
+        else:
+            self._restore(moments, state)
+        self._round_into_model()
+        self.discard()
+
+    def _restore(self, moments: Mapping[str, dict[str, Tensor]], state: Mapping[str, Tensor]) -> None:
         for name, master in self._masters.items():
             self._adamw.state.pop(master, None)
             if name in moments:
                 device = "cpu" if self._config.kind == "adamw8bit" else self._parameters[name].device
                 count = state[f"updates/{name}"].to(device=device, dtype=torch.float32, copy=True)
                 self._adamw.state[master] = {"step": count, **moments[name]}
-        self._round_into_model()
-        self.discard()
 
     def _new_moments(self, master: Tensor) -> dict[str, Tensor]:
         if isinstance(self._adamw, torch.optim.AdamW):

@@ -67,8 +67,10 @@ class Preparation:
         self._policy, self._config, self._reference = policy, config, reference
         self._max_tokens, self._max_new_tokens, self._temperature = max_tokens, max_new_tokens, temperature
         self._beforehand, self._critic, self._peers = beforehand, critic, peers
-        self._of_step = None if critic else find_batch_advantage(config.advantage)
-        self._of_group = None if critic or self._of_step else find_advantage(config.advantage)
+        self._of_step = None if critic else find_batch_advantage(config.advantage, config.advantage_args)
+        self._of_group = None
+        if not critic and not self._of_step:
+            self._of_group = find_advantage(config.advantage, config.advantage_args)
 
     @property
     def needs_step(self) -> bool:

@@ -119,7 +119,7 @@ class StepAccumulator:
         self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
         self._temperature, self._reference, self._critic = temperature, reference, critic
         self._peers = peers
-        self._loss = find_loss(config.loss)
+        self._loss = find_loss(config.loss, config.loss_args)
         self._preparation = Preparation(
             policy,
             config,

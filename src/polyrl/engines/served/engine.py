@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from polyrl.engines.engine import (
     Capabilities,
@@ -35,6 +35,7 @@ from polyrl.engines.finishing import finish
 from polyrl.engines.served.http import EventStream, Http, Pause
 from polyrl.engines.served.keeper import Keeper
 from polyrl.engines.served.server import (
+    NAMES,
     AnswerPart,
     Facts,
     JobRefused,
@@ -43,6 +44,7 @@ from polyrl.engines.served.server import (
     ServedEnd,
     Server,
     ServerBroken,
+    ServerKind,
     ServerRequest,
 )
 from polyrl.errors import one_line
@@ -50,9 +52,6 @@ from polyrl.ids import LeaseId, Version
 from polyrl.scheduling.rules.order import mix64
 
 log = logging.getLogger("polyrl.engines.served")
-
-ServerKind = Literal["vllm", "sglang"]
-NAMES: dict[ServerKind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 
 _QUIET_S = 0.02
 """Nothing came for so long from a server that stands still: all that it wrote is heard."""

@@ -18,6 +18,9 @@ from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.http import EventStream, Http, ServerAnswered
 from polyrl.wire.frames import Sampling
 
+ServerKind = Literal["vllm", "sglang"]
+NAMES: dict[ServerKind, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _HIDERS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _CPU_KV_TOKENS = 32_768

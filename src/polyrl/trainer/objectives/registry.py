@@ -1,22 +1,25 @@
 """Advantages and losses by name: ours, those that a program registers, and `module:function` straight from a recipe.
 
+A person's own is called with what it is computed from and with the algorithm's settings, and with the keyword
+arguments that the recipe has for it (`advantage_args`, `loss_args`).
+
     from polyrl.trainer.objectives.registry import advantage
 
     @advantage("best_of")
     def best_of(rewards, config):
         return (rewards == rewards.max()).float() - 1 / len(rewards)
 
-A recipe then says `algorithm.advantage = "best_of"` if the module is imported, or `"my_module:best_of"` in any case.
+A recipe then says `algorithm.advantage = "my_module:best_of"`. One of a whole step is marked by `@batch_advantage`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from polyrl.config.functions import find_function
+from polyrl.config.plugins import find, with_arguments
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.errors import UserError
+from polyrl.errors import ConfigError, UserError
 
 Tensor = torch.Tensor
 
@@ -68,6 +71,7 @@ BATCH_ADVANTAGES: dict[str, BatchAdvantageFunction] = {}
 LOSSES: dict[str, LossFunction] = {}
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_NONE: Mapping[str, Any] = {}
 
 
 def advantage(name: str) -> Callable[[_F], _F]:
@@ -124,23 +128,32 @@ def _register(known: dict[str, Any], name: str) -> Callable[[_F], _F]:
     return keep
 
 
-def find_advantage(name: str) -> AdvantageFunction:
-    """Of one group. Raises ConfigError."""
-    return _find_any_advantage(name)
+def find_advantage(name: str, args: Mapping[str, Any] = _NONE) -> AdvantageFunction:
+    """Return the advantage of one group. Raises ConfigError."""
+    return with_arguments(_find_any_advantage(name), args, "algorithm.advantage_args", 2)
 
 
-def find_batch_advantage(name: str) -> BatchAdvantageFunction | None:
-    """None if the name is of one that compares the samples of a group. Raises ConfigError."""
+def find_batch_advantage(name: str, args: Mapping[str, Any] = _NONE) -> BatchAdvantageFunction | None:
+    """Return None if the name is of one that compares the samples of a group. Raises ConfigError."""
     found = _find_any_advantage(name)
-    return found if any(found is one for one in BATCH_ADVANTAGES.values()) else None
+    if not any(found is one for one in BATCH_ADVANTAGES.values()):
+        return None
+    return with_arguments(found, args, "algorithm.advantage_args", 2)
 
 
 def _find_any_advantage(name: str) -> Any:
+    return find(name, "algorithm.advantage", {**ADVANTAGES, **BATCH_ADVANTAGES}, also=(BY_CRITIC,))
 
-    return find_function(name, "algorithm.advantage", {**ADVANTAGES, **BATCH_ADVANTAGES}, also=(BY_CRITIC,))
 
-
-def find_loss(name: str) -> LossFunction:
+def find_loss(name: str, args: Mapping[str, Any] = _NONE) -> LossFunction:
     """Raises ConfigError."""
+    return with_arguments(find(name, "algorithm.loss", LOSSES), args, "algorithm.loss_args", 2)
 
-    return find_function(name, "algorithm.loss", LOSSES)
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Raise ConfigError for a loss or an advantage that is not there, or does not take its arguments."""
+    find_loss(config.loss, config.loss_args)
+    if config.advantage != BY_CRITIC:
+        find_advantage(config.advantage, config.advantage_args)
+    elif config.advantage_args:
+        raise ConfigError(f'algorithm.advantage_args: is for an advantage of your own, not for "{BY_CRITIC}"')

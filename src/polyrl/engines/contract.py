@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -96,7 +96,7 @@ class Stage:
         self.engine.generate(Job(lease, SampleId(1), prompt, list(so_far), max_tokens, seed, sampling))
         return lease
 
-    async def text(self, **job) -> list[int]:
+    async def text(self, **job: Any) -> list[int]:
         """The tokens of a job that is waited for."""
         lease = self.begin(**job)
         assert await self.sink.end_of(lease) in ("stop", "length")
@@ -118,7 +118,8 @@ class EngineContract:
     patience_s = 60.0
 
     def engine(self) -> Engine:
-        raise NotImplementedError
+        """Return a new one, not started."""
+        pytest.fail(f"{type(self).__name__}.engine: missing, expected a method that makes an engine")
 
     def weights(self, version: int) -> Weights:
         return Weights(Version(version))
@@ -144,7 +145,7 @@ class EngineContract:
 
         asyncio.run(main())
 
-    def test_it_says_what_it_is_and_is_well_and_idle(self):
+    def test_it_says_what_it_is_and_is_well_and_idle(self) -> None:
         async def script(stage: Stage) -> None:
             assert stage.info.engine
             assert stage.info.slots >= 1
@@ -155,7 +156,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_an_answer_ends_once_and_is_not_longer_than_asked_for(self):
+    def test_an_answer_ends_once_and_is_not_longer_than_asked_for(self) -> None:
         async def script(stage: Stage) -> None:
             leases = [stage.begin(seed=seed) for seed in range(8)]
             for lease in leases:
@@ -166,7 +167,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_an_answer_that_nothing_stops_ends_at_max_tokens(self):
+    def test_an_answer_that_nothing_stops_ends_at_max_tokens(self) -> None:
         async def script(stage: Stage) -> None:
             lease = stage.begin(sampling=ON)
             assert await stage.sink.end_of(lease) == "length"
@@ -174,7 +175,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_max_tokens_counts_what_was_there_already(self):
+    def test_max_tokens_counts_what_was_there_already(self) -> None:
         async def script(stage: Stage) -> None:
             lease = stage.begin(so_far=self.prompt, max_tokens=len(self.prompt) + 3, sampling=ON)
             assert await stage.sink.end_of(lease) == "length"
@@ -182,7 +183,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_a_resumed_sample_goes_on_as_if_it_had_never_stopped_where_that_is_declared(self):
+    def test_a_resumed_sample_goes_on_as_if_it_had_never_stopped_where_that_is_declared(self) -> None:
         async def script(stage: Stage) -> None:
             if not stage.info.capabilities.seeds_survive_moves:
                 pytest.skip("seeds do not survive moves on this engine")
@@ -193,7 +194,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_a_stop_id_ends_the_answer_and_is_its_last_token(self):
+    def test_a_stop_id_ends_the_answer_and_is_its_last_token(self) -> None:
         async def script(stage: Stage) -> None:
             if not stage.info.capabilities.seeds_survive_moves:
                 pytest.skip("what it will write is not known beforehand")
@@ -205,7 +206,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_more_samples_than_slots_all_end(self):
+    def test_more_samples_than_slots_all_end(self) -> None:
         async def script(stage: Stage) -> None:
             leases = [stage.begin(seed=seed) for seed in range(2 * stage.info.slots + 1)]
             assert stage.engine.stats().num_running <= stage.info.slots
@@ -214,7 +215,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_what_is_aborted_is_heard_of_no_more_and_its_place_is_free(self):
+    def test_what_is_aborted_is_heard_of_no_more_and_its_place_is_free(self) -> None:
         async def script(stage: Stage) -> None:
             leases = [stage.begin(max_tokens=self.long_tokens, sampling=ON) for _ in range(stage.info.slots)]
             await stage.sink.some_of(leases[0])
@@ -229,7 +230,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_an_abort_that_nobody_waits_for_any_more_frees_its_place_all_the_same(self):
+    def test_an_abort_that_nobody_waits_for_any_more_frees_its_place_all_the_same(self) -> None:
         async def script(stage: Stage) -> None:
             leases = [stage.begin(max_tokens=self.long_tokens, sampling=ON) for _ in range(stage.info.slots)]
             await stage.sink.some_of(leases[0])
@@ -248,7 +249,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_what_is_aborted_right_after_it_was_given_is_heard_of_no_more_even_if_it_would_be_refused(self):
+    def test_what_is_aborted_right_after_it_was_given_is_heard_of_no_more_even_if_it_would_be_refused(self) -> None:
         async def script(stage: Stage) -> None:
             for lease in (stage.begin(), stage.begin(prompt=[])):
                 await stage.engine.abort(lease)
@@ -258,7 +259,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_an_abort_of_what_it_does_not_know_or_has_ended_does_nothing(self):
+    def test_an_abort_of_what_it_does_not_know_or_has_ended_does_nothing(self) -> None:
         async def script(stage: Stage) -> None:
             lease = stage.begin()
             await stage.sink.end_of(lease)
@@ -269,7 +270,7 @@ class EngineContract:
         self.play(script)
 
     @pytest.mark.parametrize("max_tokens", [2, 1], ids=["nothing left", "less than nothing left"])
-    def test_a_whole_answer_whose_end_was_not_heard_of_ends_at_once(self, max_tokens):
+    def test_a_whole_answer_whose_end_was_not_heard_of_ends_at_once(self, max_tokens: int) -> None:
         async def script(stage: Stage) -> None:
             lease = stage.begin(so_far=[5, 6], max_tokens=max_tokens, sampling=ON)
             assert await stage.sink.end_of(lease) == "length"
@@ -287,7 +288,7 @@ class EngineContract:
         ],
         ids=["empty prompt", "negative id", "negative id so far", "no token wanted"],
     )
-    def test_a_job_that_makes_no_sense_is_refused_with_a_line(self, job):
+    def test_a_job_that_makes_no_sense_is_refused_with_a_line(self, job: dict[str, Any]) -> None:
         async def script(stage: Stage) -> None:
             lease = stage.begin(**job)
             assert await stage.sink.end_of(lease) == "refused"
@@ -297,7 +298,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_stop_strings_are_refused_where_they_are_not_declared(self):
+    def test_stop_strings_are_refused_where_they_are_not_declared(self) -> None:
         async def script(stage: Stage) -> None:
             if stage.info.capabilities.stop_strings:
                 pytest.skip("it takes stop strings")
@@ -306,7 +307,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_an_empty_stop_string_is_refused(self):
+    def test_an_empty_stop_string_is_refused(self) -> None:
         async def script(stage: Stage) -> None:
             lease = stage.begin(sampling=Sampling(stop=("",)))
             assert await stage.sink.end_of(lease) == "refused"
@@ -314,7 +315,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_after_an_install_tokens_carry_the_new_version_and_running_samples_fare_as_declared(self):
+    def test_after_an_install_tokens_carry_the_new_version_and_running_samples_fare_as_declared(self) -> None:
         async def script(stage: Stage) -> None:
             lease = stage.begin(max_tokens=self.long_tokens, sampling=ON)
             await stage.sink.some_of(lease)
@@ -331,7 +332,7 @@ class EngineContract:
 
         self.play(script)
 
-    def test_closing_silences_it_and_may_be_done_twice(self):
+    def test_closing_silences_it_and_may_be_done_twice(self) -> None:
         async def script(stage: Stage) -> None:
             await stage.sink.some_of(stage.begin(max_tokens=self.long_tokens, sampling=ON))
             await stage.engine.close()
@@ -343,5 +344,5 @@ class EngineContract:
 
         self.play(script)
 
-    def test_an_engine_that_never_started_can_be_closed(self):
+    def test_an_engine_that_never_started_can_be_closed(self) -> None:
         asyncio.run(self.engine().close())

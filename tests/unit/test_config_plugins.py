@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polyrl.config.functions import find_function
+from polyrl.config.plugins import find
 from polyrl.errors import ConfigError
 
 OURS = {"root": "math:sqrt", "longest": max}
@@ -20,9 +20,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_ours_are_found_by_name_and_others_in_the_current_folder_too(folder: Path):
     (folder / "their_functions_here.py").write_text("def double(one):\n    return 2 * one\n")
-    assert find_function("longest", "a.key", OURS) is max
-    assert find_function("root", "a.key", OURS)(9) == 3
-    assert find_function("their_functions_here:double", "a.key", OURS)(4) == 8
+    assert find("longest", "a.key", OURS) is max
+    assert find("root", "a.key", OURS)(9) == 3
+    assert find("their_functions_here:double", "a.key", OURS)(4) == 8
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_ours_are_found_by_name_and_others_in_the_current_folder_too(folder: Pat
 def test_what_is_wrong_is_one_line_with_the_setting(folder: Path, name: str, message: str):
     (folder / "bad_import.py").write_text("raise OSError('no disk,\\n no fun')\n")
     with pytest.raises(ConfigError) as wrong:
-        find_function(name, "a.key", OURS, also=("by_hand",))
+        find(name, "a.key", OURS, also=("by_hand",))
     assert str(wrong.value).startswith(message) and "\n" not in str(wrong.value)
