@@ -19,6 +19,7 @@ from polyrl.engines.emulated import EmulatedEngine
 from polyrl.ids import WorkerName
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.parameters import FleetRules, WeightDeliveryConfig
+from polyrl.scheduling.rules.weight_delivery import TRAINER
 from polyrl.weights.chunks import HashName
 from polyrl.weights.manifest import Spec, lay_out
 from polyrl.weights.peer import WeightPeer
@@ -124,13 +125,36 @@ def test_a_slow_relay_is_left_and_named_and_the_version_comes_from_the_trainer(
                     async with worker(live, "victim", peers, quick):
                         await until(lambda: seat(live, "mallory").accused_by == ["victim"], "the victim says so")
                         await until(lambda: peers["victim"].held == (0, offer.digest), "it has it from the trainer")
-                        assert not seat(live, "mallory").bad_source
+                        assert seat(live, "mallory").may_relay
             finally:
                 await asyncio.to_thread(crawling.close)
 
     with caplog.at_level(logging.INFO, logger="polyrl"):
         run(scene(), timeout_s=60.0)
     assert "worker victim could not install version 0: too slow for a relay" in caplog.text
+
+
+def test_a_relay_without_an_address_is_nobodys_source(tmp_path: Path):
+    """It says that it passes weights on, and not where: whoever was to pull from it counts as the trainer's."""
+
+    async def scene() -> None:
+        async with manager(tmp_path) as live, trainer(live, ONE_AT_A_TIME) as ours, relay(live, ()) as mallory:
+            await ours.publish(0)
+            await mallory.hear(frames.PullOrder)  # from the trainer, for as long as the test
+            async with relay(live, (), "second") as second:
+                pull = await second.hear(frames.PullOrder)
+                assert (pull.source, pull.addresses) == ("", ours.server.addresses)
+                assert seat(live, "second").source == TRAINER
+                assert seat(live, "mallory").accused_by == ["second"]
+                async with relay(live, (), "third") as third:
+                    await third.hear(frames.PullOrder)
+                    assert not seat(live, "mallory").may_relay or not seat(live, "second").may_relay
+                    await third.say(frames.InstallFailed(0, "no disk"))  # at the trainer: it accuses nobody
+                    await until(lambda: seat(live, "third").num_pull_failures == 1, "it was heard")
+                    accused = [one for name in ("mallory", "second") for one in seat(live, name).accused_by]
+                    assert accused.count("third") <= 1
+
+    run(scene())
 
 
 def test_one_lying_complaint_takes_no_relay_from_the_others(tmp_path: Path):

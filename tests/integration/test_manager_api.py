@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ from polyrl.manager.serving.failures import AskErrorReply
 from polyrl.manager.settings import JournalSettings, LimitSettings, ManagerSettings, StreamSettings
 from polyrl.scheduling.core.parameters import FleetRules
 from polyrl.wire import frames
-from polyrl.wire.control import ErrorReply, RunReply, RunRequest
-from polyrl.wire.credentials import TOKEN_VARIABLE, bearer, server_tls
+from polyrl.wire.control import ErrorReply, RunReply, RunRequest, Status
+from polyrl.wire.credentials import TOKEN_VARIABLE, bearer, client_tls, server_tls
 from polyrl.wire.dial import Dialer
 
 POLYRL = [sys.executable, "-m", "polyrl"]
@@ -336,6 +336,30 @@ def test_a_connection_that_never_gets_through_its_handshake_is_cut_off(tmp_path:
             assert answer == b""
 
     run(scenario())
+
+
+@pytest.mark.parametrize("play", [run, asyncio.run])
+def test_connections_that_never_get_through_their_handshake_are_counted_and_the_oldest_makes_way(
+    tmp_path: Path, certificate: Path, play: Callable[[Any], Any]
+):
+    """Strangers that say nothing, or too little. Who knows the certificate is served beside them."""
+    limits = LimitSettings(request_timeout_s=30.0, connections_per_address=6)
+
+    async def scenario() -> None:
+        tls = server_tls(str(certificate), str(certificate.with_suffix(".key")))
+        async with manager(tmp_path, msgspec.structs.replace(QUICK, limits=limits), tls) as live:
+            strangers = [await asyncio.open_connection("127.0.0.1", live.address.port) for _ in range(30)]
+            for _, writer in strangers[::2]:
+                with contextlib.suppress(ConnectionError):
+                    writer.write(b"\x16\x03\x01\x02\x00")
+            await until(lambda: live.refused.get("connections", 0) >= 24, "all but six are cut")
+            async with Dialer(live.url, live.token("admin"), client_tls(live.url, str(certificate))) as dialer:
+                for _ in range(3):
+                    assert (await dialer.get("/v1/status", Status)).run == "none"
+            for _, writer in strangers:
+                writer.close()
+
+    play(scenario())
 
 
 # As a process

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp.base_protocol import BaseProtocol
 from tests.integration.live import CONFIG, QUICK, Peer, honest_worker, manager, play_round, run, trainer, until
 
+from polyrl.manager.peers.inlet import Unfinished, _Queue, _Reader
 from polyrl.manager.settings import LimitSettings, ManagerSettings
 from polyrl.scheduling.core.fleet import MAX_DEPARTED
 from polyrl.scheduling.core.parameters import FleetRules
@@ -31,6 +33,12 @@ async def begin_message(peer: Peer, num_sent: int, num_claimed: int = 15 * MB) -
     transport = peer.socket._response.connection.transport  # type: ignore[union-attr]
     assert transport is not None
     transport.write(b"\x82\xff" + struct.pack(">Q", num_claimed) + bytes(4))
+    await go_on(peer, num_sent)
+
+
+async def go_on(peer: Peer, num_sent: int) -> None:
+    transport = peer.socket._response.connection.transport  # type: ignore[union-attr]
+    assert transport is not None
     for _ in range(num_sent // MB):
         transport.write(bytes(MB))
         await asyncio.sleep(0)
@@ -59,6 +67,54 @@ def test_messages_that_never_end_are_bounded_in_all_and_the_oldest_makes_way(
         run(scene(), timeout_s=90.0)
     assert "worker mallory-0 is cut off: messages that do not end take too much memory" in caplog.text
     assert "worker honest is cut off" not in caplog.text
+
+
+def test_where_there_is_too_much_the_largest_makes_way_and_not_the_one_that_was_begun_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async def scene() -> None:
+        async with manager(tmp_path, limited(max_unfinished_mb=40.0)) as live:
+            slow, peers = Peer(live, "slow"), [Peer(live, f"mallory-{number}") for number in range(4)]
+            await slow.enter()
+            await begin_message(slow, 2 * MB, 3 * MB)
+            for peer in peers:
+                await peer.enter()
+                await begin_message(peer, 12 * MB)
+            await until(lambda: live.refused.get("unfinished", 0) >= 1, "one is cut off")
+            await go_on(slow, MB)  # no frame: refused, but heard as a whole
+            assert (await slow.fate()).why.startswith("refused: not a frame")
+            for peer in (slow, *peers):
+                await peer.__aexit__()
+
+    with caplog.at_level(logging.WARNING, logger="polyrl"):
+        run(scene(), timeout_s=90.0)
+    assert "worker slow is cut off" not in caplog.text
+
+
+def test_what_comes_behind_the_end_of_a_message_is_counted(tmp_path: Path):
+    """In one read: a whole message, and the beginning of one that never ends."""
+
+    async def scene() -> None:
+        cut: list[str] = []
+        unfinished = Unfinished(MB, 0.2)
+        queue = _Queue(BaseProtocol(asyncio.get_running_loop()), MB, loop=asyncio.get_running_loop())
+        queue.take = lambda _: True
+        reader = queue.reader = _Reader(queue, 16 * MB, compress=False, decode_text=True)
+        reader.watch(queue, unfinished, cut.append)
+        whole = b"\x82\xfe" + struct.pack(">H", 1000) + bytes(4 + 1000)
+        begun = b"\x82\xff" + struct.pack(">Q", 9 * MB) + bytes(4 + MB // 8)
+        reader.feed_data(whole * 3 + begun[:5])
+        assert unfinished.num_bytes == 0
+        reader.feed_data(begun[5:])
+        assert MB // 8 <= unfinished.num_bytes <= MB // 8 + 32
+        reader.feed_data(bytes(9 * MB - MB // 8) + whole * 200)
+        assert unfinished.num_bytes == 0
+        reader.feed_data(whole + begun)
+        assert MB // 8 <= unfinished.num_bytes <= MB // 8 + 32
+        await until(lambda: bool(cut), "it is cut off")
+        assert cut == ["a message did not end within 0.2 s; 0.1 MB of one had come"]
+
+    run(scene())
 
 
 def test_a_message_that_takes_too_long_is_cut_off_while_no_run_is_open(

@@ -87,6 +87,19 @@ def test_the_devices_come_back_when_the_fleet_goes_to_zero():
     assert leased(run.turn("t", "generating")) == {"2/0": ("t", 6), "1/0": ("t", 4)}
 
 
+def test_the_devices_come_back_when_all_others_are_about_to_leave_and_samples_wait():
+    run = seeding(fixed_s=1.0, hand_back=HandBackConfig(come_back_after_s=1e6))
+    run.begin()
+    run.join("t", local=True)
+    run.join("a", slots=1)
+    run.wait(2.0)
+    run.end("1/0", at=4)
+    run.end("2/0", at=6)
+    run.turn("t", "training")
+    assert not only(run.drain("a", notice_s=30.0), c.StartGenerating)
+    assert [one.worker for one in only(run.wait(25.0), c.StartGenerating)] == ["t"]  # and it has 3 s left
+
+
 def test_the_devices_finish_a_micro_batch_before_they_come_back():
     run = seeding(fixed_s=1.0, prompts=3)
     run.begin()

@@ -58,9 +58,9 @@ def test_a_peer_that_failed_may_be_asked_again_for_the_next_version():
     publish(run, 0)
     run.join("w1")
     run.scheduler.desk.seats[1].accused_by = [WorkerName("x"), WorkerName("y")]
-    assert run.scheduler.desk.seats[1].bad_source
+    assert not run.scheduler.desk.seats[1].may_relay
     publish(run, 1)
-    assert not run.scheduler.desk.seats[1].bad_source
+    assert run.scheduler.desk.seats[1].may_relay
 
 
 def test_no_lease_number_is_given_again_that_a_driver_may_have_given_and_lost_with_its_machine():

@@ -1,5 +1,6 @@
 """The journal's bytes: what was written is read back, and whatever happened to the bytes since is noticed."""
 
+import gzip
 import os
 import struct
 import subprocess
@@ -24,13 +25,17 @@ from polyrl.journal.records import (
     encode_record,
     read_records,
     replay,
+    resume_scheduler,
 )
+from polyrl.scheduling.core.desk import RULES
 from polyrl.scheduling.core.events import RoundRequested, TimePassed, VersionPublished
 from polyrl.scheduling.core.parameters import DomainData, SchedulerConfig
+from polyrl.scheduling.invariants import check
 from polyrl.scheduling.scheduler import Scheduler
 
 CONFIG = SchedulerConfig(domains=(DomainData(name="math", prompts_per_step=2, num_prompts=10),))
 ABOUT = {"scenario": "hostile"}
+OLD_RUN = Path(__file__).parent / "recorded" / "run-of-rules-0"
 SEEDS = st.integers(0, 11)
 
 
@@ -318,3 +323,37 @@ def test_a_journal_that_starts_from_another_state_is_refused():
     first, second = read_records(segments(0, 80)[0], "part"), read_records(segments(0, 90)[1], "part")
     with pytest.raises(JournalError, match="does not start from the state"):
         replay([first, second])
+
+
+def old_run() -> list[bytes]:
+    """Journals of a hostile world, one behind the other, as a version wrote them that knew no rules but its own."""
+    return [gzip.decompress(path.read_bytes()) for path in sorted(OLD_RUN.glob("*.gz"))]
+
+
+def test_a_run_of_an_earlier_version_replays_over_all_of_its_journals_and_from_each():
+    journals = old_run()
+    report = replay(read_records(one, "an old journal") for one in journals)
+    assert report.first_difference is None
+    alone = [read_and_replay(one) for one in journals]
+    assert [one.first_difference for one in alone] == [None] * 4
+    assert report.num_records == sum(one.num_records for one in alone)
+
+
+def test_a_run_of_an_earlier_version_whose_journals_do_not_belong_together_is_refused():
+    first, _, third, _ = old_run()
+    with pytest.raises(JournalError, match="does not start from the state"):
+        replay(read_records(one, "an old journal") for one in (first, third))
+
+
+def test_a_run_of_an_earlier_version_goes_on_by_our_rules():
+    scheduler = None
+    for one in old_run():
+        header, records = read_records(one, "an old journal")
+        scheduler = resume_scheduler(header, scheduler)
+        for record in records:
+            scheduler.handle(record.event, record.now)
+    assert scheduler is not None and scheduler.rules == 0
+    scheduler.adopt(RULES)
+    check(scheduler, scheduler.now)
+    scheduler.handle(TimePassed(), scheduler.now + 1000.0)
+    check(scheduler, scheduler.now)

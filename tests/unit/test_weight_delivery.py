@@ -145,7 +145,7 @@ def sources(commands: list[c.Command]) -> dict[str, str | None]:
 
 def is_bad(run: Driver, name: str) -> bool:
     fleet = run.scheduler.desk.state.fleet
-    return fleet.seats[fleet.by_name[WorkerName(name)]].bad_source
+    return not fleet.seats[fleet.by_name[WorkerName(name)]].may_relay
 
 
 def test_who_failed_with_a_peer_gets_the_version_from_the_trainer_however_busy_that_is():

@@ -23,9 +23,13 @@ from polyrl.errors import JournalError
 from polyrl.ids import Seconds
 from polyrl.journal.framing import FRAME_BYTES, FrameSource, frame, read_frame
 from polyrl.scheduling.core.commands import Command
-from polyrl.scheduling.core.desk import RULES
+from polyrl.scheduling.core.desk import RULES, State, TrainerClock
 from polyrl.scheduling.core.events import Event
+from polyrl.scheduling.core.fleet import Fleet, Worker
+from polyrl.scheduling.core.ledger import Ledger, WorkerLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
+from polyrl.scheduling.core.samples import Group, Round, Sample
+from polyrl.scheduling.rules.parallelism import ParallelismState
 from polyrl.scheduling.scheduler import Scheduler
 
 FORMAT = 1
@@ -246,6 +250,35 @@ def resume_scheduler(header: JournalHeader, before: Scheduler | None) -> Schedul
     if before is None:
         return saved
     before.adopt(saved.rules)
-    if before.save() != saved.save():
+    if before.save() != saved.save() and not _agree(*(_state_of(one) for one in (before.save(), header.saved))):
         raise JournalError("a journal does not start from the state that the one before it ended with")
     return before
+
+
+def _state_of(saved: bytes) -> object:
+    return msgspec.msgpack.decode(saved)["state"]
+
+
+def _agree(ours: object, theirs: object) -> bool:
+    """Whether two states are equal in all that both keep: the version that wrote `theirs` may be older than ours."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        both = ours.keys() & theirs.keys()
+        return (
+            ours.keys() ^ both <= _ADDED
+            and theirs.keys() ^ both <= _DROPPED
+            and all(_agree(ours[key], theirs[key]) for key in both)
+        )
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_agree, ours, theirs))
+    return ours == theirs
+
+
+_ADDED = frozenset(
+    field.name
+    for kind in (State, TrainerClock, Worker, Fleet, Sample, Group, Round, Ledger, WorkerLine, ParallelismState)
+    for field in msgspec.structs.fields(kind)
+    if not field.required
+)
+"""What the state of an older version may be without."""
+_DROPPED = frozenset({"tp_by_kind"})
+"""What it may have that is kept no longer: of the parallelism planner, which no live run has."""

@@ -38,7 +38,7 @@ def carry_out(run: Run, command: c.Command) -> None:
         case c.PullWeights():
             if (session := run.lobby.session(command.worker)) is not None:
                 held = NO_VERSION if command.held is None else command.held
-                session.say(pull(run, session, command.version, command.source or "", held))
+                send_to_pull(run, session, command.version, command.source or "", held)
         case c.ReleaseWorker():
             if (session := run.lobby.session(command.worker)) is not None:
                 session.say(frames.Release(command.why))
@@ -94,17 +94,24 @@ def _turn(run: Run, name: WorkerName, duty: frames.Duty, why: str) -> None:
         session.say(frames.ChangeDuty(duty, why))
 
 
-def pull(run: Run, session: WorkerSession, version: Version, source: str, held: int) -> frames.PullOrder:
-    """Where a version is fetched: at the peer that the scheduler chose, if it has said where; or at the trainer."""
+def send_to_pull(run: Run, session: WorkerSession, version: Version, source: str, held: int) -> None:
+    """Tell a worker where it fetches a version: at the trainer, or at the peer that the scheduler chose. Where that
+    peer has no address that the worker can reach, the scheduler hears so: the peer counts as nobody's source."""
     offer = run.payload.offers.get(version)
+    if session.link is None:
+        return  # it is told when it dials again
     if offer is None:
-        return frames.PullOrder(version, source, held)
-    peer = run.lobby.workers.get(WorkerName(source))
-    seen_at = "" if session.link is None else session.link.seen_at
-    addresses = () if peer is None else reachable(peer.weight_addresses, seen_at)
-    if not addresses:
-        return frames.PullOrder(version, "", held, offer.digest, offer.addresses)
-    return frames.PullOrder(version, source, held, offer.digest, addresses)
+        session.say(frames.PullOrder(version, source, held))
+    elif not source:
+        session.say(frames.PullOrder(version, source, held, offer.digest, offer.addresses))
+    else:
+        peer = run.lobby.workers.get(WorkerName(source))
+        addresses = () if peer is None else reachable(peer.weight_addresses, session.link.seen_at)
+        if addresses:
+            session.say(frames.PullOrder(version, source, held, offer.digest, addresses))
+        else:
+            why = f"worker {source} has no address for weights that it can reach"
+            run.tell(e.WeightsFailed(session.name, session.incarnation, version, why, untried=True))
 
 
 def _tell_trainer(run: Run, command: c.Command) -> None:

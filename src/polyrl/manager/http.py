@@ -27,7 +27,7 @@ from polyrl.errors import Refused, RequestError, UserError
 from polyrl.ids import WorkerName
 from polyrl.manager import asking, opening
 from polyrl.manager.frames_in import from_trainer, from_workers, joining
-from polyrl.manager.peers.door import Connection, Door
+from polyrl.manager.peers.door import Connection, Door, Handshake
 from polyrl.manager.peers.inlet import Inlet, Unfinished
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
@@ -151,19 +151,18 @@ class Front:
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None
 
-        def connected() -> asyncio.Protocol:
-            connection = Connection(
-                self._door, server, access_log=None, keepalive_timeout=_KEEPALIVE_S, lingering_time=_LINGER_S
-            )
-            self._door.watch(connection, self._limits.request_timeout_s)
-            return connection
+        timeout_s = self._limits.request_timeout_s
 
-        # Half of the time: the watch runs since the connection was made, and must end after the handshake did.
-        handshake_s = None if tls is None else self._limits.request_timeout_s / 2
-        try:
-            self._listener = await loop.create_server(
-                connected, host, port, ssl=tls, backlog=1024, ssl_handshake_timeout=handshake_s
+        def connected() -> Connection:
+            return Connection(
+                self._door, timeout_s, server, access_log=None, keepalive_timeout=_KEEPALIVE_S, lingering_time=_LINGER_S
             )
+
+        def accepted() -> asyncio.Protocol:
+            return connected() if tls is None else Handshake(self._door, timeout_s, tls, connected)
+
+        try:
+            self._listener = await loop.create_server(accepted, host, port, backlog=1024)
         except OSError as failure:
             await runner.cleanup()
             raise UserError(_cannot_listen(host, port, failure)) from failure

@@ -250,7 +250,7 @@ def _compare_versions(run: Run, session: WorkerSession, worker: Worker, hello: f
     if worker.pulling != NO_VERSION:
         source = run.desk.seats.get(worker.source)
         name = "" if source is None else source.name
-        session.say(frames_out.pull(run, session, worker.pulling, name, worker.version))
+        frames_out.send_to_pull(run, session, worker.pulling, name, worker.version)
 
 
 def _own_addresses(lobby: Lobby, session: WorkerSession, claimed: tuple[str, ...]) -> tuple[str, ...]:

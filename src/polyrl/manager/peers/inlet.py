@@ -9,7 +9,7 @@ Rules kept here:
   fragments are aiohttp's reader's business.
 - What has come of a message that is not whole is in our memory, and nobody has answered for it yet. So it is counted,
   of all connections together (`Unfinished`): a message that takes too long is cut off with its connection, and where
-  there is too much of them, the one that was begun first.
+  there is too much of them, the largest.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ _QUEUED_BYTES = 1 << 16
 _CLOSE_S = 5.0
 _SMALL_BYTES = 1 << 15
 """Of an unfinished message, which are not worth counting. Nearly all frames are smaller."""
-
+_HEAD_BYTES = 6
+"""Of a client's frame, at the least."""
 
 _BINARY = WSMsgType.BINARY  # an enumeration looks its members up in Python
 
@@ -46,7 +47,8 @@ class Unfinished:
         self.num_bytes += reader.num_unfinished - reader.num_counted
         reader.num_counted = reader.num_unfinished
         while self.num_bytes > self._max_bytes:
-            self._cut("messages that do not end take too much memory")
+            largest = max(self._begun, key=lambda one: one.num_counted)
+            self._cut(largest, "messages that do not end take too much memory")
         if self._timer is None and self._begun:
             self._timer = loop.call_later(self._timeout_s, self._cut_slow)
 
@@ -59,38 +61,45 @@ class Unfinished:
         now = asyncio.get_running_loop().time()
         self._timer = None
         while self._begun and next(iter(self._begun.values())) + self._timeout_s <= now:
-            self._cut(f"a message did not end within {self._timeout_s:g} s")
+            self._cut(next(iter(self._begun)), f"a message did not end within {self._timeout_s:g} s")
         if self._begun:
             next_at = next(iter(self._begun.values())) + self._timeout_s
             self._timer = asyncio.get_running_loop().call_at(next_at, self._cut_slow)
 
-    def _cut(self, why: str) -> None:
-        reader = next(iter(self._begun))
+    def _cut(self, reader: "_Reader", why: str) -> None:
         self.ended(reader)
         reader.cut(f"{why}; {reader.num_unfinished / 1e6:.1f} MB of one had come")
 
 
 class _Reader(WebSocketReader):
-    """aiohttp's, which also counts what has come since the last whole message."""
+    """aiohttp's reader, which also counts what has come since the last whole message."""
 
-    __slots__ = ("_unfinished", "cut", "has_ended_one", "num_counted", "num_unfinished")
+    __slots__ = ("_queue", "_unfinished", "cut", "num_counted", "num_ended", "num_unfinished")
 
-    def watch(self, unfinished: Unfinished, cut: Callable[[str], None]) -> None:
-        self._unfinished, self.cut = unfinished, cut
+    def watch(self, queue: "_Queue", unfinished: Unfinished, cut: Callable[[str], None]) -> None:
+        self._queue, self._unfinished, self.cut = queue, unfinished, cut
         self.num_unfinished = self.num_counted = 0
-        self.has_ended_one = False
-        """A message ended in what was read last. Pings end none, though they may come in the middle of one."""
+        self.num_ended = 0
+        """Bytes of the messages that ended in what was read last. Pings end none, even in the middle of one."""
 
     def feed_data(self, data: Any) -> Any:
-        self.has_ended_one = False
+        self.num_ended = 0
         fed = WebSocketReader.feed_data(self, data)  # super() takes longer, and this is done for every frame
-        if not self.has_ended_one:
+        if not self.num_ended:
             self.num_unfinished += len(data)
             if self.num_unfinished > _SMALL_BYTES:
                 self._unfinished.grew(self)
-        elif self.num_unfinished:
-            self.forget()
+        elif self.num_unfinished or len(data) > _SMALL_BYTES:
+            self._begin_another(self.num_unfinished + len(data) - self.num_ended)
         return fed
+
+    def _begin_another(self, num_left: int) -> None:
+        """A message ended, and so much came behind it: of the next one, unless it waits for room in the queue."""
+        self.forget()
+        if num_left > _SMALL_BYTES:
+            self.num_unfinished = num_left
+            if self._queue._size <= self._queue._limit:
+                self._unfinished.grew(self)
 
     def forget(self) -> None:
         """There is nothing unfinished any more."""
@@ -107,7 +116,7 @@ class _Queue(WebSocketDataQueue):
     def feed_data(self, data: Any, size: int) -> None:
         """Called by the reader with each message. What `take` raises would be lost: it had better not."""
         if self.reader is not None and data.type is _BINARY:
-            self.reader.has_ended_one = True
+            self.reader.num_ended += size + _HEAD_BYTES
         take = self.take
         if take is None or self.is_behind or data.type is not _BINARY or not take(data.data):
             self.is_behind = True
@@ -149,7 +158,7 @@ class Inlet(web.WebSocketResponse):
             kind = WebSocketReader if self._unfinished is None else _Reader
             parser = kind(queue, self._max_bytes, compress=False, decode_text=True)
             if isinstance(parser, _Reader) and self._unfinished is not None:
-                parser.watch(self._unfinished, self._cut)
+                parser.watch(queue, self._unfinished, self._cut)
                 queue.reader = parser
         except TypeError:  # a later aiohttp has changed them: then everything is received as ever
             super()._post_start(request, protocol, writer)

@@ -24,7 +24,7 @@ from polyrl.scheduling.rules.scaling import ScalingState
 from polyrl.scheduling.rules.seeding import SeedingState
 from polyrl.scheduling.rules.tail_batching import Planner, TailBatching
 
-RULES = 1
+RULES = 2
 """The rules that a new run decides by. A journal of earlier rules is replayed by its own, so that its run can go on.
 
     0    a worker has all slots that it claims; hand-overs that nobody asked for, and refused tokens, are nobody's
@@ -32,6 +32,8 @@ RULES = 1
          time is left out of the step twice
     1    credit is earned (credit.py), both are failures (failures.py), two have to fail with a peer (membership.py),
          and no second is left out twice (steps.py)
+    2    the trainer's devices come back to samples that wait where every worker that generates is about to leave
+         (devices.py); none is advised for what is written before one could begin (scaling.py)
 """
 
 

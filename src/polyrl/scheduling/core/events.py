@@ -95,11 +95,13 @@ class WeightsInstalled(EventStruct, frozen=True, tag=True):
     version: Version
 
 
-class WeightsFailed(EventStruct, frozen=True, tag=True):
+class WeightsFailed(EventStruct, frozen=True, tag=True, omit_defaults=True):
     worker: WorkerName
     incarnation: Incarnation
     version: Version
     reason: str
+    untried: bool = False
+    """It was sent nowhere: its source has no address that it can reach."""
 
 
 class EngineDown(EventStruct, frozen=True, tag=True):

@@ -98,6 +98,8 @@ class Worker(Struct):
     source: int = -1
     """The seat of the peer it pulls from; -1 is the trainer, or nobody when it does not pull."""
     num_pull_failures: int = 0
+    bad_source: bool = False
+    """By rules 0: a pull from it failed."""
     accused_by: list[WorkerName] = []
     """Workers whose pulls of the newest version from it failed, and from nobody else since. By name, which is one
     however often it joins."""
@@ -141,9 +143,10 @@ class Worker(Struct):
     """It was given notice, and goes so soon that nothing more is worth beginning there."""
 
     @property
-    def bad_source(self) -> bool:
-        """Others take their weights elsewhere. One worker's word is not enough: it may lie, or be at fault itself."""
-        return len(self.accused_by) >= NUM_ACCUSERS
+    def may_relay(self) -> bool:
+        """Others may be sent to it for weights. One worker's word against it is not enough: that one may lie, or be at
+        fault itself."""
+        return self.relays and not self.bad_source and len(self.accused_by) < NUM_ACCUSERS
 
     @property
     def may_generate(self) -> bool:

@@ -133,13 +133,14 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
             return "the step begins and samples wait"
         if state.published < round_.step:
             return "the step is trained, and a round opens with its version"
-    num_generating = sum(worker.may_generate for worker in state.fleet.seats.values())
-    if round_.num_waiting and num_generating == 0:
+    seats = state.fleet.seats.values()
+    num_taking = sum(one.may_take if state.rules >= 2 else one.may_generate for one in seats)
+    if round_.num_waiting and num_taking == 0:
         return "samples wait and no other worker is there"
     idle = state.clock.idle_since
     if idle is None or now - idle < desk.config.hand_back.come_back_after_s:
         return None
-    crowded = round_.num_waiting > 0 or round_.num_leased > _CROWD * num_generating
+    crowded = round_.num_waiting > 0 or round_.num_leased > _CROWD * num_taking
     return f"the fleet has much to do, and nothing was there to train for {now - idle:.0f} s" if crowded else None
 
 

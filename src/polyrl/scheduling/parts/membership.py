@@ -12,7 +12,7 @@ from polyrl.ids import Seconds, Step, Version
 from polyrl.scheduling.core.commands import Abort, ForgetWorker, PullWeights, StartGenerating
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import EngineBack, WeightsFailed, WeightsInstalled, WorkerJoined
-from polyrl.scheduling.core.fleet import NUM_ACCUSERS, Worker, settle
+from polyrl.scheduling.core.fleet import Worker, settle
 from polyrl.scheduling.core.samples import NO_VERSION
 from polyrl.scheduling.parts import credit, leases
 from polyrl.scheduling.rules import weight_delivery
@@ -248,7 +248,7 @@ def publish(desk: Desk, version: Version, now: Seconds) -> bool:
         return False
     desk.state.published = version
     for worker in desk.state.fleet.seats.values():
-        worker.accused_by, worker.failed_with_peer = [], False
+        worker.accused_by, worker.failed_with_peer, worker.bad_source = [], False, False
         if worker.local:
             worker.version = version
         _refresh_state(desk, worker, now)
@@ -349,7 +349,8 @@ def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: 
 
 
 def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Seconds) -> None:
-    """The worker keeps what it has and tries again later; at the trainer, if it was with a peer.
+    """The worker keeps what it has and tries again later; at the trainer, if it was with a peer, and at once if it was
+    not even sent there.
 
     Nobody is sent to that peer once another worker has failed with it too. A worker that fails with several sources
     accuses the last one alone, and one that fails with the trainer accuses nobody: it has itself to blame.
@@ -359,9 +360,10 @@ def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Second
         return
     _accuse_source(desk, worker)
     _stop_pull(desk, worker)
-    worker.num_pull_failures += 1
-    pause = weight_delivery.retry_after_s(worker.num_pull_failures, desk.config.weight_delivery)
-    desk.deadlines.set(("retry_pull", worker.seat), now + pause)
+    if not event.untried:
+        worker.num_pull_failures += 1
+        pause = weight_delivery.retry_after_s(worker.num_pull_failures, desk.config.weight_delivery)
+        desk.deadlines.set(("retry_pull", worker.seat), now + pause)
     _refresh_state(desk, worker, now)
     _resource_pullers(desk, worker)
     desk.pulls_due = True
@@ -371,7 +373,7 @@ def _accuse_source(desk: Desk, worker: Worker) -> None:
     source = desk.seats.get(worker.source)
     if desk.state.rules == 0:
         if source is not None:
-            source.accused_by = [worker.name] * NUM_ACCUSERS
+            source.bad_source = True
         return
     for other in desk.seats.values():
         if worker.name in other.accused_by:

@@ -128,7 +128,9 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     tokens = state.ledger.tokens_kept - kept_before
     state.last_line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
     desk.commands.append(ReportStep(state.last_line))
-    advice = scaling.advise(state.scaling, desk.config.scaling, times, state.clock.seeded_s, state.fleet.num_remote)
+    begin_s = scaling.BEGIN_S if state.rules >= 2 else 0.0
+    seeded_s, num_remote = state.clock.seeded_s, state.fleet.num_remote
+    advice = scaling.advise(state.scaling, desk.config.scaling, times, seeded_s, num_remote, begin_s)
     if advice is not None:
         desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
     if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):

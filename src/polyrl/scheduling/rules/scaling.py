@@ -48,8 +48,8 @@ class Advice(msgspec.Struct, frozen=True):
     why: str
 
 
-def useful_workers(times: StepTimes, t_seed_s: Seconds) -> float:
-    """Return how many workers generate a step's samples in the time it trains, which is taken to be BEGIN_S at least.
+def useful_workers(times: StepTimes, t_seed_s: Seconds, begin_s: Seconds = BEGIN_S) -> float:
+    """Return how many workers generate a step's samples in the time it trains, which is taken to be `begin_s` at least.
 
     0 when nothing was measured. `t_seed_s` is what the trainer's devices really spent on generating. math.inf stands
     for the whole round, which is taken to be as long as the fleet generated.
@@ -57,14 +57,19 @@ def useful_workers(times: StepTimes, t_seed_s: Seconds) -> float:
     if times.train_s <= 0.0:
         return 0.0
     seeded_s = t_seed_s if math.isfinite(t_seed_s) else times.remote_s
-    return (times.remote_s * times.mean_workers + seeded_s * times.num_reserved) / max(BEGIN_S, times.train_s)
+    return (times.remote_s * times.mean_workers + seeded_s * times.num_reserved) / max(begin_s, times.train_s)
 
 
 def advise(
-    state: ScalingState, config: ScalingConfig, times: StepTimes, t_seed_s: Seconds, workers_now: int
+    state: ScalingState,
+    config: ScalingConfig,
+    times: StepTimes,
+    t_seed_s: Seconds,
+    workers_now: int,
+    begin_s: Seconds = BEGIN_S,
 ) -> Advice | None:
     """Return, after a step, how many workers to hold from now on, or None to leave things as they are."""
-    useful = useful_workers(times, t_seed_s)
+    useful = useful_workers(times, t_seed_s, begin_s)
     if useful <= 0.0:
         return None
     wanted = min(config.max_workers, max(config.min_workers, math.floor(useful + 0.5)))
@@ -75,8 +80,8 @@ def advise(
         return None
     state.last_advice, state.num_above, state.num_below = wanted, 0, 0
     span = f"the {times.train_s:.0f} s it trains"
-    if times.train_s < BEGIN_S:
-        span = f"the {BEGIN_S} s that a worker needs to begin; it trains {times.train_s:.2f} s"
+    if times.train_s < begin_s:
+        span = f"the {begin_s} s that a worker needs to begin; it trains {times.train_s:.2f} s"
     return Advice(
         wanted,
         f"{useful:.1f} workers generate a step's samples in {span}"

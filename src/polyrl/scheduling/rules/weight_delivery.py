@@ -56,7 +56,7 @@ def plan_pulls(
             if source is None:
                 break
             pulls.append(Pull(worker.seat, source, "from a peer that has it or is getting it"))
-        if config.relay and worker.relays and not worker.bad_source:
+        if config.relay and worker.may_relay:
             heapq.heappush(servers, (uploads.get(worker.seat, 0), worker.seat))
     return pulls
 
@@ -64,7 +64,7 @@ def plan_pulls(
 def _can_serve(worker: Worker, newest: Version) -> bool:
     has_it = newest in (worker.version, worker.pulling)
     is_there = worker.state != "draining" and not worker.unheard and not worker.is_closed
-    return has_it and is_there and worker.relays and not worker.local and not worker.bad_source
+    return has_it and is_there and worker.may_relay and not worker.local
 
 
 def _is_fed(seat: int, feeds: dict[int, int], holders: frozenset[int]) -> bool:
