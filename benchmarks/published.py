@@ -11,6 +11,7 @@ What is left out, and why, the page says at its end (NOT_COMPARED).
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -789,6 +790,65 @@ def adaptive_table(fixed: dict[str, Runs], adaptive: dict[str, Runs]) -> Table:
     return Table("Adaptive factors (`rounds.adaptive=true`) against 1.25, shipped scenarios", header, rows)
 
 
+# (g) Training on more devices
+
+DEVICES = {"8k": 16, "16k": 32}
+MORE_DEVICES = (16, 32, 64, 128)
+
+
+def tokens(steps: list[Measured]) -> float:
+    return fmean(step.tokens for step in steps)
+
+
+def more_devices(player: Player) -> Section:
+    section = Section(
+        "Training on more devices",
+        "RollPacker gives four training times: of short and of long rounds, for 7B on 16 devices and for 14B on 32. "
+        "How many tokens those rounds trained is not published; here it is simulated. Each setting then has one line: "
+        "seconds that do not depend on tokens, and seconds a token. **Four figures for four unknowns, so nothing is "
+        "left to test the fit with.** No figure of one model on several numbers of devices is at hand.",
+    )
+    whole = player.play({cap: Case(TAIL[cap], ("run.steps=10", "run.warmup_steps=0")) for cap in CAP})
+    fixed: dict[str, float] = {}
+    per_token: dict[str, float] = {}
+    rows: list[list[str]] = []
+    for cap, runs in whole.items():
+        short, long = (mean(runs, of_kind(kind, tokens)) for kind in ("short", "long"))
+        short_s, long_s = (BREAKDOWN_S[cap][kind][3] for kind in ("short", "long"))
+        per_token[cap] = (long_s - short_s) / (long - short)
+        fixed[cap] = short_s - per_token[cap] * short
+        sizes = [f"{short / 1e6:.2f} M", f"{long / 1e6:.2f} M"]
+        parts = [f"{fixed[cap]:.1f}", f"{per_token[cap] * 1e6:.2f}"]
+        rows.append([f"{cap} cap, {DEVICES[cap]} devices", *sizes, f"{short_s:.1f}", f"{long_s:.1f}", *parts])
+    header = ("", "tokens, short", "tokens, long", "published, short, s", "long, s", "fixed, s", "us a token")
+    section.tables.append(Table("Four training times as two lines", header, rows))
+    powers = [math.log2(2.0 * part["8k"] / part["16k"]) for part in (per_token, fixed)]
+    section.remarks.append(
+        "Twice the parameters on twice the devices. If both parts go with parameters, seconds a token go with devices "
+        f"to the power of -{powers[0]:.2f} and fixed seconds to the power of {-powers[1]:+.2f}: tokens are shared out "
+        "in full, and the rest of a step (optimizer, moving weights and states) is not shared at all. So "
+        "`trainer.scaling` is 1 in these scenarios and acts on tokens alone; `optimizer_s` stays. On your devices it "
+        "is yours to measure, and `polyrl simulate` says so wherever it acts."
+    )
+    add_more_devices(section, player)
+    return section
+
+
+def add_more_devices(section: Section, player: Player) -> None:
+    def case(num: int) -> Case:
+        devices = (f"trainer.num_devices={num}", f"trainer.local_workers={num}")
+        return Case(TAIL["8k"], ("run.steps=10", "run.warmup_steps=0", *devices))
+
+    runs = player.play({num: case(num) for num in MORE_DEVICES})
+    base = mean(runs[MORE_DEVICES[0]], tok_s)
+    rows = [
+        [str(num), f"{mean(one, step_s):.0f}", f"{mean(one, rollout_s):.0f}", times(mean(one, tok_s) / base)]
+        for num, one in runs.items()
+    ]
+    header = ("devices", "step, s", "rollout, s", "tokens/s")
+    section.tables.append(Table("`tail-7b-8k` on more devices: nothing published to compare with", header, rows))
+
+
 # Showing
 
 SECTIONS: dict[str, Callable[[Player], Section]] = {
@@ -798,6 +858,7 @@ SECTIONS: dict[str, Callable[[Player], Section]] = {
     "preemption": preemption,
     "together": together,
     "bias": bias,
+    "devices": more_devices,
 }
 NOT_COMPARED = (
     "RLBoost's averages over three spot-trace segments (1.66x and 1.97x, +34% and +49% tokens per dollar): the traces "
@@ -806,12 +867,7 @@ NOT_COMPARED = (
     "RollPacker's adaptive time limits on code only (60.8 s to 41.9 s): it needs one test a sample where the step "
     "times need eight, and the calibration found no reward constants that give both.",
     "RollPacker's fixed hand-back at 20, 30 and 40%: the rule here is the adaptive one.",
-    "RollPacker's runs on more devices than 16 (7B) and 32 (14B): no figure of them is at hand. Its two settings fit "
-    "one law, training time in proportion to parameters and tokens over devices to a power, with a power of -0.06: "
-    "24.5 s for 7B on 16 devices, 49.7 s for 14B on 32 for about as many tokens. So `trainer.scaling` is 0 in these "
-    "scenarios, a fit of two points, and scoring runs go with devices (`trainer.reward_slots_per_device`). "
-    "`tail-7b-8k` on 16, 32, 64 and 128 devices then trains 1.00, 1.31, 1.56 and 1.62 times the tokens a second; with "
-    "the 64 scoring runs of 16 devices on all of them it was 1.00, 1.06, 1.08 and 1.07.",
+    "RollPacker's runs on more devices than 16 (7B) and 32 (14B): no figure of them is at hand.",
 )
 
 

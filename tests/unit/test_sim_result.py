@@ -142,4 +142,18 @@ def test_training_time_on_devices_that_nobody_timed_is_said_to_be_assumed(played
     assert played[1].assumed == []
     _, result = play_tiny(tmp_path, "trainer.num_devices=16", "trainer.timed_devices=4", "trainer.scaling=0.5")
     (said,) = result.assumed
-    assert "on 16 devices is 2.00 times as fast as on 4: trainer.scaling = 0.5 is yours to measure" in said
+    assert said.startswith("16 devices train a token 2.00 times as fast as the 4 that were timed")
+    assert "trainer.scaling = 0.5 is yours to measure" in said
+
+
+def test_more_devices_train_tokens_faster_and_the_optimizer_takes_as_long(tmp_path):
+    def played_on(num_devices: int) -> tuple[float, float]:
+        alone = ("run.mode=synchronous", "fleet.workers=0", "trainer.local_workers=4", "trainer.timed_devices=4")
+        costs = ("trainer.optimizer_s=100", "trainer.micro_batch_fixed_s=0", f"trainer.num_devices={num_devices}")
+        sim, _ = play_tiny(tmp_path, *alone, *costs, "engine.tp_exponent=0")
+        last = measure_steps(sim)[-1]
+        return last.line.train_s, last.step_s
+
+    (few_train_s, few_s), (many_train_s, many_s) = played_on(4), played_on(8)
+    assert many_train_s == pytest.approx(few_train_s / 2)
+    assert few_s - many_s == pytest.approx(few_train_s / 2)

@@ -303,6 +303,7 @@ def _assumed(scenario: Scenario) -> list[str]:
     if trainer.timed_devices is None or trainer.timed_devices == trainer.num_devices:
         return []
     return [
-        f"training on {trainer.num_devices} devices is {scenario.training_speed:.2f} times as fast as on "
-        f"{trainer.timed_devices}: trainer.scaling = {trainer.scaling:g} is yours to measure, nothing published says it"
+        f"{trainer.num_devices} devices train a token {scenario.training_speed:.2f} times as fast as the "
+        f"{trainer.timed_devices} that were timed, and the optimizer takes as long: trainer.scaling = "
+        f"{trainer.scaling:g} is yours to measure"
     ]

@@ -57,9 +57,9 @@ class TrainerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     s_per_token: Positive = 4e-5
     """Seconds of forward and backward per trained token, on `timed_devices` devices."""
     timed_devices: AtLeastOne | None = None
-    """Devices that `s_per_token` and `optimizer_s` were timed on; none: `num_devices`."""
+    """Devices that `s_per_token` was timed on; none: `num_devices`."""
     scaling: Share = 1.0
-    """Training on n times as many devices is n to this power as fast: 1 is a free exchange, 0 gains nothing."""
+    """On n times as many devices a token is trained n to this power as fast: 1 is a free exchange, 0 gains nothing."""
     reward_slots_per_device: Positive | None = None
     """Scoring runs beside each device, `rewards.slots` in all; none: `rewards.slots` as it is said there."""
     micro_batch_samples: AtLeastOne = 16
@@ -266,7 +266,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def training_speed(self) -> float:
-        """How fast all devices train, against those that it was timed on."""
+        """How fast all devices train a token, against those that it was timed on."""
         trainer = self.trainer
         timed = trainer.num_devices if trainer.timed_devices is None else trainer.timed_devices
         return (trainer.num_devices / timed) ** trainer.scaling

@@ -2,7 +2,8 @@
 
 Rules it keeps: it trains step by step, and a step ends only when its round is closed and every delivered group is
 trained. It trains on the devices that local workers have given it, in proportion to how many those are; a trainer
-without local workers has all its devices all the time. More devices than it was timed on are faster by `scaling`.
+without local workers has all its devices all the time. On more devices than it was timed on, tokens are trained faster
+by `scaling`; what a step costs beside its tokens (`optimizer_s`) stays.
 Several events of one moment come out in the order in which a real one would send them.
 
 It leaves out what training does to the policy: lengths are the workload's.
@@ -22,7 +23,6 @@ class TrainerModel:
     def __init__(self, scenario: Scenario, later: Later, tell: Tell) -> None:
         self._trainer = scenario.trainer
         self._s_per_token = scenario.trainer.s_per_token / scenario.training_speed
-        self._optimizer_s = scenario.trainer.optimizer_s / scenario.training_speed
         self._publish_s = scenario.network.publish_s
         self._max_staleness = scenario.run.max_staleness
         self._num_steps = scenario.run.steps
@@ -86,7 +86,7 @@ class TrainerModel:
         closed = self._closed.get(self.step)
         if closed is not None and self._num_taken.get(self.step, 0) >= closed and not waiting:
             self._busy = True
-            self._later(self._optimizer_s, self._end_step)
+            self._later(self._trainer.optimizer_s, self._end_step)
             return
         batch, num_tokens = self._next_batch(waiting, whole=closed is not None)
         if not batch:
