@@ -18,7 +18,7 @@ TableRow = tuple[str, ...]
 
 def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, Any]:
     """Everything that the table shows, and every step. `broken_laws` is null when nobody looked for them."""
-    ledger, still = account.ledger, account.open
+    ledger = account.ledger
     trainer_usd, workers_usd = _dollars(account)
     by_step = _by_step(account)
     return {
@@ -32,6 +32,35 @@ def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, 
         "rounds": dict(ledger.rounds),
         "cut_short": account.cut_short or None,
         "difference": account.difference or None,
+        **_became(account),
+        "workers": [
+            {
+                "worker": name,
+                "price_usd_per_hour": line.price_usd_per_hour,
+                "seconds": dict(line.seconds),
+                "usd": line.usd,
+                "joins": line.num_joins,
+                "losses": line.num_losses,
+            }
+            for name, line in ledger.workers.items()
+        ],
+        "usd": {
+            "trainer": trainer_usd,
+            "workers": workers_usd,
+            "total": trainer_usd + workers_usd,
+            "per_step": fmean(usd for _, usd in by_step) if by_step else None,
+            "per_mtok": _per_mtok(account),
+            "by_step": [{"step": step, "usd": usd} for step, usd in by_step],
+        },
+        "checks": account.num_checks,
+        "broken_laws": broken,
+    }
+
+
+def _became(account: Account) -> dict[str, dict[str, Any]]:
+    """What became of everything that was started or arrived."""
+    ledger, still = account.ledger, account.open
+    return {
         "prompts": {
             "started": ledger.prompts_started,
             "trained": ledger.prompts_trained,
@@ -55,27 +84,6 @@ def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, 
             "open": still.tokens,
             "reprefilled": ledger.tokens_reprefilled,
         },
-        "workers": [
-            {
-                "worker": name,
-                "price_usd_per_hour": line.price_usd_per_hour,
-                "seconds": dict(line.seconds),
-                "usd": line.usd,
-                "joins": line.num_joins,
-                "losses": line.num_losses,
-            }
-            for name, line in ledger.workers.items()
-        ],
-        "usd": {
-            "trainer": trainer_usd,
-            "workers": workers_usd,
-            "total": trainer_usd + workers_usd,
-            "per_step": fmean(usd for _, usd in by_step) if by_step else None,
-            "per_mtok": _per_mtok(account),
-            "by_step": [{"step": step, "usd": usd} for step, usd in by_step],
-        },
-        "checks": account.num_checks,
-        "broken_laws": broken,
     }
 
 
