@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """What `simulate` and `plan` have in common."""
+    """Add the options that `simulate` and `plan` share."""
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (default: 0)")
     parser.add_argument("--steps", type=int, metavar="N", help="the same as run.steps=N")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -86,7 +86,7 @@ def load(args: argparse.Namespace) -> "Scenario":
 
 @contextmanager
 def progress(words: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """What is done, on stderr: a bar in a terminal, otherwise a line now and then. Gives what to call with a number."""
+    """Show progress on stderr, a bar or a line now and then. Yields a function that takes the number done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

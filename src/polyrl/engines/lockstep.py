@@ -1,6 +1,6 @@
 """An engine with continuous batching, as lock-step decoding that flows: exact between changes, no loop over tokens.
 
-One decode step gives every running sample one token and takes
+A decode step gives every running sample one token and takes
 
     (step_fixed_s + step_sample_s * b + step_context_s * C) / speed      seconds
 
@@ -9,7 +9,7 @@ steps is quadratic in x and has an inverse. The model keeps one number, the posi
 since it was last empty. A sample is at `position - origin` tokens and finishes at a position known when it is admitted.
 
 Rules it keeps:
-- Time is passed in and never goes back. What finishes at `now` has finished before anything else happens at `now`.
+- Time is passed in and never goes back. A sample that finishes at `now` does so before anything else happens then.
 - Samples wait in order of arrival for a slot and for room in the cache; one sample alone may always run.
 - Admission stops all decoding while it prefills prompt and tokens so far. A sample that shares its prefix with one that
   runs prefills only its own tokens and one more.
@@ -37,7 +37,7 @@ _ADMISSION_MARGIN = 0.01
 
 
 class EngineTimes(Struct, frozen=True, kw_only=True):
-    """What the model needs to know of an engine. The time of a step is the formula above, at speed 1."""
+    """Constants of an engine. The time of a step is the formula above, at speed 1."""
 
     step_fixed_s: Seconds
     """May be negative, as long as a step with one sample is not."""
@@ -63,7 +63,7 @@ class _Sample:
 
 
 class EngineModel:
-    """One engine. Call `advance(now)` to collect what finished; moments must not go back."""
+    """An engine. Call `advance(now)` to collect the samples that finished; moments must not go back."""
 
     def __init__(self, engine: EngineTimes, speed: float = 1.0) -> None:
         self._fixed_s = engine.step_fixed_s / speed
@@ -147,7 +147,7 @@ class EngineModel:
         return finished
 
     def next_change(self) -> Seconds | None:
-        """When the next sample finishes or is preempted, if nobody starts or stops one; none while nothing runs."""
+        """Return when the next sample finishes or is preempted if none comes or goes; none while nothing runs."""
         if not self._next_is_known:
             self._find_next()
         return self._next_at

@@ -71,7 +71,7 @@ class _Teller:
 
     def __init__(self, config: SchedulerConfig, sample: SampleId) -> None:
         self.until = ""
-        """How the sample ended; empty before."""
+        """The sample's end in words; empty before."""
         self._config = config
         self._id = sample
         self._group = group_of(sample)

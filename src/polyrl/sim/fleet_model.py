@@ -27,7 +27,7 @@ _REPEATED_AFTER_S = 0.5
 
 Tell = Callable[[e.Event], None]
 Find = Callable[[WorkerName], Worker | None]
-"""What the scheduler knows of a worker, by name."""
+"""Looks up the scheduler's own entry of a worker, by name."""
 
 
 class FleetModel:
@@ -47,7 +47,7 @@ class FleetModel:
         self._taken: dict[WorkerName, None] = {}
         """Machines that the market took back for good."""
         self._goes_at: dict[WorkerName, Seconds] = {}
-        """When a machine goes that was given notice. Its worker may join, or start again, after that."""
+        """Departure times of machines that were given notice. Their workers may join, or start again, after that."""
         self._parked: dict[WorkerName, None] = {}
         """Machines that were given back because they were not worth holding."""
         self._touched: dict[WorkerName, Machine] = {}

@@ -11,7 +11,7 @@ Action = Callable[[], None]
 
 
 class Agenda:
-    """What is due on the virtual clock. Actions of one moment happen in the order in which they were put down."""
+    """Actions due on the virtual clock. Those of one moment happen in the order in which they were put down."""
 
     def __init__(self) -> None:
         self.now: Seconds = 0.0

@@ -86,7 +86,7 @@ class NetworkModel:
         return finished
 
     def next_change(self) -> Seconds | None:
-        """When the next flow finishes if nobody starts or cancels one; none while nothing flows."""
+        """Return when the next flow finishes if none is started or cancelled; none while nothing flows."""
         if not self._rates_are_known:
             self._set_rates()
         return self._next_at

@@ -30,7 +30,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def _tables(plan: Plan, console: Console) -> Iterator[Table]:
-    """One table; with more prices than fit beside the figures, those that do not in tables of their own."""
+    """Yield one table, and further ones for prices that do not fit beside the figures."""
     rest = sorted({row.worker_price_usd_per_hour for row in plan.rows})
     with_figures = True
     while rest or with_figures:
@@ -50,7 +50,7 @@ def _fits(plan: Plan, console: Console, prices: list[float], *, with_figures: bo
 
 
 def _table(plan: Plan, prices: list[float], marks: dict[Choice, str], *, with_figures: bool) -> Table:
-    """One line a choice; a column of dollars for each of the prices."""
+    """Return a table with a line for each choice and a column of dollars for each price."""
     title = (
         f"{plan.scenario}, seed {plan.seed}: {plan.steps} steps each, trainer ${plan.trainer_price_usd_per_hour:g}/h"
     )

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 
 class Choice(NamedTuple):
-    """One way to run the scenario."""
+    """A way to run the scenario."""
 
     staleness: int
     factor: float
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 
 class PlanRow(Struct, frozen=True, kw_only=True):
-    """What a choice came to, at one price of a worker: a line of the table.
+    """A line of the table: the figures of a choice at one price of a worker.
 
     As played, a worker costs a dollar an hour and the trainer nothing, so `usd_per_hour` is the workers paid for.
     """
@@ -82,7 +82,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
 
 
 class AtPrice(Struct, frozen=True, kw_only=True):
-    """What to choose when a worker costs so much. The fastest is the same at every price, its reason is not."""
+    """Recommendations at one price of a worker. The fastest is the same at every price, its reason is not."""
 
     worker_price_usd_per_hour: float
     cheapest: Recommendation
@@ -100,7 +100,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     fastest: Recommendation | None
     by_price: list[AtPrice]
     useful_workers: float | None
-    """How many workers generate a step's samples in the time that it trains: by the plainest choice that was played."""
+    """Workers that generate a step's samples in the time that it trains, by the plainest choice that was played."""
 
 
 def choices(workers: Sequence[int], factors: Sequence[float], staleness: Sequence[int]) -> list[Choice]:
@@ -114,7 +114,7 @@ def steps_in_turn(factor: float) -> int:
 
 
 def num_warmup(steps: int, factor: float) -> int:
-    """How many of the steps to leave out, so that whole turns are measured."""
+    """Return the number of steps to leave out, so that whole turns are measured."""
     turn = steps_in_turn(factor)
     most = steps - min(_MIN_WARMUP, steps // 2)
     return steps - (most // turn * turn or most)
@@ -228,7 +228,7 @@ def price(played: PlanRow, worker_price: float, trainer_price: float) -> PlanRow
 
 
 def marginal_usd_per_mtok(fewer: PlanRow, more: PlanRow) -> float | None:
-    """What a further million tokens costs that the larger fleet makes in the same time; None if it makes none."""
+    """Return the price of a million tokens that the larger fleet makes beyond the smaller; None if it makes none."""
     extra_tok_s = more.throughput_tok_s - fewer.throughput_tok_s
     if extra_tok_s <= 0:
         return None
@@ -246,7 +246,7 @@ def _fleet_and_factor(row: PlanRow) -> str:
 
 
 def recommend_cheapest(rows: Sequence[PlanRow]) -> Recommendation:
-    """Of sound rows at one price: the lowest price of a token; of equals the faster."""
+    """Recommend the lowest price of a token among sound rows at one price; of equals the faster."""
     best = min(rows, key=_by_price)
     fewest = min(_same_but_workers(rows, best), key=lambda row: row.workers)
     parts = [f"{show_choice(best)}: ${_usd(best):.2f} a million tokens"]
@@ -256,7 +256,7 @@ def recommend_cheapest(rows: Sequence[PlanRow]) -> Recommendation:
 
 
 def recommend_fastest(rows: Sequence[PlanRow]) -> Recommendation:
-    """Of sound rows at one price: the most tokens a second; of equals the cheaper."""
+    """Recommend the most tokens a second among sound rows at one price; of equals the cheaper."""
     best = max(rows, key=lambda row: (row.throughput_tok_s, -_usd(row)))
     cheapest = min(rows, key=_by_price)
     words = f"{show_choice(best)}: {best.throughput_tok_s:,.0f} tokens/s, {best.step_time_s:,.0f} s a step"
@@ -286,7 +286,7 @@ def _same_but_workers(rows: Iterable[PlanRow], like: PlanRow) -> list[PlanRow]:
 
 
 def _next_worker(rows: Iterable[PlanRow], best: PlanRow) -> str:
-    """What the next larger fleet would bring."""
+    """Say what the next larger fleet would bring."""
     larger = [row for row in _same_but_workers(rows, best) if row.workers > best.workers]
     if not larger:
         return "no larger fleet was tried"
@@ -298,7 +298,7 @@ def _next_worker(rows: Iterable[PlanRow], best: PlanRow) -> str:
 
 
 def _reservations(rows: Iterable[PlanRow], best: PlanRow) -> list[str]:
-    """What the figures of a choice do not show."""
+    """Say what the figures of a choice do not show."""
     notes: list[str] = []
     if best.factor > 1.0 and best.bias < 1.0 - _WORTH_NAMING:
         notes.append(f"racing trains answers {1.0 - best.bias:.0%} shorter than without it")

@@ -38,7 +38,7 @@ _MIN_WIDTH = 40
 
 
 def cells(spans: Sequence[Span], total_s: Seconds, width: int) -> list[str | None]:
-    """What a worker did for most of each of `width` equal stretches of time; None: it was not there.
+    """Return a worker's main activity in each of `width` equal stretches of time; None: it was not there.
 
     The stretch in which it went away is `LEFT`, however short that was against the rest.
     """
@@ -110,7 +110,7 @@ def bar_rows(values: Sequence[float], highest: float, num_rows: int) -> list[lis
 
 
 def timeline(sim: Simulation, width: int) -> Group:
-    """One row a worker; what it did for most of each column."""
+    """Return a row for each worker, with its main activity in each column."""
     rows = sim.timeline.rows
     by_name = {name: rows[name] for name in sorted(rows, key=row_order)}
     num_local = sum(is_local(name) for name in by_name)
@@ -226,7 +226,7 @@ def _row_text(row: Iterable[str | None]) -> Text:
 
 
 def _legend(rows: Iterable[Iterable[str | None]]) -> Text:
-    """What the characters mean that are there to be seen."""
+    """Explain the characters that are there to be seen."""
     seen = {activity for row in rows for activity in row}
     text = Text()
     for activity, look in ACTIVITIES.items():

@@ -1,4 +1,4 @@
-"""What a simulated run came to: one typed struct, made from a finished simulation, and the JSON that it is.
+"""The figures of a simulated run: one typed struct, made from a finished simulation, and its JSON.
 
 Two windows, and every field says which one it has. *Measured* is the steps after `run.warmup_steps`, cut at the end to
 whole periods of short and long rounds: times, throughput, dollars, shares. *Whole run* is what
@@ -42,7 +42,7 @@ class TokenTotals(Struct, frozen=True):
     generated: int
     trained: int
     open: int
-    """Of samples that were still running when the run ended."""
+    """Tokens of samples that were still running when the run ended."""
     discarded: dict[str, int]
     reprefilled: int
     """Computed a second time because a sample moved; not part of `generated`."""
@@ -51,9 +51,9 @@ class TokenTotals(Struct, frozen=True):
 class Length(Struct, frozen=True):
     trained_mean: float
     generated_mean: float
-    """Of all samples started; prompts that were deferred, the long ones, are in it twice."""
+    """Mean of all samples started; prompts that were deferred, the long ones, are in it twice."""
     natural_mean: float
-    """Of every prompt once an epoch: what `tail_batching = "off"` would train."""
+    """Mean of every prompt once an epoch: what `tail_batching = "off"` would train."""
     bias: float
     """trained_mean / natural_mean: below 1, long answers are trained too rarely."""
     longest: int
@@ -76,7 +76,7 @@ class Workers(Struct, frozen=True):
     losses: int
     paid_hours: float
     useful: float
-    """How many would generate a step's samples in the time that it trains (scheduling/rules/scaling.py)."""
+    """Workers that would generate a step's samples in the time that it trains (scheduling/rules/scaling.py)."""
 
 
 class Idle(Struct, frozen=True):
@@ -117,11 +117,11 @@ class Result(Struct, frozen=True, kw_only=True):
     law_violations: int
     broken_laws: list[str]
     assumed: list[str]
-    """What the figures hang on that nobody has published: keys of the scenario that are the user's to measure."""
+    """Keys of the scenario that the figures hang on and that nobody has published: they are the user's to measure."""
 
 
 class Measured(Struct, frozen=True):
-    """One step, in the figures that a person reads."""
+    """A step, in the figures that a person reads."""
 
     line: StepLine
     step_s: Seconds
@@ -147,7 +147,7 @@ def measure_steps(sim: Simulation) -> list[Measured]:
 
 
 def num_warmup_steps(sim: Simulation) -> int:
-    """How many steps the measured figures leave out."""
+    """Return the number of steps that the measured figures leave out."""
     wanted, num_steps = sim.scenario.run.warmup_steps, len(sim.lines)
     return wanted if wanted < num_steps else num_steps // 2
 
@@ -218,7 +218,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def is_local(worker: str) -> bool:
-    """Whether a row of the timeline is an engine on the trainer's own devices."""
+    """Return whether a row of the timeline is an engine on the trainer's own devices."""
     return worker.startswith("local")
 
 

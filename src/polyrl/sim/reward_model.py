@@ -1,4 +1,4 @@
-"""How long scoring takes and how it ends.
+"""Scoring: its duration and its outcome.
 
 Rules it keeps: whether an answer is right, and how long its run would take, is a fact of the sample and not of the
 attempt: trying again gives the same. Only failures of the sandbox or the judge are drawn anew for each attempt. Answers
@@ -41,7 +41,7 @@ class RewardModel:
     def outcome(
         self, domain: int, prompt: int, turn: int, index: int, attempt: int, timeout_s: Seconds
     ) -> tuple[RewardEnd, Seconds, bool]:
-        """How one attempt ends, after how many seconds, and whether a scored answer is right."""
+        """Return how an attempt ends, after how many seconds, and whether a scored answer is right."""
         natural_s, correct = self.natural(domain, prompt, turn, index)
         key = (domain, prompt, turn, index, attempt)
         if unit(self._seed, _FAILURE_STREAM, *key) < self._rewards[domain].failure_share:

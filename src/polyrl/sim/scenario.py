@@ -1,4 +1,4 @@
-"""What a scenario file may say: one typed tree, its defaults, and what is refused.
+"""The schema of a scenario file: one typed tree, its defaults, and what is refused.
 
 A scenario is a TOML file; docs/reference/scenarios.md explains every key. The sections `rounds`, `seeding`, `rewards`,
 `routing`, `fleet_rules`, `weight_delivery` and `scaling` are the scheduler's own configuration, the very same structs
@@ -44,7 +44,7 @@ class RunSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_staleness: Count = 0
     max_new_tokens: AtLeastOne = 8192
     num_epochs: AtLeastOne | None = None
-    """How often the data is gone through; the run ends with it. None: as often as the steps need."""
+    """Passes over the data, after which the run ends. None: as many as the steps need."""
     max_time_s: Positive = 1e7
     """Virtual seconds after which the run is called stuck, with an error."""
 
@@ -72,7 +72,7 @@ class TrainerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine, of the width that the trainer's own have first (num_devices / local_workers), and a remote one."""
+    """An engine, of the width that the trainer's own have first (num_devices / local_workers), and a remote one."""
 
     step_fixed_s: Positive = 0.012
     """Seconds of one decode step with no sample in it; the rest is added."""
@@ -88,7 +88,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `parallelism.model` and the engine's width, or 2,000,000 where no model is described."""
     slots: AtLeastOne = 256
     flush_s: Positive = 1.0
-    """How often a worker's progress reaches the manager. Tokens not yet flushed die with a worker."""
+    """Seconds between two reports of a worker's progress. Tokens not yet reported die with a worker."""
 
     def times(self, kv_tokens: int) -> EngineTimes:
         """The constants of an engine whose cache holds so many tokens."""
@@ -112,7 +112,7 @@ class SimFleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """From the machine's start (paid) to its joining."""
     heartbeat_s: Positive = 1.0
     speed: Positive = 1.0
-    """How fast a remote engine is, against a local one."""
+    """Speed of a remote engine, against a local one."""
     join_at_s: list[NotNegative] = []
     """Moments at which one more worker joins (the ramp)."""
     held_by_advice: bool = False
@@ -133,7 +133,7 @@ class NetworkSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RewardSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long scoring takes in a domain. Quantiles are of the natural duration; a time limit cuts it."""
+    """Scoring in a domain. Quantiles are of the natural duration; a time limit cuts it."""
 
     duration_quantiles: list[tuple[Share, NotNegative]] = field(default_factory=lambda: [(0.0, 0.01), (1.0, 0.01)])
     endless_share: Share = 0.0
@@ -174,7 +174,7 @@ class WorkloadSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class SupplyEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     at_s: NotNegative
     workers: Count
-    """How many remote workers the market grants from this moment on."""
+    """Remote workers that the market grants from this moment on."""
 
 
 class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,7 +202,7 @@ class SupplySection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FaultsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes wrong. Rates are per worker and hour of virtual time."""
+    """Faults. Rates are per worker and hour of virtual time."""
 
     kill_at_s: list[NotNegative] = []
     """Moments, counted from the start of step `kill_step`, at which `kill_workers` workers die or are taken."""
@@ -230,7 +230,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     about: str
     source: str = ""
-    """Where its figures come from."""
+    """The source of its figures."""
     run: RunSection = RunSection()
     trainer: TrainerSection = TrainerSection()
     engine: EngineSection = EngineSection()
@@ -266,7 +266,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def training_speed(self) -> float:
-        """How fast all devices train a token, against those that it was timed on."""
+        """Speed at which all devices train a token, against those that it was timed on."""
         trainer = self.trainer
         timed = trainer.num_devices if trainer.timed_devices is None else trainer.timed_devices
         return (trainer.num_devices / timed) ** trainer.scaling
@@ -286,7 +286,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return capacity_tokens(planned.model, width, int(planned.memory_gb * 1e9), planned.memory_fraction)
 
     def decode_speed(self) -> DecodeSpeed:
-        """What `[engine]` says, as the planner counts: of an engine on one device."""
+        """Return `[engine]` as the parallelism planner counts: of an engine on one device."""
         engine = self.engine
         slower = self.first_width**engine.tp_exponent
         return DecodeSpeed(

@@ -34,7 +34,7 @@ from polyrl.telemetry.timeline import Timeline
 _CHECK_EVERY = 2000
 """Events between two checks of all laws; a step's end is checked too."""
 _HORIZON_S = 30 * 24 * 3600.0
-"""How far ahead the market and the faults are drawn."""
+"""Seconds ahead for which the market and the faults are drawn."""
 _NO_ANSWER_S = 0.01
 """Scoring an answer that was cut off at the cap: there is nothing to run."""
 
@@ -44,7 +44,7 @@ class StuckError(PolyrlError):
 
 
 def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
-    """What the scenario says to the scheduler."""
+    """Return the scheduler's part of the scenario."""
     prompts = [domain.prompt_tokens for domain in scenario.domains]
     return SchedulerConfig(
         domains=tuple(
@@ -71,7 +71,7 @@ def scheduler_config(scenario: Scenario, seed: int) -> SchedulerConfig:
 
 
 class Simulation:
-    """One run of one scenario."""
+    """A run of a scenario."""
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.scenario = scenario
@@ -89,7 +89,7 @@ class Simulation:
         """Natural lengths of all samples started: prompts that were deferred are in it twice."""
         self.num_natural = 0
         self.natural_tokens = 0
-        """Of every prompt once an epoch: what a run would train that trains every answer."""
+        """Natural lengths of every prompt once an epoch: what a run would train that trains every answer."""
         self.watch: Callable[[bytes], None] | None = None
         """Gets every record of the journal."""
         self._groups: dict[GroupId, tuple[int, int, int, Step]] = {}

@@ -1,4 +1,4 @@
-"""What the world does to remote machines: a list of events in order of time, made before the run starts.
+"""The market and the faults of remote machines: a list of events in order of time, made before the run starts.
 
 Rules it keeps:
 - The same sections and seed give the same list; what happens to one machine does not depend on the others' draws.
@@ -44,9 +44,9 @@ class WorldEvent(Struct, frozen=True):
     kind: WorldKind
     worker: WorkerName
     joins_at_s: Seconds | None = None
-    """Of a grant: when the machine joins."""
+    """The moment at which a granted machine joins."""
     goes_at_s: Seconds | None = None
-    """Of a notice: when the machine goes."""
+    """The moment at which a machine goes that was given notice."""
 
 
 class _Machine(Struct):
@@ -81,7 +81,7 @@ def plan_supply(
 
 
 def speed_of(worker: WorkerName, faults: FaultsSection, seed: int) -> float:
-    """How fast a worker is against its like: 1, or `slow_speed` for the share that is slow."""
+    """Return a worker's speed against its like: 1, or `slow_speed` for the share that is slow."""
     if unit(seed, _SLOW_STREAM, key_of(worker)) < faults.slow_share:
         return faults.slow_speed
     return 1.0

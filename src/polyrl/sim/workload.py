@@ -1,4 +1,4 @@
-"""How long answers are: natural lengths by domain, prompt, turn and index, drawn or read from a recording.
+"""Lengths of answers: natural ones by domain, prompt, turn and index, drawn or read from a recording.
 
 Rules it keeps: a length depends only on its key and the seed, never on who asks when; it is at least 1 and at most
 `max_new_tokens`; samples of one prompt are correlated through a Gaussian copula, so that some prompts are long in every
@@ -30,7 +30,7 @@ _Tokens = Annotated[int, Meta(ge=1)]
 
 
 class TraceRow(Struct, frozen=True, forbid_unknown_fields=True):
-    """One recorded prompt and the lengths of its answers."""
+    """A recorded prompt and the lengths of its answers."""
 
     domain: str
     prompt_tokens: _Tokens
@@ -127,7 +127,7 @@ class Workload:
         return rows[prompt % len(rows)].prompt_tokens
 
     def answer_tokens(self, domain: int, prompt: int, turn: int, index: int, step: int = 0) -> int:
-        """Where this sample ends if nobody stops it, the cap included."""
+        """Return where this sample ends if nobody stops it, the cap included."""
         if self._rows is not None:
             rows = self._rows[domain]
             lengths = rows[prompt % len(rows)].lengths

@@ -1,1 +1,1 @@
-"""What a run leaves behind for people: the journal, its account, metrics, pictures, and what a terminal shows."""
+"""Traces of a run for people: its account, metrics and pictures, and the display in a terminal."""

@@ -1,7 +1,7 @@
-"""What became of a run, from its journal alone: the ledger, a line a step, the life of every worker.
+"""An account of a run, from its journal alone: the ledger, a line a step, the life of every worker.
 
-The journal holds what was heard; telling it to a scheduler again gives the rest. After each event we look who is there
-and does what, without asking the ledger: so the two can be held against each other (reconcile.py).
+The journal holds the events; telling them to a scheduler again gives the rest. After each event the account looks at
+the fleet itself, without asking the ledger: so the two can be held against each other (reconcile.py).
 
 Rules kept here: a run that still goes on, or whose driver was killed, is told up to its last whole record. Commands are
 compared with the journal's all along: where this version decides otherwise, the account ends and says so. With
@@ -59,7 +59,7 @@ class Life(Struct):
     starting_s: Seconds
     """Paid for before it joined, and after its life before this one ended."""
     ended_at: Seconds | None = None
-    """Of one that was not heard of after an absence of the driver: when that began."""
+    """For a worker that was not heard of after an absence of the driver: when the absence began."""
     missed_since: Seconds | None = None
     """Nobody knows yet whether it lived on: the driver was away from then on, and has not heard of it."""
     ending: Literal["", "left", "lost"] = ""
@@ -68,7 +68,7 @@ class Life(Struct):
 
 
 class OpenAmounts(Struct, frozen=True):
-    """What is not decided yet."""
+    """Amounts that are not decided yet."""
 
     prompts: int
     deferred_prompts: int
@@ -83,7 +83,7 @@ class Account(Struct):
     """Settled at `now`."""
     started_at: Seconds
     now: Seconds
-    """When the last event was heard."""
+    """The moment of the last event."""
     num_records: int
     lines: list[StepLine]
     lives: list[Life]
@@ -91,23 +91,23 @@ class Account(Struct):
     away: list[tuple[Seconds, Seconds]]
     """From when to when there was no driver, or it stood still."""
     trainer_gone_s: Seconds
-    """Of the time from `started_at` to `now`: no trainer was there. It is not paid for that."""
+    """Seconds between `started_at` and `now` without a trainer. They are not paid for."""
     open: OpenAmounts
     paid_before: dict[WorkerName, tuple[float, float]]
     """Seconds and dollars by worker in the state that the first journal starts from; empty for a whole run."""
     is_whole: bool
     """It starts where the run does."""
     cut_short: str = ""
-    """Where and how the journal ends inside a record; empty if it does not."""
+    """Place and manner in which the journal ends inside a record; empty if it does not."""
     difference: str = ""
-    """Where this version decides otherwise than the one that wrote the journal: the account ends there."""
+    """The record at which this version decides otherwise than the journal's: the account ends there."""
     broken_laws: list[str] = []
     num_checks: int = 0
-    """How often the laws were checked."""
+    """Number of checks of the laws."""
 
     @property
     def caveat(self) -> str:
-        """What nobody should read the numbers without; mostly nothing."""
+        """A warning that belongs to every number of the run; mostly empty."""
         return self.about.get(CAVEAT, "")
 
 
@@ -180,7 +180,7 @@ class _Teller:
         return not self._verify or self._check(file, record, at_once=bool(trained))
 
     def _watch_trainer(self, event: Event, now: Seconds, started_at: Seconds) -> None:
-        """Whoever comes back was there; another process was not."""
+        """Note the trainer's absence. A trainer that returns was there all along; another process was not."""
         if isinstance(event, TrainerLeft) and self._trainer_left_at is None:
             self._trainer_left_at = max(now - max(0.0, event.away_s), started_at)
         elif isinstance(event, TrainerReplaced) and self._trainer_left_at is not None:
@@ -243,7 +243,7 @@ class _Teller:
 
 
 class _Watcher:
-    """Who is there, since when, and what each one does."""
+    """Watches the fleet: which workers are there, since when, and their activity."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -254,10 +254,10 @@ class _Watcher:
         self._owes: dict[int, bool] = {}
         """By seat: whether its going now would be a loss."""
         self._gone_at: dict[WorkerName, Seconds] = {}
-        """When the last life of a name ended."""
+        """The end of the last life of each name."""
 
     def take_over(self, workers: Iterable[Worker], ledger: Ledger) -> None:
-        """Who was there when the first journal starts."""
+        """Take in the workers that were there when the first journal starts."""
         self._gone_at = {name: line.paid_until for name, line in ledger.workers.items() if line.paid_until is not None}
         for worker in workers:
             self._begin(worker, worker.since, 0.0, ledger)
@@ -287,7 +287,7 @@ class _Watcher:
         self.timeline.mark(worker.name, None, since)
 
     def _find(self, seat: int) -> None:
-        """Whoever is heard of was there all along."""
+        """A worker that is heard of again was there all along."""
         if seat in self.misses:
             since, activity = self.misses.pop(seat)
             self.timeline.mark(self._by_seat[seat].worker, activity, since)

@@ -1,4 +1,4 @@
-"""Where a run's curve has a break: settings with which it went on, and which were others before.
+"""Breaks in a run's curve: settings that were changed when it went on.
 
     RUN/breaks.jsonl        {"step": 40, "key": "optimizer.lr", "before": 1e-06, "after": 5e-07}
 

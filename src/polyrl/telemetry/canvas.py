@@ -75,7 +75,7 @@ def legend_below(axes: "Axes", num_columns: int = 4) -> None:
 
 
 def activity_legend(figure: "Figure", seen: Iterable[str], marks: Sequence[Any] = ()) -> None:
-    """What the colours of a timeline mean that are there to be seen, and handles for `marks` beside them."""
+    """Explain the colours of a timeline that are there to be seen, with handles for `marks` beside them."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

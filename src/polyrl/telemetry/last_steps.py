@@ -1,4 +1,4 @@
-"""Where the time of a run's last steps went, from its metrics alone, and what would make them shorter."""
+"""The time of a run's last steps, by its parts, from its metrics alone, and advice on making them shorter."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -8,7 +8,7 @@ from polyrl.telemetry.looks import show_seconds, show_tokens
 
 NUM_STEPS = 10
 _MUCH = 0.3
-"""Of a step: a share that is worth a person's time."""
+"""A share of a step that is worth a person's time."""
 _SOME = 0.1
 _PARTS = {"generate": "generating", "train": "training", "publish": "publishing", "save": "saving"}
 
@@ -62,6 +62,6 @@ def _advice(last: Sequence[Mapping[str, object]], total_s: float, trainer: float
 
 
 def _median(steps: Sequence[Mapping[str, object]], name: str) -> float:
-    """Of the steps that have it; 0 if none has."""
+    """Return the median over the steps that have the metric; 0 if none has."""
     found = [float(value) for one in steps if isinstance(value := one.get(name), int | float)]
     return median(found) if found else 0.0

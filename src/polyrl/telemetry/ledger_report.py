@@ -58,7 +58,7 @@ def as_json(account: Account, name: str, broken: list[str] | None) -> dict[str, 
 
 
 def _became(account: Account) -> dict[str, dict[str, Any]]:
-    """What became of everything that was started or arrived."""
+    """Return what became of everything that was started or arrived."""
     ledger, still = account.ledger, account.open
     return {
         "prompts": {

@@ -1,4 +1,4 @@
-"""How things look, the same in the terminal and in pictures: activities of a worker, kinds of rounds, units of time,
+"""Looks shared by the terminal and the pictures: activities of a worker, kinds of rounds, units of time,
 and the words for causes.
 
 Rules kept here: every activity has a character of its own, so that a timeline reads without colour; colours are told

@@ -158,7 +158,7 @@ METRICS: tuple[Metric, ...] = (
 )
 
 IMPOSED_LENGTHS = "lengths of answers are imposed"
-"""What `rollout/imposed_lengths` means to whoever looks at a run: every output repeats it."""
+"""The meaning of `rollout/imposed_lengths`, repeated by every output on a run."""
 
 ALIASES: Mapping[str, str] = {
     "timing_s/step": "time/step_total",
@@ -167,7 +167,7 @@ ALIASES: Mapping[str, str] = {
     "timing_s/update_weights": "time/step_publish",
     "mismatch_kl": "actor/mismatch_kl",
 }
-"""What users know it by, and what we call it."""
+"""The name that users know a metric by, and ours."""
 
 HEADLINES: Mapping[str, str] = {
     "reward": "reward/mean",
@@ -191,7 +191,7 @@ HEADLINES: Mapping[str, str] = {
 
 
 def describe(name: str) -> Metric | None:
-    """What a name means; None for one that is not ours."""
+    """Return what a name means; None for one that is not ours."""
     return next((metric for metric, pattern in _patterns() if pattern.fullmatch(name)), None)
 
 

@@ -107,7 +107,7 @@ def read_steps(path: Path) -> list[dict[str, MetricValue]]:
 
 
 def read_validation(path: Path, version: int) -> dict[str, float]:
-    """What the file says of a version; empty if that is nothing, or there is no file. Raises UserError."""
+    """Return the file's validation of a version; empty if it has none, or there is no file. Raises UserError."""
     lines = [line for line in read_metrics(path) if line[_STEP] == version] if path.exists() else []
     told = lines[-1] if lines else {}
     return {
@@ -156,8 +156,10 @@ def _write_all(file: int, data: bytes) -> None:
 def from_step_line(
     line: StepLine, before: StepLine | None = None, *, step_s: float | None = None
 ) -> dict[str, MetricValue]:
-    """What the scheduler says of a step. `before` is its line of the step before, None if it is not known; `step_s` is
-    how long the step took by the trainer's own clock, of which shares are told then.
+    """Return the scheduler's figures of a step.
+
+    `before` is its line of the step before, None if it is not known; `step_s` is how long the step took by the
+    trainer's own clock, of which shares are told then.
     """
     step_s = line.step_s if step_s is None else step_s
     usd_before = 0.0 if line.step == 0 else None if before is None else before.usd

@@ -37,7 +37,7 @@ _MAX_STEP_LINES = 150
 _MAX_DOTS = 60
 """More steps than this are drawn as a line with their running mean on it."""
 _VISIBLE_SHARE = 0.0005
-"""Of the timeline: what is never longer than this has no place in the legend."""
+"""A share of the timeline: an activity that never lasts longer has no place in the legend."""
 _NEAR_CAP = 2.5
 """A cap that is farther above all answers would only flatten them."""
 _MARKS = {"short": "o", "long": "D"}
@@ -123,7 +123,7 @@ def _curve(axes: "Axes", points: Sequence[tuple[float, float]], colour: str, lab
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Of the last `window` values, fewer at the start."""
+    """Return the mean of the last `window` values at each place, fewer at the start."""
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
@@ -248,7 +248,7 @@ def _means_by_number(points: Sequence[tuple[float, float]]) -> list[tuple[float,
 
 
 def timeline_figure(run: DrawnRun) -> "Figure | None":
-    """One row a worker, coloured by what it did; marks are workers that went."""
+    """Draw a row for each worker, coloured by its activity; marks are workers that went."""
     fleet = run.fleet
     if fleet is None:
         return None
@@ -310,7 +310,7 @@ def _mark_away(axes: "Axes", fleet: DrawnFleet, unit: TimeUnit) -> list[Any]:
     return bands[:1]
 
 
-# What all of them need
+# Shared by all
 
 
 def _known(points: Iterable[tuple[float | None, float | None]]) -> list[tuple[float, float]]:

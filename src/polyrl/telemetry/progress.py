@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal while it goes on; where there is no terminal, one plain line a step.
+"""The display of a run in a terminal while it goes on; without a terminal, one plain line a step.
 
     with Progress() as progress:
         progress.show(RunView(name="arithmetic", step=3, ...))     # whenever something changed; costs nothing
@@ -8,7 +8,7 @@ The loop says what is the case in a RunView, made of plain values; `render` is a
 a thread of its own, at most four times a second, so that a long micro-batch does not freeze the clock.
 
 Rules kept here: nothing is wider than the width given, and what is left out is said. Every state has a character of its
-own beside its colour. What happened is seen by comparing one view with the next.
+own beside its colour. Events are found by comparing one view with the next.
 """
 
 import math
@@ -38,7 +38,7 @@ _LABEL = 8
 _MAX_BAR = 40
 _MAX_NAME = 24
 _STATE_WIDTH = 55
-"""What stands behind a worker's name."""
+"""The words behind a worker's name."""
 _EIGHTHS = "▁▂▃▄▅▆▇█"
 _DIM = "dim"
 
@@ -62,21 +62,21 @@ class RunView(Struct, frozen=True, kw_only=True):
     num_steps: int | None = None
     kind: str = "short"
     phase: str = ""
-    """What the trainer does, in a word or two."""
+    """The trainer's activity, in a word or two."""
     step_began_at: Seconds = 0.0
     """By the clock that the display was given."""
     step_times_s: Sequence[Seconds] = ()
-    """Of steps that are done."""
+    """Seconds of steps that are done."""
     rewards: Sequence[float] = ()
     """Mean reward of every step that is done."""
     num_groups: int = 0
-    """What the step needs."""
+    """Groups that the step needs."""
     num_generated: int = 0
     num_scored: int = 0
     num_trained: int = 0
     workers: Sequence[WorkerView] = ()
     waits: Sequence[str] = ()
-    """Who is waited for and since when, longest first."""
+    """Peers that are waited for and since when, longest first."""
     events: Sequence[str] = ()
     """Last one last."""
     usd: float = 0.0
@@ -263,7 +263,7 @@ def _worker(worker: WorkerView, name_width: int) -> Text:
 
 
 def news(before: Sequence[WorkerView], after: Sequence[WorkerView]) -> list[str]:
-    """Who came and who went, in words."""
+    """Return the workers that came and went, in words."""
     old = {worker.name: worker for worker in before}
     new = {worker.name: worker for worker in after}
     told: list[str] = []

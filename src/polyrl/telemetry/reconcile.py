@@ -1,4 +1,4 @@
-"""Whether an account adds up: each sum of the ledger against a second way to the same number.
+"""Checks that an account adds up: each sum of the ledger against a second way to the same number.
 
     a worker's seconds    by activity; its lives, from when it was seen to join to when it was seen to go
     dollars               of workers, and those lives times their prices; of the trainer, and its price times wall
@@ -6,7 +6,7 @@
     tokens, samples,      kept and trained, and the sum of all steps
     prompts
 
-What arrived or started, and what became of it, are laws of the scheduler (scheduling/invariants.py), checked with them.
+Amounts started and arrived against what became of them are laws of the scheduler (scheduling/invariants.py).
 
 Rules kept here: every law that does not hold is named with both numbers. Seconds and dollars are sums of many floats:
 they agree to a millionth.
@@ -23,7 +23,7 @@ _ABSOLUTE = 1e-6
 
 
 def broken_sums(account: Account) -> list[str]:
-    """One line for each sum that does not hold."""
+    """Return a line for each sum that does not hold."""
     return [*_seconds_and_dollars(account), *_steps(account)]
 
 
@@ -55,7 +55,7 @@ def _sums(of_workers: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
 
 
 def _steps(account: Account) -> Iterator[str]:
-    """What all lines of steps say together; a journal that starts in mid-run does not hold all of them."""
+    """Compare with the lines of all steps; a journal that starts in mid-run does not hold all of them."""
     if not account.is_whole:
         return
     ledger, lines = account.ledger, account.lines

@@ -17,7 +17,7 @@ from polyrl.telemetry.timeline import Span
 
 
 class DrawnStep(NamedTuple):
-    """One step, in the figures that are drawn; None is not known."""
+    """A step, in the figures that are drawn; None is not known."""
 
     step: int
     kind: str
@@ -29,14 +29,14 @@ class DrawnStep(NamedTuple):
     tok_s: float | None
     workers: float | None
     usd: float | None
-    """Of the run so far."""
+    """Dollars of the run so far."""
     reward: float | None = None
     rollout_s: float | None = None
     is_warmup: bool = False
 
 
 class DrawnFleet(NamedTuple):
-    """What every worker did, in the order of the rows. Moments are since the run began."""
+    """The activities of every worker, in the order of the rows. Moments are since the run began."""
 
     rows: Mapping[str, Sequence[Span]]
     ends: Sequence[tuple[str, str, Seconds]]
@@ -53,7 +53,7 @@ class DrawnRun(NamedTuple):
     has_prompts_in_tok_s: bool
     """Tokens a second count prompts too: metrics know them, a journal does not."""
     caveat: str = ""
-    """What nobody should look at it without."""
+    """A warning that belongs to every picture of it; mostly empty."""
     max_new_tokens: int | None = None
 
     @property
@@ -62,7 +62,7 @@ class DrawnRun(NamedTuple):
 
 
 def make_run(name: str, account: Account | None, metrics: Sequence[dict[str, MetricValue]]) -> DrawnRun:
-    """One run from both of its sources; where they say the same, metrics are believed."""
+    """Make a run from both of its sources; where they say the same, metrics are believed."""
     by_step: dict[int, dict[str, MetricValue]] = {}
     if account is not None:
         before = None

@@ -1,4 +1,4 @@
-"""What every worker did and when: spans of activities, one row a worker.
+"""The timeline of a fleet: spans of activities, one row a worker.
 
 The simulator marks what its machines do; an account of a run (account.py) marks what the journal says of each worker.
 """
@@ -11,7 +11,7 @@ from polyrl.ids import Seconds
 
 
 class Span(Struct, frozen=True):
-    """What a machine did, from one moment to another."""
+    """An activity of a machine, from one moment to another."""
 
     start_s: Seconds
     end_s: Seconds
@@ -45,14 +45,14 @@ class Timeline:
 
 
 def moments_of_going(spans: Sequence[Span], total_s: Seconds) -> list[Seconds]:
-    """When a worker ended with nothing right after it, the end of the run aside."""
+    """Return the moments at which a worker ended with nothing right after it, the end of the run aside."""
     nexts = [span.start_s for span in spans[1:]]
     ends = [span.end_s for span in spans]
     return [end for end, then in zip(ends, [*nexts, total_s], strict=True) if then > end and end < total_s]
 
 
 def seconds_by_activity(spans: Iterable[Span], start_s: Seconds, end_s: Seconds) -> dict[str, float]:
-    """What the spans hold of each activity between two moments."""
+    """Return the seconds of each activity between two moments."""
     seconds: dict[str, float] = {}
     for span in spans:
         within = min(span.end_s, end_s) - max(span.start_s, start_s)

@@ -2,8 +2,8 @@
 
     RUN/validated.json      {"version": 20, "rates": {"validation/pass@1": 0.5}}
 
-Who is killed in between leaves it here, for the process that goes on: it tells of it, and knows whether that version is
-the best so far.
+A process killed in between leaves it here for the one that goes on, which tells of it and knows whether that version
+is the best so far.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def note(run_dir: Path, version: int, rates: Mapping[str, float]) -> None:
 
 
 def read(run_dir: Path, version: int) -> dict[str, float]:
-    """What is known of a version, told of or not; empty if that is nothing. Raises UserError."""
+    """Return the validation of a version, told of or not; empty if there is none. Raises UserError."""
     # Without it, a version is validated again.
     with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         last = msgspec.json.decode((run_dir / _FILE_NAME).read_bytes(), type=_Validated)

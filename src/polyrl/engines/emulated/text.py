@@ -1,4 +1,4 @@
-"""What the emulated engine writes: lengths, tokens and log-probabilities that are functions of seed and position.
+"""The emulated engine's text: lengths, tokens and log-probabilities that are functions of seed and position.
 
 So a sample that moves to another worker goes on with the same tokens, and a test can say beforehand what will come.
 """
@@ -28,13 +28,13 @@ TOKEN_STREAM, _PROMPT_STREAM, _SAMPLE_STREAM, _TRACE_STREAM = 0x20, 0x21, 0x22, 
 
 
 class EmulatedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engine is like; docs/concepts/engines.md. Seconds and speeds are those of the emulated machine."""
+    """Settings of the engine (docs/concepts/engines.md). Seconds and speeds are those of the emulated machine."""
 
     slots: AtLeastOne = 64
     tokens_per_s: Positive = 50.0
-    """Of one sample that runs alone."""
+    """The pace of a sample that runs alone."""
     step_per_sample_s: NotNegative = 0.0001
-    """How much longer a decode step is for each further running sample."""
+    """Seconds that each further running sample adds to a decode step."""
     prefill_tokens_per_s: Positive = 20_000.0
     kv_tokens: Count = 0
     """Tokens that fit into the cache; 0: any number."""
@@ -42,12 +42,12 @@ class EmulatedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sigma: Annotated[float, Meta(ge=0, le=10)] = 1.0
     """Spread of the logarithm of lengths. 1.0: one answer in ten is 3.6 times the median or longer."""
     correlation: Share = 0.5
-    """Of the logarithms of the lengths of two answers to one prompt."""
+    """Correlation of the log-lengths of two answers to one prompt."""
     trace: str = ""
     """A file of lengths to pick from instead, a whole number a line."""
     vocab: Annotated[int, Meta(gt=_FIRST_TOKEN, le=LARGEST_TOKEN + 1)] = 32_000
     version: Count | None = None
-    """What is installed from the start; none: nothing."""
+    """The version installed from the start; none: nothing."""
     start_s: NotNegative = 0.0
     install_s: NotNegative = 0.0
     speedup: Positive = 1.0
@@ -67,7 +67,7 @@ class EmulatedEnd(NamedTuple):
 
 
 def ending_of(job: Job, config: EmulatedConfig, recorded: list[int]) -> EmulatedEnd:
-    """Where the job ends if nobody stops it."""
+    """Return where the job ends if nobody stops it."""
     drawn = answer_tokens(job, config, recorded)
     ending = EmulatedEnd(drawn, "stop", True)
     if job.sampling.ignore_eos or drawn > job.max_tokens:
@@ -84,7 +84,7 @@ def ending_of(job: Job, config: EmulatedConfig, recorded: list[int]) -> Emulated
 
 
 def answer_tokens(job: Job, config: EmulatedConfig, recorded: list[int]) -> int:
-    """How long the answer is: drawn, or picked from the recorded lengths if there are any."""
+    """Return the answer's length: drawn, or picked from the recorded lengths if there are any."""
     if recorded:
         return recorded[mix64(job.seed, _TRACE_STREAM) % len(recorded)]
     prompt_key = int.from_bytes(blake2b(pack_tokens(job.prompt), digest_size=8).digest(), "little")

@@ -39,7 +39,7 @@ _MAX_RISE = 0.05
 _NUM_CALM_ROUNDS = 4
 _GRID_PER_DOUBLING = 16
 _MAX_HARM = 0.02
-"""What the way back may cost a round of the other kind, as a share of it."""
+"""The most that the way back may cost a round of the other kind, as a share of it."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class RoundShape(msgspec.Struct, frozen=True):
 
 
 class RoundProgress(msgspec.Struct, frozen=True):
-    """How rounds of one kind go, by tokens."""
+    """Rounds of one kind: their samples, by tokens."""
 
     runs: Survival
     """The share of a round's samples that run longer than so many tokens, whether they then end or are stopped."""
@@ -104,13 +104,13 @@ class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_gain: Share = 0.05
     """A plan that fits is changed only for one predicted to save more than this share of the round's time."""
     reshape_s: NotNegative = 15.0
-    """What changing costs, there and back: a change must save more seconds of the round than this."""
+    """The cost of a change, there and back: it must save more seconds of the round than this."""
     max_tp: AtLeastOne = 8
     """The widest engine: as many devices as one server has."""
     model: ModelShape | None = None
-    """What is run; without it nothing is planned."""
+    """The policy's shape; without it nothing is planned."""
     speed: DecodeSpeed | None = None
-    """How fast one device runs it; without it nothing is planned."""
+    """Decode speed of one device; without it nothing is planned."""
     memory_gb: Positive = 80.0
     """Of one device."""
     memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
@@ -130,7 +130,7 @@ class TpAdvice(msgspec.Struct, frozen=True):
 
 
 class PreemptionWatch(msgspec.Struct):
-    """What engines did in the rounds of one kind: the share of samples put back into the queue for want of KV cache."""
+    """Preemptions in the rounds of one kind: the share of samples put back into the queue for want of KV cache."""
 
     last_share: float = 0.0
     num_calm: int = 0
@@ -154,11 +154,11 @@ class ParallelismState(msgspec.Struct):
     home_tp: int = 0
     """The width that rounds run at if nothing else is worth a change; 0 before the engines were seen."""
     times_by_kind: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
-    """What the last round of each kind was predicted to take, by the widths that come into question."""
+    """Predicted seconds of the last round of each kind, by the widths that come into question."""
     num_samples_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
     """Of the last round of each kind."""
     min_tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
-    """What preemptions have shown to be too narrow is not planned again."""
+    """Widths that preemptions have shown to be too narrow are not planned again."""
     watches: dict[str, PreemptionWatch] = msgspec.field(default_factory=dict)
     num_preemptions: int = 0
     """Of the local engines, when the last step was trained."""
