@@ -118,7 +118,7 @@ class LogProgress:
 
 
 def _list(*, as_json: bool) -> int:
-    from polyrl.config.shipped import show_shipped
+    from polyrl.config.load import show_shipped
     from polyrl.sim.library import list_scenarios
 
     found = list_scenarios()

@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from polyrl.config import hub
+    from polyrl.config.load import show_shipped
     from polyrl.config.recipe_files import list_recipes, load_recipe
-    from polyrl.config.shipped import show_shipped
     from polyrl.engines import registry
     from polyrl.errors import UserError
 

@@ -23,9 +23,18 @@ import msgspec
 
 from polyrl.config.dump import dump_toml, show_path, show_value
 from polyrl.config.explain import explain
+from polyrl.config.nearest import did_you_mean
 from polyrl.errors import ConfigError
 
-__all__ = ["apply_overrides", "build", "dump_toml", "load_toml"]
+__all__ = [
+    "apply_overrides",
+    "build",
+    "dump_toml",
+    "find_shipped",
+    "list_shipped",
+    "load_toml",
+    "show_shipped",
+]
 
 Tree = dict[str, Any]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -174,3 +183,30 @@ def _no_values(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[s
                 yield from _no_values(value, (*path, index))
         case _:
             pass
+
+
+# Files that ship with the package, beside a person's own
+
+
+def list_shipped(folder: Path) -> list[tuple[str, str]]:
+    """(name, what it is about) of every file in a folder of the package, by name."""
+    found = [(path.stem, load_toml(path)) for path in sorted(folder.glob("*.toml"))]
+    return [(name, str(tree.get("about", ""))) for name, tree in found]
+
+
+def show_shipped(found: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in found)
+    return "\n".join(f"{name:<{width}}  {about}" for name, about in found)
+
+
+def find_shipped(name: str, shipped: Path, kind: str, own: Path | None = None) -> Path:
+    """A path (relative to the folder `own`), or the name of one in the folder `shipped`. Raises ConfigError."""
+    path = (own or Path()) / name
+    if path.suffix == ".toml":
+        return path
+    ours = shipped / f"{name}.toml"
+    if ours.is_file():
+        return ours
+    known = [one for one, _ in list_shipped(shipped)]
+    hint, expected = did_you_mean(name, known), f"a file ending in .toml, or one of: {', '.join(known)}"
+    raise ConfigError(f"{name}: no such {kind}; expected {expected}{hint and f'; {hint}'}")

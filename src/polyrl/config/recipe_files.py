@@ -11,10 +11,9 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from polyrl.config.load import apply_overrides, build, load_toml
+from polyrl.config.load import apply_overrides, build, find_shipped, list_shipped, load_toml
 from polyrl.config.plugins import is_own, look_in
 from polyrl.config.recipe import ARITHMETIC, DomainFields, Recipe
-from polyrl.config.shipped import find_shipped, list_shipped
 
 _Fields = TypeVar("_Fields", bound=DomainFields)
 

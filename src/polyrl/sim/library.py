@@ -10,8 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from polyrl.config.load import apply_overrides, build, load_toml
-from polyrl.config.shipped import find_shipped, list_shipped
+from polyrl.config.load import apply_overrides, build, find_shipped, list_shipped, load_toml
 from polyrl.errors import ConfigError
 from polyrl.sim.scenario import Scenario
 
