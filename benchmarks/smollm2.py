@@ -94,7 +94,7 @@ def page(said: dict[str, Any], out: Path) -> None:
     lines = [
         "# A real model learns",
         "",
-        f"    polyrl data model smollm2 --out models/smollm2\n    {words}",
+        f"    python examples/smollm2.py models/smollm2\n    {words}",
         "",
         f"SmolLM2-135M-Instruct (from its PyPI wheel), recipe `{said['recipe']}`, commit {said['commit']}, "
         f"{said['device']}. Accuracy is pass@1 on validation problems, which training never sees.",

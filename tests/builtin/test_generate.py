@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 from tests.builtin.reference import Reference
 from tests.builtin.tiny_models import letters_of, save_letters, save_tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import polyrl
-from polyrl.cli.generate import _Text
 from polyrl.cli.main import main
 
 PROMPT = [40, 41, 42]
@@ -173,22 +170,3 @@ def test_a_worker_whose_model_cannot_be_loaded_says_so_and_leaves(tmp_path):
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"polyrl: error: worker w: {tmp_path}: Oracle is not supported; supported are ")
-
-
-def test_letters_that_take_several_tokens_are_shown_whole_and_nothing_is_lost():
-    text = "zwölf  Krebse \U0001f980\U0001f980 und 12 ≈ 7 + 5\n"
-    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    raw = Tokenizer(models.BPE(alphabet, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
-    shower = _Text(tokenizer)
-    tokens = tokenizer(text)["input_ids"]
-    shown = [shower.add([token]) for token in tokens]
-    assert len(tokens) == len(text.encode())
-    assert "".join(shown) == text
-    assert not any("\ufffd" in piece for piece in shown)
-    assert shower.end() == ""
-    cut = _Text(tokenizer)
-    assert [cut.add(tokens[:2]), cut.add(tokens[2:3]), cut.end()] == ["zw", "", "\ufffd"], (
-        "an answer may end in half a letter"
-    )

@@ -20,7 +20,7 @@ import torch
 
 from polyrl.config.recipe import ArithmeticTask
 from polyrl.run import checkpoints
-from polyrl.starters import arithmetic as warm_start
+from polyrl.starters import arithmetic
 from polyrl.telemetry.metrics import read_metrics
 from polyrl.trainer.state import checkpoint, redo
 
@@ -45,7 +45,7 @@ def polyrl(*arguments: str) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    warm_start.make_model(folder, seed=0, task=ArithmeticTask(), num_steps=200)
+    arithmetic.make_model(folder, seed=0, task=ArithmeticTask(), num_steps=200)
     return folder
 
 

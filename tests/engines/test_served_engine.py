@@ -24,7 +24,7 @@ from tests.engines.killing import Scenario
 from tests.engines.standin.vllm.entrypoints.cli.main import next_token
 from tests.integration.live import run
 
-from polyrl.cli.check_engine import check
+from polyrl.engines.check import check
 from polyrl.engines.contract import ON, EngineContract, RecordingSink, Stage
 from polyrl.engines.engine import Engine, EngineError, Job, Weights
 from polyrl.engines.served import process
@@ -679,25 +679,33 @@ def test_a_server_that_is_attached_to_and_breaks_is_not_left_standing_still(url,
     asyncio.run(asyncio.wait_for(script(), 30.0))
 
 
-def test_a_check_of_a_server_that_is_attached_to_puts_its_version_back(url, tmp_path, monkeypatch, capsys):
+def test_a_check_of_a_server_that_is_attached_to_puts_its_version_back(url, tmp_path, monkeypatch):
     """And replaces nothing that somebody else has installed there."""
     monkeypatch.setattr("polyrl.engines.served.vllm.VllmWeightLoading", lambda http, _: Scripted(http))
     config = ServedConfig(model=str(standins.save_model(tmp_path / "model")), url=url)
 
+    said: list[str] = []
+
+    async def checked() -> None:
+        engine = ServedEngine("vllm", config)
+        try:
+            await check(engine, config.model, said.append)
+        finally:
+            await engine.close()
+
     async def script() -> None:
-        assert await check(ServedEngine("vllm", config), config.model) == 0
+        await checked()
         http = Http(url)
         assert (await http.get("/weight_info", timeout_s=5.0))["weight_version"] == "0"
         await http.post("/update_weight_version", {"new_version": "37"}, timeout_s=5.0)
-        assert await check(ServedEngine("vllm", config), config.model) == 1
+        with pytest.raises(EngineError, match="a check would replace them; expected one that was just started"):
+            await checked()
         assert (await http.get("/weight_info", timeout_s=5.0))["weight_version"] == "37"
         await http.post("/update_weight_version", {"new_version": "default"}, timeout_s=5.0)
         await http.close()
 
     asyncio.run(asyncio.wait_for(script(), 30.0))
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-3:-1] == ["check: put version 0 back", "check: all is well"]
-    assert "a check would replace them; expected one that was just started" in said.err
+    assert said[-3:-1] == ["put version 0 back", "all is well"]
 
 
 def test_a_server_of_another_model_is_not_attached_to(url, tmp_path):

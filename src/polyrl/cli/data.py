@@ -1,14 +1,17 @@
-"""`polyrl data ACTION ...`: make what a run starts from. An action finds what it is about in `args.what`."""
+"""`polyrl data prepare|model WHAT --out PATH`: make what a run starts from, prompts or a small model."""
 
 import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
 
-from polyrl.cli.actions import Action, Actions, add_action, add_options, run_action
+from polyrl.cli.actions import Action, Actions, add_action
+from polyrl.errors import UserError
 
 ACTIONS: Actions = {
-    "prepare": Action("openr1|gsm8k|FILE", "write a data set as JSON lines", "polyrl.cli.data_prepare"),
-    "model": Action(
-        "arithmetic|smollm2", "make a model to start from: a small one, or a real one", "polyrl.cli.data_model"
-    ),
+    "prepare": Action("openr1|gsm8k|FILE", "write a data set as JSON lines"),
+    "model": Action("arithmetic", "make a small model for the arithmetic task"),
 }
 
 EXAMPLES = """\
@@ -21,8 +24,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_action(parser, ACTIONS, EXAMPLES)
     parser.add_argument("what", metavar="WHAT", help="what the action says")
     parser.add_argument("--out", required=True, metavar="PATH", help="where to write it")
-    add_options(parser, ACTIONS)
+    parser.add_argument("--source", metavar="PATH", help="prepare: the downloaded file or directory of openr1 or gsm8k")
+    parser.add_argument("--seed", type=int, default=0, help="model: of its weights and its lessons (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    return run_action(args, ACTIONS)
+    return _prepare(args) if args.action == "prepare" else _model(args)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from polyrl.data.prepare import ANY_FILE, LAYOUTS, prepare
+
+    if args.what in LAYOUTS:
+        if args.source is None:
+            raise UserError(f"--source: missing, expected where {args.what} was downloaded to; nothing is fetched here")
+        done = prepare(args.what, Path(args.source), Path(args.out))
+    elif args.source is not None:
+        raise UserError(f"data prepare: got {args.what!r} and --source, expected openr1 or gsm8k with it, or a file")
+    else:
+        done = prepare(ANY_FILE, Path(args.what), Path(args.out))
+    left_out = f", {done.num_left_out} left out: no prompt or no answer" if done.num_left_out else ""
+    print(f"{args.out}: {done.num_rows} rows{left_out}")
+    return 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    from polyrl.engines import registry
+
+    if args.what != "arithmetic":
+        hint = "; examples/smollm2.py, in a checkout, makes that one" if args.what == "smollm2" else ""
+        raise UserError(f"data model: got {args.what!r}, expected arithmetic{hint}")
+    if args.seed < 0:
+        raise UserError(f"--seed: got {args.seed}, expected 0 or more")
+    registry.check_libraries()
+    folder = Path(args.out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already, expected a new or an empty directory")
+    began = time.monotonic()
+    try:
+        _check_writable(folder)
+        _make_arithmetic(folder, args.seed)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    print(f"{folder}: a model for the arithmetic task, in {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise OSError before half a minute of work, not after it. Nothing is made."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    with tempfile.TemporaryFile(dir=there):
+        pass
+
+
+def _make_arithmetic(folder: Path, seed: int) -> None:
+    from polyrl.config.recipe import ArithmeticTask
+    from polyrl.starters import arithmetic
+
+    def show(step: int, loss: float) -> None:
+        if sys.stderr.isatty():
+            print(f"\rstep {step} of {arithmetic.NUM_STEPS}, loss {loss:.3f}", end="", file=sys.stderr, flush=True)
+
+    try:
+        arithmetic.make_model(folder, seed=seed, task=ArithmeticTask(), show=show)
+    finally:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)

@@ -3,7 +3,11 @@
 import argparse
 import asyncio
 import logging
+import math
+import os
+import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +34,9 @@ goes to the server as it is."""
 
 EXIT_LEFT_BADLY = 1
 """Something failed. A worker that can never take part, as it was started, ends as bad input does."""
+EXIT_TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
+_SIGTERM = "SIGTERM"
+_TAIL_LINES = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,16 +105,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import math
-    import re
-
-    from polyrl.errors import UserError
     from polyrl.run.event_loop import run_loop
+
+    name = _default_name() if args.name is None else args.name
+    _check_options(args, name)
+    engine = _engine(args)
+    level = logging.WARNING if args.quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    return run_loop(_check(args, engine) if args.check else _work(args, name, engine))
+
+
+def _check_options(args: argparse.Namespace, name: str) -> None:
+    from polyrl.errors import UserError
     from polyrl.weights.interfaces import listening_addresses
     from polyrl.wire.control import WORKER_NAME
     from polyrl.wire.frames import MAX_NOTICE_S
 
-    name = _default_name() if args.name is None else args.name
+    is_encrypted = args.join is not None and args.join.startswith("https://")
     if not re.fullmatch(WORKER_NAME, name):
         raise UserError(f"--name: {name!r} is not a name; expected up to 64 letters, digits, dots, dashes, underscores")
     if not 0 <= args.price <= 1e6:
@@ -124,27 +138,15 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--egress-mb-s: {args.egress_mb_s:g}; expected megabytes a second above 0, or 0 for all it can"
         )
-    if args.mooncake and args.join is not None and args.join.startswith("https://"):
+    if args.mooncake and is_encrypted:
         raise UserError("--mooncake: is not encrypted, and the manager is; leave it out")
     if args.relay_on is not None:
-        if args.join is not None and args.join.startswith("https://"):
+        if is_encrypted:
             raise UserError("--relay-on: over https, weights come from the trainer alone; leave it out")
-        listening_addresses(args.relay_on, key="--relay-on")  # said before a model is loaded
-    engine = _engine(args)
-    level = logging.WARNING if args.quiet else logging.INFO
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
-    if args.check:
-        from polyrl.cli.check_engine import check
-
-        return run_loop(check(engine, args.model))
-    return run_loop(_work(args, name, engine))
+        listening_addresses(args.relay_on, key="--relay-on")
 
 
 def _default_name() -> str:
-    import os
-    import re
-    import socket
-
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("-._")[:48]
     return f"{host or 'worker'}-{os.getpid()}"
 
@@ -193,6 +195,33 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
     context = client_tls(args.join, args.ca)
     tls = None if context is None else Tls(None, context, urlsplit(args.join).hostname or "")
     return lambda key: WeightPeer(settings, key, tls)
+
+
+async def _check(args: argparse.Namespace, engine: "Engine") -> int:
+    """Try the engine. A failure is a line, with the end of a server's log."""
+    from polyrl.engines.check import check
+    from polyrl.engines.engine import EngineError
+    from polyrl.engines.served.process import tail
+
+    checking = asyncio.create_task(check(engine, args.model, lambda line: print(f"check: {line}", flush=True)))
+    # SIGTERM ends the check as a failure does: its server is stopped, and its temporary directories are removed.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, checking.cancel, _SIGTERM)
+    try:
+        await checking
+    except asyncio.CancelledError as ended:
+        if ended.args != (_SIGTERM,):
+            raise
+        print("polyrl: error: check: ended by SIGTERM", file=sys.stderr)
+        return EXIT_TERMINATED
+    except EngineError as error:
+        print(f"polyrl: error: check: {error}", file=sys.stderr)
+        log_file = getattr(engine, "log_file", None)
+        for line in tail(log_file, _TAIL_LINES) if isinstance(log_file, Path) else ():
+            print(f"  | {line[:300]}", file=sys.stderr)
+        return EXIT_LEFT_BADLY
+    finally:
+        await engine.close()
+    return 0
 
 
 async def _work(args: argparse.Namespace, name: str, engine: "Engine") -> int:

@@ -1,1 +1,1 @@
-"""Small models to start from: one made for the arithmetic task, and SmolLM2 from its wheel."""
+"""Small models to start reinforcement learning from."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyrl.errors import UserError
 from polyrl.manager.serving.failures import AskError, wrong
@@ -26,6 +26,14 @@ _LONG_CONTEXT = 131072
 """Where a model does not say how much it can read."""
 _LONGEST_WINDOW = 64
 """Tokens that make no whole character, one after the other, before they are taken to be none."""
+
+
+class TokenDecoder(Protocol):
+    """What a `Reader` needs of a model."""
+
+    end_ids: frozenset[int]
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
 
 class TextModel:
@@ -126,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
 class Reader:
     """Reads one answer as it comes. Without a model there is no text, and tokens are only counted."""
 
-    def __init__(self, model: TextModel | None, stops: Sequence[str]) -> None:
+    def __init__(self, model: TokenDecoder | None, stops: Sequence[str]) -> None:
         if stops and model is None:
             raise wrong("stop", "this manager has no tokenizer, so there is no text; give stop_token_ids")
         self._model = model
@@ -170,7 +178,7 @@ class Reader:
             self._decode(self._model, at_end=True)
             self._look_for_stops(at_end=True)
 
-    def _decode(self, model: TextModel, *, at_end: bool) -> None:
+    def _decode(self, model: TokenDecoder, *, at_end: bool) -> None:
         window = model.decode(self._ids[self._begin :])
         sure = window if at_end else window.rstrip(NOT_A_CHARACTER)
         self._text += sure[self._num_known :]

@@ -11,35 +11,35 @@ from polyrl.config.recipe import ArithmeticTask
 from polyrl.data import characters
 from polyrl.data.arithmetic import Problem, draw_problem, is_correct
 from polyrl.errors import UserError
-from polyrl.starters import arithmetic as warm_start
+from polyrl.starters import arithmetic
 
 TASK = ArithmeticTask()
 PROBLEM = Problem((3, 5, 4, 2))
 
 
-def text_of(demonstration: warm_start.Demonstration) -> str:
+def text_of(demonstration: arithmetic.Demonstration) -> str:
     assert demonstration.prompt == characters.encode(PROBLEM.prompt)
     assert demonstration.answer[-1] == characters.END_ID
     return characters.decode(demonstration.answer)
 
 
 def test_the_patient_teacher_shows_the_solution():
-    assert text_of(warm_start.demonstrate(PROBLEM, 0.0, random.Random(0))) == PROBLEM.solution
+    assert text_of(arithmetic.demonstrate(PROBLEM, 0.0, random.Random(0))) == PROBLEM.solution
 
 
 def test_the_impatient_teacher_works_right_up_to_a_guess():
-    guessed = [text_of(warm_start.demonstrate(PROBLEM, 1.0, random.Random(seed))) for seed in range(40)]
+    guessed = [text_of(arithmetic.demonstrate(PROBLEM, 1.0, random.Random(seed))) for seed in range(40)]
     assert all(text.startswith("=") and text[1:].isdecimal() for text in guessed)
     assert sum(is_correct(text, PROBLEM.answer) for text in guessed) < 10
     for seed in range(200):
-        text = text_of(warm_start.demonstrate(PROBLEM, 0.4, random.Random(seed)))
+        text = text_of(arithmetic.demonstrate(PROBLEM, 0.4, random.Random(seed)))
         worked, _, _ = text.rpartition("=")
         assert text == PROBLEM.solution or PROBLEM.solution.startswith(worked)
 
 
 def test_the_directory_loads_as_any_other_and_the_same_seed_gives_the_same_weights(tmp_path):
     for name in ("one", "two"):
-        warm_start.make_model(tmp_path / name, seed=3, task=TASK, num_steps=10)
+        arithmetic.make_model(tmp_path / name, seed=3, task=TASK, num_steps=10)
     one = AutoModelForCausalLM.from_pretrained(tmp_path / "one", local_files_only=True)
     two = AutoModelForCausalLM.from_pretrained(tmp_path / "two", local_files_only=True)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
@@ -52,9 +52,9 @@ def test_the_directory_loads_as_any_other_and_the_same_seed_gives_the_same_weigh
 @pytest.mark.parametrize("num_bytes", [10_000, 1000], ids=["weights", "configuration"])
 def test_a_disk_that_is_full_is_one_line_and_leaves_no_file(tmp_path, monkeypatch, num_bytes):
     if num_bytes == 1000:
-        monkeypatch.setattr(warm_start, "save_file", lambda *given, **named: None)
+        monkeypatch.setattr(arithmetic, "save_file", lambda *given, **named: None)
     with files_of_at_most(num_bytes), pytest.raises(UserError, match=rf"^{tmp_path}: cannot be written: .*too large"):
-        warm_start.make_model(tmp_path, seed=3, task=TASK, num_steps=1)
+        arithmetic.make_model(tmp_path, seed=3, task=TASK, num_steps=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -62,7 +62,7 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_no_file(tmp_path, monkeypatc
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(5))
 def test_it_is_right_in_about_three_answers_of_ten(tmp_path, seed):
-    warm_start.make_model(tmp_path, seed=seed, task=TASK)
+    arithmetic.make_model(tmp_path, seed=seed, task=TASK)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
     problems = [draw_problem(TASK, seed, "validation", index) for index in range(400)]
     torch.manual_seed(seed)
