@@ -138,8 +138,8 @@ MISTAKES = {
         "rows",
     ): "--ot: unknown option; did you mean --out?",  # and not: --out is missing
     ("worker", "--chek", "--", "--host"): "--chek: unknown option; did you mean --check?",
-    ("worker", "--engine", "vlm"): (
-        "--engine: got 'vlm', expected one of emulated, builtin, vllm, sglang; did you mean vllm?"
+    ("worker", "--check", "--engine", "vlm"): (
+        '--engine: unknown name "vlm"; expected emulated, builtin, vllm, sglang, or module:Class; did you mean vllm?'
     ),
     ("weights", "inpect", "x"): (
         "ACTION: got 'inpect', expected one of inspect, verify, diff, serve, pull; did you mean inspect?"
