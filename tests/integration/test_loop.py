@@ -21,11 +21,12 @@ from polyrl.scheduling.core.parameters import DomainData
 from polyrl.trainer.batch import TrainGroup
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.guard import MismatchGuard
-from polyrl.trainer.loop import Loop, Offer, StepReport
+from polyrl.trainer.loop import Loop, StepReport
 from polyrl.trainer.state import redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.saving import Rules, Saver
 from polyrl.trainer.step import Added, StepStats
+from polyrl.weights.server import Offer
 from polyrl.wire import frames
 
 NUM_PROMPTS = 6
@@ -51,7 +52,7 @@ class CountingSteps:
 
 class Publisher:
     async def publish(self, version: int) -> Offer:
-        return Offer(version, "", ())
+        return Offer(version, "", 0, ())
 
 
 class Listener:

@@ -28,7 +28,7 @@ from polyrl.manager.settings import JournalSettings, ManagerSettings
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.core.samples import Sample
+from polyrl.scheduling.core.samples import TrackedSample
 from polyrl.scheduling.invariants import check
 from polyrl.scheduling.rules.staleness import oldest_version
 from polyrl.wire import columns, frames
@@ -112,7 +112,7 @@ sampling = st.builds(
     imposed=st.one_of(*[st.none()] * 3, st.just(ImposedLengths()), imposed),
 )
 prompts = st.builds(frames.PromptPayload, groups, st.sampled_from([b"", b"abc", *[b"abcdefgh"] * 9]), sampling)
-outcomes: st.SearchStrategy[frames.Outcome] = st.sampled_from(
+outcomes: st.SearchStrategy[frames.RewardOutcome] = st.sampled_from(
     ("scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward")
 )
 seqs = st.just(1)
@@ -431,7 +431,7 @@ class Talk(RuleBasedStateMachine):
             has_digest = bool(self.lobby.need_run().payload.digest_of(worker.version))
             assert worker.version == -1 or has_digest == self.has_weights
 
-    def check_text(self, sample: Sample) -> None:
+    def check_text(self, sample: TrackedSample) -> None:
         """What is kept of a sample is what the scheduler says of it, and was written by who might write it."""
         text = self.lobby.need_run().payload.texts.get(sample.id)
         if text is None:

@@ -11,7 +11,7 @@ from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.ledger import Ledger
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, RoutingConfig, SchedulerConfig
-from polyrl.scheduling.core.samples import Sample
+from polyrl.scheduling.core.samples import TrackedSample
 from polyrl.scheduling.invariants import check
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -171,7 +171,7 @@ class Driver:
     def ledger(self) -> Ledger:
         return self.scheduler.ledger
 
-    def sample(self, name: str) -> Sample:
+    def sample(self, name: str) -> TrackedSample:
         return self.scheduler.desk.state.samples[parse_sample(name)]
 
     def duty(self, name: str) -> str:

@@ -9,12 +9,12 @@ from tests.unit.workers import worker
 from polyrl.ids import Incarnation, WorkerName
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
-from polyrl.scheduling.core.fleet import Fleet, Speed, settle
+from polyrl.scheduling.core.fleet import FleetState, Speed, settle
 from polyrl.scheduling.core.ledger import Ledger
 
 
 def test_news_is_of_that_very_life_or_of_nobody():
-    fleet = Fleet()
+    fleet = FleetState()
     fleet.add(worker(1), 0.0)
     assert fleet.find(WorkerName("w1"), Incarnation(1)) is fleet.seats[1]
     assert fleet.find(WorkerName("w1"), Incarnation(2)) is None
@@ -22,7 +22,7 @@ def test_news_is_of_that_very_life_or_of_nobody():
 
 
 def test_the_mean_number_of_workers_is_weighted_by_time():
-    fleet = Fleet()
+    fleet = FleetState()
     first, second = worker(1), worker(2)
     fleet.add(first, 0.0)
     fleet.add(second, 6.0)
@@ -33,7 +33,7 @@ def test_the_mean_number_of_workers_is_weighted_by_time():
 
 
 def test_a_draining_worker_counts_no_more_and_is_not_subtracted_twice():
-    fleet = Fleet()
+    fleet = FleetState()
     one = worker(1)
     fleet.add(one, 0.0)
     fleet.start_drain(one, 5.0)
@@ -44,7 +44,7 @@ def test_a_draining_worker_counts_no_more_and_is_not_subtracted_twice():
 
 
 def test_a_local_worker_is_not_one_of_the_fleet():
-    fleet = Fleet()
+    fleet = FleetState()
     fleet.add(worker(1, local=True), 0.0)
     assert fleet.num_remote == 0
     assert [one.seat for one in fleet.local()] == [1]

@@ -177,7 +177,7 @@ class Fleet:
         self._has_published = False
         self._first_open_step = 0
         """What is told of steps before it is old: a break came before the manager heard that they are done."""
-        self._wanted: dict[int, frames.GroupPlan] = {}
+        self._wanted: dict[int, frames.PlannedGroup] = {}
         """Groups whose prompts are still to be supplied, by group."""
         self._in_parts: dict[int, tuple[Sample, ...]] = {}
         """The beginnings of groups whose rest has not come yet. After a break they come from their beginning."""
@@ -429,7 +429,7 @@ class Fleet:
 
     async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
         sample = _sample(one.text, one.origin)
-        outcome: frames.Outcome = "scored"
+        outcome: frames.RewardOutcome = "scored"
         result = RewardResult(0.0)
         limit = asyncio.timeout(one.timeout_s)
         try:
@@ -495,7 +495,7 @@ class _Round:
         return not voided and self.seen.issuperset(self.closed.delivered)
 
 
-def _ask_for_some(prompt_of: PromptOf, plans: list[frames.GroupPlan]) -> tuple[frames.PromptPayload, ...]:
+def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tuple[frames.PromptPayload, ...]:
     """The first prompts of these, at least one: as many as fit into a frame, or are there in a moment."""
     prompts: list[frames.PromptPayload] = []
     num_bytes, until = 0, time.monotonic() + _ASK_FOR_S

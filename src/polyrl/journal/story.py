@@ -18,7 +18,7 @@ from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import State
 from polyrl.scheduling.core.parameters import SchedulerConfig
-from polyrl.scheduling.core.samples import NO_LEASE, Sample
+from polyrl.scheduling.core.samples import NO_LEASE, TrackedSample
 from polyrl.scheduling.scheduler import Scheduler
 
 _PHASES = {
@@ -83,7 +83,7 @@ class _Teller:
         # The sample after the last event.
         self._opened_at: Seconds | None = None
         self._now: Seconds = 0.0
-        self._before: Sample | None = None
+        self._before: TrackedSample | None = None
         self._heard_at: Seconds = 0.0
         self._phase: str | None = "waiting for a worker"
         self._since: Seconds = 0.0
@@ -178,7 +178,7 @@ class _Teller:
             outcome += f" with {event.cpu_s:.1f} s of CPU time"
         self._say(f"scoring attempt {event.attempt}: {outcome}")
 
-    def _tell_lease_end(self, event: e.Event, commands: Sequence[c.Command], sample: Sample | None) -> None:
+    def _tell_lease_end(self, event: e.Event, commands: Sequence[c.Command], sample: TrackedSample | None) -> None:
         before, turn = self._before, self._turn
         if before is None or turn is None or before.lease in (NO_LEASE, None if sample is None else sample.lease):
             return
@@ -235,7 +235,7 @@ class _Teller:
             case _:
                 pass
 
-    def _tell_end(self, event: e.Event, commands: Sequence[c.Command], sample: Sample | None) -> None:
+    def _tell_end(self, event: e.Event, commands: Sequence[c.Command], sample: TrackedSample | None) -> None:
         if isinstance(event, e.StepTrained) and "in training" in self._spent:
             self.until, line = f"it was trained in step {event.step}", f"trained in step {event.step}"
         elif self._is_answered:
@@ -244,7 +244,7 @@ class _Teller:
             self.until, line = "it was discarded", f"discarded: {self._why_discarded(event, commands, sample)}"
         self._say(line)
 
-    def _why_discarded(self, event: e.Event, commands: Sequence[c.Command], sample: Sample | None) -> str:
+    def _why_discarded(self, event: e.Event, commands: Sequence[c.Command], sample: TrackedSample | None) -> str:
         if self._why_closed is not None:
             return self._why_closed
         if isinstance(event, e.StepTrained):
@@ -295,7 +295,7 @@ def _several(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _phase_of(state: State, sample: Sample) -> str | None:
+def _phase_of(state: State, sample: TrackedSample) -> str | None:
     """Return what a sample's time is spent on, or None when it has ended."""
     if sample.state == "discarded":
         return None

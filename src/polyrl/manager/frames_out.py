@@ -119,10 +119,10 @@ def _tell_trainer(run: Run, command: c.Command) -> None:
         case c.OpenRound():
             for group in command.groups:
                 run.payload.expect(command.step, group.group)
-            run.say_to_trainer(opened(command.step, command.kind, command.groups, command.why))
+            run.say_to_trainer(frames.Opened(command.step, command.kind, command.groups, command.why))
         case c.AddGroup():
             run.payload.expect(command.step, command.group.group)
-            run.say_to_trainer(opened(command.step, "", (command.group,), command.why))
+            run.say_to_trainer(frames.Opened(command.step, "", (command.group,), command.why))
         case c.CancelScore():
             run.say_to_trainer(frames.CancelScoring(command.sample, command.attempt))
         case c.DeliverGroup():
@@ -227,8 +227,3 @@ def closed(run: Run, step: Step) -> frames.Closed:
     groups = [desk.groups[group] for group in desk.rounds[step].groups]
     delivered, taken = (tuple(one.id for one in groups if one.state == state) for state in ("delivered", "taken"))
     return frames.Closed(step, delivered, taken)
-
-
-def opened(step: int, kind: str, groups: tuple[c.PlannedGroup, ...], why: str) -> frames.Opened:
-    plans = (frames.GroupPlan(one.group, one.domain, one.prompt, one.epoch, one.num_samples) for one in groups)
-    return frames.Opened(step, kind, tuple(plans), why)

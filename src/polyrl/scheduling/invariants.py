@@ -8,7 +8,7 @@ from polyrl.errors import LawViolation
 from polyrl.ids import Seconds, Version, show_sample
 from polyrl.scheduling.core.desk import Desk, State
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import failures
 from polyrl.scheduling.rules.staleness import newest_step, oldest_version
 from polyrl.scheduling.rules.tail_batching import num_extra
@@ -43,7 +43,7 @@ def _law(holds: bool, message: str) -> None:
         raise LawViolation(message)
 
 
-def _check_sample(desk: Desk, sample: Sample) -> None:
+def _check_sample(desk: Desk, sample: TrackedSample) -> None:
     name = f"sample {show_sample(sample.id)}"
     state = desk.state
     group = state.groups.get(sample.group)
@@ -66,7 +66,7 @@ def _check_sample(desk: Desk, sample: Sample) -> None:
     )
 
 
-def _check_group(desk: Desk, group: Group) -> None:
+def _check_group(desk: Desk, group: TrackedGroup) -> None:
     name = f"group {group.id}"
     samples = [desk.state.samples[one] for one in group.sample_ids()]
     kept = [one for one in samples if one.kept]
@@ -86,7 +86,7 @@ def _check_group(desk: Desk, group: Group) -> None:
         _law(running == 0, f"{name} has its place and still generates")
 
 
-def _check_asked(desk: Desk, group: Group) -> None:
+def _check_asked(desk: Desk, group: TrackedGroup) -> None:
     name = f"asked group {group.id}"
     states = [desk.state.samples[one].state for one in group.sample_ids()]
     _law(group.id in desk.asked.groups, f"{name} is not among those that were asked")

@@ -61,7 +61,7 @@ from polyrl.scheduling.core.events import (
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.ledger import Ledger
 from polyrl.scheduling.core.parameters import SchedulerConfig
-from polyrl.scheduling.core.samples import Sample
+from polyrl.scheduling.core.samples import TrackedSample
 from polyrl.scheduling.parts import (
     asking,
     balancing,
@@ -385,7 +385,7 @@ class Scheduler:
             else:
                 rounds.sample_failed(desk, sample, round_, now)
 
-    def _clear(self, sample: Sample, now: Seconds) -> None:
+    def _clear(self, sample: TrackedSample, now: Seconds) -> None:
         """An answer shows that its worker is well, and that whoever failed the group before is not."""
         desk = self.desk
         worker, group = desk.seats[sample.worker], desk.groups[sample.group]

@@ -14,12 +14,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from polyrl.engines.finishing import finish_first
+from polyrl.scheduling.core.events import Duty
 
 T = TypeVar("T")
-Duty = Literal["generating", "training"]
 
 
 class Sleeper(Protocol):

@@ -32,6 +32,7 @@ from polyrl.trainer.batch import TrainGroup as TrainedGroup
 from polyrl.trainer.batch import TrainSample, TrainSegment, is_zero_variance, shaped_reward
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.step import Steps, StepStats
+from polyrl.weights.server import Offer
 
 log = logging.getLogger("polyrl.trainer")
 
@@ -50,14 +51,6 @@ RejectedGroups = dict[int, list[float]]
 
 class NothingCameError(UserError):
     """No sample of a round was generated and scored."""
-
-
-class Offer(NamedTuple):
-    """A version that workers can fetch."""
-
-    version: int
-    digest: str
-    addresses: tuple[str, ...]
 
 
 class Publisher(Protocol):

@@ -20,11 +20,10 @@ from polyrl.engines.engine import Weights
 from polyrl.engines.finishing import finish_first
 from polyrl.ids import Version
 from polyrl.trainer.local_engine import LocalEngine
-from polyrl.trainer.loop import Offer
 from polyrl.trainer.model import Policy, is_about_memory
 from polyrl.weights import tensors
 from polyrl.weights.delta import Encoded
-from polyrl.weights.server import WeightServer
+from polyrl.weights.server import Offer, WeightServer
 from polyrl.weights.tensors_gpu import GpuDeltaEncoder
 
 log = logging.getLogger("polyrl.trainer")
@@ -70,7 +69,7 @@ class Publishing:
         if self._gather is not None:  # it was gathered on the way
             await self._install(version)
         self._known = {version: offer.digest}
-        return Offer(offer.version, offer.digest, offer.addresses)
+        return offer
 
     async def _install(self, version: int) -> None:
         write = self._policy.engine_writer()

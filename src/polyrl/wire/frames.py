@@ -20,17 +20,18 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from polyrl.errors import plain
+from polyrl.scheduling.core.commands import PlannedGroup
+from polyrl.scheduling.core.events import Duty, RewardOutcome
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.wire.imposed import ImposedLengths
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_WORKER_FRAME_BYTES = 16 << 20
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 MAX_REPLACED = 64
 
 EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
 """`stop` and `length` end the answer; the others end the lease alone."""
-Outcome = Literal["scored", "timed_out", "crashed", "refused", "infrastructure_failed", "no_reward"]
 
 Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -39,7 +40,6 @@ _MAX_TEXT = 2000
 PeerText = Annotated[str, Meta(max_length=_MAX_TEXT)]
 """A peer's words. They go into logs and onto terminals: each frame has its own made plain, as it is decoded."""
 Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
-Duty = Literal["generating", "training"]
 Parts = Annotated[dict[Annotated[str, Meta(max_length=130)], float], Meta(max_length=1024)]
 """What a reward is made of, by name."""
 MAX_NOTICE_S = 86_400.0
@@ -307,7 +307,7 @@ class Scored(Frame, frozen=True, tag="scored"):
     seq: Natural
     sample: Natural
     attempt: Natural
-    outcome: Outcome
+    outcome: RewardOutcome
     value: float
     correct: bool
     cpu_s: float
@@ -407,20 +407,12 @@ FromTrainer = TrainerHello | Statement
 # Manager to trainer
 
 
-class GroupPlan(Struct, frozen=True, array_like=True, gc=False):
-    group: int
-    domain: int
-    prompt: int
-    epoch: int
-    num_samples: int
-
-
 class Opened(Frame, frozen=True, tag="opened"):
     """A round has begun, or is still open: these groups want their prompts."""
 
     step: int
     kind: str
-    groups: tuple[GroupPlan, ...]
+    groups: tuple[PlannedGroup, ...]
     why: str
 
 

@@ -162,7 +162,7 @@ def _greet(run: Run, session: TrainerSession) -> None:
     for round_ in desk.rounds.values():
         missing = [desk.groups[one] for one in round_.groups if one not in run.payload.prompts]
         plans = tuple(c.PlannedGroup(one.id, one.domain, one.prompt, one.epoch, one.num_samples) for one in missing)
-        session.say(frames_out.opened(round_.step, round_.kind, plans, "it is open"))
+        session.say(frames.Opened(round_.step, round_.kind, plans, "it is open"))
         for group_id in round_.groups:
             group = desk.groups[group_id]
             if group.state == "delivered":

@@ -19,7 +19,7 @@ from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.run import AT_LAST_S, Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.core.samples import NO_VERSION, Sample
+from polyrl.scheduling.core.samples import NO_VERSION, TrackedSample
 from polyrl.scheduling.parts.hearing import teaches
 from polyrl.scheduling.rules.weight_delivery import TRAINER
 from polyrl.wire import columns, frames
@@ -266,7 +266,7 @@ def _own_addresses(lobby: Lobby, session: WorkerSession, claimed: tuple[str, ...
     return own
 
 
-def _order_again(run: Run, lease: LeaseId, sample: Sample) -> None:
+def _order_again(run: Run, lease: LeaseId, sample: TrackedSample) -> None:
     """Start, or end, a lease that its worker never heard of or has forgotten."""
     if sample.state == "stopping":
         run.tell(e.LeaseEnded(lease, run.payload.text(sample.id).num_tokens, "handed_over"))

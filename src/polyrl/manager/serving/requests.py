@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from msgspec import Meta, Struct
 
 from polyrl.manager.serving.failures import wrong
+from polyrl.wire.control import TokenId
 from polyrl.wire.frames import Sampling
 
 MAX_CHOICES = 128
@@ -22,7 +23,6 @@ _LARGEST_TOKEN = (1 << 31) - 1
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 AtLeastOne = Annotated[int, Meta(ge=1, lt=1 << 31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
-TokenId = Annotated[int, Meta(ge=0, le=_LARGEST_TOKEN)]
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

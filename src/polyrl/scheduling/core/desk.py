@@ -11,10 +11,10 @@ from msgspec import Struct, field
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
 from polyrl.scheduling.core.commands import Command, RoundKind
 from polyrl.scheduling.core.deadlines import Deadlines, Wait
-from polyrl.scheduling.core.fleet import Fleet
+from polyrl.scheduling.core.fleet import FleetState
 from polyrl.scheduling.core.ledger import Ledger, StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
-from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules import seeding, tail_batching
 from polyrl.scheduling.rules.lengths import LengthModel
 from polyrl.scheduling.rules.parallelism import ParallelismState
@@ -79,9 +79,9 @@ class State(Struct):
     budgets: RewardBudgets
     parallelism: ParallelismState = field(default_factory=ParallelismState)
     scaling: ScalingState = field(default_factory=ScalingState)
-    fleet: Fleet = field(default_factory=Fleet)
-    samples: dict[SampleId, Sample] = {}
-    groups: dict[GroupId, Group] = {}
+    fleet: FleetState = field(default_factory=FleetState)
+    samples: dict[SampleId, TrackedSample] = {}
+    groups: dict[GroupId, TrackedGroup] = {}
     rounds: dict[Step, Round] = {}
     asked: Round = field(default_factory=Round.of_asked)
     """Groups that no step trains on (asking.py)."""
@@ -132,7 +132,7 @@ class Desk:
         self.state = state
         self.planner = Planner(config.rounds, config.domains, config.seed, config.num_epochs)
         self.deadlines = Deadlines(state.deadlines)
-        self.leases: dict[LeaseId, Sample] = {
+        self.leases: dict[LeaseId, TrackedSample] = {
             sample.lease: sample for sample in state.samples.values() if sample.lease != NO_LEASE
         }
         self.router = Router(config.routing, state.fleet.seats)
@@ -163,6 +163,6 @@ class Desk:
         self.budgets.config, self.num_rewards = self.config.rewards, self.config.rewards.slots
         self.router.config = self.config.routing
 
-    def round_of(self, sample: Sample) -> Round:
+    def round_of(self, sample: TrackedSample) -> Round:
         """Where a sample is counted."""
         return self.asked if sample.group in self.asked.groups else self.rounds[self.groups[sample.group].step]

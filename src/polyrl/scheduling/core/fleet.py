@@ -196,7 +196,7 @@ class Worker(Struct):
         return "idle" if self.state == "active" else "pulling"
 
 
-class Fleet(Struct):
+class FleetState(Struct):
     seats: dict[int, Worker] = {}
     by_name: dict[WorkerName, int] = {}
     last_incarnations: dict[WorkerName, Incarnation] = {}

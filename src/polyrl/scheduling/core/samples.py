@@ -32,7 +32,7 @@ ASKED = Step(-1)
 """The step of groups that no step trains on (asking.py)."""
 
 
-class Sample(Struct, gc=False):
+class TrackedSample(Struct, gc=False):
     id: SampleId
     group: GroupId
     kept: bool
@@ -59,7 +59,7 @@ class Sample(Struct, gc=False):
     """Its tokens at the last look for stalled leases; -1 when there was none under its present lease."""
 
 
-class Group(Struct, gc=False):
+class TrackedGroup(Struct, gc=False):
     id: GroupId
     step: Step
     domain: int

@@ -18,13 +18,13 @@ from polyrl.scheduling.core.commands import Abort, AddAsked, CloseAsked
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import GroupWithdrawn, SampleStopped
 from polyrl.scheduling.core.ledger import DiscardCause
-from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Group, Sample
+from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import leases
 
 
 def ask(desk: Desk, num_samples: int) -> None:
     state = desk.state
-    group = Group(
+    group = TrackedGroup(
         id=GroupId(state.next_group),
         step=ASKED,
         domain=-1,
@@ -39,7 +39,7 @@ def ask(desk: Desk, num_samples: int) -> None:
     state.groups[group.id] = group
     desk.asked.groups[group.id] = None
     for sample in group.sample_ids():
-        state.samples[sample] = Sample(sample, group.id, kept=True)
+        state.samples[sample] = TrackedSample(sample, group.id, kept=True)
         desk.asked.fresh.insert(0, sample)  # the last one is the first out
     desk.asked.num_waiting += num_samples
     state.ledger.samples_started += num_samples
@@ -47,7 +47,7 @@ def ask(desk: Desk, num_samples: int) -> None:
     desk.place_due = True
 
 
-def sample_answered(desk: Desk, sample: Sample, now: Seconds) -> None:
+def sample_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     """An answer has ended by itself."""
     leases.end_lease(desk, sample, desk.asked, now)
     _end(desk, sample)
@@ -78,12 +78,12 @@ def withdraw(desk: Desk, event: GroupWithdrawn, now: Seconds) -> None:
         desk.ledger.late_news += 1
 
 
-def fail(desk: Desk, sample: Sample, now: Seconds) -> None:
+def fail(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     """No worker could generate it: who asked for several answers gets none."""
     _discard(desk, sample.group, "failed", "no worker could generate it", now)
 
 
-def _end(desk: Desk, sample: Sample) -> None:
+def _end(desk: Desk, sample: TrackedSample) -> None:
     sample.state = "generated"
     group = desk.groups[sample.group]
     group.num_generated += 1
@@ -101,7 +101,7 @@ def _discard(desk: Desk, group_id: GroupId, cause: DiscardCause, why: str, now: 
     _close(desk, group, answered=False, why=why)
 
 
-def _close(desk: Desk, group: Group, *, answered: bool, why: str) -> None:
+def _close(desk: Desk, group: TrackedGroup, *, answered: bool, why: str) -> None:
     for one in group.sample_ids():
         del desk.samples[one]
     del desk.groups[group.id]

@@ -18,11 +18,11 @@ from polyrl.ids import Version
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import LeaseEnd
 from polyrl.scheduling.core.fleet import Worker
-from polyrl.scheduling.core.samples import ASKED, Group, Sample
+from polyrl.scheduling.core.samples import ASKED, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.staleness import oldest_version
 
 
-def note(desk: Desk, worker: Worker, group: Group) -> None:
+def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
     """A worker failed a sample of this group. Whose fault that is, shows later."""
     if worker.seat not in group.failed_on:
         group.failed_on.append(worker.seat)
@@ -31,14 +31,14 @@ def note(desk: Desk, worker: Worker, group: Group) -> None:
         worker.failed_groups.append(group.id)
 
 
-def has_failed(desk: Desk, worker: Worker, sample: Sample, reason: LeaseEnd) -> bool:
+def has_failed(desk: Desk, worker: Worker, sample: TrackedSample, reason: LeaseEnd) -> bool:
     """Whether somebody is to blame that a lease has ended so."""
     if reason == "handed_over":
         return sample.state != "stopping" and desk.state.rules > 0
     return not (worker.down and sample.num_tokens > sample.moved_at)  # what kills an engine does so at its start
 
 
-def is_inherited(desk: Desk, sample: Sample, reason: LeaseEnd) -> bool:
+def is_inherited(desk: Desk, sample: TrackedSample, reason: LeaseEnd) -> bool:
     """Whether the tokens that a worker was to go on from may be what it refused: it writes none before it refuses."""
     asked = sample.group in desk.asked.groups  # these were shown already
     return reason == "refused" and sample.num_tokens > 0 and not asked and desk.state.rules > 0
@@ -50,7 +50,7 @@ def rejected(desk: Desk, worker: Worker) -> bool:
     return worker.num_rejected >= desk.config.fleet_rules.max_failures and worker.state != "draining"
 
 
-def answered(desk: Desk, worker: Worker, group: Group) -> list[Worker]:
+def answered(desk: Desk, worker: Worker, group: TrackedGroup) -> list[Worker]:
     """A worker has answered a sample of this group. Returns those that are to be given up for having failed it."""
     worker.failed_groups, worker.num_faults = [], 0
     guilty: list[Worker] = []
@@ -65,19 +65,19 @@ def answered(desk: Desk, worker: Worker, group: Group) -> list[Worker]:
     return guilty
 
 
-def why_given_up(desk: Desk, group: Group) -> str:
+def why_given_up(desk: Desk, group: TrackedGroup) -> str:
     """Why a group that was just refused is not tried any more; empty when it is."""
     if len(group.failed_on) > 1:
         return "a second worker refused it"
     return "" if others(desk, group) else "the only worker that is there refused it"
 
 
-def others(desk: Desk, group: Group) -> list[Worker]:
+def others(desk: Desk, group: TrackedGroup) -> list[Worker]:
     """Who can write and has not failed the group, with or without room for it now."""
     return [one for one in _able(desk, group) if one.seat not in group.failed_on]
 
 
-def choose(desk: Desk, sample: Sample, group: Group) -> Worker | None:
+def choose(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> Worker | None:
     """The worker for a sample that failed; None when all that should have it are full.
 
     Who has failed nothing comes before who has not failed this group, and that before anybody: several workers that
@@ -92,7 +92,7 @@ def choose(desk: Desk, sample: Sample, group: Group) -> Worker | None:
     return wanted or min(with_room, key=lambda one: (len(one.leases) / one.capacity, one.spot, one.seat))
 
 
-def _able(desk: Desk, group: Group) -> list[Worker]:
+def _able(desk: Desk, group: TrackedGroup) -> list[Worker]:
     is_asked = group.step == ASKED
     oldest = Version(0) if is_asked else oldest_version(group.step, desk.config.max_staleness)
     return [

@@ -12,7 +12,7 @@ from polyrl.scheduling.core.commands import Abort, ForgetTokens, Generate, HandO
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker, settle
 from polyrl.scheduling.core.ledger import DiscardCause
-from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Group, Round, Sample
+from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import failures
 from polyrl.scheduling.rules.staleness import oldest_version
 
@@ -79,7 +79,7 @@ def _place_failed(desk: Desk, round_: Round, now: Seconds) -> None:
         _grant(desk, sample, group, round_, worker, now)
 
 
-def _first_waiting(samples: dict[SampleId, Sample], round_: Round) -> Sample:
+def _first_waiting(samples: dict[SampleId, TrackedSample], round_: Round) -> TrackedSample:
     """The sample to place next. There is one: `num_waiting` says so."""
     resumed = round_.resumed
     while resumed:
@@ -95,12 +95,12 @@ def _first_waiting(samples: dict[SampleId, Sample], round_: Round) -> Sample:
         fresh.pop()
 
 
-def _waits_here(sample: Sample) -> bool:
+def _waits_here(sample: TrackedSample) -> bool:
     """In `fresh` or `resumed`: samples that failed wait elsewhere."""
     return sample.state == "waiting" and not sample.num_failures
 
 
-def _grant(desk: Desk, sample: Sample, group: Group, round_: Round, worker: Worker, now: Seconds) -> None:
+def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round, worker: Worker, now: Seconds) -> None:
     state = desk.state
     seat = worker.seat
     if not worker.leases:
@@ -145,7 +145,7 @@ def look_later(desk: Desk, now: Seconds) -> None:
         desk.deadlines.set(("balance", 0), now + desk.config.routing.balance_interval_s)
 
 
-def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
+def note_tokens(desk: Desk, sample: TrackedSample, num_tokens: int) -> int:
     """Take in how far a sample is; returns how many tokens are new. Fewer, or beyond the cap, is not believed."""
     cap = desk.max_new_tokens
     gained = (num_tokens if num_tokens < cap else cap) - sample.num_tokens
@@ -156,7 +156,7 @@ def note_tokens(desk: Desk, sample: Sample, num_tokens: int) -> int:
     return gained
 
 
-def note_length(desk: Desk, sample: Sample, round_: Round, *, finished: bool) -> None:
+def note_length(desk: Desk, sample: TrackedSample, round_: Round, *, finished: bool) -> None:
     """Learn from an answer that ended, or was stopped and would have gone on. Not from asked ones: others' prompts."""
     if round_ is desk.asked:
         return
@@ -166,7 +166,7 @@ def note_length(desk: Desk, sample: Sample, round_: Round, *, finished: bool) ->
         round_.farthest = max(round_.farthest, sample.num_tokens)
 
 
-def end_lease(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> Worker:
+def end_lease(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> Worker:
     """Take a sample's lease away, whatever comes next for it. Returns the worker that had it."""
     worker = desk.seats[sample.worker]
     lease = sample.lease
@@ -198,7 +198,7 @@ def release_if_drained(desk: Desk, worker: Worker) -> None:
         desk.commands.append(ReleaseWorker(worker.name, "it has handed everything over"))
 
 
-def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str) -> None:
+def requeue(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds, cause: str) -> None:
     """End a sample's lease before the answer ended; it waits for another worker, from the tokens that have arrived."""
     worker = end_lease(desk, sample, round_, now)
     if sample.num_tokens > sample.moved_at:
@@ -222,7 +222,7 @@ def requeue(desk: Desk, sample: Sample, round_: Round, now: Seconds, cause: str)
     desk.place_due = True
 
 
-def forget_tokens(desk: Desk, sample: Sample, why: str) -> None:
+def forget_tokens(desk: Desk, sample: TrackedSample, why: str) -> None:
     """Have a sample begin anew when its lease ends."""
     desk.commands.append(ForgetTokens(sample.id, sample.lease, why))
     desk.ledger.discard_tokens("refused", sample.num_tokens)
@@ -230,7 +230,7 @@ def forget_tokens(desk: Desk, sample: Sample, why: str) -> None:
     sample.version = NO_VERSION
 
 
-def hand_over(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
+def hand_over(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None:
     """Ask for a running sample back, at its current token."""
     if sample.state != "leased":
         return
@@ -240,13 +240,15 @@ def hand_over(desk: Desk, sample: Sample, why: str, now: Seconds) -> None:
     desk.commands.append(HandOver(worker.name, sample.lease, why))
 
 
-def stop_waiting(round_: Round, sample: Sample) -> None:
+def stop_waiting(round_: Round, sample: TrackedSample) -> None:
     round_.num_waiting -= 1
     if sample.num_failures:
         round_.failed.remove(sample.id)
 
 
-def discard_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+def discard_sample(
+    desk: Desk, sample: TrackedSample, round_: Round, cause: DiscardCause, why: str, now: Seconds
+) -> None:
     """End a sample untrained, wherever it stands; abort it if it runs. Scoring is cancelled by the caller's part."""
     if sample.state == "waiting":
         stop_waiting(round_, sample)

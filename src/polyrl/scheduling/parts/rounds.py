@@ -21,7 +21,7 @@ from polyrl.scheduling.core.commands import (
 )
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.ledger import DiscardCause, length_bin
-from polyrl.scheduling.core.samples import Group, Round, Sample
+from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import leases, scoring
 from polyrl.scheduling.rules.order import mix64
 from polyrl.scheduling.rules.staleness import newest_step
@@ -88,7 +88,7 @@ def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: in
     state = desk.state
     group_id = GroupId(state.next_group)
     state.next_group += 1
-    group = Group(
+    group = TrackedGroup(
         id=group_id,
         step=round_.step,
         domain=choice.domain,
@@ -104,7 +104,7 @@ def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: in
     round_.num_open[choice.domain] += 1
     kept = _designated(desk, group)
     for index, sample in enumerate(group.sample_ids()):
-        state.samples[sample] = Sample(sample, group_id, index in kept)
+        state.samples[sample] = TrackedSample(sample, group_id, index in kept)
         round_.fresh.append(sample)
     round_.num_waiting += num_samples
     state.ledger.samples_started += num_samples
@@ -113,7 +113,7 @@ def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: in
     return PlannedGroup(group_id, choice.domain, choice.prompt, choice.epoch, num_samples)
 
 
-def _designated(desk: Desk, group: Group) -> range | frozenset[int]:
+def _designated(desk: Desk, group: TrackedGroup) -> range | frozenset[int]:
     """Which samples may be trained: all, or in designated mode as many as are needed, drawn before any is generated."""
     if desk.config.rounds.tail_batching != "designated" or group.num_samples == group.need:
         return range(group.num_samples)
@@ -124,7 +124,7 @@ def _designated(desk: Desk, group: Group) -> range | frozenset[int]:
 # Generating
 
 
-def sample_generated(desk: Desk, sample: Sample, now: Seconds) -> None:
+def sample_generated(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     """An answer has ended."""
     group = desk.groups[sample.group]
     round_ = desk.rounds[group.step]
@@ -157,18 +157,18 @@ def score_if_generated(desk: Desk, round_: Round) -> None:
                 scoring.score(desk, sample, group)
 
 
-def sample_failed(desk: Desk, sample: Sample, round_: Round, now: Seconds) -> None:
+def sample_failed(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> None:
     """No worker could generate it: drop it, and let its group go on without it if that makes sense."""
     _drop_sample(desk, sample, round_, "failed", "no worker could generate it", now)
 
 
-def group_refused(desk: Desk, group: Group, round_: Round, why: str, now: Seconds) -> None:
+def group_refused(desk: Desk, group: TrackedGroup, round_: Round, why: str, now: Seconds) -> None:
     """No worker will generate any of it."""
     drop_group(desk, group, round_, "refused", why, now)
     score_if_generated(desk, round_)
 
 
-def _claim(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
+def _claim(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None:
     group.state = "claimed"
     round_.claims[group.domain] += 1
     round_.num_open[group.domain] -= 1
@@ -191,7 +191,7 @@ def _defer_if_full(desk: Desk, round_: Round, domain: int, now: Seconds) -> None
             _defer(desk, group, round_, now)
 
 
-def _defer(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
+def _defer(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None:
     why = "the step's places are taken: it waits for a long round"
     _discard_group(desk, group, round_, "deferral", why, now)
     round_.num_open[group.domain] -= 1
@@ -204,7 +204,7 @@ def _defer(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
 # Scoring
 
 
-def sample_scored(desk: Desk, sample: Sample, now: Seconds) -> None:
+def sample_scored(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     """A reward is there, whatever its value."""
     sample.state = "scored"
     group = desk.state.groups[sample.group]
@@ -212,7 +212,7 @@ def sample_scored(desk: Desk, sample: Sample, now: Seconds) -> None:
     _deliver_if_complete(desk, group, desk.state.rounds[group.step], now)
 
 
-def reward_failed(desk: Desk, sample: Sample, now: Seconds, *, again: bool) -> None:
+def reward_failed(desk: Desk, sample: TrackedSample, now: Seconds, *, again: bool) -> None:
     """The reward could not be had: try again where that may help; in the end drop the sample. It is never a zero."""
     if again and desk.state.budgets.retry(sample.attempt).again:
         scoring.score(desk, sample, desk.groups[sample.group])
@@ -221,7 +221,7 @@ def reward_failed(desk: Desk, sample: Sample, now: Seconds, *, again: bool) -> N
     _drop_sample(desk, sample, round_, "reward_failed", "its reward could not be had", now)
 
 
-def _drop_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+def _drop_sample(desk: Desk, sample: TrackedSample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
     group = desk.state.groups[sample.group]
     counted = sample.state == "scoring"
     leases.discard_sample(desk, sample, round_, cause, why, now)
@@ -242,7 +242,7 @@ def _drop_sample(desk: Desk, sample: Sample, round_: Round, cause: DiscardCause,
 # Delivering
 
 
-def _deliver_if_complete(desk: Desk, group: Group, round_: Round, now: Seconds) -> None:
+def _deliver_if_complete(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None:
     if group.state != "claimed" or group.num_scored < group.need:
         return
     group.state = "ready"
@@ -252,7 +252,7 @@ def _deliver_if_complete(desk: Desk, group: Group, round_: Round, now: Seconds) 
     _close_if_complete(desk, round_, now)
 
 
-def _deliver(desk: Desk, group: Group, round_: Round) -> None:
+def _deliver(desk: Desk, group: TrackedGroup, round_: Round) -> None:
     group.state = "delivered"
     round_.num_ready -= 1
     round_.num_delivered += 1
@@ -278,7 +278,7 @@ def _close_if_complete(desk: Desk, round_: Round, now: Seconds) -> None:
 # Losing a group
 
 
-def drop_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
+def drop_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, reason: str, now: Seconds) -> None:
     """A prompt leaves the run. A fresh one takes its place, or the step goes on with one less."""
     before = group.state
     _discard_group(desk, group, round_, cause, reason, now)
@@ -315,7 +315,7 @@ def _refill(desk: Desk, round_: Round, domain: int) -> None:
     desk.devices_due = True
 
 
-def _discard_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
+def _discard_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
     """End all of a group's samples untrained, and forget it."""
     for sample in _samples(desk, group):
         if sample.state != "discarded":
@@ -325,13 +325,13 @@ def _discard_group(desk: Desk, group: Group, round_: Round, cause: DiscardCause,
     del round_.groups[group.id]
 
 
-def _forget(desk: Desk, group: Group) -> None:
+def _forget(desk: Desk, group: TrackedGroup) -> None:
     for one in group.sample_ids():
         del desk.state.samples[one]
     del desk.state.groups[group.id]
 
 
-def _samples(desk: Desk, group: Group) -> list[Sample]:
+def _samples(desk: Desk, group: TrackedGroup) -> list[TrackedSample]:
     samples = desk.samples
     return [samples[one] for one in group.sample_ids()]
 

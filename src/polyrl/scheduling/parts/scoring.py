@@ -14,7 +14,7 @@ from polyrl.scheduling.core.commands import CancelScore, Score
 from polyrl.scheduling.core.deadlines import Wait
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import RewardFinished
-from polyrl.scheduling.core.samples import Group, Sample
+from polyrl.scheduling.core.samples import TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.order import quick_unit
 
 _LOOK: Wait = ("reward", 0)
@@ -24,12 +24,12 @@ _BACKSTOP_FACTOR = 4.0
 """A time limit is CPU time of one case; an attempt may take this many times as long on the wall, and a while more."""
 
 
-def case_of(desk: Desk, group: Group) -> int:
+def case_of(desk: Desk, group: TrackedGroup) -> int:
     """What a learned time limit belongs to: the prompt."""
     return group.prompt * desk.num_domains + group.domain
 
 
-def score(desk: Desk, sample: Sample, group: Group) -> None:
+def score(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> None:
     """A sample is generated: score it as soon as the pool has a place."""
     sample.state = "scoring"
     scoring = desk.scoring
@@ -49,7 +49,7 @@ def start_waiting(desk: Desk, now: Seconds) -> None:
             _start(desk, sample, desk.groups[sample.group], now)
 
 
-def _start(desk: Desk, sample: Sample, group: Group, now: Seconds) -> None:
+def _start(desk: Desk, sample: TrackedSample, group: TrackedGroup, now: Seconds) -> None:
     sample.attempt = attempt = sample.attempt + 1
     sample_id = sample.id
     draw = quick_unit(sample_id ^ desk.config.seed ^ attempt << 32)
@@ -61,7 +61,7 @@ def _start(desk: Desk, sample: Sample, group: Group, now: Seconds) -> None:
     desk.commands.append(Score(sample_id, attempt, timeout_s, limit.why))
 
 
-def accept(desk: Desk, event: RewardFinished) -> Sample | None:
+def accept(desk: Desk, event: RewardFinished) -> TrackedSample | None:
     """Take in an answer. Returns the sample if it is the one waited for, None for late or repeated news."""
     scoring = desk.scoring
     sample = desk.samples.get(event.sample)
@@ -72,7 +72,7 @@ def accept(desk: Desk, event: RewardFinished) -> Sample | None:
     return sample
 
 
-def cancel(desk: Desk, sample: Sample, why: str) -> None:
+def cancel(desk: Desk, sample: TrackedSample, why: str) -> None:
     """A sample is no longer wanted: take it out of the pool if it is there."""
     if sample.id in desk.scoring.running:
         desk.commands.append(CancelScore(sample.id, sample.attempt, why))
@@ -96,7 +96,7 @@ def postpone(desk: Desk, seconds: Seconds) -> None:
         running[sample_id] += seconds
 
 
-def give_up_overdue(desk: Desk, now: Seconds) -> list[Sample]:
+def give_up_overdue(desk: Desk, now: Seconds) -> list[TrackedSample]:
     """Take out who was not answered in time, and see to the next look. Called now and then, not at each moment."""
     running = desk.scoring.running
     if desk.state.trainer_away_since is not None:

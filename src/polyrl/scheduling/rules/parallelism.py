@@ -24,14 +24,14 @@ Left out: prefill, queueing inside an engine, and whether to plan at all (`enabl
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from polyrl.ids import Seconds
 from polyrl.scheduling.core.bounds import AtLeastOne, Bytes, NotNegative, Positive, Share
+from polyrl.scheduling.core.commands import RoundKind
 
-RoundKind = Literal["short", "long"]
 Survival = Callable[[float], float]
 """The share of answers longer than so many tokens (lengths.LengthModel.survival)."""
 

@@ -21,7 +21,7 @@ from polyrl.scheduling.core.samples import NO_VERSION
 TRAINER = -1
 
 
-class Pull(Struct, frozen=True, gc=False):
+class PlannedPull(Struct, frozen=True, gc=False):
     worker: int
     source: int
     """A seat, or TRAINER."""
@@ -30,7 +30,7 @@ class Pull(Struct, frozen=True, gc=False):
 
 def plan_pulls(
     wanting: Iterable[Worker], fleet: Iterable[Worker], newest: Version, config: WeightDeliveryConfig
-) -> list[Pull]:
+) -> list[PlannedPull]:
     """A source for each worker in `wanting` that can have one now: who failed with a peer first, then relays."""
     wanting = sorted(wanting, key=lambda worker: (not worker.failed_with_peer, not worker.relays))
     if not wanting:
@@ -46,16 +46,16 @@ def plan_pulls(
     servers = [(uploads.get(seat, 0), seat) for seat in able if _is_fed(seat, feeds, holders)]
     heapq.heapify(servers)
     from_trainer = uploads[TRAINER]
-    pulls: list[Pull] = []
+    pulls: list[PlannedPull] = []
     for worker in wanting:
         if worker.failed_with_peer or from_trainer < config.trainer_uploads:
             from_trainer += 1
-            pulls.append(Pull(worker.seat, TRAINER, "from the trainer"))
+            pulls.append(PlannedPull(worker.seat, TRAINER, "from the trainer"))
         else:
             source = _take_peer(servers, worker.seat, config.peer_uploads)
             if source is None:
                 break
-            pulls.append(Pull(worker.seat, source, "from a peer that has it or is getting it"))
+            pulls.append(PlannedPull(worker.seat, source, "from a peer that has it or is getting it"))
         if config.relay and worker.may_relay:
             heapq.heappush(servers, (uploads.get(worker.seat, 0), worker.seat))
     return pulls
