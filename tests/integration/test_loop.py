@@ -323,7 +323,7 @@ def test_what_is_told_of_a_step_counts_the_groups_that_a_killed_process_rejected
             assert len(redo.read_rejections(tmp_path, 0)) == 2
             await live_once(manager, 0)
             scheduler = manager.service.lobby.need_run().scheduler
-            dropped.update(scheduler.desk.state.ledger.prompts_dropped)
+            dropped.update(scheduler.desk.ledger.prompts_dropped)
 
     live.run(scenario())
     (report,) = listener.reports

@@ -154,7 +154,7 @@ def test_a_group_of_a_version_that_the_trainer_did_not_publish_is_rejected(tmp_p
                 await ours.fleet.take(group)
             assert groups == []
             lobby = live.service.lobby
-            dropped = lobby.need_run().desk.state.ledger.prompts_dropped
+            dropped = lobby.need_run().desk.ledger.prompts_dropped
             assert sum(dropped.values()) >= CONFIG.domains[0].prompts_per_step
             ours.fleet.digests[0] = known
 

@@ -271,7 +271,7 @@ class Books:
         self.num_events += 1
         if self.num_events % SECONDS_EVERY == 0:
             self.check_seconds(scheduler)
-        self.activities = [(one.name, one.activity) for one in scheduler.desk.state.fleet.seats.values()]
+        self.activities = [(one.name, one.activity) for one in scheduler.desk.seats.values()]
 
     def check_late(self, scheduler: Scheduler, event: e.Event, commands: list[c.Command]) -> None:
         law(not commands, f"late news was acted on: {event} gave {commands}")
@@ -371,7 +371,7 @@ class Books:
 
     def check_hand_over(self, scheduler: Scheduler, command: c.HandOver, commands: list[c.Command]) -> None:
         """Nothing is taken from a worker that may stay unless somebody can go on with it, or training comes first."""
-        others = [one for one in scheduler.desk.state.fleet.seats.values() if one.name != command.worker]
+        others = [one for one in scheduler.desk.seats.values() if one.name != command.worker]
         somebody = any(one.may_generate for one in others)
         stopped = [one for one in commands if isinstance(one, c.HandOver) and one.worker != command.worker]
         gone_since = stopped or any(isinstance(one, c.ForgetWorker | c.StartTraining) for one in commands)
@@ -415,7 +415,7 @@ class Books:
     def check_seconds(self, scheduler: Scheduler) -> None:
         ledger = scheduler.ledger
         written = {(name, what): s for name, line in ledger.workers.items() for what, s in line.seconds.items()}
-        for worker in scheduler.desk.state.fleet.seats.values():
+        for worker in scheduler.desk.seats.values():
             key = (worker.name, worker.activity)
             if worker.name not in self.missed:
                 written[key] = written.get(key, 0.0) + self.paid_until - worker.since

@@ -399,7 +399,7 @@ class HostileWorld:
             else:
                 self.tell(e.MicroBatchTrained(step))
         # A rejected group may have reopened the round: then it is closed again later.
-        round_ = self.scheduler.desk.state.rounds.get(step)
+        round_ = self.scheduler.desk.rounds.get(step)
         if step in self.closed and round_ is not None and round_.closed_at is not None and not self.to_take.get(step):
             del self.closed[step]
             self.steps_trained += 1
@@ -409,7 +409,7 @@ class HostileWorld:
             self.tell(e.RoundRequested(Step(step + 1 + self.config.max_staleness + self.asked_ahead)))
 
     def is_taken(self, group: GroupId, step: Step) -> bool:
-        known = self.scheduler.desk.state.groups.get(group)
+        known = self.scheduler.desk.groups.get(group)
         return known is not None and known.step == step and known.state == "taken"
 
     def may_train(self) -> bool:

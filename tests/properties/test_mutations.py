@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "the tokens of a discarded sample are not in the ledger",
         "leases.py",
-        "desk.state.ledger.discard(cause, sample.num_tokens)",
-        "desk.state.ledger.discard(cause, 0)",
+        "desk.ledger.discard(cause, sample.num_tokens)",
+        "desk.ledger.discard(cause, 0)",
     ),
     Mutation(
         "a discarded sample is not aborted",

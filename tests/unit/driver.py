@@ -172,7 +172,7 @@ class Driver:
         return self.scheduler.ledger
 
     def sample(self, name: str) -> TrackedSample:
-        return self.scheduler.desk.state.samples[parse_sample(name)]
+        return self.scheduler.desk.samples[parse_sample(name)]
 
     def duty(self, name: str) -> str:
         fleet = self.scheduler.desk.state.fleet

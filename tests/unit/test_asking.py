@@ -126,11 +126,11 @@ def test_a_worker_that_pulls_weights_goes_on_with_what_was_asked():
 def test_questions_teach_nothing_about_the_lengths_of_answers():
     run = alone()
     run.join("a")
-    before = run.scheduler.desk.state.lengths
+    before = run.scheduler.desk.lengths
     run.tell(e.GroupAsked(2))
     run.finish("1/0", at=900)
     run.tell(e.GroupWithdrawn(GroupId(1), "enough"))
-    assert run.scheduler.desk.state.lengths == before
+    assert run.scheduler.desk.lengths == before
     assert run.scheduler.desk.state.clock.first_remote_at is None
 
 

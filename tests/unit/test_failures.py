@@ -83,7 +83,7 @@ def test_a_worker_that_refuses_everything_costs_no_sample_and_is_given_up_for_go
 def test_several_workers_that_refuse_everything_do_not_cover_for_each_other():
     run = fleet("good", "bad", "worse", prompts=12)
     refuse(run, "bad", "worse")
-    open_groups = [str(one) for one in run.scheduler.desk.state.groups]
+    open_groups = [str(one) for one in run.scheduler.desk.groups]
     run.finish(*(f"{group}/{index}" for group in open_groups for index in range(2)))
     assert not is_there(run, "bad") and not is_there(run, "worse") and is_there(run, "good")
     assert run.ledger.prompts_dropped.get("refused", 0) <= 1

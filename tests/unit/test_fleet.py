@@ -107,7 +107,7 @@ def test_a_worker_goes_from_waiting_to_pulling_to_active_to_draining_to_gone():
     assert run.state("a") == "draining"
     assert only(run.end("1/0", at=3), c.ReleaseWorker)
     run.leave("a")
-    assert run.scheduler.desk.state.fleet.seats == {}
+    assert run.scheduler.desk.seats == {}
 
 
 def report(run, one, num_waiting):
@@ -118,7 +118,7 @@ def test_an_engine_that_holds_samples_back_gets_fewer_and_then_slowly_more():
     run = Driver(small_config(prompts=10, samples=1))
     run.begin()
     run.join("a", slots=8)
-    one = run.scheduler.desk.state.fleet.seats[1]
+    one = run.scheduler.desk.seats[1]
     assert (len(one.leases), one.plateau) == (8, 8)
     report(run, one, 3)
     run.bring("a", s1_0=4)
@@ -134,7 +134,7 @@ def test_samples_that_wait_for_prompts_to_be_computed_say_nothing_about_an_engin
     run = Driver(small_config(prompts=10, samples=1))
     run.begin()
     run.join("a", slots=8)
-    one = run.scheduler.desk.state.fleet.seats[1]
+    one = run.scheduler.desk.seats[1]
     report(run, one, 7)  # the first prompt
     report(run, one, 7)  # it compiles: no token came between the two
     assert (one.plateau, one.num_waiting) == (8, 0)

@@ -260,7 +260,7 @@ def test_a_reward_counts_although_its_clock_lies(cpu_s):
     run.finish("1/0")
     said = run.tell(e.RewardFinished(run.sample("1/0").id, 1, "scored", correct=True, cpu_s=cpu_s))
     assert only(said, c.DeliverGroup)
-    assert run.scheduler.desk.state.budgets.anchors == {}
+    assert run.scheduler.desk.budgets.anchors == {}
 
 
 def test_rewards_beyond_the_pool_wait_for_a_place():

@@ -106,7 +106,7 @@ def test_a_failed_pull_leaves_the_worker_alive_at_its_old_version_and_is_tried_a
     run = Driver(small_config(prompts=1, samples=1))
     run.begin()
     run.join("a", ready=False)
-    worker_a = run.scheduler.desk.state.fleet.seats[1]
+    worker_a = run.scheduler.desk.seats[1]
     assert run.tell(e.WeightsFailed(worker_a.name, worker_a.incarnation, Version(0), "a bad chunk")) == []
     assert (run.state("a"), worker_a.version) == ("waiting", NO_VERSION)
     assert not only(run.wait(1.5), c.PullWeights)
@@ -180,7 +180,7 @@ def test_the_same_worker_accuses_once_however_often_it_joins_under_one_name():
     for _ in range(3):
         run.join("c", ready=False)
         fail(run, "c")
-    assert run.scheduler.desk.state.fleet.seats[1].accused_by == ["c"]
+    assert run.scheduler.desk.seats[1].accused_by == ["c"]
     assert not is_bad(run, "a")
 
 

@@ -168,7 +168,7 @@ def _measure_memory(num_held: int) -> float:
     before = tracemalloc.get_traced_memory()[0]
     scheduler.handle(e.RoundRequested(Step(0)), 0.0)
     scheduler.desk.commands = []
-    for worker in scheduler.desk.state.fleet.seats.values():
+    for worker in scheduler.desk.seats.values():
         leases = tuple(worker.leases)
         counts = tuple(range(1000, 1000 + len(leases)))
         scheduler.handle(e.TokensArrived(worker.name, worker.incarnation, leases, counts), 1.0)

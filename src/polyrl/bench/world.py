@@ -221,7 +221,7 @@ class World:
         if end >= self._next_loss:
             self._next_loss += self.load.lose_every_s
             self._lose(self._rng.choice(list(self._machines.values())))
-        self.peak_open = max(self.peak_open, len(self.scheduler.desk.state.samples))
+        self.peak_open = max(self.peak_open, len(self.scheduler.desk.samples))
 
     def _report(self) -> None:
         now = self.now
@@ -272,7 +272,7 @@ class World:
         sample = self.scheduler.desk.leases.get(lease)
         if sample is None:
             return False
-        name = self.scheduler.desk.state.fleet.seats[sample.worker].name
+        name = self.scheduler.desk.seats[sample.worker].name
         return self._machines[name].running.pop(lease, None) is not None
 
     def _tell(self, event: e.Event) -> None:

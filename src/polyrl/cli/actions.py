@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Action(NamedTuple):
+class CliAction(NamedTuple):
     usage: str
     help: str
 
 
-Actions = Mapping[str, Action]
+Actions = Mapping[str, CliAction]
 
 
 def add_action(parser: argparse.ArgumentParser, actions: Actions, examples: str) -> None:

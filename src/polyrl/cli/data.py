@@ -6,12 +6,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from polyrl.cli.actions import Action, Actions, add_action
+from polyrl.cli.actions import CliAction, Actions, add_action
 from polyrl.errors import UserError
 
 ACTIONS: Actions = {
-    "prepare": Action("openr1|gsm8k|FILE", "write a data set as JSON lines"),
-    "model": Action("arithmetic", "make a small model for the arithmetic task"),
+    "prepare": CliAction("openr1|gsm8k|FILE", "write a data set as JSON lines"),
+    "model": CliAction("arithmetic", "make a small model for the arithmetic task"),
 }
 
 EXAMPLES = """\

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyrl.cli.actions import Action, Actions, add_action
+from polyrl.cli.actions import CliAction, Actions, add_action
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from polyrl.weights.settings import Tls, WeightSettings
 
 ACTIONS: Actions = {
-    "inspect": Action("DIR", "what a version, or a model directory, consists of"),
-    "verify": Action("DIR", "compare every byte with the manifest"),
-    "diff": Action("DIR DIR", "which tensors changed, and what their delta would cost"),
-    "serve": Action("DIR", "let others pull the version in a directory"),
-    "pull": Action("HOST:PORT...", "get a version, verified, from any of these"),
+    "inspect": CliAction("DIR", "what a version, or a model directory, consists of"),
+    "verify": CliAction("DIR", "compare every byte with the manifest"),
+    "diff": CliAction("DIR DIR", "which tensors changed, and what their delta would cost"),
+    "serve": CliAction("DIR", "let others pull the version in a directory"),
+    "pull": CliAction("HOST:PORT...", "get a version, verified, from any of these"),
 }
 
 EXAMPLES = """\

@@ -6,7 +6,7 @@ does not hold is a bug of the scheduler, whatever the environment did.
 
 from polyrl.errors import LawViolation
 from polyrl.ids import Seconds, Version, show_sample
-from polyrl.scheduling.core.desk import Desk, State
+from polyrl.scheduling.core.desk import ON_DESK, Desk
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.parts import failures
@@ -20,21 +20,22 @@ LEASED = ("leased", "stopping")
 def check(scheduler: Scheduler, now: Seconds) -> None:
     """Raise LawViolation, naming the law, if one does not hold."""
     desk = scheduler.desk
-    for sample in desk.state.samples.values():
+    _check_desk(desk)
+    for sample in desk.samples.values():
         _check_sample(desk, sample)
-    for group in desk.state.groups.values():
+    for group in desk.groups.values():
         if group.step == ASKED:
             _check_asked(desk, group)
         else:
             _check_group(desk, group)
-    for round_ in desk.state.rounds.values():
+    for round_ in desk.rounds.values():
         _check_round(desk, round_)
     _check_queue(desk, desk.asked, "what was asked")
     _check_leases(desk)
     _check_fleet(desk, now)
     _check_scoring(desk)
     _check_prompts(desk)
-    _check_sums(desk.state)
+    _check_sums(desk)
     _check_rest(desk)
 
 
@@ -43,17 +44,23 @@ def _law(holds: bool, message: str) -> None:
         raise LawViolation(message)
 
 
+def _check_desk(desk: Desk) -> None:
+    """What the desk holds itself is what is saved: every look at one of them goes through the desk."""
+    for name in ON_DESK:
+        _law(getattr(desk, name) is getattr(desk.state, name), f"the desk's {name} are not the state's")
+    _law(desk.seats is desk.state.fleet.seats, "the desk's seats are not the fleet's")
+
+
 def _check_sample(desk: Desk, sample: TrackedSample) -> None:
     name = f"sample {show_sample(sample.id)}"
-    state = desk.state
-    group = state.groups.get(sample.group)
+    group = desk.groups.get(sample.group)
     if group is None:
         raise LawViolation(f"{name} has no group")
     _law(0 <= sample.num_tokens <= desk.config.max_new_tokens, f"{name} has {sample.num_tokens} tokens")
     leased = sample.state in LEASED
     _law(leased == (sample.lease != NO_LEASE), f"{name} is {sample.state} with lease {sample.lease}")
     if leased:
-        worker = state.fleet.seats.get(sample.worker)
+        worker = desk.seats.get(sample.worker)
         _law(worker is not None, f"{name} is leased to an empty seat {sample.worker}")
         _law(sample.version != NO_VERSION, f"{name} is leased and written by no version")
     if sample.num_tokens and sample.state != "discarded":
@@ -68,11 +75,11 @@ def _check_sample(desk: Desk, sample: TrackedSample) -> None:
 
 def _check_group(desk: Desk, group: TrackedGroup) -> None:
     name = f"group {group.id}"
-    samples = [desk.state.samples[one] for one in group.sample_ids()]
+    samples = [desk.samples[one] for one in group.sample_ids()]
     kept = [one for one in samples if one.kept]
     scored = sum(one.state == "scored" for one in kept)
     alive = sum(one.state != "discarded" for one in kept)
-    _law(group.id in desk.state.rounds[group.step].groups, f"{name} is not in its round")
+    _law(group.id in desk.rounds[group.step].groups, f"{name} is not in its round")
     _law(group.num_scored == scored, f"{name} counts {group.num_scored} scored, has {scored}")
     _law(group.need <= alive, f"{name} needs {group.need} samples, {alive} can still be trained")
     running = sum(one.state in ("waiting", *LEASED) for one in samples)
@@ -88,19 +95,19 @@ def _check_group(desk: Desk, group: TrackedGroup) -> None:
 
 def _check_asked(desk: Desk, group: TrackedGroup) -> None:
     name = f"asked group {group.id}"
-    states = [desk.state.samples[one].state for one in group.sample_ids()]
+    states = [desk.samples[one].state for one in group.sample_ids()]
     _law(group.id in desk.asked.groups, f"{name} is not among those that were asked")
     _law(all(one in ("waiting", *LEASED, "generated") for one in states), f"{name} has samples that are {states}")
     _law(any(one != "generated" for one in states), f"{name} is answered and not closed")
     for one in group.sample_ids():
-        worker = desk.seats.get(desk.state.samples[one].worker)
+        worker = desk.seats.get(desk.samples[one].worker)
         _law(worker is None or not worker.local, f"{name} is generated on the trainer's own devices")
 
 
 def _check_round(desk: Desk, round_: Round) -> None:
     name = f"round {round_.step}"
     state = desk.state
-    groups = [state.groups[one] for one in round_.groups]
+    groups = [desk.groups[one] for one in round_.groups]
     _check_queue(desk, round_, name)
     for domain in range(len(round_.quotas)):
         mine = [group for group in groups if group.domain == domain]
@@ -122,8 +129,7 @@ def _check_round(desk: Desk, round_: Round) -> None:
 
 
 def _check_queue(desk: Desk, round_: Round, name: str) -> None:
-    state = desk.state
-    samples = [state.samples[one] for group in round_.groups for one in state.groups[group].sample_ids()]
+    samples = [desk.samples[one] for group in round_.groups for one in desk.groups[group].sample_ids()]
     waiting = [one for one in samples if one.state == "waiting"]
     _law(round_.num_waiting == len(waiting), f"{name} counts {round_.num_waiting} waiting, has {len(waiting)}")
     leased = sum(one.state in LEASED for one in samples)
@@ -137,14 +143,14 @@ def _check_queue(desk: Desk, round_: Round, name: str) -> None:
 
 def _check_leases(desk: Desk) -> None:
     state = desk.state
-    derived = {one.lease: one.id for one in state.samples.values() if one.lease != NO_LEASE}
+    derived = {one.lease: one.id for one in desk.samples.values() if one.lease != NO_LEASE}
     _law(
         {lease: one.id for lease, one in desk.leases.items()} == derived, "the index of leases is not what samples say"
     )
     _law(all(lease < state.next_lease for lease in derived), "a lease from the future")
-    by_worker = {lease: one for worker in state.fleet.seats.values() for lease, one in worker.leases.items()}
+    by_worker = {lease: one for worker in desk.seats.values() for lease, one in worker.leases.items()}
     _law(by_worker == derived, "what workers hold is not what samples say")
-    for worker in state.fleet.seats.values():
+    for worker in desk.seats.values():
         _law(list(worker.leases) == sorted(worker.leases), f"leases of {worker.name} are out of order")
         for lease in worker.leases:
             _law(desk.leases[lease].worker == worker.seat, f"lease {lease} is not at {worker.name}")
@@ -196,26 +202,25 @@ def _pulls_from_itself(seats: dict[int, Worker], worker: Worker) -> bool:
 
 
 def _check_scoring(desk: Desk) -> None:
-    state = desk.state
-    queued = frozenset(one for _, one in state.scoring.queue)
-    _law(len(state.scoring.running) <= desk.config.rewards.slots, "more rewards run than the pool has places")
-    _law(not state.scoring.running or ("reward", 0) in desk.deadlines.entries, "rewards run that nobody gives up on")
-    for one in state.scoring.running:
-        sample = state.samples.get(one)
+    queued = frozenset(one for _, one in desk.scoring.queue)
+    _law(len(desk.scoring.running) <= desk.config.rewards.slots, "more rewards run than the pool has places")
+    _law(not desk.scoring.running or ("reward", 0) in desk.deadlines.entries, "rewards run that nobody gives up on")
+    for one in desk.scoring.running:
+        sample = desk.samples.get(one)
         _law(
             sample is not None and sample.state == "scoring", f"a reward runs for {show_sample(one)}, which is {sample}"
         )
-    for sample in state.samples.values():
+    for sample in desk.samples.values():
         if sample.state == "generated" and desk.config.rewards.as_finished and sample.group not in desk.asked.groups:
             raise LawViolation(f"sample {show_sample(sample.id)} was not sent to be scored")
-        if sample.state == "scoring" and sample.id not in state.scoring.running and sample.id not in queued:
+        if sample.state == "scoring" and sample.id not in desk.scoring.running and sample.id not in queued:
             raise LawViolation(f"sample {show_sample(sample.id)} waits for a reward that nobody runs")
 
 
 def _check_prompts(desk: Desk) -> None:
     state = desk.state
     tail, config = state.tail, desk.config
-    keys = [(group.domain, group.epoch, group.prompt) for group in state.groups.values() if group.step != ASKED]
+    keys = [(group.domain, group.epoch, group.prompt) for group in desk.groups.values() if group.step != ASKED]
     keys += [(d, one.epoch, one.prompt) for d, waiting in enumerate(tail.deferred) for one in waiting]
     _law(len(keys) == len(frozenset(keys)), "a prompt is in two places")
     for d, waiting in enumerate(tail.deferred):
@@ -236,17 +241,17 @@ def _most_extra(adaptive: bool, quota: int) -> int:
     return quota if adaptive else 0
 
 
-def _check_sums(state: State) -> None:
-    ledger = state.ledger
-    open_samples = [one for one in state.samples.values() if one.state != "discarded"]
+def _check_sums(desk: Desk) -> None:
+    ledger = desk.ledger
+    open_samples = [one for one in desk.samples.values() if one.state != "discarded"]
     gone = ledger.tokens_kept + ledger.tokens_answered + sum(ledger.tokens_discarded.values())
     tokens = gone + sum(one.num_tokens for one in open_samples)
     _law(ledger.tokens_arrived == tokens, f"{ledger.tokens_arrived} tokens arrived, {tokens} are accounted for")
     ended = ledger.samples_trained + ledger.samples_answered + sum(ledger.samples_discarded.values())
     samples = ended + len(open_samples)
     _law(ledger.samples_started == samples, f"{ledger.samples_started} samples started, {samples} are accounted for")
-    deferred = sum(map(len, state.tail.deferred))
-    num_groups = len(state.groups) - len(state.asked.groups)
+    deferred = sum(map(len, desk.state.tail.deferred))
+    num_groups = len(desk.groups) - len(desk.asked.groups)
     prompts = ledger.prompts_trained + sum(ledger.prompts_dropped.values()) + deferred + num_groups
     _law(ledger.prompts_started == prompts, f"{ledger.prompts_started} prompts started, {prompts} are accounted for")
 
@@ -256,14 +261,14 @@ def _check_rest(desk: Desk) -> None:
     _law(not due, "something was left undone at the end of an event")
     if desk.state.paused:
         return
-    for round_ in (desk.asked, *desk.state.rounds.values()):
+    for round_ in (desk.asked, *desk.rounds.values()):
         is_asked = round_ is desk.asked
         oldest = Version(0) if is_asked else oldest_version(round_.step, desk.config.max_staleness)
         if round_.num_waiting > len(round_.failed):
             room = desk.router.has_room(oldest, remote=is_asked)
             _law(not room, f"{'an asked' if is_asked else 'a'} sample waits although a worker has room for it")
         for first in round_.failed[:1]:
-            sample = desk.state.samples[first]
-            others = failures.others(desk, desk.state.groups[sample.group])
+            sample = desk.samples[first]
+            others = failures.others(desk, desk.groups[sample.group])
             room = any(one.credit > 0 and not one.is_doubtful for one in others)
             _law(not room, "a sample that failed waits although a worker that never did has room for it")

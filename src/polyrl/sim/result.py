@@ -164,7 +164,7 @@ def whole_periods(steps: list[Measured]) -> list[Measured]:
 def summarize(sim: Simulation, wall_s: float) -> Result:
     """The result of a finished simulation that took `wall_s` seconds of this machine. Needs at least one step."""
     warmup = num_warmup_steps(sim)
-    ledger = sim.scheduler.desk.state.ledger
+    ledger = sim.scheduler.desk.ledger
     steps = whole_periods(measure_steps(sim)[warmup:])
     total_s = sum(step.step_s for step in steps)
     tokens = sum(step.tokens for step in steps)
@@ -234,7 +234,7 @@ def _largest_first(counts: dict[str, int]) -> dict[str, int]:
 
 
 def _length(sim: Simulation) -> Length:
-    ledger = sim.scheduler.desk.state.ledger
+    ledger = sim.scheduler.desk.ledger
     trained = ledger.tokens_kept / ledger.samples_trained if ledger.samples_trained else 0.0
     natural = sim.natural_tokens / sim.num_natural if sim.num_natural else 0.0
     return Length(
@@ -260,7 +260,7 @@ def _cost(sim: Simulation, steps: list[Measured], total_s: Seconds, tokens: int)
 
 
 def _workers(sim: Simulation, steps: list[Measured], total_s: Seconds) -> Workers:
-    remote = [line for name, line in sim.scheduler.desk.state.ledger.workers.items() if not is_local(name)]
+    remote = [line for name, line in sim.scheduler.desk.ledger.workers.items() if not is_local(name)]
     weighted = sum(step.line.mean_workers * step.step_s for step in steps)
     return Workers(
         mean=weighted / total_s if total_s > 0 else 0.0,

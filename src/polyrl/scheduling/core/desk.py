@@ -6,6 +6,8 @@ are modules of functions that take the desk; scheduler.py calls them. They note 
 flags, and scheduler.py acts on those once, at the end of the event.
 """
 
+import math
+
 from msgspec import Struct, field
 
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
@@ -35,6 +37,9 @@ RULES = 2
     2    the trainer's devices come back to samples that wait where every worker that generates is about to leave
          (devices.py); none is advised for what is written before one could begin (scaling.py)
 """
+
+ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths")
+"""Fields of the state that the desk has too, as the same objects: code asks the desk. Seats are those of the fleet."""
 
 
 class TrainerClock(Struct):
@@ -137,11 +142,13 @@ class Desk:
         }
         self.router = Router(config.routing, state.fleet.seats)
         self.commands: list[Command] = []
-        # The same objects as in the state, one look-up nearer: these are what every event touches.
+        self.before: Seconds = -math.inf
+        """When the event before the one in hand came."""
+        # What every event touches, one look-up nearer. It is reached here, and never through the state (ON_DESK).
         self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
-        self.asked = state.asked
-        self.seats, self.ledger, self.scoring = state.fleet.seats, state.ledger, state.scoring
-        self.budgets, self.num_domains, self.lengths = state.budgets, len(config.domains), state.lengths
+        self.asked, self.seats, self.ledger = state.asked, state.fleet.seats, state.ledger
+        self.scoring, self.budgets, self.lengths = state.scoring, state.budgets, state.lengths
+        self.num_domains = len(config.domains)
         self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
         self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
         self.scores_due = False

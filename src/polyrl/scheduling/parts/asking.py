@@ -36,13 +36,13 @@ def ask(desk: Desk, num_samples: int) -> None:
         need=num_samples,
     )
     state.next_group += 1
-    state.groups[group.id] = group
+    desk.groups[group.id] = group
     desk.asked.groups[group.id] = None
     for sample in group.sample_ids():
-        state.samples[sample] = TrackedSample(sample, group.id, kept=True)
+        desk.samples[sample] = TrackedSample(sample, group.id, kept=True)
         desk.asked.fresh.insert(0, sample)  # the last one is the first out
     desk.asked.num_waiting += num_samples
-    state.ledger.samples_started += num_samples
+    desk.ledger.samples_started += num_samples
     desk.commands.append(AddAsked(group.id, num_samples, "somebody asked"))
     desk.place_due = True
 

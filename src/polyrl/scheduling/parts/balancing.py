@@ -62,11 +62,10 @@ def learn_plateau(desk: Desk, worker: Worker, num_waiting: int) -> None:
 
 def balance(desk: Desk, now: Seconds) -> None:
     """Move what should move; then arm the next look."""
-    state = desk.state
     desk.devices_due = True
-    waiting = any(round_.num_waiting for round_ in state.rounds.values())
-    if not waiting and len(state.fleet.seats) > 1:
-        workers = list(state.fleet.seats.values())
+    waiting = any(round_.num_waiting for round_ in desk.rounds.values())
+    if not waiting and len(desk.seats) > 1:
+        workers = list(desk.seats.values())
         if not _relieve(desk, workers, now):
             _move(desk, workers, now)
     if desk.leases:
@@ -93,7 +92,7 @@ def _move(desk: Desk, workers: list[Worker], now: Seconds) -> None:
 
 
 def _candidates(desk: Desk, worker: Worker) -> list[Candidate]:
-    lengths, cap = desk.state.lengths, desk.config.max_new_tokens
+    lengths, cap = desk.lengths, desk.config.max_new_tokens
     found: list[Candidate] = []
     for lease in worker.leases:
         sample = desk.leases[lease]

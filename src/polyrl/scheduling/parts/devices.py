@@ -27,7 +27,7 @@ _LOOKS = 2
 
 def oldest_round(desk: Desk) -> Round | None:
     """The round of the step that is trained next."""
-    return next(iter(desk.state.rounds.values()), None)
+    return next(iter(desk.rounds.values()), None)
 
 
 def arm_window(desk: Desk, now: Seconds) -> None:
@@ -49,7 +49,7 @@ def _window_end(desk: Desk, round_: Round) -> Seconds:
 
 def window_over(desk: Desk, step: int, now: Seconds) -> None:
     """The seeding window has ended: hand over, unless nobody could go on with the samples."""
-    round_ = desk.state.rounds.get(step)  # type: ignore[call-overload]
+    round_ = desk.rounds.get(step)  # type: ignore[call-overload]
     if round_ is None or round_ is not oldest_round(desk):
         return
     if not _somebody_else_generates(desk):
@@ -61,7 +61,7 @@ def window_over(desk: Desk, step: int, now: Seconds) -> None:
 
 
 def _somebody_else_generates(desk: Desk) -> bool:
-    return any(worker.may_take for worker in desk.state.fleet.seats.values() if not worker.local)
+    return any(worker.may_take for worker in desk.seats.values() if not worker.local)
 
 
 def stop_generating(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
@@ -111,7 +111,7 @@ def _has_nothing_to_generate(desk: Desk, worker: Worker, round_: Round, now: Sec
         return False
     if round_.closed_at is not None:
         return True
-    waiting = any(one.num_waiting for one in desk.state.rounds.values())
+    waiting = any(one.num_waiting for one in desk.rounds.values())
     if waiting or not desk.config.streaming or round_.num_delivered == 0:
         return False
     # The next look at the balance may bring it samples that others have too many of.
@@ -133,7 +133,7 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
             return "the step begins and samples wait"
         if state.published < round_.step:
             return "the step is trained, and a round opens with its version"
-    seats = state.fleet.seats.values()
+    seats = desk.seats.values()
     num_taking = sum(one.may_take if state.rules >= 2 else one.may_generate for one in seats)
     if round_.num_waiting and num_taking == 0:
         return "samples wait and no other worker is there"
@@ -145,7 +145,7 @@ def _why_generate(desk: Desk, round_: Round | None, now: Seconds) -> str | None:
 
 
 def _switch(desk: Desk, worker: Worker, duty: str, why: str, now: Seconds) -> None:
-    settle(worker, desk.state.ledger, now)
+    settle(worker, desk.ledger, now)
     worker.duty = duty  # type: ignore[assignment]
     if duty == "to_generating":
         stop_waiting(desk, now)
@@ -159,9 +159,9 @@ def duty_changed(desk: Desk, worker: Worker, duty: str, now: Seconds) -> None:
     """A local worker's devices have turned round."""
     expected = {"to_training": "training", "to_generating": "generating"}.get(worker.duty)
     if duty != expected:
-        desk.state.ledger.late_news += 1
+        desk.ledger.late_news += 1
         return
-    settle(worker, desk.state.ledger, now)
+    settle(worker, desk.ledger, now)
     worker.duty = duty  # type: ignore[assignment]
     desk.deadlines.clear(("switch", worker.seat))
     desk.router.update(worker)
@@ -230,7 +230,7 @@ def _num_to_keep(desk: Desk, generating: list[Worker]) -> int:
     running = [desk.leases[lease] for worker in generating for lease in worker.leases]
     if not running or len(generating) < 2:
         return len(generating)
-    lengths, cap = desk.state.lengths, desk.config.max_new_tokens
+    lengths, cap = desk.lengths, desk.config.max_new_tokens
     tokens = sum(
         desk.config.prompt_tokens + sample.num_tokens + lengths.expected_remaining(sample.num_tokens, cap)
         for sample in running

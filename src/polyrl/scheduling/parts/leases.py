@@ -203,13 +203,12 @@ def requeue(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds, caus
     worker = end_lease(desk, sample, round_, now)
     if sample.num_tokens > sample.moved_at:
         sample.writer = worker.seat
-    state = desk.state
     sample.state = "waiting"
     round_.num_waiting += 1
     round_.num_moves += 1
-    state.ledger.count_move(cause)
+    desk.ledger.count_move(cause)
     if cause == "lost" and not desk.config.fleet_rules.migrate and round_ is not desk.asked:  # it was shown already
-        state.ledger.discard_tokens("preemption", sample.num_tokens)
+        desk.ledger.discard_tokens("preemption", sample.num_tokens)
         sample.num_tokens = 0
         sample.version = NO_VERSION
     sample.moved_at = sample.num_tokens
@@ -235,7 +234,7 @@ def hand_over(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None
     if sample.state != "leased":
         return
     sample.state = "stopping"
-    worker = desk.state.fleet.seats[sample.worker]
+    worker = desk.seats[sample.worker]
     desk.deadlines.set(("hand_over", sample.lease), now + desk.config.fleet_rules.hand_over_timeout_s)
     desk.commands.append(HandOver(worker.name, sample.lease, why))
 
@@ -258,4 +257,4 @@ def discard_sample(
         worker = end_lease(desk, sample, round_, now)
         desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens, cause))
     sample.state = "discarded"
-    desk.state.ledger.discard(cause, sample.num_tokens)
+    desk.ledger.discard(cause, sample.num_tokens)

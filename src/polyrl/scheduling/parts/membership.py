@@ -27,14 +27,14 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
     fleet = desk.state.fleet
     newest_life = fleet.last_incarnations.get(event.worker)
     if newest_life is not None and event.incarnation <= newest_life:
-        desk.state.ledger.late_news += 1
+        desk.ledger.late_news += 1
         return False
     seat = fleet.by_name.get(event.worker)
     if seat is not None:
         # Not told: a command goes by name, and would hit the newer process. Who said it joined knows the old is over.
         lose(desk, fleet.seats[seat], "a newer process joined under its name", now, tell=False)
     unknown = event.version is None or event.version > desk.state.published
-    line = desk.state.ledger.worker_line(event.worker, _sane(event.price_usd_per_hour))
+    line = desk.ledger.worker_line(event.worker, _sane(event.price_usd_per_hour))
     slots = max(1, event.slots)
     worker = Worker(
         seat=fleet.next_seat,
@@ -57,7 +57,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
     fleet.add(worker, now)
     line.num_joins += 1
     unpaid_s = math.inf if line.paid_until is None else now - line.paid_until  # no second of a name is paid twice
-    desk.state.ledger.pay(worker.name, "starting", min(_sane(event.starting_s), unpaid_s))
+    desk.ledger.pay(worker.name, "starting", min(_sane(event.starting_s), unpaid_s))
     desk.deadlines.set(("heartbeat", worker.seat), now + _heartbeat_timeout_s(desk, worker))
     if worker.local:
         worker.version = desk.state.published
@@ -97,7 +97,7 @@ def _was_there(desk: Desk, worker: Worker, now: Seconds) -> None:
     """It did not go while we were away: it is paid for all of it, and gets samples and weights again."""
     worker.unheard = False
     desk.deadlines.clear(("unheard", worker.seat))
-    settle(worker, desk.state.ledger, now)
+    settle(worker, desk.ledger, now)
     desk.router.update(worker)
     desk.place_due = True
     desk.pulls_due = True
@@ -114,7 +114,7 @@ def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, left_at: Seco
     desk.state.fleet.skip(now - left_at)
     desk.devices_due = True
     for seat, worker in desk.seats.items():
-        settle(worker, desk.state.ledger, left_at)
+        settle(worker, desk.ledger, left_at)
         worker.unheard = True
         desk.router.update(worker)
         timeout_s = _heartbeat_timeout_s(desk, worker)
@@ -136,7 +136,7 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
     """Take everything back from a worker, at the current token, and then let it go."""
     if worker.state == "draining":
         return
-    settle(worker, desk.state.ledger, now)
+    settle(worker, desk.ledger, now)
     _stop_pull(desk, worker)
     desk.state.fleet.start_drain(worker, now)
     desk.router.update(worker)
@@ -156,8 +156,8 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
     """
     state = desk.state
     drained = worker.state == "draining"
-    settle(worker, state.ledger, now)
-    line = state.ledger.workers[worker.name]
+    settle(worker, desk.ledger, now)
+    line = desk.ledger.workers[worker.name]
     line.paid_until = worker.since
     line.num_losses += worker.owes
     for name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
@@ -170,7 +170,7 @@ def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejo
     _resource_pullers(desk, worker)
     forgotten = state.fleet.forget_oldest()
     if forgotten is not None:
-        state.ledger.fold(forgotten)
+        desk.ledger.fold(forgotten)
     desk.pulls_due = True
     desk.devices_due = True
     if tell:
@@ -206,7 +206,7 @@ def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
     """No more samples for it. Those that it has are ended by itself, each after its last token."""
     if worker.down:
         return
-    settle(worker, desk.state.ledger, now)
+    settle(worker, desk.ledger, now)
     worker.down = True
     desk.router.update(worker)
     desk.devices_due = True
@@ -216,7 +216,7 @@ def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> 
     """It runs what it ran at its start. What it was given meanwhile, or never ended, somebody else gets."""
     if worker.state == "draining":
         return
-    settle(worker, desk.state.ledger, now)
+    settle(worker, desk.ledger, now)
     _take_back_all(desk, worker, "its engine was down", "engine_failed", now)
     if not worker.local:  # that one has what the trainer has
         unknown = event.version is None or event.version > desk.state.published
@@ -244,10 +244,10 @@ def _take_back_all(desk: Desk, worker: Worker, why: str, cause: str, now: Second
 def publish(desk: Desk, version: Version, now: Seconds) -> bool:
     """A newer version can be had. Local workers hold it already. False for one that is repeated late."""
     if version <= desk.state.published:
-        desk.state.ledger.late_news += 1
+        desk.ledger.late_news += 1
         return False
     desk.state.published = version
-    for worker in desk.state.fleet.seats.values():
+    for worker in desk.seats.values():
         worker.accused_by, worker.failed_with_peer, worker.bad_source = [], False, False
         if worker.local:
             worker.version = version
@@ -262,9 +262,9 @@ def replace(desk: Desk, version: Version, now: Seconds) -> None:
 
     What was written with the former one stays: the driver knows which it was.
     """
-    for worker in desk.state.fleet.seats.values():
+    for worker in desk.seats.values():
         if worker.version == version:
-            settle(worker, desk.state.ledger, now)
+            settle(worker, desk.ledger, now)
             _take_back_all(desk, worker, "its version was replaced", "replaced", now)
             if not worker.local:  # its weights are the trainer's own
                 worker.version = NO_VERSION
@@ -285,7 +285,7 @@ def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:
     usable = worker.version >= oldest_version_wanted(desk) and worker.version != NO_VERSION
     state = "active" if usable else "pulling" if worker.pulling != NO_VERSION else "waiting"
     if state != worker.state:
-        settle(worker, desk.state.ledger, now)
+        settle(worker, desk.ledger, now)
         worker.state = state
         desk.router.update(worker)
         desk.place_due = desk.place_due or usable
@@ -294,14 +294,14 @@ def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 def refresh_all(desk: Desk, now: Seconds) -> None:
     """A step is over: what counts as active may have changed for everyone."""
-    for worker in desk.state.fleet.seats.values():
+    for worker in desk.seats.values():
         _refresh_state(desk, worker, now)
 
 
 def oldest_version_wanted(desk: Desk) -> Version:
     """The oldest version that a round not yet trained may be written by."""
     newest = Step(desk.state.published)
-    oldest_round = next(iter(desk.state.rounds), newest)
+    oldest_round = next(iter(desk.rounds), newest)
     return oldest_version(min(newest, oldest_round), desk.config.max_staleness)
 
 
@@ -310,7 +310,7 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
     state = desk.state
     wanting = [
         worker
-        for worker in state.fleet.seats.values()
+        for worker in desk.seats.values()
         if not worker.local
         and worker.state != "draining"
         and not worker.down
@@ -320,22 +320,22 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
         and ("retry_pull", worker.seat) not in desk.deadlines.entries
     ]
     pulls = weight_delivery.plan_pulls(
-        wanting, state.fleet.seats.values(), state.published, desk.config.weight_delivery
+        wanting, desk.seats.values(), state.published, desk.config.weight_delivery
     )
     for pull in pulls:
-        worker = state.fleet.seats[pull.worker]
+        worker = desk.seats[pull.worker]
         worker.pulling = state.published
         worker.source = pull.source
         _refresh_state(desk, worker, now)
         desk.deadlines.set(("pull", worker.seat), now + desk.config.fleet_rules.pull_timeout_s)
-        source = None if pull.source == TRAINER else state.fleet.seats[pull.source].name
+        source = None if pull.source == TRAINER else desk.seats[pull.source].name
         held = None if worker.version == NO_VERSION else worker.version
         desk.commands.append(PullWeights(worker.name, worker.pulling, source, held, pull.why))
 
 
 def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: Seconds) -> None:
     if event.version > desk.state.published or event.version <= worker.version or worker.local:
-        desk.state.ledger.late_news += 1
+        desk.ledger.late_news += 1
         return
     worker.version = event.version
     worker.num_pull_failures = 0
@@ -356,7 +356,7 @@ def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Second
     accuses the last one alone, and one that fails with the trainer accuses nobody: it has itself to blame.
     """
     if worker.pulling != event.version:
-        desk.state.ledger.late_news += 1
+        desk.ledger.late_news += 1
         return
     _accuse_source(desk, worker)
     _stop_pull(desk, worker)
@@ -392,8 +392,8 @@ def _stop_pull(desk: Desk, worker: Worker) -> None:
 
 def _resource_pullers(desk: Desk, source: Worker) -> None:
     """Whoever pulled from this worker, and cannot go on, asks anew."""
-    if source.version == desk.state.published and source.seat in desk.state.fleet.seats and source.state != "draining":
+    if source.version == desk.state.published and source.seat in desk.seats and source.state != "draining":
         return
-    for worker in desk.state.fleet.seats.values():
+    for worker in desk.seats.values():
         if worker.pulling != NO_VERSION and worker.source == source.seat:
             _stop_pull(desk, worker)

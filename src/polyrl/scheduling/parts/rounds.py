@@ -35,7 +35,7 @@ def open_requested(desk: Desk, now: Seconds) -> list[Round]:
     while may_open_next(desk):
         step = state.requested[0]
         plan = desk.planner.plan_round(state.tail, step)
-        if plan is None and any(round_.closed_at is None for round_ in state.rounds.values()):
+        if plan is None and any(round_.closed_at is None for round_ in desk.rounds.values()):
             break  # an open round may still defer prompts: the data has not ended yet
         state.requested.pop(0)
         if plan is None:
@@ -50,16 +50,15 @@ def open_requested(desk: Desk, now: Seconds) -> list[Round]:
 def may_open_next(desk: Desk) -> bool:
     """Whether a round is requested that staleness and the open rounds allow."""
     state = desk.state
-    if not state.requested or state.published < 0 or len(state.rounds) > desk.config.max_staleness:
+    if not state.requested or state.published < 0 or len(desk.rounds) > desk.config.max_staleness:
         return False
     if state.requested[0] > newest_step(state.published, desk.config.max_staleness):
         return False
-    return not any(round_.num_waiting for round_ in state.rounds.values())
+    return not any(round_.num_waiting for round_ in desk.rounds.values())
 
 
 def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
-    state = desk.state
-    ledger = state.ledger
+    ledger = desk.ledger
     round_ = Round(
         step=step,
         kind=plan.kind,
@@ -73,7 +72,7 @@ def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
         resumed=[],
         next_hand_back_share=desk.config.hand_back.first_share,
     )
-    state.rounds[step] = round_
+    desk.rounds[step] = round_
     ledger.rounds[plan.kind] = ledger.rounds.get(plan.kind, 0) + 1
     ledger.prompts_started += plan.num_passed_over
     ledger.num_deferrals += plan.num_passed_over
@@ -99,17 +98,17 @@ def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: in
         num_samples=num_samples,
         need=desk.config.rounds.samples_per_prompt,
     )
-    state.groups[group_id] = group
+    desk.groups[group_id] = group
     round_.groups[group_id] = None
     round_.num_open[choice.domain] += 1
     kept = _designated(desk, group)
     for index, sample in enumerate(group.sample_ids()):
-        state.samples[sample] = TrackedSample(sample, group_id, index in kept)
+        desk.samples[sample] = TrackedSample(sample, group_id, index in kept)
         round_.fresh.append(sample)
     round_.num_waiting += num_samples
-    state.ledger.samples_started += num_samples
+    desk.ledger.samples_started += num_samples
     if choice.first_deferred_step < 0:
-        state.ledger.prompts_started += 1
+        desk.ledger.prompts_started += 1
     return PlannedGroup(group_id, choice.domain, choice.prompt, choice.epoch, num_samples)
 
 
@@ -151,7 +150,7 @@ def score_if_generated(desk: Desk, round_: Round) -> None:
     if desk.config.rewards.as_finished or round_.is_generating:
         return
     for group_id in list(round_.groups):
-        group = desk.state.groups[group_id]
+        group = desk.groups[group_id]
         for sample in _samples(desk, group):
             if sample.state == "generated":
                 scoring.score(desk, sample, group)
@@ -186,7 +185,7 @@ def _defer_if_full(desk: Desk, round_: Round, domain: int, now: Seconds) -> None
     if round_.claims[domain] < round_.quotas[domain] or round_.num_open[domain] == 0:
         return
     for group_id in list(round_.groups):
-        group = desk.state.groups[group_id]
+        group = desk.groups[group_id]
         if group.domain == domain and group.state == "open":
             _defer(desk, group, round_, now)
 
@@ -197,7 +196,7 @@ def _defer(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None
     round_.num_open[group.domain] -= 1
     choice = PlannedPrompt(group.domain, group.prompt, group.epoch, group.times_deferred, group.first_deferred_step)
     desk.planner.defer(desk.state.tail, choice, round_.step)
-    desk.state.ledger.num_deferrals += 1
+    desk.ledger.num_deferrals += 1
     desk.commands.append(DropGroup(group.id, why))
 
 
@@ -207,22 +206,22 @@ def _defer(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None
 def sample_scored(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     """A reward is there, whatever its value."""
     sample.state = "scored"
-    group = desk.state.groups[sample.group]
+    group = desk.groups[sample.group]
     group.num_scored += 1
-    _deliver_if_complete(desk, group, desk.state.rounds[group.step], now)
+    _deliver_if_complete(desk, group, desk.rounds[group.step], now)
 
 
 def reward_failed(desk: Desk, sample: TrackedSample, now: Seconds, *, again: bool) -> None:
     """The reward could not be had: try again where that may help; in the end drop the sample. It is never a zero."""
-    if again and desk.state.budgets.retry(sample.attempt).again:
+    if again and desk.budgets.retry(sample.attempt).again:
         scoring.score(desk, sample, desk.groups[sample.group])
         return
-    round_ = desk.state.rounds[desk.state.groups[sample.group].step]
+    round_ = desk.rounds[desk.groups[sample.group].step]
     _drop_sample(desk, sample, round_, "reward_failed", "its reward could not be had", now)
 
 
 def _drop_sample(desk: Desk, sample: TrackedSample, round_: Round, cause: DiscardCause, why: str, now: Seconds) -> None:
-    group = desk.state.groups[sample.group]
+    group = desk.groups[sample.group]
     counted = sample.state == "scoring"
     leases.discard_sample(desk, sample, round_, cause, why, now)
     alive = sum(1 for one in _samples(desk, group) if one.state != "discarded" and one.kept)
@@ -266,7 +265,7 @@ def _close_if_complete(desk: Desk, round_: Round, now: Seconds) -> None:
     if round_.closed_at is not None or round_.num_ready + round_.num_delivered < due:
         return
     for group_id in list(round_.groups) if round_.num_ready else ():
-        group = desk.state.groups[group_id]
+        group = desk.groups[group_id]
         if group.state == "ready":
             _deliver(desk, group, round_)
     round_.closed_at = now
@@ -282,7 +281,7 @@ def drop_group(desk: Desk, group: TrackedGroup, round_: Round, cause: DiscardCau
     """A prompt leaves the run. A fresh one takes its place, or the step goes on with one less."""
     before = group.state
     _discard_group(desk, group, round_, cause, reason, now)
-    desk.state.ledger.drop_prompt(cause)
+    desk.ledger.drop_prompt(cause)
     desk.commands.append(DropGroup(group.id, reason))
     domain = group.domain
     if before == "open":
@@ -327,8 +326,8 @@ def _discard_group(desk: Desk, group: TrackedGroup, round_: Round, cause: Discar
 
 def _forget(desk: Desk, group: TrackedGroup) -> None:
     for one in group.sample_ids():
-        del desk.state.samples[one]
-    del desk.state.groups[group.id]
+        del desk.samples[one]
+    del desk.groups[group.id]
 
 
 def _samples(desk: Desk, group: TrackedGroup) -> list[TrackedSample]:
@@ -343,9 +342,9 @@ def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
     """Whether a micro-batch began: none does by repeated news."""
     began = False
     for group_id in groups:
-        group = desk.state.groups.get(group_id)
+        group = desk.groups.get(group_id)
         if group is None or group.step != step or group.state != "delivered":
-            desk.state.ledger.late_news += 1
+            desk.ledger.late_news += 1
         else:
             group.state = "taken"
             began = True
@@ -354,12 +353,12 @@ def groups_taken(desk: Desk, step: Step, groups: tuple[GroupId, ...]) -> bool:
 
 def give_again(desk: Desk, step: Step) -> None:
     """The trainer begins the step anew: groups that it took are delivered once more, and the round is closed again."""
-    round_ = desk.state.rounds.get(step)
+    round_ = desk.rounds.get(step)
     if round_ is None:
-        desk.state.ledger.late_news += 1
+        desk.ledger.late_news += 1
         return
     for group_id in round_.groups:
-        group = desk.state.groups[group_id]
+        group = desk.groups[group_id]
         if group.state == "taken":
             group.state = "delivered"
             kept = tuple(sample.id for sample in _samples(desk, group) if sample.state == "scored")
@@ -371,10 +370,10 @@ def give_again(desk: Desk, step: Step) -> None:
 def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]:
     """The step is trained: settle every group of it. Returns (groups, samples, longest answer) trained."""
     state = desk.state
-    ledger = state.ledger
+    ledger = desk.ledger
     num_groups = num_samples = longest = 0
     for group_id in list(round_.groups):
-        group = state.groups[group_id]
+        group = desk.groups[group_id]
         if group.state != "taken":
             _discard_group(desk, group, round_, "not_taken", "the step ended without it", now)
             ledger.drop_prompt("not_taken")
@@ -392,5 +391,5 @@ def train_taken(desk: Desk, round_: Round, now: Seconds) -> tuple[int, int, int]
         num_samples += len(lengths)
         longest = max(longest, *lengths)
         _forget(desk, group)
-    del state.rounds[round_.step]
+    del desk.rounds[round_.step]
     return num_groups, num_samples, longest

@@ -44,7 +44,7 @@ def start_waiting(desk: Desk, now: Seconds) -> None:
     scoring = desk.scoring
     while scoring.queue and len(scoring.running) < desk.num_rewards:
         _, sample_id = heapq.heappop(scoring.queue)
-        sample = desk.state.samples.get(sample_id)
+        sample = desk.samples.get(sample_id)
         if sample is not None and sample.state == "scoring":
             _start(desk, sample, desk.groups[sample.group], now)
 
@@ -102,7 +102,7 @@ def give_up_overdue(desk: Desk, now: Seconds) -> list[TrackedSample]:
     if desk.state.trainer_away_since is not None:
         desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)
         return []
-    overdue = [desk.state.samples[sample_id] for sample_id, due in running.items() if due <= now]
+    overdue = [desk.samples[sample_id] for sample_id, due in running.items() if due <= now]
     for sample in overdue:
         desk.commands.append(CancelScore(sample.id, sample.attempt, "it was not answered in time"))
         _free_place(desk, sample.id)

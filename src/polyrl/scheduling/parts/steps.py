@@ -27,7 +27,7 @@ def rounds_opened(desk: Desk, opened: list[Round], now: Seconds) -> None:
     for round_ in opened:
         reshaping.round_opened(desk, round_)
     state = desk.state
-    if state.last_line is None and len(state.rounds) == len(opened):
+    if state.last_line is None and len(desk.rounds) == len(opened):
         state.clock.step_began_at = now
     devices.arm_window(desk, now)
     devices.note_seeding(desk, now)
@@ -43,7 +43,7 @@ def published(desk: Desk, now: Seconds) -> None:
 def training_began(desk: Desk, step: Step, now: Seconds) -> None:
     """A micro-batch was taken."""
     clock = desk.state.clock
-    if step not in desk.state.rounds or clock.busy_since is not None:
+    if step not in desk.rounds or clock.busy_since is not None:
         return
     devices.stop_waiting(desk, now)
     clock.busy_since = now
@@ -52,7 +52,7 @@ def training_began(desk: Desk, step: Step, now: Seconds) -> None:
 def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
     """A micro-batch is done; the next may be there or not."""
     clock = desk.state.clock
-    if step not in desk.state.rounds or clock.busy_since is None:
+    if step not in desk.rounds or clock.busy_since is None:
         return
     clock.train_s += now - clock.busy_since
     clock.busy_since = None
@@ -115,17 +115,17 @@ def _mark_validating(desk: Desk, now: Seconds) -> None:
 
 def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
     state = desk.state
-    round_ = state.rounds.get(step)
+    round_ = desk.rounds.get(step)
     if round_ is None:
-        state.ledger.late_news += 1
+        desk.ledger.late_news += 1
         return
-    for worker in state.fleet.seats.values():
-        settle(worker, state.ledger, now)
-    kept_before = state.ledger.tokens_kept
+    for worker in desk.seats.values():
+        settle(worker, desk.ledger, now)
+    kept_before = desk.ledger.tokens_kept
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
     times = _measure(desk, now)
     learned = seeding.learn(desk.config.seeding, state.seeding[round_.kind], times)
-    tokens = state.ledger.tokens_kept - kept_before
+    tokens = desk.ledger.tokens_kept - kept_before
     state.last_line = _line(desk, round_, times, now, num_groups, num_samples, longest, tokens, learned)
     desk.commands.append(ReportStep(state.last_line))
     begin_s = scaling.BEGIN_S if state.rules >= 2 else 0.0
@@ -135,7 +135,7 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         desk.commands.append(AdviseFleet(advice.num_workers, advice.why))
     if desk.config.rounds.adaptive and (round_.kind == "long" or step % _ADAPT_EVERY == _ADAPT_EVERY - 1):
         _adapt(desk)
-    state.lengths.age(_FORGET_PER_STEP)
+    desk.lengths.age(_FORGET_PER_STEP)
     if desk.config.parallelism.enabled:
         reshaping.step_trained(desk, round_, now)
         state.lengths_by_kind[round_.kind].age(_FORGET_PER_STEP)
@@ -153,7 +153,7 @@ def _adapt(desk: Desk) -> None:
     tail, config = desk.state.tail, desk.config
     num_prompts = sum(domain.prompts_per_step for domain in config.domains)
     outlook = adaptive.choose_factors(
-        config.rounds, desk.state.lengths, tail.correlation.value(), config.max_new_tokens, num_prompts
+        config.rounds, desk.lengths, tail.correlation.value(), config.max_new_tokens, num_prompts
     )
     if outlook is not None:
         tail.factors.prompts, tail.factors.samples = outlook.prompts, outlook.samples
@@ -195,7 +195,7 @@ def _line(
     tokens: int,
     learned: str,
 ) -> StepLine:
-    ledger = desk.state.ledger
+    ledger = desk.ledger
     before = ledger.discarded_told
     discarded = {cause: num - before.get(cause, 0) for cause, num in ledger.tokens_discarded.items()}
     ledger.discarded_told = dict(ledger.tokens_discarded)

@@ -1,0 +1,96 @@
+"""One thing has one name: no two public classes share one, and a word of the glossary names at most one type."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from polyrl.scheduling.core.desk import ON_DESK
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src/polyrl"
+
+SAME_NAME: dict[str, str] = {}
+"""Names that several public classes may have, each with its reason."""
+
+GLOSSARY = {
+    "policy": "polyrl.trainer.model",
+    "prompt": "polyrl.client.fleet",
+    "group": "polyrl.client.fleet",
+    "sample": "polyrl.client.fleet",
+    "round": "polyrl.scheduling.core.samples",
+    "step": "polyrl.ids",
+    "worker": "polyrl.scheduling.core.fleet",
+    "fleet": "polyrl.client.fleet",
+    "engine": "polyrl.engines.engine",
+    "payload": "polyrl.manager.payload",
+    "event": "polyrl.scheduling.core.events",
+    "command": "polyrl.scheduling.core.commands",
+}
+"""Words of ARCHITECTURE.md's glossary that are the name of a type, and where that type is."""
+
+BY_THE_STATE = re.compile(rf"\bdesk\.state\.({'|'.join((*ON_DESK, 'fleet.seats'))})\b")
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+
+
+def named(node: ast.stmt) -> str:
+    """The name of a public class, or of a type that is put together from others; empty: it is neither."""
+    match node:
+        case ast.ClassDef(name=name):
+            pass
+        case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+            pass
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if not is_type_variable(value):
+            pass
+        case _:
+            return ""
+    return name if name[:1].isupper() and not name.isupper() else ""
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) in ("TypeVar", "ParamSpec")
+
+
+def places(*, classes_only: bool) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for module, tree in modules():
+        for node in tree.body:
+            if (name := named(node)) and (isinstance(node, ast.ClassDef) or not classes_only):
+                found.setdefault(name, []).append(module)
+    return found
+
+
+def test_no_two_public_classes_have_the_same_name():
+    several = {name: where for name, where in places(classes_only=True).items() if len(where) > 1}
+    assert several.keys() <= SAME_NAME.keys(), {name: several[name] for name in several.keys() - SAME_NAME.keys()}
+    assert SAME_NAME.keys() <= several.keys(), "an exception that is none any more"
+
+
+def test_no_type_alias_has_the_name_of_a_class():
+    classes, all_types = places(classes_only=True), places(classes_only=False)
+    twice = {name: all_types[name] for name in classes if all_types[name] != classes[name]}
+    assert not twice
+
+
+def glossary() -> list[str]:
+    table = (ROOT / "ARCHITECTURE.md").read_text().split("## Words")[1].split("## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
+    return [word.strip() for row in rows for word in row.split(",")]
+
+
+def test_a_word_of_the_glossary_names_one_type():
+    all_types = places(classes_only=False)
+    found = {word: all_types[word.title()] for word in glossary() if word.title() in all_types}
+    assert found == {word: [where] for word, where in GLOSSARY.items()}
+
+
+def test_what_the_desk_holds_is_reached_through_the_desk_alone():
+    checked = [path for path in PACKAGE.rglob("*.py") if path.name not in ("desk.py", "invariants.py")]
+    texts = {path: path.read_text() for path in checked}
+    by_state = {str(path): BY_THE_STATE.findall(text) for path, text in texts.items() if BY_THE_STATE.search(text)}
+    assert not by_state
