@@ -12,11 +12,12 @@ import math
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from polyrl.client.checking import Fault, find_fault, find_stranger
 from polyrl.client.line import Line
@@ -181,7 +182,9 @@ class Fleet:
         """Groups whose prompts are still to be supplied, by group."""
         self._in_parts: dict[int, tuple[Sample, ...]] = {}
         """The beginnings of groups whose rest has not come yet. After a break they come from their beginning."""
-        self._line = Line(dialer, give_up_after_s, self._hear, self._in_parts.clear)
+        self._kept: dict[int, dict[int, frames.SamplePayload]] = {}
+        """By step and sample, the answers that this connection brought to be scored: they are not sent twice."""
+        self._line = Line(dialer, give_up_after_s, self._hear, self._forget_connection)
         self._scoring: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._life: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -268,6 +271,8 @@ class Fleet:
         """The step is trained. What was not taken of its round is discarded."""
         self._rounds.pop(step, None)
         self._first_open_step = max(self._first_open_step, step + 1)
+        for one in [kept for kept in self._kept if kept <= step]:
+            del self._kept[one]
         await self._state(lambda seq: frames.StepDone(seq, step))
 
     @asynccontextmanager
@@ -365,6 +370,8 @@ class Fleet:
                 self._wanted |= {plan.group: plan for plan in frame.groups}
             case frames.ScoreThese():
                 for one in frame.samples:
+                    if one.step >= self._first_open_step:
+                        self._kept.setdefault(one.step, {})[one.text.sample] = one.text
                     self._score(one)
             case frames.CancelScoring():
                 task = self._scoring.pop((frame.sample, frame.attempt), None)
@@ -406,12 +413,27 @@ class Fleet:
         round_ = self._rounds.setdefault(frame.step, _Round())
         if frame.group in round_.seen:
             return
-        samples = self._in_parts.pop(frame.group, ()) + tuple(_sample(one, frame.origin) for one in frame.samples)
+        samples = self._in_parts.pop(frame.group, ()) + tuple(self._samples(frame))
         if frame.more:
             self._in_parts[frame.group] = samples
             return
         round_.seen.add(frame.group)
         round_.ready.append(Group(frame.step, frame.group, samples, frame.origin))
+
+    def _samples(self, frame: frames.Delivered) -> Iterator[Sample]:
+        """The answers of a frame. Raises ConnectionError for one that is not here: after a break all come in full."""
+        kept = self._kept.get(frame.step, {})
+        for one in frame.samples:
+            scored = kept.pop(one.sample, None)
+            if one.is_kept and scored is None:
+                raise ConnectionError(f"sample {one.sample} was not sent to be scored on this connection")
+            full = one if scored is None or not one.is_kept else replace(scored, reward=one.reward, parts=one.parts)
+            yield _sample(full, frame.origin)
+
+    def _forget_connection(self) -> None:
+        """A connection is over. On the next one groups come from their beginning, and answers in full."""
+        self._in_parts.clear()
+        self._kept.clear()
 
     def _fault(self, sample: Sample) -> Fault | None:
         """What of a sample cannot be trained on, and who wrote it."""

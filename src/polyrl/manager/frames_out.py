@@ -9,6 +9,7 @@ import logging
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of, show_sample
 from polyrl.manager.journal import Granted
+from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.relay_addresses import reachable
 from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.run import Run
@@ -205,8 +206,10 @@ def score(run: Run, sample: SampleId, attempt: int, timeout_s: Seconds) -> None:
     if run.trainer is not None and not run.trainer.has_reward:
         run.tell(e.RewardFinished(sample, attempt, "scored"))
     else:
-        text, origin = run.payload.sample_text(sample), _origin(run, group_of(sample))
-        run.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, text, origin),)))
+        group = run.desk.groups[group_of(sample)]
+        text, origin = run.payload.sample_text(sample), _origin(run, group.id)
+        run.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, group.step, text, origin),)))
+        run.payload.text(sample).sent_on = _link_to_trainer(run)
 
 
 def _origin(run: Run, group: GroupId) -> frames.Origin:
@@ -215,11 +218,27 @@ def _origin(run: Run, group: GroupId) -> frames.Origin:
 
 
 def deliver(run: Run, step: Step, group: GroupId, samples: tuple[SampleId, ...]) -> None:
-    """In as many frames as it takes: a group may have a thousand long answers."""
-    parts = list(in_pieces(map(run.payload.sample_text, samples), lambda text: len(text.cells))) or [()]
+    """Send a group in as many frames as it takes: it may have a thousand long answers."""
+    texts = (_to_deliver(run, sample) for sample in samples)
+    parts = list(in_pieces(texts, lambda text: len(text.cells))) or [()]
     origin = _origin(run, group)
     for part in parts:
         run.say_to_trainer(frames.Delivered(step, group, origin, part, more=part is not parts[-1]))
+
+
+def _to_deliver(run: Run, sample: SampleId) -> frames.SamplePayload:
+    """An answer, or only its reward if the trainer has kept the answer since it scored it. It uses that up."""
+    text = run.payload.text(sample)
+    sent_on, text.sent_on = text.sent_on, None
+    if sent_on is None or sent_on is not _link_to_trainer(run):
+        return run.payload.sample_text(sample)
+    return frames.SamplePayload(sample, b"", (), "", text.reward, text.parts, is_kept=True)
+
+
+def _link_to_trainer(run: Run) -> Link | None:
+    """The connection on which the trainer hears everything now; None: it is not connected, or has not said Hello."""
+    trainer = run.trainer
+    return trainer.link if trainer is not None and trainer.greeted else None
 
 
 def closed(run: Run, step: Step) -> frames.Closed:

@@ -12,6 +12,7 @@ from msgspec import structs
 from polyrl.ids import GroupId, SampleId, Step, group_of
 from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.journal import VersionOffered
+from polyrl.manager.peers.link import Link
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES
 from polyrl.wire.frames import Ended, NewTokens, PromptPayload, SamplePayload, Segment
@@ -21,7 +22,21 @@ _OFFERS_KEPT = 64
 
 
 class SampleTokens:
-    __slots__ = ("_cells", "engine", "finish", "parts", "reward", "row", "segments", "stride", "version", "worker")
+    """The tokens of a sample so far, and what is known of them."""
+
+    __slots__ = (
+        "_cells",
+        "engine",
+        "finish",
+        "parts",
+        "reward",
+        "row",
+        "segments",
+        "sent_on",
+        "stride",
+        "version",
+        "worker",
+    )
 
     def __init__(self) -> None:
         self._cells = bytearray()
@@ -35,6 +50,8 @@ class SampleTokens:
         self.finish = ""
         self.reward = 0.0
         self.parts: dict[str, float] = {}
+        self.sent_on: Link | None = None
+        """The trainer's connection on which it was sent to be scored: as long as that lasts, the trainer has it."""
 
     @property
     def cells(self) -> bytearray:

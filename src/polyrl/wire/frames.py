@@ -429,6 +429,8 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
 
 
 class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
+    """An answer with all that is known of it."""
+
     sample: int
     cells: bytes
     segments: tuple[Segment, ...]
@@ -436,6 +438,8 @@ class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     reward: float
     parts: dict[str, float] = {}
     """What the reward is made of, by name."""
+    is_kept: bool = False
+    """Cells, segments and finish are left out: the trainer has them from ScoreThese on the same connection."""
 
 
 class Origin(Struct, frozen=True, array_like=True, gc=False):
@@ -449,6 +453,8 @@ class Origin(Struct, frozen=True, array_like=True, gc=False):
 class ScoreThis(Struct, frozen=True, array_like=True, gc=False):
     attempt: int
     timeout_s: float
+    step: int
+    """The answer is kept until it is delivered, this step is done, or the connection breaks."""
     text: SamplePayload
     origin: Origin
 

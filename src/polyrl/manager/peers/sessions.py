@@ -172,6 +172,7 @@ class TrainerSession:
             self.link.close("another trainer connected")
         self.link = link
         self.greeted = False
+        self._gathered.clear()  # for the connection before: this one is told all anew when it has said Hello
 
     def say(self, frame: frames.ToTrainer) -> None:
         self._gathered.append(frame)
