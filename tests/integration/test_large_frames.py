@@ -12,9 +12,9 @@ from polyrl.client import Group, Prompt
 from polyrl.scheduling.core.parameters import DomainData, RoundsConfig
 from polyrl.scheduling.parts import credit
 from polyrl.wire import frames
+from polyrl.wire.columns import PIECE_BYTES
 from polyrl.wire.control import RunReply, RunRequest
 from polyrl.wire.dial import Dialer
-from polyrl.wire.pieces import PIECE_BYTES
 
 LONG = msgspec.structs.replace(
     CONFIG,

@@ -18,6 +18,7 @@ from polyrl.wire.columns import (
     Vocabulary,
     check,
     check_cells,
+    in_pieces,
     pack_cells,
     pack_column,
     pack_tokens,
@@ -203,3 +204,11 @@ def test_a_frame_of_tokens_has_nothing_in_it_that_nobody_reads(place: tuple[int,
     grown.append(b"\0" * 1000)
     with pytest.raises(frames.NO_FRAME):
         frames.decode_from_worker(msgspec.msgpack.encode(said))
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 100))
+def test_pieces_are_the_whole_in_order_and_none_is_larger_than_its_last_item_makes_it(sizes: list[int], most: int):
+    pieces = list(in_pieces(sizes, lambda size: size, most))
+    assert [size for piece in pieces for size in piece] == sizes
+    assert all(piece and sum(piece[:-1]) < most for piece in pieces)
+    assert all(sum(piece) >= most for piece in pieces[:-1])

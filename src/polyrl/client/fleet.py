@@ -26,10 +26,10 @@ from polyrl.ids import show_sample
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.wire import columns, frames
+from polyrl.wire.columns import PIECE_BYTES
 from polyrl.wire.control import AnswerRules, RunReply, RunRequest, Status
 from polyrl.wire.dial import Dialer
 from polyrl.wire.frames import Origin, Sampling, Segment
-from polyrl.wire.pieces import PIECE_BYTES
 
 log = logging.getLogger("polyrl.client")
 

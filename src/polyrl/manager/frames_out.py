@@ -18,7 +18,7 @@ from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.samples import NO_VERSION
 from polyrl.scheduling.rules.order import mix64
 from polyrl.wire import columns, frames
-from polyrl.wire.pieces import in_pieces
+from polyrl.wire.columns import in_pieces
 
 log = logging.getLogger("polyrl.manager")
 

@@ -11,13 +11,17 @@ be: not above 0 (by more than rounding), and not below `MIN_LOGPROB`.
 
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 CELL_BYTES = 8
+PIECE_BYTES = 4 << 20
+"""What can be long without end (orders, the samples of a group, prompts) travels in pieces of about this size: a frame
+has a limit (frames.py), and its reader holds all of it twice for a moment."""
+Item = TypeVar("Item")
 CELL: Any = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 TOKEN_IDS: Any = np.dtype("<i4")
 _UNSIGNED: Any = np.dtype("<u4")
@@ -161,3 +165,19 @@ def why_no_logprobs(logprobs: "np.ndarray[Any, Any]") -> str:
     if most <= MAX_LOGPROB and least >= MIN_LOGPROB:
         return ""
     return f"a log-probability of {least if not least >= MIN_LOGPROB else most:g}, expected {MIN_LOGPROB:g} to 0"
+
+
+def in_pieces(
+    items: Iterable[Item], num_bytes_of: Callable[[Item], int], piece_bytes: int = PIECE_BYTES
+) -> Iterator[tuple[Item, ...]]:
+    """Split items, in order, into pieces of one or more; none exceeds `piece_bytes` by more than its last item."""
+    piece: list[Item] = []
+    num_bytes = 0
+    for item in items:
+        piece.append(item)
+        num_bytes += num_bytes_of(item)
+        if num_bytes >= piece_bytes:
+            yield tuple(piece)
+            piece, num_bytes = [], 0
+    if piece:
+        yield tuple(piece)

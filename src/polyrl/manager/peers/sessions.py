@@ -11,9 +11,8 @@ from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.peers.link import Link
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames
-from polyrl.wire.columns import ANY_ID, Vocabulary
+from polyrl.wire.columns import ANY_ID, Vocabulary, in_pieces
 from polyrl.wire.control import AnswerRules, JoinRequest
-from polyrl.wire.pieces import in_pieces
 
 _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
