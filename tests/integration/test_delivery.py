@@ -142,7 +142,8 @@ def test_a_trainer_whose_connection_breaks_while_it_scores_gets_every_answer_who
             async def reward(sample: Sample) -> float:
                 nonlocal num_scored
                 num_scored += 1
-                session = live.service.executor.trainer
+                opened = live.service.lobby.run
+                session = None if opened is None else opened.trainer
                 if num_scored == at and session is not None and session.link is not None:
                     session.link.close("a break")
                 return float(len(sample.tokens))
