@@ -438,14 +438,14 @@ def test_a_local_worker_generates_then_turns_to_training_when_nothing_is_left(tm
     async def scenario() -> None:
         turns: list[str] = []
 
-        async def turn_to(duty: frames.Duty) -> None:
+        async def set_duty(duty: frames.Duty) -> None:
             turns.append(duty)
 
         async with manager(tmp_path) as live, trainer(live) as ours:
             dialer = Dialer(live.url, live.token("admin"))
             options = WorkerOptions("local", is_local=True, relays=False)
             engine = EmulatedEngine(ENGINE)
-            agent = WorkerAgent(engine, dialer, options, turn_to=turn_to)
+            agent = WorkerAgent(engine, dialer, options, set_duty=set_duty)
             life = asyncio.create_task(agent.run())
             await until(lambda: bool(turns), "it has joined")
             for step in range(2):
@@ -467,7 +467,7 @@ def test_a_local_worker_whose_connection_broke_is_told_its_turn_again(tmp_path: 
     async def scenario() -> None:
         turns: list[str] = []
 
-        async def turn_to(duty: frames.Duty) -> None:
+        async def set_duty(duty: frames.Duty) -> None:
             turns.append(duty)
             if len(turns) == 1:
                 session = live.service.lobby.workers[WorkerName("local")]
@@ -480,7 +480,7 @@ def test_a_local_worker_whose_connection_broke_is_told_its_turn_again(tmp_path: 
             dialer = Dialer(live.url, live.token("admin"))
             engine = EmulatedEngine(ENGINE)
             options = WorkerOptions("local", is_local=True, relays=False)
-            agent = WorkerAgent(engine, dialer, options, turn_to=turn_to)
+            agent = WorkerAgent(engine, dialer, options, set_duty=set_duty)
             life = asyncio.create_task(agent.run())
             await until(lambda: len(turns) > 1, "it was told twice")
             await engine.install(Weights(Version(0), in_place=True))

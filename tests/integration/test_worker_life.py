@@ -361,14 +361,14 @@ def test_the_end_of_an_answer_is_told_at_once_however_long_tokens_are_gathered(t
 
 
 def test_a_local_worker_whose_devices_do_not_turn_leaves_with_the_reason(tmp_path: Path):
-    async def turn_to(duty: str) -> None:
+    async def set_duty(duty: str) -> None:
         raise RuntimeError(f"out of memory\nwhile turning to {duty}")
 
     async def scenario() -> None:
         async with manager(tmp_path) as live, trainer(live):
             dialer = Dialer(live.url, live.token("admin"))
             options = WorkerOptions(name=NAME, is_local=True)
-            left = await WorkerAgent(EmulatedEngine(ENGINE), dialer, options, turn_to=turn_to).run()
+            left = await WorkerAgent(EmulatedEngine(ENGINE), dialer, options, set_duty=set_duty).run()
             assert not left.ok
             assert (
                 str(left)

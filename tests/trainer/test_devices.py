@@ -22,7 +22,7 @@ def test_without_an_engine_it_is_always_trainings_turn():
     async def scenario() -> None:
         devices = Devices()
         assert await devices.train(lambda: 7) == 7
-        await devices.turn_to("generating")
+        await devices.set_duty("generating")
         assert await devices.train(lambda: 8) == 8
         devices.close()
 
@@ -49,7 +49,7 @@ def test_training_waits_until_the_engine_sleeps():
         work = asyncio.create_task(devices.train(lambda: engine.said.append("trains")))
         await asyncio.sleep(0.01)
         assert engine.said == []
-        await devices.turn_to("training")
+        await devices.set_duty("training")
         await work
         assert engine.said == ["sleeps", "trains"]
         devices.close()
@@ -62,12 +62,12 @@ def test_the_engine_wakes_only_when_the_work_that_runs_has_ended():
         engine = Engine()
         work = SlowWork(engine, "trained")
         devices = Devices(engine)
-        await devices.turn_to("training")
+        await devices.set_duty("training")
 
         working = asyncio.create_task(devices.train(work))
         while not work.started.is_set():
             await asyncio.sleep(0.001)
-        turning = asyncio.create_task(devices.turn_to("generating"))
+        turning = asyncio.create_task(devices.set_duty("generating"))
         waiting = asyncio.create_task(devices.train(lambda: engine.said.append("trains again")))
         await asyncio.sleep(0.01)
         assert not turning.done()
@@ -76,7 +76,7 @@ def test_the_engine_wakes_only_when_the_work_that_runs_has_ended():
         await turning
         await asyncio.sleep(0.01)
         assert engine.said == ["sleeps", "trained", "wakes"]
-        await devices.turn_to("training")
+        await devices.set_duty("training")
         await waiting
         assert engine.said[-2:] == ["sleeps", "trains again"]
         devices.close()
@@ -87,14 +87,14 @@ def test_the_engine_wakes_only_when_the_work_that_runs_has_ended():
 def test_work_that_fails_gives_the_devices_back():
     async def scenario() -> None:
         devices = Devices(Engine())
-        await devices.turn_to("training")
+        await devices.set_duty("training")
         try:
             await devices.train(lambda: 1 / 0)
         except ZeroDivisionError:
             pass
         else:
             raise AssertionError
-        await devices.turn_to("generating")
+        await devices.set_duty("generating")
         assert devices.duty == "generating"
         devices.close()
 
@@ -105,10 +105,10 @@ def test_weights_that_move_keep_the_engine_asleep_until_they_have_their_name():
     async def scenario() -> None:
         engine = Engine()
         devices = Devices(engine)
-        await devices.turn_to("training")
+        await devices.set_duty("training")
         async with devices.held():
             await devices.run(lambda: engine.said.append("updates"))
-            turning = asyncio.create_task(devices.turn_to("generating"))
+            turning = asyncio.create_task(devices.set_duty("generating"))
             await asyncio.sleep(0.01)
             engine.said.append("publishes")
         await turning
@@ -123,7 +123,7 @@ def test_a_step_that_is_cancelled_ends_its_work_and_wakes_no_engine_to_weights_w
         engine = Engine()
         move_weights = SlowWork(engine, "moved")
         devices = Devices(engine)
-        await devices.turn_to("training")
+        await devices.set_duty("training")
 
         async def step() -> None:
             async with devices.held():
@@ -132,7 +132,7 @@ def test_a_step_that_is_cancelled_ends_its_work_and_wakes_no_engine_to_weights_w
 
         stepping = asyncio.create_task(step())
         await asyncio.to_thread(move_weights.started.wait, 5.0)
-        turning = asyncio.create_task(devices.turn_to("generating"))
+        turning = asyncio.create_task(devices.set_duty("generating"))
         for _ in range(2):  # somebody is impatient
             stepping.cancel()
             await asyncio.sleep(0.01)
@@ -154,11 +154,11 @@ def test_gradients_that_are_cancelled_end_before_the_engine_wakes():
         engine = Engine()
         work = SlowWork(engine, "ended")
         devices = Devices(engine)
-        await devices.turn_to("training")
+        await devices.set_duty("training")
 
         working = asyncio.create_task(devices.train(work))
         await asyncio.to_thread(work.started.wait, 5.0)
-        turning = asyncio.create_task(devices.turn_to("generating"))
+        turning = asyncio.create_task(devices.set_duty("generating"))
         working.cancel()
         await asyncio.sleep(0.01)
         work.goes_on.set()
@@ -175,12 +175,12 @@ def test_a_turn_that_comes_while_it_validates_is_answered_and_the_engine_sleeps_
         engine = Engine()
         devices = Devices(engine)
         async with devices.for_validation():
-            await devices.turn_to("training")
+            await devices.set_duty("training")
             assert engine.said == ["wakes"]
         assert engine.said == ["wakes", "sleeps"]
         assert await devices.train(lambda: 7) == 7
         async with devices.for_validation():
-            await devices.turn_to("generating")
+            await devices.set_duty("generating")
         assert engine.said[2:] == ["wakes", "wakes"]
         devices.close()
 
@@ -206,11 +206,11 @@ def test_training_s_turn_is_measured_and_what_it_did_not_train_of_it_it_was_idle
         await asyncio.sleep(0.02)
         assert devices.turn_s == 0.0
         began = time.monotonic()
-        await devices.turn_to("training")
-        await devices.turn_to("training")  # said twice
+        await devices.set_duty("training")
+        await devices.set_duty("training")  # said twice
         await devices.train(lambda: time.sleep(0.02))
         await asyncio.sleep(0.02)
-        await devices.turn_to("generating")
+        await devices.set_duty("generating")
         ended = time.monotonic()
         await asyncio.sleep(0.02)
         assert 0.02 <= devices.turn_s - devices.trained_s <= devices.turn_s <= ended - began

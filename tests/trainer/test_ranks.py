@@ -25,7 +25,7 @@ from tests.trainer.ranks_at_work import (
 from tests.trainer.small import draw_groups
 
 from polyrl.trainer.batch import TrainSample, TrainSegment, decode_groups, encode_groups
-from polyrl.trainer.packing import make_parts, num_rows, plan_turns
+from polyrl.trainer.packing import make_parts, num_rows, plan_passes
 from polyrl.trainer.state import checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -189,7 +189,7 @@ def test_samples_cross_as_they_are():
 def test_turns_hold_every_sample_once_and_are_balanced(num_ranks: int, max_tokens: int):
     given = [one for group in draw_groups(3, (5, 9, 20)) for one in group]
     rows = num_rows(given)
-    turns = plan_turns(rows, max_tokens, num_ranks)
+    turns = plan_passes(rows, max_tokens, num_ranks)
     packs = [members for turn in turns for members in turn]
     assert all(len(turn) == num_ranks for turn in turns)
     assert sorted(number for members in packs for number in members) == list(range(len(given)))
@@ -204,9 +204,9 @@ def test_turns_hold_every_sample_once_and_are_balanced(num_ranks: int, max_token
 
 def test_ranks_that_have_no_sample_repeat_the_shortest_and_count_nothing():
     given = [one for group in draw_groups(1, (3,)) for one in group]
-    turns = plan_turns(num_rows(given), 1000, 4)
+    turns = plan_passes(num_rows(given), 1000, 4)
     parts = [make_parts(given, turns, rank)[0] for rank in range(4)]
     assert sorted(one.is_spare for one in parts) == [False, False, False, True]
     spare = next(one for one in parts if one.is_spare)
     assert sum(spare.pack.lengths) == min(num_rows(given))
-    assert plan_turns([], 1000, 4) == []
+    assert plan_passes([], 1000, 4) == []

@@ -28,7 +28,7 @@ from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.fleet import FleetState, Worker
 from polyrl.scheduling.core.ledger import Ledger, WorkerLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
-from polyrl.scheduling.core.samples import TrackedGroup, Round, TrackedSample
+from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
 from polyrl.scheduling.rules.parallelism import ParallelismState
 from polyrl.scheduling.scheduler import Scheduler
 
@@ -275,7 +275,18 @@ def _agree(ours: object, theirs: object) -> bool:
 
 _ADDED = frozenset(
     field.name
-    for kind in (State, TrainerClock, Worker, FleetState, TrackedSample, TrackedGroup, Round, Ledger, WorkerLine, ParallelismState)
+    for kind in (
+        State,
+        TrainerClock,
+        Worker,
+        FleetState,
+        TrackedSample,
+        TrackedGroup,
+        Round,
+        Ledger,
+        WorkerLine,
+        ParallelismState,
+    )
     for field in msgspec.structs.fields(kind)
     if not field.required
 )

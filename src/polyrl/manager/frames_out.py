@@ -48,9 +48,9 @@ def carry_out(run: Run, command: c.Command) -> None:
         case c.Score():
             score(run, command.sample, command.attempt, command.timeout_s)
         case c.StartTraining():
-            _turn(run, command.worker, "training", command.why)
+            _change_duty(run, command.worker, "training", command.why)
         case c.StartGenerating():
-            _turn(run, command.worker, "generating", command.why)
+            _change_duty(run, command.worker, "generating", command.why)
         case c.Reshape():
             _keep_width(run, command)
         case _:
@@ -90,7 +90,7 @@ def _forget_tokens(run: Run, command: c.ForgetTokens) -> None:
         run.lobby.journal.add_note(Granted([command.lease], [command.sample], [0], [""]))
 
 
-def _turn(run: Run, name: WorkerName, duty: frames.Duty, why: str) -> None:
+def _change_duty(run: Run, name: WorkerName, duty: frames.Duty, why: str) -> None:
     if (session := run.lobby.session(name)) is not None:
         session.say(frames.ChangeDuty(duty, why))
 

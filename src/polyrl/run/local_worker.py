@@ -80,7 +80,7 @@ async def joined(
         yield None
         return
     options = WorkerOptions(NAME, is_local=True, relays=False, drain_deadline_s=_DRAIN_S)
-    agent = WorkerAgent(engine, dialer, options, turn_to=devices.turn_to)
+    agent = WorkerAgent(engine, dialer, options, set_duty=devices.set_duty)
 
     has_joined = False
 

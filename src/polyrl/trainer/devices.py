@@ -1,6 +1,6 @@
 """Whose turn it is on the trainer's own devices: the engine's, or training's. Inside a step they change hands.
 
-    the scheduler says so -> a local worker's agent calls `turn_to` -> the engine sleeps or wakes
+    the scheduler says so -> a local worker's agent calls `set_duty` -> the engine sleeps or wakes
     the loop calls `train(work)` -> waits for training's turn -> runs it in a thread
     the loop validates -> `for_validation` -> the engine is awake, whosever turn it is
 
@@ -63,7 +63,7 @@ class Devices:
         self._turns_s = self.turn_s
         self._may_train.clear()
 
-    async def turn_to(self, duty: Duty) -> None:
+    async def set_duty(self, duty: Duty) -> None:
         """Returns when the devices do that."""
         if self._engine is None:
             return

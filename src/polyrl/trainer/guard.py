@@ -1,14 +1,14 @@
 """Samples whose log-probabilities no engine with our weights can have given: left out of the loss, their writers named.
 
 A worker's engine, and the digest of its weights, are its own word; what it says of its tokens is held against what our
-own model says of them. The measure is the mean of |log-ratio| over the tokens of one turn at a sample, by the name of
-the worker that had the turn. Engines that round otherwise differ by hundredths of a nat; whoever has other weights, or
+own model says of them. The measure is the mean of |log-ratio| over the tokens of one segment of a sample, by the name
+of the worker that wrote it. Engines that round otherwise differ by hundredths of a nat; whoever has other weights, or
 none, by several. Older weights may differ more: the bound is as many times as large as they are versions behind, plus
 one.
 
 Rules kept here: nothing is looked at before the step is over. A sample beyond the bound is treated as if our own model
-had drawn it, so that its ratios are finite, and has no weight in the loss. A turn answers for its own tokens alone; and
-where our own model has no number nobody is to blame: that gradient moves nothing (optimizer.py).
+had drawn it, so that its ratios are finite, and has no weight in the loss. A segment answers for its own tokens alone;
+and where our own model has no number nobody is to blame: that gradient moves nothing (optimizer.py).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from polyrl.trainer.ranks import ALONE, Peers
 Tensor = torch.Tensor
 
 FEW_TOKENS = 16
-"""A shorter turn counts as one of so many tokens: a single rare token may differ by nats in an honest engine."""
+"""A shorter segment counts as one of so many tokens: a single rare token may differ by nats in an honest engine."""
 _BEYOND = 1e9
 """Nats of a token that is no number: beyond any bound, and finite, so that it adds up with others'."""
 
@@ -36,7 +36,7 @@ class MismatchGuard:
         self._bound, self._step, self._few_tokens = bound, step, few_tokens
         self._names: list[str] = []
         self._excess: list[Tensor] = []
-        """Of each turn, its mean over its bound."""
+        """Of each segment, its mean over its bound."""
 
     def keeps(
         self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], sample_of: Tensor, *, blames: bool = True
@@ -47,8 +47,8 @@ class MismatchGuard:
         """
         if not self._bound:
             return None
-        turns = [(number, *turn) for number, one in enumerate(samples) for turn in _turns(one, self._step)]
-        numbers, lengths, ages = (np.array([turn[at] for turn in turns], np.int64) for at in (0, 1, 2))
+        segments = [(number, *segment) for number, one in enumerate(samples) for segment in _segments(one, self._step)]
+        numbers, lengths, ages = (np.array([segment[at] for segment in segments], np.int64) for at in (0, 1, 2))
 
         def send(array: "np.ndarray[Any, Any]") -> Tensor:
             return torch.from_numpy(array).to(ours.device, non_blocking=True)
@@ -59,13 +59,13 @@ class MismatchGuard:
             np.maximum(lengths, self._few_tokens) * (1.0 + ages) * self._bound
         )
         if blames:
-            self._names += [turn[3] for turn in turns]
+            self._names += [segment[3] for segment in segments]
             self._excess.append(excess)
         most = sums.new_zeros(len(samples)).scatter_reduce(0, send(numbers), excess, "amax")
         return (most <= 1.0)[sample_of]
 
     def too_far(self, peers: Peers = ALONE) -> dict[str, float]:
-        """Workers beyond the bound: the mean difference of their worst turn, in nats a token of the present weights."""
+        """Workers beyond the bound: the mean difference of their worst segment, in nats a token of these weights."""
         found: dict[str, float] = {}
         excess = torch.cat(self._excess).tolist() if self._excess else []
         for name, number in zip(self._names, excess, strict=True):
@@ -78,9 +78,9 @@ class MismatchGuard:
         return dict(sorted(found.items()))
 
 
-def _turns(sample: TrainSample, step: int) -> list[tuple[int, int, str]]:
-    """Tokens, age and worker of each turn. Where nobody says who wrote it, it is one turn of nobody's."""
-    turns = [(one.num_tokens, max(0, step - one.version), one.worker) for one in sample.written_by if one.num_tokens]
-    if sum(turn[0] for turn in turns) != len(sample.answer):
+def _segments(sample: TrainSample, step: int) -> list[tuple[int, int, str]]:
+    """Tokens, age and worker of each segment. Where nobody says who wrote it, it is one segment of nobody's."""
+    segments = [(one.num_tokens, max(0, step - one.version), one.worker) for one in sample.written_by if one.num_tokens]
+    if sum(segment[0] for segment in segments) != len(sample.answer):
         return [(len(sample.answer), 0, "")]
-    return turns
+    return segments

@@ -333,7 +333,7 @@ class Loop:
                 reward=sample.reward,
                 group=group.id,
                 finish=sample.finish,
-                written_by=_turns(sample),
+                written_by=_segments(sample),
                 parts=sample.parts,
             )
             for sample in group.samples
@@ -392,7 +392,7 @@ def _report(
         [len(one.answer) for one in samples],
         [len(one.prompt) for one in samples],
         _tokens_by_age(stats.step, samples),
-        sum(len({turn.version for turn in one.written_by}) > 1 for one in samples),
+        sum(len({each.version for each in one.written_by}) > 1 for one in samples),
         len(filtered),
         seconds,
         _means_of_parts([*samples, *(sample for group in rejected for sample in group)]),
@@ -407,7 +407,7 @@ def _means_of_parts(samples: Iterable[TrainSample]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
-def _turns(sample: Sample) -> tuple[TrainSegment, ...]:
+def _segments(sample: Sample) -> tuple[TrainSegment, ...]:
     ends = [segment.from_token for segment in sample.segments[1:]] + [len(sample.tokens)]
     return tuple(
         TrainSegment(segment.version, end - segment.from_token, segment.engine, segment.worker)
@@ -418,8 +418,8 @@ def _turns(sample: Sample) -> tuple[TrainSegment, ...]:
 def _tokens_by_age(step: int, samples: Iterable[TrainSample]) -> dict[int, int]:
     ages: Counter[int] = Counter()
     for sample in samples:
-        for turn in sample.written_by:
-            ages[step - turn.version] += turn.num_tokens
+        for each in sample.written_by:
+            ages[step - each.version] += each.num_tokens
     return dict(sorted(ages.items()))
 
 

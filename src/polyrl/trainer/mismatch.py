@@ -36,9 +36,9 @@ def by_writer(apart: torch.Tensor, samples: Sequence[TrainSample], step: int) ->
     labels: dict[str, int] = {}
     marks: list[np.ndarray[Any, Any]] = []
     for sample in samples:
-        names = [f"{turn.engine or 'unknown'}/{step - turn.version}" for turn in sample.written_by]
+        names = [f"{segment.engine or 'unknown'}/{step - segment.version}" for segment in sample.written_by]
         numbers = [labels.setdefault(name, len(labels)) for name in names]
-        mark = np.repeat(np.array(numbers, np.int64), [turn.num_tokens for turn in sample.written_by])
+        mark = np.repeat(np.array(numbers, np.int64), [segment.num_tokens for segment in sample.written_by])
         if len(mark) != len(sample.answer):  # nobody says who wrote it
             mark = np.full(len(sample.answer), -1, np.int64)
         marks.append(mark)

@@ -2,7 +2,7 @@
 
 A sample that is longer than a pack may be gets one of its own.
 
-Several ranks take turns together: in each turn every rank has one pack, all of about as many tokens, since each layer
+Several ranks take passes together: in each pass every rank has one pack, all of about as many tokens, since each layer
 waits for the slowest. Who would have none gets a *spare* one, of the shortest sample, which counts for nothing: the
 ranks meet in every pass, so all make the same number of them.
 """
@@ -39,15 +39,15 @@ class Pack(NamedTuple):
 
 
 class RankWork(NamedTuple):
-    """What one rank does in a turn."""
+    """What one rank does in a pass."""
 
     pack: Pack
     is_spare: bool = False
     """Some other rank counts its samples."""
 
 
-Turns = list[list[list[int]]]
-"""For each turn, numbers of the samples in each rank's pack; a rank that has none gets a spare one."""
+Passes = list[list[list[int]]]
+"""For each pass, numbers of the samples in each rank's pack; a rank that has none gets a spare one."""
 
 
 def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -66,21 +66,21 @@ def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return packs
 
 
-def plan_turns(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Turns:
-    """As few turns as the longest-first rule finds room in, and in each of them packs that are about equal."""
+def plan_passes(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Passes:
+    """As few passes as the longest-first rule finds room in, and in each of them packs that are about equal."""
     if num_ranks == 1:
         return [[members] for members in plan_packs(lengths, max_tokens)]
     if not lengths:
         return []
-    num_turns = max(1, math.ceil(sum(lengths) / (max_tokens * num_ranks)))
+    num_passes = max(1, math.ceil(sum(lengths) / (max_tokens * num_ranks)))
     while True:
-        packs = _spread(lengths, num_turns * num_ranks)
+        packs = _spread(lengths, num_passes * num_ranks)
         if all(len(one) < 2 or sum(lengths[number] for number in one) <= max_tokens for one in packs):
             break
-        num_turns += 1
+        num_passes += 1
     packs.sort(key=lambda one: -sum(lengths[number] for number in one))
-    turns = [packs[at : at + num_ranks] for at in range(0, len(packs), num_ranks)]
-    return [turn if number % 2 == 0 else turn[::-1] for number, turn in enumerate(turns) if any(turn)]
+    passes = [packs[at : at + num_ranks] for at in range(0, len(packs), num_ranks)]
+    return [pass_ if number % 2 == 0 else pass_[::-1] for number, pass_ in enumerate(passes) if any(pass_)]
 
 
 def _spread(lengths: Sequence[int], num_packs: int) -> list[list[int]]:
@@ -133,12 +133,12 @@ def make_packs(samples: Sequence[TrainSample], max_tokens: int) -> list[Pack]:
     return [pack(samples, members) for members in plan_packs(num_rows(samples), max_tokens)]
 
 
-def make_parts(samples: Sequence[TrainSample], turns: Turns, rank: int) -> list[RankWork]:
-    """One for each turn."""
+def make_parts(samples: Sequence[TrainSample], passes: Passes, rank: int) -> list[RankWork]:
+    """The work of one rank, pass by pass."""
     rows = num_rows(samples)
     parts: list[RankWork] = []
-    for turn in turns:
-        members = turn[rank]
+    for pass_ in passes:
+        members = pass_[rank]
         spare = [] if members else [min(range(len(rows)), key=rows.__getitem__)]
         parts.append(RankWork(pack(samples, members or spare), is_spare=not members))
     return parts

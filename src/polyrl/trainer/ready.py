@@ -21,7 +21,7 @@ from polyrl.trainer.model import Policy, Scorer
 from polyrl.trainer.objectives import gae, kl
 from polyrl.trainer.objectives.advantages import whiten
 from polyrl.trainer.objectives.registry import RewardBatch, checked_advantages, find_advantage, find_batch_advantage
-from polyrl.trainer.packing import Pack, make_parts, num_rows, plan_turns
+from polyrl.trainer.packing import Pack, make_parts, num_rows, plan_passes
 from polyrl.trainer.ranks import ALONE, Peers
 
 Tensor = torch.Tensor
@@ -121,9 +121,9 @@ class Preparation:
     def of_answers(self, score: Callable[[Pack], Tensor], samples: Sequence[TrainSample]) -> list[Floats]:
         """What a model says of each answer token, sample by sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
-        turns = plan_turns(num_rows(samples), self._max_tokens, self._peers.size)
+        passes = plan_passes(num_rows(samples), self._max_tokens, self._peers.size)
         mine: list[int] = []
-        for pack, is_spare in make_parts(samples, turns, self._peers.rank):
+        for pack, is_spare in make_parts(samples, passes, self._peers.rank):
             numbers = score(pack).cpu().numpy()
             if is_spare:
                 continue

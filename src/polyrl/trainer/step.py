@@ -44,7 +44,7 @@ from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
 from polyrl.trainer.objectives import aggregation, corrections, kl
 from polyrl.trainer.objectives.registry import BY_CRITIC, TokenBatch, checked_loss, find_loss
 from polyrl.trainer.optimizer import Optimizer, Update
-from polyrl.trainer.packing import Pack, RankWork, make_parts, num_rows, plan_turns
+from polyrl.trainer.packing import Pack, RankWork, make_parts, num_rows, plan_passes
 from polyrl.trainer.ranks import ALONE, Peers
 from polyrl.trainer.ready import Preparation, Ready
 from polyrl.trainer.tally import Tally
@@ -274,14 +274,14 @@ class StepAccumulator:
         ready = [one for group in groups for one in group if not one.is_masked]
         samples = [one.sample for one in ready]
         rows = num_rows(samples)
-        turns = plan_turns(rows, self._max_tokens, self._peers.size)
-        for part in make_parts(samples, turns, self._peers.rank):
+        passes = plan_passes(rows, self._max_tokens, self._peers.size)
+        for part in make_parts(samples, passes, self._peers.rank):
             with self._within_memory(self._of_tokens(len(part.pack.tokens))):
                 self._train_part(part, [ready[number] for number in part.pack.samples])
         num_tokens = sum(len(one.answer) for one in samples)
         self._num_open_tokens += num_tokens
         self._num_open_samples += len(ready)
-        num_packs = sum(bool(members) for turn in turns for members in turn)
+        num_packs = sum(bool(members) for each in passes for members in each)
         return Added(num_packs=num_packs, num_tokens=sum(rows), num_trained_tokens=num_tokens)
 
     def _train_part(self, part: RankWork, ready: Sequence[Ready]) -> None:

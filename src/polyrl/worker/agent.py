@@ -5,7 +5,7 @@
                               |        +------ the connection broke --+        leases go on meanwhile
                               +--------------- we were given up ------+        leases are over
 
-A local worker shares the trainer's devices: told to turn, it gives them over, or takes them back. It fetches no
+A local worker shares the trainer's devices: told its duty, it gives them over, or takes them back. It fetches no
 weights; whoever changes those that it shares says so to its engine.
 
 Rules kept here: nothing inbound is needed. The engine goes on while the connection is broken; what it makes is kept and
@@ -72,7 +72,7 @@ class WorkerOptions(NamedTuple):
 
 PeerOf = Callable[[bytes], "WeightPeer"]
 """From the run's key to a peer that fetches, holds and relays weights."""
-TurnTo = Callable[[frames.Duty], Awaitable[None]]
+SetDuty = Callable[[frames.Duty], Awaitable[None]]
 """Gives a local worker's devices over to training, or takes them back."""
 
 
@@ -90,7 +90,7 @@ class Left(Exception):
 class WorkerAgent:
     """One worker. `run` lives its life; `drain` may be called from a signal handler.
 
-    Without `peer_of` versions are only numbers. A local worker has `turn_to`.
+    Without `peer_of` versions are only numbers. A local worker has `set_duty`.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class WorkerAgent:
         options: WorkerOptions,
         *,
         peer_of: PeerOf | None = None,
-        turn_to: TurnTo | None = None,
+        set_duty: SetDuty | None = None,
     ) -> None:
         self._engine = engine
         self._dialer = dialer
         self._options = options
-        self._peer_of, self._turn_to = peer_of, turn_to
+        self._peer_of, self._set_duty = peer_of, set_duty
         self._installer = Installer(engine, options.pull_deadline_s, self._tell_of_install, self._does_not_fit)
-        self._turning: asyncio.Task[None] | None = None
+        self._changing_duty: asyncio.Task[None] | None = None
         self._duty: frames.Duty | None = None
         """The last that it was told to do."""
         self._imposed: dict[LeaseId, int] = {}
@@ -196,7 +196,7 @@ class WorkerAgent:
             except Left as left:
                 return left
             finally:
-                for task in (starting, life, self._turning, self._saying, *self._failing.values()):
+                for task in (starting, life, self._changing_duty, self._saying, *self._failing.values()):
                     if task is not None:
                         task.cancel()
                 self._installer.cancel()
@@ -415,7 +415,7 @@ class WorkerAgent:
             case frames.PullOrder():
                 self._installer.start(frame)
             case frames.ChangeDuty():
-                self._start_turn(frame.duty)
+                self._start_duty(frame.duty)
             case frames.Welcome():
                 await self._stop(self._book.welcome(frame.held))
                 self._welcomed = True
@@ -452,19 +452,19 @@ class WorkerAgent:
         await self._abort(lease)
         self._book.end(lease, "handed_over")
 
-    def _start_turn(self, duty: frames.Duty) -> None:
-        """A turn that is under way is ended first; asked again, as after a break, the answer is given again."""
-        before = self._turning
+    def _start_duty(self, duty: frames.Duty) -> None:
+        """Have the devices do this, after a change under way. Told again, as after a break, it answers again."""
+        before = self._changing_duty
         self._duty = duty
-        self._turning = asyncio.create_task(self._turn(duty, before))
+        self._changing_duty = asyncio.create_task(self._change_duty(duty, before))
 
-    async def _turn(self, duty: frames.Duty, before: asyncio.Task[None] | None) -> None:
+    async def _change_duty(self, duty: frames.Duty, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait((before,))
-        if self._turn_to is None or duty != self._duty:
+        if self._set_duty is None or duty != self._duty:
             return
         try:
-            await self._turn_to(duty)
+            await self._set_duty(duty)
         except Exception as error:  # whatever a device says when its memory is gone: the manager would wait for minutes
             log.exception("the devices do not turn to %s", duty)
             self._leave(f"its devices do not turn to {duty}: {one_line(error)}", ok=False)

@@ -112,7 +112,7 @@ class Facts(NamedTuple):
 
 
 class ServerRequest(NamedTuple):
-    """A sample's turn: what to write after these tokens."""
+    """A request for what comes after these tokens."""
 
     tokens: list[int]
     max_new: int

@@ -319,9 +319,7 @@ def start_pulls(desk: Desk, now: Seconds) -> None:
         and worker.pulling == NO_VERSION
         and ("retry_pull", worker.seat) not in desk.deadlines.entries
     ]
-    pulls = weight_delivery.plan_pulls(
-        wanting, desk.seats.values(), state.published, desk.config.weight_delivery
-    )
+    pulls = weight_delivery.plan_pulls(wanting, desk.seats.values(), state.published, desk.config.weight_delivery)
     for pull in pulls:
         worker = desk.seats[pull.worker]
         worker.pulling = state.published
