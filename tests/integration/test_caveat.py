@@ -13,7 +13,8 @@ from polyrl.cli.main import main
 from polyrl.journal.files import EVENTS, LIVE_FOLDER
 from polyrl.manager.settings import JournalSettings
 from polyrl.telemetry.account import read_account
-from polyrl.telemetry.pictures import make_run, timeline_figure
+from polyrl.telemetry.pictures import timeline_figure
+from polyrl.telemetry.runs import make_run
 
 CAVEAT = "lengths of answers are imposed (lognormal)"
 
