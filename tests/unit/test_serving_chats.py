@@ -9,7 +9,7 @@ from tests.serving import CHATML, save_tokenizer
 from transformers import AutoTokenizer
 
 from polyrl.errors import UserError
-from polyrl.manager.serving.failures import AskError
+from polyrl.manager.serving.requests import AskError
 from polyrl.manager.serving.texts import load
 
 LLAMA = (

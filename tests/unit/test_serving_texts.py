@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import byte_tokenizer, fallback_tokenizer
 
-from polyrl.manager.serving.failures import AskError
+from polyrl.manager.serving.requests import AskError
 from polyrl.manager.serving.texts import Reader, TextModel
 
 END = 258

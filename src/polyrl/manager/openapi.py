@@ -1,20 +1,20 @@
-"""The description of the manager's HTTP side, as OpenAPI 3.1. Schemas come from wire/control.py and from serving/.
+"""The description of the manager's routes as OpenAPI 3.1, made from the table in routes.py.
 
-    python -m polyrl.manager.openapi > src/polyrl/manager/openapi.json
-
-A test compares the file with what this module says, and sends requests made from it to a manager. Left out: what
-travels over the two WebSockets once they are open (wire/frames.py).
+Left out: the frames on the two WebSockets once these are open (wire/frames.py).
 """
 
-import json
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from polyrl import __version__
-from polyrl.manager.serving import failures, replies, requests
-from polyrl.wire import control
+from polyrl.manager.serving.requests import AskErrorReply
+from polyrl.wire.control import SESSION_HEADER, WORKER_NAME, ErrorReply
 from polyrl.wire.frames import PROTOCOL
+
+if TYPE_CHECKING:
+    from polyrl.manager.routes import Route
 
 Schema = dict[str, Any]
 
@@ -22,7 +22,7 @@ _REF = "#/components/schemas/{name}"
 _ERRORS = {
     400: "It is not what was expected; the line says where and why.",
     401: "There is no token, or none that this run knows.",
-    403: "It is a worker's token; the admin token may do this.",
+    403: "The token's scope does not allow this; the admin token's does.",
     404: "There is no worker of that name.",
     408: "The body did not come within `limits.request_timeout_s`.",
     409: "It does not fit the state: another protocol, another configuration, no run, an engine without a model.",
@@ -31,7 +31,6 @@ _ERRORS = {
     423: "A worker of that name is connected; when it is gone, or silent, its name is free.",
     429: "Too many joins from this address; try again in a second.",
 }
-_BODY_ERRORS = (400, 408, 413)
 _ASK_ERRORS = {
     **_ERRORS,
     403: "It is a worker's token; the generate token and the admin token may do this.",
@@ -40,11 +39,22 @@ _ASK_ERRORS = {
     500: "No worker could write the answer.",
     503: "There is no run, no worker brought a token for `serve.token_timeout_s`, or the manager stops.",
 }
+_CONTENT_TYPES = {
+    "json": ("application/json",),
+    "text": ("text/plain",),
+    "events": ("application/json", "text/event-stream"),
+}
+"""With `stream`, answers are server-sent events, the last one `[DONE]`, as OpenAI has it."""
 _OPEN_TO_ALL: list[dict[str, list[str]]] = []
 
 
-def document() -> Schema:
-    """The whole description."""
+def document(routes: "Sequence[Route]") -> Schema:
+    """Return the whole description."""
+    kinds = [kind for route in routes for kind in (route.body, route.reply) if kind is not None]
+    _, schemas = msgspec.json.schema_components(dict.fromkeys([*kinds, ErrorReply, AskErrorReply]), ref_template=_REF)
+    paths: Schema = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -60,188 +70,51 @@ def document() -> Schema:
             ),
         },
         "security": [{"token": []}],
-        "paths": _paths(),
-        "components": {
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-            "schemas": _schemas(),
-        },
+        "paths": paths,
+        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}, "schemas": schemas},
     }
 
 
-def text() -> str:
-    return json.dumps(document(), indent=1) + "\n"
-
-
-def _schemas() -> Schema:
-    kinds = [
-        control.JoinRequest,
-        control.JoinReply,
-        control.NameReply,
-        control.RunRequest,
-        control.RunReply,
-        control.DrainRequest,
-        control.Status,
-        control.ErrorReply,
-        requests.CompletionRequest,
-        requests.ChatRequest,
-        replies.ModelList,
-        replies.Completion,
-        replies.ChatReply,
-        failures.AskErrorReply,
-    ]
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
-    return schemas
-
-
-def _paths() -> Schema:
-    return {
-        "/v1/health": {"get": {**_operation("health", "Whether it answers.", _flag("status", "ok")), **_free()}},
-        "/v1/openapi.json": {"get": _operation("openapi", "This description.", {"type": "object"}, errors=(401,))},
-        "/v1/join": {
-            "post": _operation(
-                "join",
-                "Join the fleet. Who joins under a name that nobody is connected under takes it over.",
-                _ref(control.JoinReply),
-                body=control.JoinRequest,
-                errors=(401, 403, 409, 423, 429),
-            )
-        },
-        "/v1/run": {
-            "post": _operation(
-                "open_run",
-                "Open the run, or come back to it with the same configuration.",
-                _ref(control.RunReply),
-                body=control.RunRequest,
-                errors=(401, 403, 409),
-            )
-        },
-        "/v1/status": {
-            "get": _operation(
-                "status",
-                "Who is there, what runs, who waits for whom.",
-                _ref(control.Status),
-                errors=(401, 403),
-            )
-        },
-        "/v1/metrics": {"get": _metrics()},
-        "/v1/workers/{name}": {"get": _look_up()},
-        "/v1/workers/{name}/drain": {"post": _drain()},
-        "/v1/pause": {"post": _pausing("pause", "Give no more leases; running ones go on.", paused=True)},
-        "/v1/resume": {"post": _pausing("resume", "Give leases again.", paused=False)},
-        "/v1/models": {"get": _models()},
-        "/v1/completions": {
-            "post": _asking("complete", "Go on after a prompt.", requests.CompletionRequest, replies.Completion)
-        },
-        "/v1/chat/completions": {
-            "post": _asking(
-                "chat", "Answer a chat, with the model's template.", requests.ChatRequest, replies.ChatReply
-            )
-        },
-        "/v1/worker": {"get": _stream("worker_stream", "A worker's stream of frames.", errors=(400, 401, 410))},
-        "/v1/trainer": {
-            "get": _stream("trainer_stream", "The trainer's stream of frames.", errors=(400, 401, 403, 410))
-        },
-    }
-
-
-def _look_up() -> Schema:
-    summary = "Whether a worker that is about to start will be let in under this name."
-    operation = _operation("look_up", summary, _ref(control.NameReply), errors=(401, 403, 404))
-    return {**operation, "parameters": [_name()]}
-
-
-def _drain() -> Schema:
-    operation = _operation(
-        "drain",
-        "Have a worker hand everything over and leave. The body may be left out.",
-        {"type": "object", "properties": {"draining": {"type": "string"}}, "required": ["draining"]},
-        body=control.DrainRequest,
-        errors=(401, 403, 404),
-    )
-    operation["requestBody"]["required"] = False
-    return {**operation, "parameters": [_name()]}
-
-
-def _name() -> Schema:
-    schema = {"type": "string", "pattern": control.WORKER_NAME}
-    return {"name": "name", "in": "path", "required": True, "schema": schema}
-
-
-def _metrics() -> Schema:
-    operation = _operation("metrics", "Metrics in Prometheus' text format.", {"type": "string"}, errors=(401, 403))
-    answer = operation["responses"]["200"]
-    answer["content"] = {"text/plain": answer["content"]["application/json"]}
+def _operation(route: "Route") -> Schema:
+    operation: Schema = {"operationId": route.handle.__name__, "summary": route.summary}
+    if route.scope is None:
+        operation["security"] = _OPEN_TO_ALL
+    if "{name}" in route.path:
+        operation["parameters"] = [_parameter("name", "path", {"type": "string", "pattern": WORKER_NAME})]
+    if route.body is not None:
+        content = {"application/json": {"schema": _ref(route.body)}}
+        operation["requestBody"] = {"required": not route.may_be_empty, "content": content}
+    if route.kind == "socket":
+        operation["description"] = "A WebSocket. Frames are binary: msgpack arrays with a tag, as wire/frames.py says."
+        session = _parameter(SESSION_HEADER, "header", {"type": "string"})
+        operation["parameters"] = [{**session, "description": "What the join, or the opening of the run, returned."}]
+    operation["responses"] = {**_done(route), **_refusals(route)}
     return operation
 
 
-def _models() -> Schema:
-    operation = _operation("models", "The model that answers.", _ref(replies.ModelList))
-    return {**operation, "responses": {**operation["responses"], **_ask_errors(401, 403)}}
+def _parameter(name: str, place: str, schema: Schema) -> Schema:
+    return {"name": name, "in": place, "required": True, "schema": schema}
 
 
-def _asking(operation_id: str, summary: str, body: type[msgspec.Struct], reply: type[msgspec.Struct]) -> Schema:
-    """As OpenAI has it: whole, or with `stream` as server-sent events of chunks, the last one `[DONE]`."""
-    operation = _operation(operation_id, summary, _ref(reply), body=body)
-    done = operation["responses"]["200"]
-    done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    errors = _ask_errors(400, 401, 403, 404, 408, 413, 429, 500, 503)
-    return {**operation, "responses": {"200": done, **errors}}
+def _done(route: "Route") -> Schema:
+    if route.kind == "socket":
+        return {"101": {"description": "It is open. Say Hello first."}}
+    content: Schema = {kind: {"schema": {"type": "string"}} for kind in _CONTENT_TYPES[route.kind]}
+    if route.kind != "text":
+        content["application/json"] = {"schema": {"type": "object"} if route.reply is None else _ref(route.reply)}
+    return {"200": {"description": "Done.", "content": content}}
 
 
-def _ask_errors(*codes: int) -> Schema:
-    line = {"application/json": {"schema": _ref(failures.AskErrorReply)}}
-    return {str(code): {"description": _ASK_ERRORS[code], "content": line} for code in codes}
-
-
-def _pausing(operation_id: str, summary: str, *, paused: bool) -> Schema:
-    return _operation(operation_id, summary, _flag("paused", paused), errors=(401, 403, 409))
-
-
-def _stream(operation_id: str, summary: str, *, errors: tuple[int, ...]) -> Schema:
-    session = {"name": control.SESSION_HEADER, "in": "header", "required": True, "schema": {"type": "string"}}
-    return {
-        "operationId": operation_id,
-        "summary": summary,
-        "description": "A WebSocket. Frames are binary: msgpack arrays with a tag, as wire/frames.py has them.",
-        "parameters": [{**session, "description": "What the join, or the opening of the run, was answered with."}],
-        "responses": {"101": {"description": "It is open. Say Hello first."}, **_errors(errors)},
-    }
-
-
-def _operation(
-    operation_id: str,
-    summary: str,
-    reply: Schema,
-    *,
-    body: type[msgspec.Struct] | None = None,
-    errors: tuple[int, ...] = (),
-) -> Schema:
-    done = {"200": {"description": "Done.", "content": {"application/json": {"schema": reply}}}}
-    operation: Schema = {"operationId": operation_id, "summary": summary}
-    if body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
-        errors = tuple(sorted((*errors, *_BODY_ERRORS)))
-    operation["responses"] = {**done, **_errors(errors)}
-    return operation
-
-
-def _errors(codes: tuple[int, ...]) -> Schema:
-    line = {"application/json": {"schema": _ref(control.ErrorReply)}}
-    return {str(code): {"description": _ERRORS[code], "content": line} for code in codes}
-
-
-def _free() -> Schema:
-    """No token is asked for."""
-    return {"security": _OPEN_TO_ALL}
-
-
-def _flag(name: str, value: str | bool) -> Schema:
-    return {"type": "object", "properties": {name: {"const": value}}, "required": [name], "additionalProperties": False}
+def _refusals(route: "Route") -> Schema:
+    codes = {*route.errors}
+    codes |= set() if route.scope is None else {401, 403}
+    codes |= set() if route.body is None else {400, 408, 413}
+    codes |= {400, 410} if route.kind == "socket" else set()
+    codes |= {429} if route.is_limited else set()
+    words, shape = (_ASK_ERRORS, AskErrorReply) if route.is_of_openai else (_ERRORS, ErrorReply)
+    line = {"application/json": {"schema": _ref(shape)}}
+    return {str(code): {"description": words[code], "content": line} for code in sorted(codes)}
 
 
 def _ref(kind: type[msgspec.Struct]) -> Schema:
     return {"$ref": _REF.format(name=kind.__name__)}
-
-
-if __name__ == "__main__":
-    print(text(), end="")

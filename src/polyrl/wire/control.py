@@ -1,4 +1,4 @@
-"""What is said over HTTP, as JSON: joining, opening a run, status. manager/openapi.py describes the routes."""
+"""What is said over HTTP, as JSON: joining, opening a run, status. manager/routes.py has the routes."""
 
 from typing import Annotated, Any, Literal
 
@@ -222,6 +222,19 @@ class Status(Struct, frozen=True, kw_only=True):
     """Where answers end."""
     rewards: RewardsStatus | None = None
     """None: the trainer has not said."""
+
+
+class HealthReply(Struct, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"
+
+
+class DrainReply(Struct, frozen=True, kw_only=True):
+    draining: str
+    """The worker's name."""
+
+
+class PauseReply(Struct, frozen=True, kw_only=True):
+    paused: bool
 
 
 class ErrorReply(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from polyrl.errors import UserError
-from polyrl.manager.serving.failures import wrong
+from polyrl.manager.serving.requests import wrong
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _REFUSALS = (

@@ -1,15 +1,15 @@
-"""What may be asked: OpenAI's fields, and a few of vLLM's beside them. Each is honoured, ignored or refused by name.
+"""Requests of OpenAI's clients: its fields, and a few of vLLM's. Each field is honoured, ignored or refused by name.
 
-Rules kept here: a field that would change the answer and that we do not honour is refused, and so is one that nobody
-knows. A field that is null is as if it were not there.
+Rules kept here: a field that would change the answer and that we do not honour is refused, and so is an unknown field.
+A field that is null counts as left out.
 """
 
 import secrets
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
-from polyrl.manager.serving.failures import wrong
+from polyrl.errors import RequestError
 from polyrl.wire.control import TokenId
 from polyrl.wire.frames import Sampling
 
@@ -17,7 +17,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_PROMPTS = 256
 DEFAULT_COMPLETION_TOKENS = 16
-"""As OpenAI has it: whoever wants more says how much."""
+"""OpenAI's default."""
 _LARGEST_TOKEN = (1 << 31) - 1
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -25,12 +25,65 @@ AtLeastOne = Annotated[int, Meta(ge=1, lt=1 << 31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
+# Refusals, in the shape that OpenAI's clients read
+
+ErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "rate_limit_error",
+    "api_error",
+]
+_TYPES: dict[int, ErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_SERVER_ERROR = 500
+
+
+class ErrorBody(Struct, frozen=True, kw_only=True):
+    message: str
+    type: ErrorType
+    param: str | None = None
+    """Which field is wrong, if one is."""
+    code: str | None = None
+
+
+class AskErrorReply(Struct, frozen=True, kw_only=True):
+    error: ErrorBody
+
+
+class AskError(RequestError):
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def reply(self) -> AskErrorReply:
+        return error_reply(self.status, str(self), param=self.param, code=self.code)
+
+
+def error_reply(status: int, message: str, *, param: str | None = None, code: str | None = None) -> AskErrorReply:
+    kind = _TYPES.get(status, "api_error" if status >= _SERVER_ERROR else "invalid_request_error")
+    return AskErrorReply(error=ErrorBody(message=message, type=kind, param=param, code=code))
+
+
+def wrong(param: str, message: str, *, code: str | None = None) -> AskError:
+    """Return the refusal of a field."""
+    return AskError(400, f"{param}: {message}", param=param, code=code)
+
+
+# Requests
+
+
 class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
 class _Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both ways of asking share."""
+    """Fields of completions and of chats."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -84,7 +137,7 @@ class ChatRequest(_Options, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Choices(NamedTuple):
-    """How a request wants to be answered, whichever way it came."""
+    """How a request wants to be answered, be it a completion or a chat."""
 
     num: int
     max_tokens: int | None
@@ -118,7 +171,7 @@ def chat_choices(request: ChatRequest) -> Choices:
 
 
 def flat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is text. What comes in parts is put together; what is no text is refused."""
+    """Return messages whose content is text: parts are joined, and anything but text is refused."""
     return [{**message, "content": _content(message.get("content"), place)} for place, message in enumerate(messages)]
 
 
@@ -166,7 +219,7 @@ def _choices(request: _Options, max_tokens: int | None, *, with_logprobs: bool) 
 
 
 def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
-    """A prompt, or several: each a text or token ids."""
+    """Return the prompts, each a text or token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyrl.errors import UserError
-from polyrl.manager.serving.failures import AskError, wrong
+from polyrl.manager.serving.requests import AskError, wrong
 
 if TYPE_CHECKING:
     from polyrl.manager.serving.chats import ChatTemplate

@@ -1,0 +1,115 @@
+"""The WebSockets of workers and of the trainer: each connection hands its frames to the service, and sends its link's.
+
+Rules kept here: a connection that says no Hello in time is cut off. A frame for which the service has no room waits,
+and with it the reading. A worker's message that does not end is bounded (inlet.py); a trainer is ours, and what it says
+is large.
+"""
+
+import asyncio
+import logging
+from functools import partial
+
+from aiohttp import WebSocketError, WSMsgType, web
+
+from polyrl.errors import Refused
+from polyrl.manager.frames_in import from_trainer, from_workers
+from polyrl.manager.peers.inlet import Inlet, Unfinished
+from polyrl.manager.peers.link import Link
+from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
+from polyrl.manager.service import Service
+from polyrl.wire import frames
+
+log = logging.getLogger("polyrl.manager")
+
+_MB = 1 << 20
+_FAREWELL_S = 1.0
+
+
+class Streams:
+    """All connections of workers and trainers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        limits = service.settings.limits
+        self._hello_timeout_s = limits.request_timeout_s
+        self._unfinished = Unfinished(int(limits.max_unfinished_mb * _MB), limits.message_timeout_s)
+        self._links: set[Link] = set()
+
+    def close(self, why: str) -> None:
+        for link in self._links:
+            link.close(why)
+
+    async def see_off(self, request: web.Request, key: str) -> web.StreamResponse | None:
+        """Repeat its release to a worker that was given up for good; None for another, which may join again."""
+        farewell = await self._service.ask(lambda lobby: lobby.farewells.get(key))
+        socket = web.WebSocketResponse(timeout=_FAREWELL_S)
+        if farewell is None or not socket.can_prepare(request):
+            return None
+        await socket.prepare(request)
+        await socket.send_bytes(frames.encode(farewell))
+        await socket.close()
+        return socket
+
+    async def run(self, request: web.Request, session: WorkerSession | TrainerSession) -> web.StreamResponse:
+        """Serve a connection until it ends."""
+        service, settings = self._service, self._service.settings.stream
+        socket = self._inlet(request, session)
+        if not socket.can_prepare(request):
+            raise Refused("websocket", "expected a WebSocket")
+        await socket.prepare(request)
+        link = Link(socket, int(settings.max_queued_mb * _MB), request.remote or "")
+        self._links.add(link)
+        service.post(lambda _: session.connect(link))
+        pump = asyncio.create_task(link.pump(request.transport, settings.send_timeout_s))
+        pump.add_done_callback(lambda sent: sent.result() or _abort(request))
+        try:
+            await self._receive(socket, session, link)
+        except TimeoutError:
+            service.count_refusal("silent")
+            link.close("no Hello came", code=1008)
+        finally:
+            socket.keep()
+            if isinstance(session, WorkerSession):
+                service.post(lambda _: from_workers.gone(session, link))
+            else:
+                service.post(lambda lobby: from_trainer.gone(lobby, session, link))
+            link.close("the connection is over")
+            self._links.discard(link)
+            await pump
+            if link.is_too_slow:
+                service.count_refusal("slow_reader")
+        return socket
+
+    async def _receive(self, socket: Inlet, session: WorkerSession | TrainerSession, link: Link) -> None:
+        """Hand frames on until the connection ends. Raises TimeoutError where no Hello comes."""
+        service = self._service
+        async with asyncio.timeout(self._hello_timeout_s):
+            message = await socket.receive()
+        hearer = from_workers.said if isinstance(session, WorkerSession) else from_trainer.said
+        socket.give_to(partial(service.hear, hearer, session, link))
+        while message.type is WSMsgType.BINARY:  # the first, and those for which there was no room
+            service.post((hearer, session, link, message.data))
+            await service.wait_for_room()
+            message = await socket.receive()
+        if message.type is WSMsgType.TEXT:
+            service.count_refusal("frame")
+            link.close("frames are binary", code=1003)
+        elif isinstance(message.data, WebSocketError):
+            service.count_refusal("frame")  # too large, or no WebSocket frame at all; the peer was told
+
+    def _inlet(self, request: web.Request, session: WorkerSession | TrainerSession) -> Inlet:
+        if isinstance(session, TrainerSession):
+            return Inlet(frames.MAX_TRAINER_FRAME_BYTES)
+
+        def cut(why: str) -> None:
+            log.warning("worker %s is cut off: %s", session.name, why)
+            self._service.count_refusal("unfinished")
+            _abort(request)
+
+        return Inlet(frames.MAX_WORKER_FRAME_BYTES, self._unfinished, cut)
+
+
+def _abort(request: web.Request) -> None:
+    """End a connection now. A close would wait until the peer has read what is buffered for it."""
+    if request.transport is not None:
+        request.transport.abort()

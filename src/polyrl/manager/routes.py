@@ -1,0 +1,255 @@
+"""Every route of the port, in one table: http.py serves it, and openapi.py describes it.
+
+A handler gets a `Call`: the request, its body in the route's type, and what it may use. It returns the route's reply,
+or a response of its own where it streams. The worker's and the trainer's WebSockets are in peers/streams.py, the
+answers to OpenAI's clients in serving/.
+
+Rules kept here: handlers never touch the lobby. They ask the service, and the answer comes when its causes are in the
+journal.
+"""
+
+import json
+import re
+from collections.abc import Awaitable, Callable
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from polyrl.errors import RequestError
+from polyrl.ids import WorkerName
+from polyrl.manager import opening
+from polyrl.manager.frames_in import joining
+from polyrl.manager.openapi import document
+from polyrl.manager.peers.streams import Streams
+from polyrl.manager.service import Service
+from polyrl.manager.serving import replies
+from polyrl.manager.serving.answers import Answerer
+from polyrl.manager.serving.requests import ChatRequest, CompletionRequest
+from polyrl.manager.status import metrics as metrics_of
+from polyrl.manager.status import status as status_of
+from polyrl.scheduling.core import events as e
+from polyrl.wire import control
+from polyrl.wire.control import SESSION_HEADER, WORKER_NAME
+from polyrl.wire.credentials import Scope
+from polyrl.wire.frames import PROTOCOL
+
+
+class BadRequest(RequestError):
+    """A request is refused with this status. `kind` is the name under which refusals are counted."""
+
+    def __init__(self, code: int, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.kind = kind
+
+
+class Call(NamedTuple):
+    """A request to one of the routes, after its token and its body were checked."""
+
+    http: web.Request
+    scope: Scope | None
+    """The scope of the request's token."""
+    body: Any
+    service: Service
+    answerer: Answerer
+    streams: Streams
+
+    @property
+    def name(self) -> WorkerName:
+        return WorkerName(self.http.match_info["name"])
+
+    @property
+    def session_before(self) -> str:
+        return self.http.headers.get(SESSION_HEADER, "")
+
+    @property
+    def session_key(self) -> str:
+        """The session that a stream belongs to. Raises BadRequest where there is none."""
+        key = self.http.headers.get(SESSION_HEADER)
+        if key is None:
+            raise BadRequest(400, "session", f"there is no {SESSION_HEADER}: join, or open the run, first")
+        return key
+
+
+Handler = Callable[[Call], Awaitable[msgspec.Struct | web.StreamResponse]]
+
+
+class Route(NamedTuple):
+    method: Literal["GET", "POST"]
+    path: str
+    scope: Scope | None
+    """The scope of the tokens that may use the route, beside the admin's; None: everybody may."""
+    handle: Handler
+    """Its name is the operation's id."""
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    reply: type[msgspec.Struct] | None = None
+    """The type of a reply in JSON."""
+    errors: tuple[int, ...] = ()
+    """Refusals beside those that every route has for its token, its body and its session."""
+    kind: Literal["json", "text", "events", "socket"] = "json"
+    """Text, JSON or server-sent events; or a WebSocket."""
+    is_limited: bool = False
+    """Requests of one address are bounded a second (limits.joins_per_s)."""
+    may_be_empty: bool = False
+    """The body may be left out."""
+
+    @property
+    def is_of_openai(self) -> bool:
+        """Whether OpenAI's clients know the route, and read its refusals."""
+        return self.scope == "generate"
+
+
+# Control
+
+
+async def health(_: Call) -> control.HealthReply:
+    return control.HealthReply()
+
+
+async def openapi(_: Call) -> web.Response:
+    return web.Response(body=_description(), content_type="application/json")
+
+
+async def join(call: Call) -> control.JoinReply:
+    wanted: control.JoinRequest = call.body
+    _check_protocol(wanted.protocol)
+    if wanted.local and call.scope != "admin":
+        raise BadRequest(403, "scope", "only who has the admin token may join as the trainer's own worker")
+    before, address = call.session_before, call.http.remote or ""
+    return await call.service.ask(lambda lobby: joining.join(lobby, wanted, before, address))
+
+
+async def look_up(call: Call) -> control.NameReply:
+    name, before = call.name, call.session_before
+    if not re.fullmatch(WORKER_NAME, name):
+        raise BadRequest(404, "worker", f"no worker is called {name!r}")
+    found = await call.service.ask(lambda lobby: joining.look_up(lobby, name, before))
+    if found.refusal:
+        call.service.count_refusal("name")
+    return found
+
+
+async def open_run(call: Call) -> control.RunReply:
+    wanted: control.RunRequest = call.body
+    _check_protocol(wanted.protocol)
+    return await call.service.ask(lambda lobby: opening.open_run(lobby, wanted))
+
+
+def _check_protocol(protocol: int) -> None:
+    if protocol != PROTOCOL:
+        raise BadRequest(409, "protocol", control.other_protocol(PROTOCOL, protocol))
+
+
+async def status(call: Call) -> control.Status:
+    return await call.service.ask(lambda lobby: status_of(lobby, call.service.uptime_s))
+
+
+async def metrics(call: Call) -> web.Response:
+    text = await call.service.ask(lambda lobby: metrics_of(lobby, call.service.uptime_s))
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def drain(call: Call) -> control.DrainReply:
+    name, wanted = call.name, call.body
+    if not await call.service.ask(lambda lobby: joining.drain(lobby, name, wanted.reason, wanted.notice_s)):
+        raise BadRequest(404, "worker", f"there is no worker {name!r}")
+    return control.DrainReply(draining=name)
+
+
+async def pause(call: Call) -> control.PauseReply:
+    await call.service.ask(lambda lobby: lobby.need_run().tell(e.PlacingPaused()))
+    return control.PauseReply(paused=True)
+
+
+async def resume(call: Call) -> control.PauseReply:
+    await call.service.ask(lambda lobby: lobby.need_run().tell(e.PlacingResumed()))
+    return control.PauseReply(paused=False)
+
+
+# Streams
+
+
+async def worker_stream(call: Call) -> web.StreamResponse:
+    key = call.session_key
+    session = await call.service.ask(lambda lobby: joining.find_worker(lobby, key))
+    stream = await (call.streams.see_off(call.http, key) if session is None else call.streams.run(call.http, session))
+    if stream is None:
+        raise BadRequest(410, "session", "that session is over: join again")
+    return stream
+
+
+async def trainer_stream(call: Call) -> web.StreamResponse:
+    key = call.session_key
+    session = await call.service.ask(lambda lobby: opening.find_trainer(lobby, key))
+    if session is None:
+        raise BadRequest(410, "session", "that session is over: open the run again")
+    return await call.streams.run(call.http, session)
+
+
+# Answers
+
+
+async def models(call: Call) -> replies.ModelList:
+    return call.answerer.models()
+
+
+async def complete(call: Call) -> web.StreamResponse:
+    return await call.answerer.complete(call.http, call.body)
+
+
+async def chat(call: Call) -> web.StreamResponse:
+    return await call.answerer.chat(call.http, call.body)
+
+
+ROUTES = (
+    Route("GET", "/v1/health", None, health, "Whether the manager answers.", reply=control.HealthReply),
+    Route("GET", "/v1/openapi.json", "worker", openapi, "This description."),
+    Route(
+        "POST", "/v1/join", "worker", join,
+        "Join the fleet. A name whose worker is not connected is taken over.",
+        control.JoinRequest, control.JoinReply, errors=(409, 423), is_limited=True,
+    ),
+    Route(
+        "GET", "/v1/workers/{name}", "worker", look_up,
+        "Whether a worker that is about to start will be let in under this name.",
+        reply=control.NameReply, errors=(404,),
+    ),
+    Route("GET", "/v1/worker", "worker", worker_stream, "A worker's stream of frames.", kind="socket"),
+    Route(
+        "POST", "/v1/run", "admin", open_run,
+        "Open the run, or come back to it with the same configuration.",
+        control.RunRequest, control.RunReply, errors=(409,),
+    ),
+    Route("GET", "/v1/trainer", "admin", trainer_stream, "The trainer's stream of frames.", kind="socket"),
+    Route(
+        "GET", "/v1/status", "admin", status, "Who is there, what runs, who waits for whom.", reply=control.Status
+    ),
+    Route("GET", "/v1/metrics", "admin", metrics, "Metrics in Prometheus' text format.", kind="text"),
+    Route(
+        "POST", "/v1/workers/{name}/drain", "admin", drain,
+        "Have a worker hand everything over and leave. The body may be left out.",
+        control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
+    ),
+    Route(
+        "POST", "/v1/pause", "admin", pause, "Give no more leases; running ones go on.",
+        reply=control.PauseReply, errors=(409,),
+    ),
+    Route("POST", "/v1/resume", "admin", resume, "Give leases again.", reply=control.PauseReply, errors=(409,)),
+    Route("GET", "/v1/models", "generate", models, "The model that answers.", reply=replies.ModelList),
+    Route(
+        "POST", "/v1/completions", "generate", complete, "Go on after a prompt.",
+        CompletionRequest, replies.Completion, errors=(404, 429, 500, 503), kind="events",
+    ),
+    Route(
+        "POST", "/v1/chat/completions", "generate", chat, "Answer a chat, with the model's template.",
+        ChatRequest, replies.ChatReply, errors=(404, 429, 500, 503), kind="events",
+    ),
+)  # fmt: skip
+
+
+@cache
+def _description() -> bytes:
+    return json.dumps(document(ROUTES), indent=1).encode()
