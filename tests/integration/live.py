@@ -5,6 +5,7 @@ Everything runs in one event loop, in this process; nothing is patched. `manager
 
 import asyncio
 import contextlib
+import importlib
 import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from tests.chaos.fleet import expected_tokens
 from polyrl.client import Fleet, Group, Prompt, connect
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
 from polyrl.manager.http import Front, ListenAddress
+from polyrl.manager.peers.streams import FindModule
 from polyrl.manager.service import Service
 from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettings
 from polyrl.run.event_loop import run_loop
@@ -68,11 +70,14 @@ class Live(NamedTuple):
 
 @asynccontextmanager
 async def manager(
-    run_dir: Path, settings: ManagerSettings = QUICK, tls: ssl.SSLContext | None = None
+    run_dir: Path,
+    settings: ManagerSettings = QUICK,
+    tls: ssl.SSLContext | None = None,
+    find: FindModule = importlib.import_module,
 ) -> AsyncIterator[Live]:
     """Stops like `polyrl manager`, and fails if its owner failed."""
     service = Service(run_dir, settings)
-    front = Front(service)
+    front = Front(service, find=find)
     address = await front.listen("127.0.0.1", 0, tls)
     owner = asyncio.create_task(service.own())
     try:

@@ -1,11 +1,15 @@
 """The receiving half of a connection: frames go straight to who takes them, in order; the rest is received as ever."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 from aiohttp import ClientSession, ClientWebSocketResponse, WebSocketError, WSMsgType, web
-from tests.integration.live import run, until
+from tests.integration.live import CONFIG, honest_worker, manager, play_round, run, trainer, until
 
 from polyrl.manager.peers.inlet import Inlet
 
@@ -170,3 +174,27 @@ def test_nothing_is_handed_on_once_it_is_kept() -> None:
             assert taker.taken == []
 
     run(live())
+
+
+def no_reader(name: str) -> ModuleType:
+    raise ModuleNotFoundError("No module named 'aiohttp._websocket'", name=name)
+
+
+def test_a_manager_whose_aiohttp_has_another_reader_says_so_once_and_hears_everybody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def live() -> None:
+        async with (
+            manager(tmp_path, find=no_reader) as one,
+            honest_worker(one),
+            honest_worker(one, name="another"),
+            trainer(one) as fleet,
+        ):
+            await fleet.publish(0)
+            assert len(await play_round(fleet, 0)) == CONFIG.domains[0].prompts_per_step
+            assert one.refused == {}
+
+    with caplog.at_level(logging.WARNING, logger="polyrl"):
+        run(live())
+    (warning,) = [line for line in caplog.messages if "aiohttp" in line]
+    assert "No module named 'aiohttp._websocket'; expected the reader of aiohttp 3.14" in warning

@@ -15,10 +15,12 @@ from tests.unit.played import Line
 
 import polyrl.manager
 from polyrl.manager import asking, opening
+from polyrl.manager.journal import RunOpened
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings
+from polyrl.manager.status import status
 
 SETTINGS = ManagerSettings(journal=JournalSettings(fsync="never"))
 
@@ -191,6 +193,18 @@ def test_a_manager_that_stops_waits_for_the_sync_that_is_under_way(tmp_path: Pat
     closing.join(20.0)
     assert closed.is_set()
     assert syncing.exception() is None, "its files were closed under it"
+
+
+def test_a_trainer_whose_run_is_not_on_file_opens_it_again(tmp_path: Path) -> None:
+    """The machine lost its power: the payload was on the disk, and the events were not."""
+    first = Service(tmp_path, SETTINGS)
+    first.lobby.journal.add_note(RunOpened("its session", has_reward=False))
+    first.close()
+    again = Service(tmp_path, SETTINGS)
+    assert again.lobby.run is None
+    assert opening.find_trainer(again.lobby, "its session") is None
+    assert status(again.lobby, 0.0).trainer == "none"
+    again.close()
 
 
 def test_no_handler_touches_the_lobby() -> None:

@@ -7,6 +7,7 @@ with one line of JSON, counted, and never reaches the lobby. A connection that s
 import asyncio
 import contextlib
 import errno
+import importlib
 import json
 import os
 import ssl
@@ -22,7 +23,7 @@ from polyrl.disk import write_whole
 from polyrl.errors import Refused, UserError
 from polyrl.manager import asking, opening
 from polyrl.manager.peers.door import Connection, Door, Handshake
-from polyrl.manager.peers.streams import Streams
+from polyrl.manager.peers.streams import FindModule, Streams
 from polyrl.manager.routes import ROUTES, BadRequest, Call, Route
 from polyrl.manager.service import Service
 from polyrl.manager.serving.answers import Answerer
@@ -67,10 +68,12 @@ class ListenAddress(NamedTuple):
 class Front:
     """The port and its connections; who may use which route."""
 
-    def __init__(self, service: Service, served: Served | None = None) -> None:
+    def __init__(
+        self, service: Service, served: Served | None = None, find: FindModule = importlib.import_module
+    ) -> None:
         self._service = service
         self._answerer = Answerer(service, served)
-        self._streams = Streams(service)
+        self._streams = Streams(service, find)
         self._limits = service.settings.limits
         self._joins = JoinLimit(self._limits.joins_per_s)
         self._door = Door(self._limits.connections_per_address, service.count_refusal)

@@ -2,37 +2,76 @@
 
 Rules kept here: a connection that says no Hello in time is cut off. A frame for which the service has no room waits,
 and with it the reading. A worker's message that does not end is bounded (inlet.py); a trainer is ours, and what it says
-is large.
+is large. inlet.py builds on classes that aiohttp does not promise to keep: where they are gone, frames are received as
+aiohttp has it, and one warning says what that costs.
 """
 
 import asyncio
+import importlib
 import logging
+from collections.abc import Callable
 from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
 from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.errors import Refused
 from polyrl.manager.frames_in import from_trainer, from_workers
-from polyrl.manager.peers.inlet import Inlet, Unfinished
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.manager.service import Service
 from polyrl.wire import frames
 
+if TYPE_CHECKING:
+    from polyrl.manager.peers.inlet import Inlet
+
 log = logging.getLogger("polyrl.manager")
 
 _MB = 1 << 20
 _FAREWELL_S = 1.0
+_CLOSE_S = 5.0
+
+FindModule = Callable[[str], ModuleType]
+
+
+class PlainInlet(web.WebSocketResponse):
+    """A connection's receiving half as aiohttp has it: `receive` gets every frame."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_msg_size=max_bytes, compress=False, heartbeat=None, timeout=_CLOSE_S)
+
+    def give_to(self, take: Callable[[bytes], bool]) -> None:
+        """Hand nothing on."""
+
+    def keep(self) -> None:
+        """Hand nothing on any more."""
+
+
+def find_inlet(find: FindModule = importlib.import_module) -> Any:
+    """Return the module inlet.py; None, with a warning, where this aiohttp lacks the classes that it builds on."""
+    try:
+        return find("polyrl.manager.peers.inlet")
+    except ImportError as error:
+        log.warning(
+            "aiohttp %s: %s; expected the reader of aiohttp 3.14. Frames are received as aiohttp has it: each takes "
+            "more CPU, and limits.max_unfinished_mb and limits.message_timeout_s are not kept",
+            aiohttp.__version__, error,
+        )  # fmt: skip
+        return None
 
 
 class Streams:
     """All connections of workers and trainers."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, find: FindModule = importlib.import_module) -> None:
         self._service = service
         limits = service.settings.limits
         self._hello_timeout_s = limits.request_timeout_s
-        self._unfinished = Unfinished(int(limits.max_unfinished_mb * _MB), limits.message_timeout_s)
+        self._fast = find_inlet(find)
+        if self._fast is not None:
+            self._unfinished = self._fast.Unfinished(int(limits.max_unfinished_mb * _MB), limits.message_timeout_s)
         self._links: set[Link] = set()
 
     def close(self, why: str) -> None:
@@ -80,16 +119,17 @@ class Streams:
                 service.count_refusal("slow_reader")
         return socket
 
-    async def _receive(self, socket: Inlet, session: WorkerSession | TrainerSession, link: Link) -> None:
+    async def _receive(self, socket: "Inlet | PlainInlet", session: WorkerSession | TrainerSession, link: Link) -> None:
         """Hand frames on until the connection ends. Raises TimeoutError where no Hello comes."""
         service = self._service
         async with asyncio.timeout(self._hello_timeout_s):
             message = await socket.receive()
         hearer = from_workers.said if isinstance(session, WorkerSession) else from_trainer.said
         socket.give_to(partial(service.hear, hearer, session, link))
-        while message.type is WSMsgType.BINARY:  # the first, and those for which there was no room
-            service.post((hearer, session, link, message.data))
-            await service.wait_for_room()
+        while message.type is WSMsgType.BINARY:  # the first, and those that were not taken for want of room
+            if not service.hear(hearer, session, link, message.data):
+                service.post((hearer, session, link, message.data))
+                await service.wait_for_room()
             message = await socket.receive()
         if message.type is WSMsgType.TEXT:
             service.count_refusal("frame")
@@ -97,16 +137,18 @@ class Streams:
         elif isinstance(message.data, WebSocketError):
             service.count_refusal("frame")  # too large, or no WebSocket frame at all; the peer was told
 
-    def _inlet(self, request: web.Request, session: WorkerSession | TrainerSession) -> Inlet:
+    def _inlet(self, request: web.Request, session: WorkerSession | TrainerSession) -> "Inlet | PlainInlet":
         if isinstance(session, TrainerSession):
-            return Inlet(frames.MAX_TRAINER_FRAME_BYTES)
+            return (PlainInlet if self._fast is None else self._fast.Inlet)(frames.MAX_TRAINER_FRAME_BYTES)
+        if self._fast is None:
+            return PlainInlet(frames.MAX_WORKER_FRAME_BYTES)
 
         def cut(why: str) -> None:
             log.warning("worker %s is cut off: %s", session.name, why)
             self._service.count_refusal("unfinished")
             _abort(request)
 
-        return Inlet(frames.MAX_WORKER_FRAME_BYTES, self._unfinished, cut)
+        return self._fast.Inlet(frames.MAX_WORKER_FRAME_BYTES, self._unfinished, cut)
 
 
 def _abort(request: web.Request) -> None:
