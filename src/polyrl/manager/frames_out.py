@@ -1,7 +1,7 @@
-"""Carrying the scheduler's commands out: each becomes a frame for the worker or the trainer that it concerns.
+"""The scheduler's commands, carried out: each becomes a frame for the worker or the trainer that it concerns.
 
-Rules kept here: no opinions. What is told to a peer waits in its session until the journal is written; whoever is not
-connected hears it when it dials again, from the state (from_workers.py, from_trainer.py).
+Rules kept here: no opinions. A frame waits in its peer's session until the journal is written. A peer that is not
+connected is told when it dials again, from the state (from_workers.py, from_trainer.py).
 """
 
 import logging
@@ -66,14 +66,14 @@ def _forget(run: Run, command: c.ForgetWorker) -> None:
 
 
 def _keep_width(run: Run, command: c.Reshape) -> None:
-    """Nobody here can change it, and no run that asks for it is opened; one that was goes on with what it has."""
+    """Leave engines as wide as they are. No run that asks for more is opened; an older one goes on with what it has."""
     log.warning("%s: engines stay as wide as they are, for none of them can change it here", command.why)
     for name in [one.name for one in run.lobby.workers.values() if one.facts.local]:
         run.lobby.forget(name, "it joins again, as wide as it is", rejoin=True)
 
 
 def _account(run: Run, command: c.Abort) -> None:
-    """The scheduler hears of progress now and then; of what is thrown away it hears all."""
+    """Tell the scheduler of discarded tokens that it had not heard of yet."""
     text = run.payload.texts.get(command.sample)
     more = 0 if text is None else text.num_tokens - command.num_tokens
     if more > 0 and command.discarded_for is not None:
@@ -81,7 +81,7 @@ def _account(run: Run, command: c.Abort) -> None:
 
 
 def _forget_tokens(run: Run, command: c.ForgetTokens) -> None:
-    """On file it is a lease that is given from the first token on, and ends at once."""
+    """Drop a sample's tokens. On file that is a lease from the first token on which ends at once."""
     text = run.payload.texts.get(command.sample)
     if text is not None:
         log.warning("sample %s begins anew: %s", show_sample(command.sample), command.why)
@@ -140,7 +140,7 @@ def _tell_trainer(run: Run, command: c.Command) -> None:
             run.payload.drop_step(command.line.step)
             run.say_to_trainer(frames.StepReported(command.line))
         case c.AddAsked():
-            pass  # asking.py knows what it asked for
+            pass  # asking.py has the question already
         case c.CloseAsked():
             run.payload.drop_group(command.group)
             if (question := run.questions.pop(command.group, None)) is not None:
@@ -169,7 +169,7 @@ def _generate(run: Run, command: c.Generate) -> None:
 
 
 def order(run: Run, lease: LeaseId) -> None:
-    """Send a lease to its worker, if it is still one."""
+    """Send a lease to its worker, if it is still open."""
     desk = run.desk
     sample = desk.leases.get(lease)
     if sample is None:
@@ -180,7 +180,7 @@ def order(run: Run, lease: LeaseId) -> None:
     if session is None or prompt is None:
         return
     session.most_held = max(session.most_held, len(worker.leases))
-    run.lobby.is_urgent = True  # also when no event led to it, but a prompt that came
+    run.lobby.is_urgent = True  # also where a prompt led to it, and no event
     question = run.questions.get(sample.group)
     seed = desk.config.seed if question is None else question.seed
     session.order(
@@ -197,7 +197,7 @@ def order(run: Run, lease: LeaseId) -> None:
 
 
 def max_tokens(run: Run, sample: SampleId) -> int:
-    """Where an answer is cut off."""
+    """Return the number of tokens at which an answer is cut off."""
     question = run.questions.get(group_of(sample))
     return run.desk.max_new_tokens if question is None else question.max_tokens
 

@@ -46,7 +46,7 @@ _OPENAIS = frozenset(
     {"assistants", "audio", "batches", "chat", "completions", "embeddings", "files", "fine_tuning"}
     | {"images", "models", "moderations", "realtime", "responses", "threads", "uploads", "vector_stores"}
 )
-"""What follows /v1 in the paths that OpenAI's clients know."""
+"""The first names after /v1 in the paths that OpenAI's clients know."""
 _NOT_SERVED = f"is not served here; expected one of {', '.join(one.path for one in ROUTES if one.is_of_openai)}"
 
 Middleware = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -1,4 +1,4 @@
-"""A live run on disk: what the scheduler was told (events), and the tokens, prompts and rewards themselves (payload).
+"""A live run on disk: the scheduler's events, and the tokens, prompts and rewards themselves (payload).
 
     RUN_DIR/journal/events-000001.bin     journal/records.py: replay and stories read these, and these alone
     RUN_DIR/journal/payload-000001.bin    frames: `B` and workers' NewTokens frames as they came, or `N` and a note
@@ -41,11 +41,11 @@ _PAYLOAD_FIRST_LINE = b"polyrl-payload 1\n"
 _CHUNK_BYTES = 1 << 20
 _MB = 1 << 20
 _SPARE_DESCRIPTORS = 3
-"""For the next file of events, the next one of payload, and their folder."""
+"""Kept free for the next file of events, the next one of payload, and their folder."""
 
 
 class Note(msgspec.Struct, frozen=True, tag=True, tag_field="note", array_like=True):
-    """What the payload holds beside tokens."""
+    """An entry of the payload that is not tokens."""
 
 
 class SessionOpened(Note, frozen=True, tag="session"):
@@ -64,7 +64,7 @@ class RunOpened(Note, frozen=True, tag="run"):
 
 
 class VersionOffered(Note, frozen=True, tag="offered"):
-    """Where a version's weights are, and what they must turn out to be."""
+    """The addresses of a version's weights, and the digest that they must have."""
 
     version: int
     digest: str
@@ -72,7 +72,7 @@ class VersionOffered(Note, frozen=True, tag="offered"):
 
 
 class Granted(Note, frozen=True, tag="granted"):
-    """Leases were given: from these tokens on, and not before, the lease writes for the sample."""
+    """New leases: each generates for its sample from this token on."""
 
     leases: list[int]
     samples: list[int]
@@ -95,12 +95,12 @@ _note_decoder = msgspec.msgpack.Decoder(AnyNote)
 _batch_decoder = msgspec.msgpack.Decoder(list[NewTokens])
 _tokens_decoder = msgspec.msgpack.Decoder(NewTokens)
 _ARRAY = struct.Struct(">BI")
-"""How msgpack begins an array of up to 2^32 - 1 values."""
+"""The head of an array in msgpack, of up to 2^32 - 1 values."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Recovered(NamedTuple):
-    """Where a run stands."""
+    """A run as it was when its last record was written."""
 
     scheduler: Scheduler | None
     """None: no run was opened."""
@@ -112,7 +112,7 @@ class Recovered(NamedTuple):
 
 
 class RunJournal:
-    """The files of one run. `recover` first, if there are any."""
+    """The files of one run. Call `recover` first, if there are any."""
 
     def __init__(self, run_dir: Path, settings: JournalSettings) -> None:
         self._folder = run_dir / LIVE_FOLDER
@@ -124,15 +124,15 @@ class RunJournal:
         self._payload: _Segment | None = None
         self._old_payload: list[tuple[Path, frozenset[int]]] = []
         self._full: list[_Segment] = []
-        """Followed by others, and not yet on the disk for sure."""
+        """Files that others follow, and that may not be on the disk yet."""
         self._over: list[Path] = []
-        """Payload that nobody wants, once the ends of its steps are on the disk."""
+        """Files of payload to delete, once the ends of their steps are on the disk."""
         self._beginning_bytes = 0
-        """How much of the file of events that a run goes on with is its header."""
+        """The size of the header in the file of events that a run goes on with."""
         self._event_parts: list[bytes] = []
         self._payload_parts: list[bytes] = []
         self._tokens: list[bytes] = []
-        """NewTokens frames that no note has come after."""
+        """NewTokens frames since the last note."""
         self._num_read = 0
         self._synced_at = time.monotonic()
         self._spare = Spare(_SPARE_DESCRIPTORS)
@@ -141,20 +141,20 @@ class RunJournal:
 
     @property
     def num_to_read(self) -> int:
-        """Bytes that `recover` reads: the last file of events, and all payload."""
+        """The bytes that `recover` reads: the last file of events, and all payload."""
         files = (*segments(self._folder, EVENTS)[-1:], *segments(self._folder, PAYLOAD))
         return sum(path.stat().st_size for path in files)
 
     @property
     def num_read(self) -> int:
-        """How many of them have been."""
+        """The bytes that have been read so far."""
         return self._num_read
 
     def _note_read(self, num_bytes: int) -> None:
         self._num_read += num_bytes
 
     def recover(self) -> Recovered | None:
-        """What earlier managers wrote; None for a new run. Call `go_on` when the payload has been read."""
+        """Return what earlier managers wrote; None for a new run. Call `go_on` when the payload has been read."""
         events, payload = segments(self._folder, EVENTS), segments(self._folder, PAYLOAD)
         if not payload:
             if events:
@@ -169,7 +169,7 @@ class RunJournal:
         )
 
     def go_on(self, open_steps: Collection[int]) -> None:
-        """Append to what is there. `open_steps` are those whose payload is still wanted."""
+        """Append to the files from now on. `open_steps` are the steps whose payload is still needed."""
         events, payload = segments(self._folder, EVENTS), segments(self._folder, PAYLOAD)
         if events:
             self._events = _Segment(events[-1], b"")
@@ -178,7 +178,7 @@ class RunJournal:
         self._old_payload = [(path, frozenset(open_steps)) for path in payload[:-1]]
 
     def begin(self) -> None:
-        """A new run."""
+        """Begin a new run."""
         self._payload = _Segment(self._folder / f"{PAYLOAD}-{1:06}.bin", _PAYLOAD_FIRST_LINE)
 
     def begin_events(self, config: SchedulerConfig, about: dict[str, str]) -> None:
@@ -207,7 +207,7 @@ class RunJournal:
         self._payload_parts.append(data)
 
     def commit(self) -> None:
-        """Give all that was added to the operating system, payload first; to the disk too, if that is the policy."""
+        """Write all that was added to the operating system, payload first; to the disk too, if that is the policy."""
         self._end_batch()
         if not self._payload_parts and not self._event_parts:
             return
@@ -229,13 +229,13 @@ class RunJournal:
         return time.monotonic() - self._synced_at >= self._settings.fsync_interval_s
 
     def sync(self) -> None:
-        """To the disk, while everybody waits."""
+        """Bring everything to the disk, and wait for it."""
         self.take_sync()()
 
     def take_sync(self) -> Callable[[], None]:
-        """What brings all that was committed to the disk. It may take a while, in a thread: it touches nothing of ours.
+        """Return a function that brings all that was committed to the disk. It may run in a thread of its own.
 
-        One at a time: whoever takes a second one before the first is over closes files under it.
+        Take no second one before the first has run: it would close files under it.
         """
         self._synced_at = time.monotonic()
         full, self._full = self._full, []
@@ -254,7 +254,7 @@ class RunJournal:
 
     @property
     def rotation_is_due(self) -> bool:
-        """A file has grown large, or one waits for the end of its steps."""
+        """Whether a file has grown large, or waits for the end of its steps."""
         newest = (self._payload, self._events)
         return bool(self._old_payload) or any(one is not None and self._is_large(one) for one in newest)
 
@@ -264,7 +264,7 @@ class RunJournal:
     def rotate(self, scheduler: Scheduler | None, about: dict[str, str], standing: Sequence[AnyNote]) -> None:
         """Start new files for those that have grown large. Call it right after `commit`.
 
-        `standing` is what a payload file begins with: sessions and the run, which no step's end makes void.
+        `standing` are the notes that a payload file begins with: sessions and the run outlive every step.
         """
         open_steps = frozenset() if scheduler is None else frozenset(scheduler.desk.rounds)
         for path, steps in self._old_payload[:]:
@@ -287,7 +287,7 @@ class RunJournal:
         self._events = self._follow(self._events, beginning)
 
     def _follow(self, full: "_Segment", beginning: bytes) -> "_Segment":
-        """The file after one that is full. Where it cannot be made, the full one is still the last."""
+        """Return the file after a full one. Where it cannot be created, the full one is still the last."""
         with self._spare.lent():
             following = _Segment(full.next_path, beginning)
         self._full.append(full)
@@ -300,7 +300,7 @@ class RunJournal:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the files as they are: what was not committed is not to be."""
+        """Close the files as they are, without writing anything."""
         self._spare.close()
         for segment in (*self._full, self._payload, self._events):
             if segment is not None:
@@ -308,7 +308,7 @@ class RunJournal:
 
 
 class _Segment:
-    """One file, appended to without a buffer of ours."""
+    """A file of the journal, appended to without a buffer of ours."""
 
     def __init__(self, path: Path, beginning: bytes) -> None:
         self.path = path
@@ -318,13 +318,13 @@ class _Segment:
         except OSError as error:
             raise _not_written(path, error) from error
         self._num_bytes = self.num_grown_bytes = os.fstat(self._file).st_size
-        """What was added to its beginning. A saved state that is larger than a file should be still has one file."""
+        """Bytes behind its beginning: a saved state above the limit for a file still has one file."""
         if self._num_bytes == 0:
             self.write([beginning])
             self.num_grown_bytes = 0
 
     def write(self, parts: Sequence[bytes]) -> None:
-        """All of it, or nothing: a frame is never appended behind half of one. Raises UserError."""
+        """Write all of it or nothing: a frame is never appended behind half of one. Raises UserError."""
         data = memoryview(b"".join(parts))
         num_bytes = len(data)
         try:
@@ -352,7 +352,7 @@ class _Segment:
 
 
 def _not_written(path: Path, error: OSError) -> UserError:
-    """A disk that is full, or worse, is one line: it is for a person to mend."""
+    """Return one line about a disk that is full, or worse: a person has to mend it."""
     why = error.strerror or str(error)
     return UserError(f"{path}: cannot be written: {why}; what was acknowledged is there: make room first")
 
@@ -368,7 +368,7 @@ class _Replayed(NamedTuple):
 
 
 def _replay_last(events: Sequence[Path], note: Callable[[int], None]) -> _Replayed:
-    """The scheduler as it was when the last whole record had been written; a cut record is cut off the file."""
+    """Return the scheduler as of the last whole record. A record that was cut short is cut off the file."""
     if not events:
         return _Replayed()
     path = events[-1]
@@ -399,7 +399,7 @@ def _replay_last(events: Sequence[Path], note: Callable[[int], None]) -> _Replay
 
 
 def read_payload(run_dir: Path) -> Iterator[AnyNote | list[NewTokens]]:
-    """Notes and NewTokens frames of a run that may be written meanwhile: what is cut short is not there yet."""
+    """Yield notes and NewTokens frames of a run that may be written to meanwhile: a frame cut short is left out."""
     for path in segments(run_dir / LIVE_FOLDER, PAYLOAD):
         with contextlib.suppress(CutShort, FileNotFoundError):  # steps that are over take theirs along
             yield from _read_payload_file(path)

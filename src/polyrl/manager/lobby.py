@@ -1,4 +1,4 @@
-"""What the manager holds whether or not a run is open: sessions, their names, its clock, what it refused.
+"""The manager's state whether or not a run is open: sessions, their names, its clock, and counts of refusals.
 
 Workers may join and wait before anybody opens a run. When a trainer does, or `--serve`, the lobby gets its `run`
 (run.py), and keeps the sessions: a worker of the fleet is a session here and a seat in the scheduler.

@@ -1,4 +1,4 @@
-"""What the scheduler never sees: prompts, tokens with their log-probabilities, rewards.
+"""The payload of a run, which the scheduler never sees: prompts, tokens with their log-probabilities, rewards.
 
 A sample's text is a growing buffer of cells (wire/columns.py) and the segments that say which version and worker wrote
 from where. It is kept from its first lease until its step is over or its group is dropped.
@@ -18,7 +18,7 @@ from polyrl.wire.columns import CELL_BYTES
 from polyrl.wire.frames import Ended, NewTokens, PromptPayload, SamplePayload, Segment
 
 _OFFERS_KEPT = 64
-"""Versions whose digests are known: more than any staleness that is worth training on."""
+"""Versions whose digests are kept: more than any staleness that is worth training on."""
 
 
 class SampleTokens:
@@ -41,11 +41,11 @@ class SampleTokens:
     def __init__(self) -> None:
         self._cells = bytearray()
         self.stride: Stride | None = None
-        """Where tokens of it may still wait, in this row."""
+        """A stride that may hold more of its tokens, in row `row`."""
         self.row = 0
         self.segments: list[Segment] = []
         self.version = -1
-        """What wrote the last token under the present lease; -1 when it has none yet."""
+        """The version of the last token under the present lease; -1 when it has none yet."""
         self.worker = self.engine = ""
         self.finish = ""
         self.reward = 0.0
@@ -55,13 +55,13 @@ class SampleTokens:
 
     @property
     def cells(self) -> bytearray:
-        """All that have come."""
+        """All cells that have come."""
         if self.stride is not None:
             self.stride.end()
         return self._cells
 
     def add_settled(self, cells: bytes | memoryview) -> None:
-        """What waited in its stride."""
+        """Add cells that waited in a stride."""
         self._cells += cells
 
     @property
@@ -69,16 +69,16 @@ class SampleTokens:
         return len(self._cells) // CELL_BYTES if self.stride is None else self.stride.num_tokens(self.row)
 
     def lease_to(self, worker: str, engine: str, from_token: int) -> None:
-        """A worker goes on from this token. What came later, under an earlier lease, is not part of the answer."""
+        """Lease the sample to a worker from this token on. Later tokens of an earlier lease are dropped."""
         del self.cells[from_token * CELL_BYTES :]
         self.segments = [one for one in self.segments if one.from_token < from_token]
         self.worker, self.engine, self.version = worker, engine, -1
 
     def begin_segment(self, version: int) -> None:
-        """The next token is by this version."""
+        """Note that the next token is by this version."""
         self.version = version
         last = self.segments[-1] if self.segments else None
-        by = (version, self.worker, self.engine, "")  # one that has its digest is of a version that was replaced
+        by = (version, self.worker, self.engine, "")  # a segment with a digest is of a version that was replaced
         if last is None or (last.version, last.worker, last.engine, last.digest) != by:
             self.segments.append(Segment(self.num_tokens, version, self.worker, engine=self.engine))
 
@@ -90,12 +90,12 @@ class Payload:
         self.offers: dict[int, VersionOffered] = {}
         """The newest versions that came with weights."""
         self._replaced: dict[int, set[str]] = {}
-        """Digests that a version had before."""
+        """Former digests of a version that was published again."""
         self._groups: dict[Step, set[GroupId]] = {}
         self._samples: dict[GroupId, list[SampleId]] = {}
 
     def offer(self, offer: VersionOffered) -> None:
-        """Another digest than the version has takes its place; what that wrote keeps it."""
+        """Keep an offer. Where the version had another digest, what it generated keeps that one."""
         known = self.digest_of(offer.version)
         if known and known != offer.digest:
             self._freeze(offer.version, known)
@@ -117,20 +117,20 @@ class Payload:
                 text.version = -1  # its next token begins a segment
 
     def was(self, version: int, digest: str) -> bool:
-        """Whether the version had this digest before it got another."""
+        """Return whether the version had this digest before it got another."""
         return digest in self._replaced.get(version, ())
 
     def digest_of(self, version: int) -> str:
-        """Empty for a version that is only a number."""
+        """Return a version's digest; empty in a run without weights."""
         offer = self.offers.get(version)
         return "" if offer is None else offer.digest
 
     def expect(self, step: Step, group: GroupId) -> None:
-        """A group belongs to a round: what is kept of it goes with the step."""
+        """Note that a group belongs to a step: its payload is dropped when the step is over."""
         self._groups.setdefault(step, set()).add(group)
 
     def text(self, sample: SampleId) -> SampleTokens:
-        """A sample's text, made at its first lease."""
+        """Return a sample's tokens, made at its first lease."""
         text = self.texts.get(sample)
         if text is None:
             text = self.texts[sample] = SampleTokens()
@@ -147,7 +147,7 @@ class Payload:
             self.drop_group(group)
 
     def sample_text(self, sample: SampleId) -> SamplePayload:
-        """An answer that has ended, as the trainer is sent it. The cells are the text's own: they grow no more."""
+        """Return an answer that has ended, for the trainer. The cells are not copied: they grow no more."""
         text = self.text(sample)
         cells: Any = text.cells  # written like bytes; a copy would be all answers of a round in memory twice
         segments = text.segments
@@ -163,7 +163,7 @@ class Payload:
 
 
 def append_cells(text: SampleTokens, offset: int, version: int, cells: bytes) -> int:
-    """Add what is new of a frame's cells. Returns how many tokens that was; -1 if some before them are missing."""
+    """Add the new ones of a frame's cells. Returns how many tokens that was; -1 if some before them are missing."""
     buffer = text.cells
     skip = len(buffer) - offset * CELL_BYTES
     if skip < 0:
@@ -179,7 +179,7 @@ def append_cells(text: SampleTokens, offset: int, version: int, cells: bytes) ->
 def without_rows(
     frame: NewTokens, column: columns.Columns, idle: Container[int], ended: tuple[Ended, ...]
 ) -> NewTokens:
-    """A frame less the rows whose cells start there, with these ends."""
+    """Return the frame without the rows whose cells start at `idle`, and with these ends."""
     starts = (0, *column.ends)
     rows = [row for row in range(len(column.leases)) if starts[row] not in idle]
     return NewTokens(

@@ -1,12 +1,12 @@
-"""Reading a run's payload again: what a killed manager wrote becomes the texts that it held.
+"""Reading a run's payload again: the files of a killed manager become the tokens that it held.
 
 Rows of tokens are many, and each concerns a few bytes. So they are gathered, as columns, until there are enough; then
 the rows of each lease are brought together, and what goes on where its sample's text ends, as nearly all does, is added
 in one piece. The rest (repeated tokens, another version, a lease that ended before) is taken row by row.
 
 Rules kept here: the order in the journal tells late rows from timely ones. A lease that ended, or was followed by
-another of its sample, is closed at the row where that happened: what comes under it later is not taken. What belongs to
-no group that the scheduler still knows is not even gathered.
+another of its sample, is closed at the row where that happened: later rows under it are dropped. Rows of groups that
+the scheduler has forgotten are not even gathered.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -33,24 +33,24 @@ from polyrl.wire.frames import Ended, NewTokens
 _ROWS_A_LANE = 64
 _MIN_ROWS = 1 << 16
 _GATHERED_BYTES = 32 << 20
-"""Rows are shared out when there are so many for each lease, or this much in all: a lease costs as much as many."""
+"""Rows are shared out when there are this many for each lease, or this much in all: a lease costs as much as many."""
 _MAX_SPAN = 1 << 23
 """Leases that are no further apart than this are found in a table, and others by bisection."""
 _NEVER = 1 << 62
 _COLUMNS = {"leases": "<u8", "offsets": "<u4", "counts": "<u4", "versions": "<i4", "cells": "<u8"}
 _EMPTY = np.uint64((1 << 64) - 1)
-"""No cell: its token would be -1."""
+"""Marks a missing cell: its token would be -1."""
 
 
 class _Lane:
-    """A lease: which rows under its number are its sample's."""
+    """A lease, and which rows under its number count for its sample."""
 
     __slots__ = ("by", "closed_at", "from_token", "lease", "opened_at", "sample", "text")
 
     def __init__(self, lease: int, sample: SampleId, text: SampleTokens, from_token: int, by: tuple[str, str]) -> None:
         self.lease, self.sample, self.text = lease, sample, text
         self.from_token, self.by = from_token, by
-        """Where it begins, until its text knows, and who has it."""
+        """Its first token, until its text knows, and its worker with its engine."""
         self.opened_at, self.closed_at = 0, _NEVER
 
     def begin(self) -> None:
@@ -66,7 +66,7 @@ class _Rows(NamedTuple):
     """Gathered rows, as columns, in the order in which they came."""
 
     lanes: Any
-    """Where its lease stands among those that are known; -1 for one that is not."""
+    """The place of its lease among those that are known; -1 for an unknown one."""
     offsets: Any
     counts: Any
     versions: Any
@@ -74,29 +74,29 @@ class _Rows(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Rows of one lease and one version: what they bring in all, if they go on from each other."""
+    """Rows of one lease and one version, and the cells of all of them, if each goes on from the last."""
 
     lane: int
     version: int
     first_row: int
     last_row: int
     offset: int
-    """Of the first."""
+    """The first row's."""
     start: int
     end: int
-    """Of its cells among those of all runs."""
+    """Its cells' place among those of all runs."""
     goes_on: bool
 
 
 class PayloadReader:
-    """Rebuilds the payload of a run that was killed, from what its journal holds."""
+    """Rebuilds the payload of a run that was killed, from its journal."""
 
     def __init__(self, wanted: Container[GroupId]) -> None:
-        """`wanted`: groups whose payload somebody may still ask for."""
+        """`wanted`: the groups whose payload may still be needed."""
         self._wanted = wanted
         self._payload = Payload()
         self._lanes: dict[int, _Lane] = {}
-        """Open ones, by lease."""
+        """The open ones, by lease."""
         self._lane_of: dict[SampleId, _Lane] = {}
         """The newest of each sample."""
         self._engine_of: dict[str, str] = {}
@@ -105,12 +105,8 @@ class PayloadReader:
         self._parts: dict[str, list[bytes]] = {name: [] for name in _COLUMNS}
         self._num_rows = self._num_bytes = 0
 
-    def granted(self, note: Granted) -> None:
-        rows = zip(note.leases, note.samples, note.from_tokens, note.workers, strict=True)
-        for lease, sample, from_token, worker in rows:
-            self._open(lease, SampleId(sample), from_token, worker)
-
-    def _open(self, lease: int, sample: SampleId, from_token: int, worker: str) -> None:
+    def _open(self, lease: int, number: int, from_token: int, worker: str) -> None:
+        sample = SampleId(number)
         if lease in self._lanes or lease in self._touched:  # a manager started again, and says all that holds
             self._share_out()
         former = self._lanes.pop(lease, None)
@@ -125,7 +121,7 @@ class PayloadReader:
         self._lanes[lease] = self._touched[lease] = self._lane_of[sample] = lane
 
     def _close(self, lane: _Lane) -> None:
-        """Whatever else comes under it is late."""
+        """Close a lane: later rows under it are late."""
         if self._lanes.get(lane.lease) is lane:
             del self._lanes[lane.lease]
             lane.closed_at = self._num_rows
@@ -157,7 +153,8 @@ class PayloadReader:
     def note(self, note: AnyNote) -> None:
         match note:
             case Granted():
-                self.granted(note)
+                for lease in zip(note.leases, note.samples, note.from_tokens, note.workers, strict=True):
+                    self._open(*lease)
             case PromptsSupplied():
                 for prompt in note.prompts:
                     if (group := GroupId(prompt.group)) in self._wanted:
@@ -175,7 +172,7 @@ class PayloadReader:
                 pass
 
     def finish(self, scheduler: Scheduler | None) -> Payload:
-        """All that was read."""
+        """Return the payload, with the groups of every open step."""
         self._share_out()
         for group in {} if scheduler is None else scheduler.desk.groups.values():
             self._payload.expect(group.step, group.id)
@@ -218,7 +215,7 @@ class PayloadReader:
 
 
 def _columns_of(parts: Mapping[str, Sequence[bytes]], leases: Sequence[int]) -> _Rows:
-    """All rows, and where each one's lease stands among these, which rise."""
+    """Return all rows, with the place of each one's lease among `leases`, which rise."""
     columns: list[Any] = [np.frombuffer(b"".join(parts[name]), kind) for name, kind in _COLUMNS.items()]
     under, offsets, counts, versions, cells = columns
     if not len(under) == len(offsets) == len(counts) == len(versions) or counts.sum(dtype=np.int64) != len(cells):
@@ -228,7 +225,7 @@ def _columns_of(parts: Mapping[str, Sequence[bytes]], leases: Sequence[int]) -> 
 
 
 def _places_of(under: Any, leases: Any) -> Any:
-    """Where each number stands among the leases; -1 for what is none of them."""
+    """Return the place of each number among the leases; -1 for a number that is none of them."""
     span = int(leases[-1] - leases[0]) + 1
     if span > _MAX_SPAN:
         places = np.minimum(np.searchsorted(leases, under), len(leases) - 1)
@@ -242,10 +239,10 @@ def _places_of(under: Any, leases: Any) -> Any:
 
 
 def _runs_of(rows: _Rows) -> tuple[list[_Run], memoryview]:
-    """What each lease brings with each version, leases and versions rising, and the cells of all, run by run.
+    """Return the run of each lease and version, leases and versions rising, and the cells of all runs.
 
-    A row says where in its text it belongs, so its cells are put there at once. What is left empty was not brought: a
-    run with such a place has rows that overlap, or miss some between them.
+    A row says where in its text it belongs, so its cells are put there at once. A run with a place left empty has rows
+    that overlap, or that miss some between them.
     """
     keys, versions = _keys_of(rows)
     numbers = np.arange(len(keys))
@@ -289,7 +286,7 @@ def _runs_of(rows: _Rows) -> tuple[list[_Run], memoryview]:
 
 
 def _keys_of(rows: _Rows) -> tuple[Any, Any]:
-    """A number for each lease and version, in their order; -1 where the lease is not known. And the versions."""
+    """Return a number for each row's lease and version, in their order, -1 for an unknown lease; and the versions."""
     least = int(rows.versions.min())
     if least == int(rows.versions.max()):  # nearly always
         return rows.lanes, np.array([least])
@@ -298,7 +295,7 @@ def _keys_of(rows: _Rows) -> tuple[Any, Any]:
 
 
 def _each_cell(begins: Any, counts: Any, most: int) -> Any:
-    """Where each cell of rows that begin there belongs. Rows that overlap may say more than there is room for."""
+    """Return the place of each cell. Rows that overlap may claim places beyond the end."""
     if len(counts) and counts.min() == counts.max():  # engines decode in lock step
         cells = (begins[:, None] + np.arange(counts[0])).ravel()
     else:

@@ -33,7 +33,7 @@ CarryOut = Callable[["Run", c.Command], None]
 
 _TELL_EVERY_S = 2.0
 AT_LAST_S = 5.0
-"""What an engine holds back is told after this time, although nothing depended on it."""
+"""The samples that an engine holds back are told after this time, although nothing depended on it."""
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
         self.trainer: TrainerSession | None = None
         """None in a run without one, that only answers questions."""
         self.rewards: tuple[frames.RewardsTold, Seconds] | None = None
-        """What the trainer's reward functions are doing, and when it said so."""
+        """The trainer's last word on its reward functions, and when it came."""
         self.questions: dict[GroupId, Question] = {}
         """Open questions: what was asked beside the trainer."""
         self.no_prompt_yet: dict[GroupId, list[LeaseId]] = {}

@@ -1,9 +1,8 @@
-"""The manager as a process: one port, one owner of the scheduler, a clean start from whatever is in the run directory.
+"""The manager as a process: one owner of the lobby and its run, and a clean start from the files of the run directory.
 
-The owner takes everything from the inbox, in turns: questions of HTTP handlers, the clock, and frames of connections
-if something is due before them; otherwise it hears a frame where it is read, since turns are costly. Handlers never
-touch the executor themselves: `post` hands over what is to be done with it, and `ask` a question, which is answered
-when what it led to is in the journal.
+The owner takes everything from the inbox, in turns: requests of HTTP handlers, the clock, and frames of connections. A
+frame before which nothing is due is heard where it is read, since a turn is costly. Handlers never touch the lobby:
+`post` hands the owner something to do, and `ask` returns the owner's answer when its causes are in the journal.
 """
 
 import asyncio
@@ -31,33 +30,33 @@ log = logging.getLogger("polyrl.manager")
 
 _LOCK_FILE = "manager.lock"
 _BATCH = 512
-"""So much is taken from the inbox before the journal is written and peers are answered."""
+"""Entries taken from the inbox before the journal is written and peers are answered."""
 _MAX_INBOX = 4096
 _STOOD_STILL_S = 0.5
 """A timer that comes later than this means that the whole process stood still: nobody else was late."""
 _COMMIT_WITHIN_S = 0.02
-"""Tokens alone may wait so long for the journal: others come meanwhile, and nothing depends on them yet."""
+"""Tokens alone may wait this long for the journal: more come meanwhile, and nothing depends on them yet."""
 _COMMIT_EVERY_S = 0.01
-"""Sooner, if everybody has been heard: workers flush together, so there is nobody to wait for, and writing now spares a
-wake. But no more often than this, however fast frames come."""
+"""The journal is written sooner when every worker has been heard: workers flush together, so nobody is waited for, and
+writing now spares a wake. But no more often than this, however fast frames come."""
 _LONGEST_SLEEP_S = 3600.0
-"""Waits are as long as a trainer sets them; a loop's timers are not."""
+"""A trainer may set longer waits than an event loop's timer takes."""
 _GC_THRESHOLDS = (50_000, 20, 100)
-"""What lives long here is many and never cyclic: look for garbage more rarely than Python would."""
+"""Collect garbage more rarely than Python would: the many objects that live long here are never cyclic."""
 
 Answer = TypeVar("Answer")
 Action = Callable[[Lobby], object]
 Hearer = Callable[[Lobby, Any, Link, bytes], None]
-"""What hears a frame of a session that came on a connection: from_workers.said, or from_trainer.said."""
+"""Hears a frame of a session, from one of its connections: from_workers.said, or from_trainer.said."""
 Said = tuple[Hearer, Any, Link, bytes]
-"""Such a frame. An action would do, but frames are many, and making it takes longer."""
+"""A frame in the inbox. An action would do, but frames are many, and a tuple is made faster than a function."""
 
 
 class Service:
-    """Runs an executor: everything that needs an event loop is here."""
+    """The owner of the lobby. Everything that needs an event loop is here."""
 
     def __init__(self, run_dir: Path, settings: ManagerSettings, *, recovers: bool = True) -> None:
-        """`recovers`: the run that is there is read now. Otherwise `recover` does it, beside a port that says so."""
+        """`recovers`: read the run on file now. Otherwise `recover` does, beside a port that says how far it is."""
         self.run_dir = run_dir
         self.settings = settings
         self.started_at = time.monotonic()
@@ -76,25 +75,25 @@ class Service:
         self._answers: list[tuple[asyncio.Future[object], object]] = []
         self._is_due = False
         self._failure: Exception | None = None
-        """Of ours: nothing may go on after it."""
+        """A bug, or a disk that fails: nothing may go on after it."""
         self._failed = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = 0.0
-        """When `_timer` comes: uvloop's handles do not all say it."""
+        """When `_timer` fires: not all of uvloop's handles say it."""
         self._commit_timer: asyncio.TimerHandle | None = None
         self._committed_at = 0.0
         self._syncer = ThreadPoolExecutor(1, "journal sync")
         self._syncing: Future[None] | None = None
 
     def recover(self) -> None:
-        """Go on with the run of the directory. It may take a while, in a thread: nobody else touches the executor."""
+        """Go on with the run of the directory. It may take a while, in a thread: nobody else touches the lobby."""
         self.recovered = recover(self.lobby)
 
     @property
     def share_read(self) -> float | None:
-        """How much of its run has been read; None when all has, and peers are heard."""
+        """The share of the run that has been read; None when all of it has, and peers are heard."""
         return None if self.recovered else min(1.0, self._journal.num_read / self._num_to_read)
 
     @property
@@ -104,7 +103,7 @@ class Service:
     # The inbox
 
     def post(self, matter: Action | Said) -> None:
-        """Have something done by the owner."""
+        """Have the owner do something in its next turn."""
         self._inbox.append(matter)
         if len(self._inbox) > _MAX_INBOX:
             self._room.clear()
@@ -116,11 +115,11 @@ class Service:
             asyncio.get_running_loop().call_soon(self._take_turn)
 
     def count_refusal(self, kind: str) -> None:
-        """Now, not in the owner's turn: whoever reads that it was refused finds it counted."""
+        """Count a refusal now, not in the owner's turn: a peer that reads its refusal finds it counted."""
         self.lobby.refused[kind] += 1
 
     def hear(self, hearer: Hearer, session: Any, link: Link, raw: bytes) -> bool:
-        """Have a frame heard by the owner: now, or after what is due before it, if there is room there."""
+        """Have the owner hear a frame: now, or after what is due before it. Returns False where there is no room."""
         if self._is_due:
             if not self._room.is_set():
                 return False
@@ -129,7 +128,7 @@ class Service:
             try:
                 hearer(self.lobby, session, link, raw)
                 if self.lobby.is_urgent:
-                    self._turn_soon()  # there may be more to read before that, to be told in the same commit
+                    self._turn_soon()  # more may be read before that, for the same commit
                 else:
                     self._commit_in_time()
             except Exception as error:  # noqa: BLE001
@@ -137,11 +136,11 @@ class Service:
         return True
 
     async def wait_for_room(self) -> None:
-        """Readers wait here, so that nobody can fill the inbox."""
+        """Wait for room in the inbox, so that no peer can fill it."""
         await self._room.wait()
 
     async def ask(self, question: Callable[[Lobby], Answer]) -> Answer:
-        """Have something answered by the owner; the answer comes when what it led to is in the journal."""
+        """Return the owner's answer, when everything that it caused is in the journal."""
         if self._failure is not None:
             raise self._failure
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -161,7 +160,7 @@ class Service:
         return await future
 
     async def own(self) -> None:
-        """Begin, and wait for what should never come: raises a failure of ours. Cancel it to end."""
+        """Begin, and wait for a failure of ours, which it raises. Cancel it to end."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -171,7 +170,7 @@ class Service:
         raise self._failure
 
     def _take_turn(self) -> None:
-        """The owner's turn: all that has come, or a batch of it. Nobody else touches the executor."""
+        """Take the owner's turn: all that has come, or a batch of it. Nobody else touches the lobby."""
         self._is_due = False
         if not self._succeeds(self._take_batch):
             return
@@ -194,7 +193,7 @@ class Service:
             self._commit_in_time()
 
     def _commit_in_time(self) -> None:
-        """Now, if there is nobody to wait for; or by the timer."""
+        """Commit now where every worker has been heard; otherwise by the timer."""
         if self._commit_timer is not None and not self.lobby.has_heard_all:
             return  # nearly always
         loop = asyncio.get_running_loop()
@@ -214,7 +213,7 @@ class Service:
         return True
 
     def _fail(self, error: Exception) -> None:
-        """`own` raises it, and so does whatever waits for an answer."""
+        """Stop everything: `own` raises the failure, and so does every `ask`."""
         self._failure = error
         self._failed.set()
         for future, _ in self._answers:
@@ -223,7 +222,7 @@ class Service:
         self._answers = []
 
     def _commit(self) -> None:
-        """Write, send, answer. Within a turn, or by its timer between two."""
+        """Write, send and answer: within a turn, or by its timer between two."""
         if self._commit_timer is not None:
             self._commit_timer.cancel()
             self._commit_timer = None
@@ -236,11 +235,11 @@ class Service:
         self._set_timer()
         if self._journal.sync_due and (self._syncing is None or self._syncing.done()):
             if self._syncing is not None:
-                self._syncing.result()  # a disk that fails is a failure of ours: loudly
+                self._syncing.result()  # raises where the disk failed
             self._syncing = self._syncer.submit(self._journal.take_sync())
 
     def _set_timer(self) -> None:
-        """Wake when the scheduler wants it. A timer that comes early, for a wait that was put off, is cheap."""
+        """Wake when the scheduler's next deadline comes. A timer that fires early, for a deadline put off, is cheap."""
         run = self.lobby.run
         if run is None or (self._timer is not None and not run.has_told):
             return
@@ -267,7 +266,7 @@ class Service:
         self._set_timer()
 
     def close(self) -> None:
-        """Write what is left. A sync that is under way is waited for: its files must stay open until it is over."""
+        """Write what is left, after a sync that is under way: its files must stay open until it is over."""
         for timer in (self._timer, self._commit_timer):
             if timer is not None:
                 timer.cancel()
@@ -285,13 +284,13 @@ class Service:
 
 
 def check_that_none_runs(run_dir: Path) -> None:
-    """Raises UserError where another manager has the directory; nothing is made in it."""
+    """Raise UserError where another manager has the directory. Nothing is created in it."""
     if os.path.exists(run_dir / _LOCK_FILE):  # Path.exists raises for a name that is too long
         os.close(_lock(run_dir))
 
 
 def _lock(run_dir: Path) -> int:
-    """Hold the run directory: two managers over one journal would end it."""
+    """Lock the run directory: two managers would destroy its journal."""
     import fcntl
 
     try:

@@ -1,4 +1,4 @@
-"""What can be set about a manager, in a TOML file or as `section.key=value`."""
+"""The manager's settings, from a TOML file or as `section.key=value`."""
 
 from ipaddress import ip_network
 from typing import Annotated, Literal
@@ -7,17 +7,17 @@ from msgspec import Meta, Struct
 
 FsyncPolicy = Literal["never", "interval", "always"]
 MISSED_BEATS = 2
-"""Heartbeats that may fail to come before a worker is given up: one of them alone is late, or lost, now and then."""
+"""Heartbeats that may be missing before a worker is given up: a single one is late, or lost, now and then."""
 SettingSeconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
 class JournalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fsync: FsyncPolicy = "interval"
-    """When what was written must be on the disk itself. A killed manager loses nothing under any of them: its writes
-    are with the operating system before they are acknowledged. It is for a machine that loses power."""
+    """When the journal must be on the disk itself. A killed manager loses nothing under any policy: its writes are with
+    the operating system before they are acknowledged. The policy is for a machine that loses power."""
     fsync_interval_s: SettingSeconds = 1.0
     segment_mb: Annotated[float, Meta(gt=0, le=65536)] = 256.0
-    """A file of the journal that has grown beyond this is followed by the next."""
+    """The size beyond which a file of the journal is followed by the next."""
 
 
 class StreamSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,21 +25,21 @@ class StreamSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long a worker gathers tokens before it sends them."""
     heartbeat_interval_s: Annotated[float, Meta(ge=0.05, le=60)] = 1.0
     send_timeout_s: SettingSeconds = 30.0
-    """A peer that takes nothing of what we send for so long is cut off. It dials again and gets what it missed."""
+    """A peer that reads nothing for this long is cut off. It dials again and gets what it missed."""
     max_queued_mb: Annotated[float, Meta(gt=0, le=65536)] = 1024.0
-    """So is one for which more than this waits, beside prompts and answers, which are kept anyway."""
+    """A peer is cut off too when more than this is queued for it, beside prompts and answers, which are kept anyway."""
 
 
 class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     joins_per_s: Annotated[float, Meta(gt=0)] = 20.0
-    """From one address, averaged; a burst of ten seconds' worth is let through."""
+    """Joins from one address, on average; a burst of ten seconds' worth is let through."""
     request_timeout_s: SettingSeconds = 10.0
-    """Who has connected must have said what it wants within this time."""
+    """A new connection must bring a whole request within this time."""
     max_body_mb: Annotated[float, Meta(gt=0, le=64)] = 4.0
     connections_per_address: Annotated[int, Meta(ge=1)] = 256
-    """That bring no request with a token: one more, and the oldest of them is cut. Streams do not count."""
+    """Connections that bring no request with a token: one more, and the oldest is cut. Streams do not count."""
     max_workers: Annotated[int, Meta(ge=1)] = 8192
-    """At once. One more is told to try again later."""
+    """Workers at once. The next one is told to try again later."""
     max_workers_per_address: Annotated[int, Meta(ge=1)] = 2048
     max_unfinished_mb: Annotated[float, Meta(ge=16)] = 256.0
     """Of workers' messages of which a part has come, all together: beyond it, the one begun first is cut off."""
@@ -51,7 +51,7 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 1000.0
     """A worker that says it costs more is refused: the ledger adds up what workers say."""
     max_starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 3600.0
-    """At most so much time before a worker joined is in the ledger, however long its start was by its own word."""
+    """The most time before its join that is paid for in the ledger, however long a worker says that its start took."""
 
     def __post_init__(self) -> None:
         for place, text in enumerate(self.relay_networks):
@@ -62,16 +62,16 @@ class LimitSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ServeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answering whoever asks beside the trainer (docs/guides/serve.md)."""
+    """Answering OpenAI's clients beside the trainer (docs/guides/serve.md)."""
 
     model: Annotated[str, Meta(max_length=256)] = ""
-    """The name that clients give; empty: that of the model's directory."""
+    """The model's name for clients; empty: that of its directory."""
     max_samples: Annotated[int, Meta(ge=0, le=65536)] = 256
-    """Answers that may be asked for at once. Whoever asks for more waits and tries again; 0: nobody may ask."""
+    """Answers that may be in progress at once. A client that wants more is told to try again; 0: nobody may ask."""
     max_new_tokens: Annotated[int, Meta(ge=1, le=262144)] = 8192
     """The longest answer, where `--serve` opens the run; a trainer's run has its own bound."""
     token_timeout_s: SettingSeconds = 120.0
-    """An answer that gets no token for so long, from any worker, is given up."""
+    """An answer that gets no token for this long, from any worker, is given up."""
 
 
 class ManagerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """The manager about itself: a status for people and programs, and metrics for Prometheus."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -283,32 +284,21 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         now, run = self._status, self._lobby.run
         num_bytes = 0 if run is None else run.payload.num_bytes
-        yield _gauge("polyrl_uptime_seconds", "Since the manager started.", now.uptime_s)
-        yield _counter("polyrl_tokens_received", "Tokens since the manager started.", now.tokens_received)
-        yield _counter("polyrl_frames_received", "Frames since the manager started.", self._lobby.num_frames)
-        yield _gauge("polyrl_payload_bytes", "Tokens held in memory.", num_bytes)
-        yield _gauge("polyrl_published_version", "The newest version; -1 is none.", now.published)
+        yield GaugeMetricFamily("polyrl_uptime_seconds", "Since the manager started.", now.uptime_s)
+        yield CounterMetricFamily("polyrl_tokens_received", "Tokens since the manager started.", now.tokens_received)
+        yield CounterMetricFamily("polyrl_frames_received", "Frames since the manager started.", self._lobby.num_frames)
+        yield GaugeMetricFamily("polyrl_payload_bytes", "Tokens held in memory.", num_bytes)
+        yield GaugeMetricFamily("polyrl_published_version", "The newest version; -1 is none.", now.published)
         caveats = {now.caveat: 1} if now.caveat else {}
         yield _by("polyrl_caveat", "What no number here is to be read without.", "caveat", caveats)
         yield _by("polyrl_queue", "Lengths of queues.", "queue", now.queues)
-        states: dict[str, int] = {}
-        for worker in now.workers:
-            states[worker.state] = states.get(worker.state, 0) + 1
-        yield _by("polyrl_workers", "Workers by state.", "state", states)
+        yield _by("polyrl_workers", "Workers by state.", "state", Counter(worker.state for worker in now.workers))
         speeds = {worker.name: worker.tokens_per_s for worker in now.workers}
         yield _by("polyrl_worker_tokens_per_second", "As each worker says.", "worker", speeds)
         yield _by("polyrl_refused", "What was refused.", "reason", now.refused)
         for key in ("tokens_arrived", "tokens_kept", "samples_started", "samples_trained", "prompts_trained", "usd"):
             if key in now.ledger:
-                yield _gauge(f"polyrl_ledger_{key}", "From the ledger.", now.ledger[key])
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, text, value=value)
+                yield GaugeMetricFamily(f"polyrl_ledger_{key}", "From the ledger.", now.ledger[key])
 
 
 def _by(name: str, text: str, label: str, values: dict[str, int] | dict[str, float]) -> Metric:

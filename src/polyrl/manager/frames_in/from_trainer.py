@@ -1,7 +1,7 @@
-"""What the trainer says: statements become events; its payload (prompts, rewards) is kept and put into the journal.
+"""Frames of the trainer: statements become events; its payload (prompts, rewards) is kept and put into the journal.
 
-Rules kept here: a trainer that connects, for the first time or again, is sent all that it needs to go on. One that says
-what cannot be true is cut off and counted, and may come back. Whatever it says bears being said twice.
+Rules kept here: a trainer that connects, for the first time or again, is sent all that it needs to go on. A trainer
+that says what cannot be true is cut off and counted, and may come back. Every statement may be repeated.
 """
 
 import logging
@@ -101,8 +101,8 @@ def _published(run: Run, frame: frames.Published) -> None:
         log.warning(
             "version %d is published anew, with another digest: whoever holds it fetches it again", frame.version
         )
-        run.note_grants()  # the order in the journal tells who wrote with which
-    if frame.digest:  # also when it is no news: a trainer that comes back serves from elsewhere
+        run.note_grants()  # the order in the journal tells which digest generated what
+    if frame.digest:  # also when it is known: a trainer that comes back serves from elsewhere
         offer = VersionOffered(frame.version, frame.digest, frame.addresses)
         run.payload.offer(offer)
         run.lobby.journal.add_note(offer)
@@ -150,7 +150,7 @@ def _scored(run: Run, frame: frames.Scored) -> None:
 
 
 def _greet(run: Run, session: TrainerSession) -> None:
-    """Send all that it needs to go on, whatever it has heard before."""
+    """Send the trainer all that it needs to go on, whatever it has heard before."""
     session.greeted = run.lobby.is_urgent = True
     session.away_since = None
     run.tell(e.TrainerReturned())

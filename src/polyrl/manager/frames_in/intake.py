@@ -1,8 +1,9 @@
-"""Tokens as they come in: checked, added to their samples' texts, put into the journal, and their ends told.
+"""Frames of tokens: checked, added to their samples, put into the journal, and the ends of answers told.
 
-Rules kept here: what was taken in goes into the journal as it came, and nothing else does. Late tokens of a lease that
-is over are counted and go nowhere; a gap, an unknown version, a lease that was never given, a token too many is a lie.
-So is an answer that ends where its tokens do not: cut off before the cap, or stopped with a token that ends nothing.
+Rules kept here: tokens that were taken in go into the journal as they came, and no others do. Late tokens of a lease
+that is over are counted and dropped. A gap, an unknown version, a lease that was never given, or a token too many
+cannot be true, and the worker is refused; so is an answer whose end does not fit its tokens: cut off before the cap,
+or stopped with a token that ends nothing.
 """
 
 import logging
@@ -24,7 +25,7 @@ log = logging.getLogger("polyrl.manager")
 BEFORE_ANY_LEASE = "tokens before any lease"
 _ROWS_A_LEASE = 4
 _MORE_ROWS = 64
-"""Of as many leases as a worker had at once, some have rows of two versions, and some are over without its knowing."""
+"""Room for leases with rows of two versions, and for those that are over without the worker's knowing."""
 
 
 def take_in(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: bytes) -> None:
@@ -67,7 +68,7 @@ def take_in(run: Run, session: WorkerSession, frame: frames.NewTokens, raw: byte
 
 
 def check_amount(session: WorkerSession, worker: Worker | None, num_leases: int) -> None:
-    """Looking each of a million leases up takes time that others wait for."""
+    """Refuse more rows than the worker can have: looking a million leases up takes time that others wait for."""
     most = session.facts.slots if worker is None else max(session.most_held, len(worker.leases))
     if num_leases > _ROWS_A_LEASE * most + _MORE_ROWS:
         raise Refused("lease", f"news of {num_leases} leases in one frame; it had {most} at once")
@@ -88,8 +89,8 @@ def _took_stride(run: Run, session: WorkerSession, frame: frames.NewTokens, raw:
 
 
 def _begin_stride(run: Run, worker: Worker, frame: frames.NewTokens, column: columns.Columns) -> stride.Stride | None:
-    """The next frame may go on from one that was appended as a whole, unless a lease has two rows in it."""
-    if run.questions or len(set(column.leases)) < len(column.leases):  # who reads along wants every frame at once
+    """Begin a stride after a frame that was appended as a whole, unless a lease has two rows in it."""
+    if run.questions or len(set(column.leases)) < len(column.leases):  # clients that stream want every frame at once
         return None
     desk, texts = run.desk, run.payload.texts
     rows = [texts[desk.leases[LeaseId(lease)].id] for lease in column.leases]
@@ -97,7 +98,7 @@ def _begin_stride(run: Run, worker: Worker, frame: frames.NewTokens, column: col
 
 
 def _check_versions(run: Run, worker: Worker, column: columns.Columns) -> None:
-    """Nobody writes with weights that it has not got yet, or had before its lease was given."""
+    """Refuse versions that the worker does not hold, or that are older than its lease."""
     held = worker.version
     if min(column.versions) == max(column.versions) == held >= 0:  # nearly always
         return
@@ -119,7 +120,7 @@ def _journal_tokens(
     idle: list[int],
     ends: tuple[frames.Ended, ...],
 ) -> None:
-    """What was taken in, and nothing else: at a restart nobody asks whose lease it was."""
+    """Journal what was taken in, and nothing else: a restart does not check it again."""
     run.note_grants()  # the order in the journal tells late tokens from timely ones
     if len(idle) == len(column.leases) and not ends:
         return
@@ -167,7 +168,7 @@ def _append(run: Run, worker: Worker, column: columns.Columns, cells: bytes) -> 
 def _check_ends(
     run: Run, worker: Worker, ended: tuple[frames.Ended, ...]
 ) -> tuple[tuple[frames.Ended, ...], Refused | None]:
-    """The ends of its leases, up to the first that is a lie; and what is wrong with that one."""
+    """Return the ends that can be true, up to the first that cannot; and why that one cannot."""
     known: dict[int, frames.Ended] = {}
     lie: Refused | None = None
     for one in ended:
@@ -190,7 +191,7 @@ def _check_ends(
 
 
 def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
-    """Why an answer that has these tokens did not end so; empty where it may have."""
+    """Return why an answer with these tokens cannot have ended so; empty where it can."""
     if ended.num_tokens == 0:
         return "an answer without a token"
     rules, prompt = run.answers, run.payload.prompts.get(group_of(sample))
@@ -202,7 +203,7 @@ def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
             return ""
         return f"an answer cut off after {ended.num_tokens} tokens; the cap is {most}: is its engine's context shorter?"
     sampling = prompt.sampling
-    if sampling.stop or sampling.imposed is not None:  # who has a tokenizer knows; so does who imposes a length
+    if sampling.stop or sampling.imposed is not None:  # a stop string, or an imposed length: not for us to judge
         return ""
     last = int.from_bytes(run.payload.text(sample).cells[-CELL_BYTES:][:4], "little")
     if last in sampling.stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
@@ -212,7 +213,7 @@ def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
 
 def _ended(run: Run, session: WorkerSession, worker: Worker, ended: frames.Ended) -> None:
     sample = run.desk.leases.get(LeaseId(ended.lease))
-    if sample is None or sample.worker != worker.seat:  # the end before it in the frame has ended its round
+    if sample is None or sample.worker != worker.seat:  # an end before it in the frame has ended its round
         run.lobby.refused["late_lease"] += 1
         return
     if ended.reason == "stop" or ended.reason == "length":

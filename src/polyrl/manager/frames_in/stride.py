@@ -1,12 +1,13 @@
-"""A worker in its stride: frame after frame, the same leases go on, each where it stopped.
+"""A fast path for most frames of tokens: those in which the same leases go on, each where it stopped.
 
-Most frames are so, and nothing in them concerns a sample by itself: it is enough to compare columns with what they must
-be now. Their cells wait here, and are shared out among the samples' texts when somebody wants one of these, or when
-many have come; how many there are is known without that. A frame that is anything else ends the stride and is taken in
-row by row (intake.py).
+Nothing in such a frame concerns a single sample, so it is enough to compare its columns with their expected values. Its
+cells wait here, and are shared out among the samples when one of these is read, or when many frames have come; the
+number of tokens is known without that. Any other frame ends the stride and is taken in row by row (intake.py).
 
-Rules kept here: a stride takes only what row by row would be appended as a whole. Whoever looks at a text (payload.py)
-ends its stride first, so nobody sees a text that lacks something.
+Rules kept here: a stride takes only frames that would be appended as a whole row by row. Reading a sample's tokens
+(payload.py) ends its stride first, so that none are missing.
+
+docs/results/relay.md has what it saves.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from polyrl.wire.columns import CELL_BYTES, Vocabulary
 from polyrl.wire.frames import NewTokens
 
 _MAX_FRAMES = 64
-"""So many wait at most, to bound what sharing out takes at once."""
+"""The most frames that wait, to bound the time that sharing them out takes."""
 _U4: Any = np.dtype("<u4")
 _CELLS: Any = np.dtype("<u8")
 
@@ -36,13 +37,13 @@ class StridingText(Protocol):
 
 class Stride:
     def __init__(self, frame: NewTokens, texts: Sequence[StridingText], worker: Worker, max_tokens: int) -> None:
-        """After a frame that was appended as a whole, a row a text: each row of the next goes on from it."""
+        """Begin after a frame that was appended as a whole, one row a text. Its next frame has the same rows."""
         self._texts = texts
         self._leases = frame.leases
         self._versions = frame.versions
         self._offsets = _after(frame.offsets, frame.counts)
         self._room = max_tokens - max(columns.unpack_column("I", self._offsets))
-        """Tokens until the first of the samples may be full."""
+        """Tokens until the first of the samples reaches its cap."""
         self._standing = _standing(worker)
         self._counts: list[bytes] = []
         self._cells: list[bytes] = []
@@ -51,7 +52,7 @@ class Stride:
             text.stride, text.row = self, row
 
     def takes(self, frame: NewTokens, worker: Worker, vocabulary: Vocabulary) -> bool:
-        """Whether the frame goes on as the last one did. If so, all of it is taken. Raises BadColumns."""
+        """Take a frame that goes on as the last one did. Returns whether it does. Raises BadColumns."""
         if (
             self._is_over
             or frame.ended
@@ -75,11 +76,11 @@ class Stride:
         return True
 
     def num_tokens(self, row: int) -> int:
-        """Of the text in that row, with those that wait."""
+        """Return the number of tokens of a row's text, with those that wait."""
         return int.from_bytes(self._offsets[4 * row : 4 * row + 4], "little")
 
     def end(self) -> None:
-        """Its texts are whole now, and go on without it."""
+        """End the stride: its texts are whole, and go on without it."""
         if not self._is_over:
             self._is_over = True
             for text in self._texts:
@@ -87,7 +88,7 @@ class Stride:
             self._share_out()
 
     def _share_out(self) -> None:
-        """One piece a text, whatever the number of frames."""
+        """Add the waiting cells to their texts, one piece each."""
         if not self._cells:
             return
         num = len(self._texts)
@@ -105,17 +106,17 @@ class Stride:
 
 
 def _after(offsets: bytes, counts: bytes) -> bytes:
-    """The sums of two columns. As one long number each: no sum needs a fifth byte, since no sample is that long."""
+    """Return the sums of two columns, each as one long number: no sum overflows, since no sample is that long."""
     return (int.from_bytes(offsets, "little") + int.from_bytes(counts, "little")).to_bytes(len(offsets), "little")
 
 
 @lru_cache(maxsize=64)
 def _tally(counts: bytes) -> tuple[int, int, int]:
-    """The least, the most, and the bytes of all their cells. An engine decodes in lock step: few are not known yet."""
+    """Return the smallest, the largest, and the bytes of all cells. Cached: engines decode in lock step."""
     numbers = columns.unpack_column("I", counts)
     return min(numbers), max(numbers), sum(numbers) * CELL_BYTES
 
 
 def _standing(worker: Worker) -> tuple[int, int, int]:
-    """Changes with a worker's version and with its leases: these are never reused, and the newest is the last."""
+    """Return a value that changes with a worker's version and leases: these are never reused, the newest is last."""
     return worker.version, len(worker.leases), next(reversed(worker.leases), -1)

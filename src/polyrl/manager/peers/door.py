@@ -27,7 +27,7 @@ _KEPT_BACK = 64
 
 
 class Accepted(Protocol):
-    """What the door counts: a connection on which requests come, or a handshake that leads to one."""
+    """A connection on which requests come, or a handshake that leads to one."""
 
     transport: Any
 
@@ -99,14 +99,14 @@ class Handshake(asyncio.Protocol):
 
 class Door:
     def __init__(self, per_address: int, count_refusal: Callable[[str], None], most: int | None = None) -> None:
-        """`most` connections in all; none: what the system's limit leaves."""
+        """`most`: connections in all; None: as many as the system's limit leaves."""
         self._per_address = per_address
         self._count_refusal = count_refusal
         self._most = max(1, descriptors.limit() - _KEPT_BACK) if most is None else most
         self._addresses: dict[Accepted, str] = {}
-        """Of every connection."""
+        """The address of every connection."""
         self._idle: dict[Accepted, None] = {}
-        """The oldest first; so are those of each address."""
+        """The idle connections, the oldest first; so are those of each address."""
         self._idle_at: dict[str, dict[Accepted, None]] = {}
         self._silent: dict[Accepted, asyncio.TimerHandle] = {}
 
@@ -115,7 +115,7 @@ class Door:
         return len(self._addresses)
 
     def came(self, connection: Accepted) -> None:
-        """A connection was made."""
+        """Count a new connection, and cut the oldest idle one where there are too many."""
         transport = connection.transport
         peer = None if transport is None else transport.get_extra_info("peername")
         self._addresses[connection] = str(peer[0]) if peer else ""
@@ -131,7 +131,7 @@ class Door:
         self._addresses.pop(connection, None)
 
     def work(self, connection: Accepted) -> None:
-        """A request on it was let in: nobody takes its place until that is answered."""
+        """Note that a request on it was let in: nobody takes its place until that is answered."""
         if self._idle.pop(connection, True) is None:
             address = self._addresses[connection]
             its = self._idle_at[address]
@@ -140,13 +140,13 @@ class Door:
                 del self._idle_at[address]
 
     def rest(self, connection: Accepted) -> None:
-        """It waits for a request."""
+        """Note that it waits for a request."""
         if connection in self._addresses:
             self._idle[connection] = None
             self._idle_at.setdefault(self._addresses[connection], {})[connection] = None
 
     def watch(self, connection: Accepted, seconds: float) -> None:
-        """Cut it if it brings no whole request for so long."""
+        """Cut it if it brings no whole request within `seconds`."""
         loop = asyncio.get_running_loop()
         self._silent[connection] = loop.call_later(seconds, self._cut, connection, "silent")
 

@@ -1,14 +1,15 @@
-"""One connection's receiving half: frames go straight from the socket's reader to who takes them.
+"""A connection's receiving half: frames go straight from the socket's reader to the service.
 
-With aiohttp's own, every frame wakes a task that waits for it. That is a third of what a frame of a few tokens costs.
+With aiohttp's own, every frame wakes a task that waits for it: docs/results/relay.md has what that costs. streams.py
+says what happens where aiohttp lacks the classes that this module builds on.
 
 Rules kept here:
-- Frames are handed on in order. One for which there is no room waits in aiohttp's queue, and so do all behind it; a
-  queue that is full stops the reading.
-- Whatever is no binary frame (text, pings, goodbyes, what is wrong with a peer) is received as ever. Masks, sizes and
+- Frames are handed on in order. A frame for which there is no room waits in aiohttp's queue, and so do all behind it;
+  a full queue stops the reading.
+- Everything but binary frames (text, pings, goodbyes, errors of a peer) is received as aiohttp has it. Masks, sizes and
   fragments are aiohttp's reader's business.
-- What has come of a message that is not whole is in our memory, and nobody has answered for it yet. So it is counted,
-  of all connections together (`Unfinished`): a message that takes too long is cut off with its connection, and where
+- The part of an unfinished message that has come is in our memory, before anybody has checked it. So it is counted,
+  for all connections together (`Unfinished`): a message that takes too long is cut off with its connection, and where
   there is too much of them, the largest.
 """
 
@@ -23,7 +24,7 @@ from aiohttp.web_request import BaseRequest
 _QUEUED_BYTES = 1 << 16
 _CLOSE_S = 5.0
 _SMALL_BYTES = 1 << 15
-"""Of an unfinished message, which are not worth counting. Nearly all frames are smaller."""
+"""An unfinished message below this is not counted. Nearly all frames are smaller."""
 _HEAD_BYTES = 6
 """Of a client's frame, at the least."""
 
@@ -31,17 +32,17 @@ _BINARY = WSMsgType.BINARY  # an enumeration looks its members up in Python
 
 
 class Unfinished:
-    """Messages of which a part has come, of all connections."""
+    """The unfinished messages of all connections."""
 
     def __init__(self, max_bytes: int, timeout_s: float) -> None:
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._begun: dict[_Reader, float] = {}
-        """When each was first seen to be large; the oldest first."""
+        """When each became large; the oldest first."""
         self._timer: asyncio.TimerHandle | None = None
         self.num_bytes = 0
 
     def grew(self, reader: "_Reader") -> None:
-        """More has come of a message that is not small."""
+        """Count a message that has grown, and is not small."""
         loop = asyncio.get_running_loop()
         self._begun.setdefault(reader, loop.time())
         self.num_bytes += reader.num_unfinished - reader.num_counted
@@ -102,7 +103,7 @@ class _Reader(WebSocketReader):
                 self._unfinished.grew(self)
 
     def forget(self) -> None:
-        """There is nothing unfinished any more."""
+        """Count nothing as unfinished any more."""
         self.num_unfinished = 0
         self._unfinished.ended(self)
 
@@ -111,10 +112,10 @@ class _Queue(WebSocketDataQueue):
     take: Callable[[bytes], bool] | None = None
     reader: "_Reader | None" = None
     is_behind = False
-    """One is waiting, or on its way to who receives it: taking it out makes aiohttp read on, before it is there."""
+    """Whether a frame waits, or is on its way to its receiver: taking it out makes aiohttp read on before that."""
 
     def feed_data(self, data: Any, size: int) -> None:
-        """Called by the reader with each message. What `take` raises would be lost: it had better not."""
+        """Take a message from the reader. `take` must not raise: aiohttp would drop it."""
         if self.reader is not None and data.type is _BINARY:
             self.reader.num_ended += size + _HEAD_BYTES
         take = self.take
@@ -127,19 +128,19 @@ class Inlet(web.WebSocketResponse):
     def __init__(
         self, max_bytes: int, unfinished: Unfinished | None = None, cut: Callable[[str], None] = lambda _: None
     ) -> None:
-        """`cut` is told why a message of this peer is not waited for any longer, and ends the connection. Without
-        `unfinished` its messages may take as long as they like."""
+        """`cut` ends the connection of a peer whose message is not waited for any longer, and is told why. Without
+        `unfinished`, messages may take as long as they like."""
         super().__init__(max_msg_size=max_bytes, compress=False, heartbeat=None, timeout=_CLOSE_S)
         self._max_bytes = max_bytes
         self._unfinished, self._cut = unfinished, cut
 
     def give_to(self, take: Callable[[bytes], bool]) -> None:
-        """Hand each frame on as it is read. `receive` gets what is not taken, for want of room."""
+        """Hand each frame on as it is read. `receive` gets those for which there was no room."""
         if isinstance(self._reader, _Queue):
             self._reader.take = take
 
     async def receive(self, timeout: float | None = None) -> WSMessage:
-        """Whoever comes back for more has handed on what it had before."""
+        """Receive a frame that was not taken. The caller has handed on the one before."""
         if isinstance(self._reader, _Queue):
             self._reader.is_behind = bool(self._reader._buffer)
         return await super().receive(timeout)
@@ -152,7 +153,7 @@ class Inlet(web.WebSocketResponse):
                 self._reader.reader.forget()
 
     def _post_start(self, request: BaseRequest, protocol: str | None, writer: Any) -> None:
-        """As aiohttp's, which cannot be told to use another queue."""
+        """Start as aiohttp does, which cannot be told to use another queue."""
         try:
             queue = _Queue(request.protocol, _QUEUED_BYTES, loop=asyncio.get_running_loop())
             kind = WebSocketReader if self._unfinished is None else _Reader
@@ -160,7 +161,7 @@ class Inlet(web.WebSocketResponse):
             if isinstance(parser, _Reader) and self._unfinished is not None:
                 parser.watch(queue, self._unfinished, self._cut)
                 queue.reader = parser
-        except TypeError:  # a later aiohttp has changed them: then everything is received as ever
+        except TypeError:  # a later aiohttp has changed them: then everything is received as it has it
             super()._post_start(request, protocol, writer)
             return
         self._ws_protocol, self._writer = protocol, writer

@@ -1,11 +1,11 @@
-"""One connection's sending half: frames wait here, and go out as fast as the peer takes them.
+"""A connection's sending half: frames wait here, and go out as fast as the peer reads them.
 
 Rules kept here:
-- A peer is judged by what it takes. One that takes nothing for a while is cut off, and dials again; a slow one that
-  goes on reading is waited for, however much there is for it.
+- A peer that reads nothing for a while is cut off, and dials again. A slow one that goes on reading is waited for,
+  however much there is for it.
 - A frame is encoded when its turn comes. Until then it holds references to prompts and answers that the payload keeps
-  anyway, so that a large delivery is not in memory twice. What a queue holds beside them is bounded.
-- Who is told goodbye may still read what was queued before, but not for long.
+  anyway, so that a large delivery is not in memory twice. Everything else in a queue is bounded.
+- A peer that is told goodbye may still read what was queued before, but not for long.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from aiohttp import ClientConnectionResetError, WSCloseCode, web
 from polyrl.wire import frames
 
 _FRAME_BYTES = 256
-"""What a frame takes in a queue beside the payload it refers to, roughly."""
+"""Roughly what a frame takes in a queue, beside the payload it refers to."""
 _LOOK_EVERY_S = 0.25
 _ROOM_BYTES = 1 << 13
-"""So much more in the buffers of a connection, and sending does not wait: they ask for patience at 16 KiB or more."""
+"""Sending does not wait below this in the connection's buffers: they push back at 16 KiB or more."""
 _LAST_WORDS_S = 5.0
 _BROKEN = (ConnectionError, ClientConnectionResetError, RuntimeError)
 
@@ -40,7 +40,7 @@ class Link:
         self.is_too_slow = False
 
     def send(self, frame: frames.ToWorker | frames.ToTrainer) -> None:
-        """What the frame refers to must not change any more."""
+        """Queue a frame. The objects it refers to must not change any more."""
         if self._closing is not None:
             return
         self._queue.append(frame)
@@ -63,7 +63,7 @@ class Link:
         return self._closing is not None
 
     async def pump(self, transport: asyncio.WriteTransport | None, timeout_s: float) -> bool:
-        """Send until closed, or until the peer takes nothing for `timeout_s`. Whether it took the goodbye."""
+        """Send until closed, or until the peer reads nothing for `timeout_s`. Returns whether it took the goodbye."""
         try:
             if transport is None:
                 raise ConnectionResetError("it was gone before it was there")
@@ -90,7 +90,7 @@ class Link:
         return True
 
     async def _give(self, data: bytes, transport: asyncio.WriteTransport, timeout_s: float) -> None:
-        """Send, and wait until there is room for more. Raises TimeoutError if the peer takes nothing for so long."""
+        """Send, and wait until there is room for more. Raises TimeoutError if the peer reads nothing for so long."""
         num_left = transport.get_write_buffer_size()
         if num_left + len(data) <= _ROOM_BYTES:
             await self._socket.send_bytes(data)
@@ -112,12 +112,12 @@ class Link:
 
 
 def _held_bytes(frame: frames.ToWorker | frames.ToTrainer) -> int:
-    """What it keeps in memory that nobody else does."""
+    """Return the bytes that only this frame keeps in memory."""
     if isinstance(frame, frames.Orders):
         return sum(_FRAME_BYTES + len(order.so_far) for order in frame.orders)
     return _FRAME_BYTES
 
 
 def _cut(text: str, num_bytes: int) -> bytes:
-    """Its beginning, as whole characters: a close frame must be UTF-8."""
+    """Return the beginning of a text, in whole characters: a close frame must be UTF-8."""
     return text.encode()[:num_bytes].decode(errors="ignore").encode()

@@ -1,10 +1,10 @@
-"""Where a worker may say that others fetch weights from it: at its own address, as it is seen from here.
+"""The addresses at which a worker may offer weights to others: its own, as seen from here.
 
-What a worker names is dialled by every other worker that is sent to it. If that were any address, one worker could have
-a whole fleet knock at somebody else's door.
+Every worker that is sent to it dials the address it names. If that could be any address, one worker could turn a whole
+fleet against somebody else's machine.
 
-Rules kept here: an address is the worker's own if its connection comes from there. One that comes from this machine may
-name any address of this machine. Other networks of the workers (a second interface for data, say) are named by whoever
+Rules kept here: an address is the worker's own if its connection comes from there. A worker on this machine may
+name any address of it. Other networks of the workers (a second interface for data, say) are named by whoever
 runs the manager. Loopback is told to those on this machine alone: elsewhere it is another machine's.
 """
 
@@ -17,7 +17,7 @@ Address = IPv4Address | IPv6Address
 
 
 def own_addresses(claimed: Sequence[str], seen_at: str, networks: Sequence[str]) -> tuple[str, ...]:
-    """Those of the claimed addresses, as HOST:PORT, that a worker seen at `seen_at` may have named."""
+    """Return those of the claimed addresses, HOST:PORT, that belong to a worker seen at `seen_at`."""
     seen = _parse(seen_at)
     here = set(local_addresses()) if seen is not None and claimed and seen.is_loopback else set()
     trusted = [ip_network(one, strict=False) for one in networks]
@@ -34,7 +34,7 @@ def own_addresses(claimed: Sequence[str], seen_at: str, networks: Sequence[str])
 
 
 def reachable(addresses: Sequence[str], seen_at: str) -> tuple[str, ...]:
-    """Those that mean the same to a worker seen at `seen_at` as they do here."""
+    """Return the addresses that mean the same to a worker seen at `seen_at` as they do here."""
     seen = _parse(seen_at)
     is_here = seen is not None and seen.is_loopback
     return tuple(one for one in addresses if is_here or not _is_loopback(one))

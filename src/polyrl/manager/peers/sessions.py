@@ -1,9 +1,9 @@
-"""Peers as the manager knows them: a session outlives its connections, and a connection may break at any moment.
+"""Sessions of workers and trainers. A session outlives its connections, which may break at any moment.
 
-A session is what a worker or a trainer got when it joined; a link (link.py) is the sending half of its connection. What
-is to be sent is gathered here and goes out when the journal has been written (`flush`). If there is no connection, it
-is thrown away: when the peer dials again, each side says what it holds and the missing part is made anew
-(from_workers.py, from_trainer.py).
+A peer gets its session when it joins; a link (link.py) is the sending half of its connection. Frames for the peer are
+gathered here and go out when the journal has been written (`flush`). Without a connection they are thrown away: when
+the peer dials again, each side says what it holds, and the missing part is made anew (from_workers.py,
+from_trainer.py).
 """
 
 from polyrl.ids import Incarnation, WorkerName
@@ -16,23 +16,24 @@ from polyrl.wire.control import AnswerRules, JoinRequest
 
 _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
-"""Of frames that end nothing. A worker keeps a lease until its end is acknowledged: until then these free nothing."""
+"""Of frames without the end of an answer. A worker keeps a lease until its end is acknowledged."""
 _MOST_SMALL_FRAMES = 600
-"""That are no tokens and answer no order, at once: what waits in the sockets when a manager was stopped for ten minutes
-(more when workers report more than once a second)."""
+"""Frames other than tokens and replies, at once: as many wait in the sockets after ten minutes without a manager (more
+when workers report more than once a second)."""
 _SMALL_FRAMES_A_BEAT = 8
-"""And from then on, or so many a second if beats are rarer. An honest worker sends a Report, and seldom another."""
+"""Such frames from then on, or that many a second if beats are rarer. An honest worker sends a Report, and seldom
+another."""
 _LATE_ROWS_A_FRAME = 256
 _LATE_TOKENS_A_FRAME = 4096
-"""What a frame of tokens brings in vain counts as so many small frames. An honest worker goes on with a sample that was
-aborted until it hears of it: a moment, and for all its samples at once where a round ends."""
+"""Late rows and tokens that count as one small frame. An honest worker goes on with an aborted sample until it hears of
+the abort: a moment, and for all its samples at once where a round ends."""
 
 
 class WorkerSession:
-    """A worker in one of its lives."""
+    """The session of a worker, in one of its lives."""
 
     def __init__(self, key: str, incarnation: Incarnation, facts: JoinRequest, joined_from: str = "") -> None:
-        """`joined_from`: the address; empty after a restart of the manager."""
+        """`joined_from`: the worker's address; empty after a restart of the manager."""
         self.key = key
         self.joined_from = joined_from
         self.name = WorkerName(facts.name)
@@ -40,11 +41,11 @@ class WorkerSession:
         self.facts = facts
         self.link: Link | None = None
         self.greeted = False
-        """It has said Hello on its present connection."""
+        """Whether it has said Hello on its present connection."""
         self.is_expected = False
-        """The manager was started again, and has not heard of it since."""
+        """Whether the manager was started again, and has not heard of it since."""
         self.weight_addresses: tuple[str, ...] = ()
-        """Where others may fetch weights from it, of what it says on its present connection."""
+        """Where others may fetch weights from it, as it said on its present connection."""
         self.report: frames.Report | None = None
         self.heard_at = 0.0
         self.told_at = 0.0
@@ -52,22 +53,22 @@ class WorkerSession:
         self.told_heard_at = 0.0
         """The `heard_at` that the scheduler knows."""
         self.told_report: frames.Report | None = None
-        """The last one that it was told of: told twice, it would count as two."""
+        """The last report that the scheduler was told: told twice, it would count as two."""
         self.stride: Stride | None = None
-        """While its frames go on from each other."""
+        """Set while its frames go on from each other."""
         self.last_failure = ""
-        """What it said of the last lease that it could not do."""
+        """Why its last failed lease failed, in its words."""
         self.failures = Repeats()
         self.num_failed_installs = 0
         self.has_installed = False
-        """A version of this run."""
+        """Whether it has installed a version of this run."""
         self.most_held = 0
-        """Leases that it had at once, at most: it has no more to tell of, whatever number of slots it claims."""
+        """The most leases it had at once. It has no more to tell of, whatever number of slots it claims."""
         self._num_small = 0.0
-        """Its small frames, less those that time has made good."""
+        """Its small frames, less an allowance that grows with time."""
         self._counted_at = 0.0
         self._num_owed = 0
-        """Answers that are still to come: an order was sent for each."""
+        """Replies that are still due: one for each order to pull or to change duty."""
         self._orders: list[frames.Order] = []
         self._aborts: list[int] = []
         self._hand_overs: list[int] = []
@@ -85,14 +86,14 @@ class WorkerSession:
         self._ack = None
 
     def may_say(self, frame: frames.FromWorker, now: float, heartbeat_interval_s: float) -> bool:
-        """Count a frame that is no tokens; False when there are far too many. Most go into the journal."""
+        """Count a frame other than tokens. Returns False when there are far too many: most go into the journal."""
         if self._num_owed and isinstance(frame, frames.OnDuty | frames.Installed | frames.InstallFailed):
-            self._num_owed -= 1  # how many come is up to us: steps may be short
+            self._num_owed -= 1  # the manager asked for these: steps may be short
             return True
         return self._spend(1.0, now, heartbeat_interval_s)
 
     def may_waste(self, num_rows: int, num_tokens: int, now: float, heartbeat_interval_s: float) -> bool:
-        """Count what a frame of tokens brought in vain; False when that is far too much."""
+        """Count the late rows and tokens of a frame. Returns False when there are far too many."""
         cost = num_rows / _LATE_ROWS_A_FRAME + num_tokens / _LATE_TOKENS_A_FRAME
         return self._spend(1.0 + cost, now, heartbeat_interval_s)
 
@@ -121,7 +122,7 @@ class WorkerSession:
         self._others.append(frame)
 
     def flush(self, now: float) -> None:
-        """Send what was gathered, if it listens. Tokens that end nothing are acknowledged now and then."""
+        """Send what was gathered, if the worker is connected. Tokens that end no answer are acknowledged seldom."""
         is_ack_due = self._ack is not None and (self._ack_due or now - self._acked_at >= _ACK_EVERY_S)
         if not (is_ack_due or self._others or self._orders or self._aborts or self._hand_overs):
             return  # nearly always

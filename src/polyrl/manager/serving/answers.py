@@ -52,7 +52,7 @@ _NAME_WITHOUT_MODEL = "polyrl"
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _DONE = b"data: [DONE]\n\n"
 _HUNG_UP = 499
-"""As nginx has it."""
+"""nginx's status for a client that hung up."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -197,7 +197,7 @@ class Answerer:
         self.name = service.settings.serve.model or default
 
     def close(self, why: str) -> None:
-        """End every stream with a word."""
+        """End every stream, and say why."""
         self._open.close(why)
 
     def models(self) -> ModelList:
@@ -313,7 +313,7 @@ class _Events:
         self.has_begun = False
 
     async def send(self, bodies: Sequence[msgspec.Struct | None]) -> None:
-        """Raises TimeoutError for a client that takes nothing."""
+        """Send events. Raises TimeoutError for a client that reads nothing."""
         data = b"".join(b"data: " + _encode(body) + b"\n\n" for body in bodies if body is not None)
         if data:
             await self._write(data)

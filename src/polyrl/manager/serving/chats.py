@@ -1,7 +1,7 @@
-"""A chat as the model sees it: the model's own template, rendered as transformers' `apply_chat_template` does.
+"""Chat templates: the model's own, rendered as transformers' `apply_chat_template` does.
 
-Rules kept here: a template is a program of whoever made the model. It runs in Jinja's sandbox, reads the messages and
-nothing else, and what it refuses is told in its own words.
+Rules kept here: a template is a program by the makers of the model. It runs in Jinja's sandbox and reads the messages
+and nothing else. A refusal is passed on in its own words.
 """
 
 import json
@@ -29,11 +29,11 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-"""What a template fails with, over messages that it was not made for."""
+"""Errors of a template over messages that it was not made for."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant says, for training. Here it is its body."""
+    """`{% generation %}` marks the assistant's text, for training. Here it is only its body."""
 
     tags = {"generation"}  # noqa: RUF012  as Jinja has it
 
@@ -54,7 +54,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """Up to where the answer begins. Raises AskError for messages that the template refuses."""
+        """Return the text up to where the answer begins. Raises AskError for messages that the template refuses."""
         ours = {"messages": messages, "tools": None, "documents": None}
         for name in ours.keys() & options.keys():
             raise wrong("chat_template_kwargs", f"{name} is not among what a template may be given here")
@@ -66,7 +66,7 @@ class ChatTemplate:
 
 
 def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    """The template of a model's directory, if it has one. Raises UserError for one that is none."""
+    """Return the template of a model's directory, if it has one. Raises UserError for one that cannot be used."""
     try:
         source = _source(folder, config)
         return None if source is None else ChatTemplate(source, _special_tokens(config))
@@ -86,7 +86,7 @@ def _source(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on, which templates write."""
+    """Return bos_token, eos_token and so on, which templates use."""
     found: dict[str, str] = {}
     for name, said in config.items():
         text = said.get("content") if isinstance(said, dict) else said
@@ -102,7 +102,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what HTML would misread."""
+    """Return JSON without the escapes for HTML that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -80,7 +80,7 @@ class ChatLogprob(_Reply, frozen=True, kw_only=True):
     logprob: float
     bytes: list[int] | None
     top_logprobs: list[Any] = []
-    """Those of tokens that were not drawn are not known."""
+    """Always empty: only the log-probability of the sampled token is known."""
 
 
 class ChatLogprobs(_Reply, frozen=True, kw_only=True):

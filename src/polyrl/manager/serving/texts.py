@@ -1,8 +1,8 @@
-"""Text to tokens, and tokens to text while they come: with the `tokenizer.json` of a model's directory alone.
+"""Text to tokens, and tokens to text while they come, with the `tokenizer.json` of a model's directory.
 
 Rules kept here: a text that is longer than any prompt can be is refused before it is tokenized, which takes seconds a
-megabyte. What was shown is never taken back. A character that is not whole yet, and text that may turn out to be
-the beginning of a stop string, wait. All that was shown, put together, is what the tokenizer makes of the whole answer.
+megabyte. Text that was shown is never taken back: half a character, and text that may become a stop string, wait. All
+text that was shown is, together, the tokenizer's decoding of the whole answer.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 NOT_A_CHARACTER = "\ufffd"
 _NUM_THREADS = 2
 _BYTES_PER_TOKEN = 16
-"""More than a prompt of any language has on average, if it fills a model's context."""
+"""More than the average of a prompt in any language."""
 _LONG_CONTEXT = 131072
-"""Where a model does not say how much it can read."""
+"""The context of a model that does not say how long it is."""
 _LONGEST_WINDOW = 64
-"""Tokens that make no whole character, one after the other, before they are taken to be none."""
+"""Tokens in a row without a whole character, before they are taken for none."""
 
 
 class TokenDecoder(Protocol):
@@ -37,7 +37,7 @@ class TokenDecoder(Protocol):
 
 
 class TextModel:
-    """What is needed of a model to talk in text."""
+    """A model's tokenizer, chat template and end tokens."""
 
     def __init__(
         self,
@@ -64,12 +64,11 @@ class TextModel:
         return await self._in_thread(lambda: self._encode(template.render(messages, options), special=False))
 
     async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
-        """A long text takes seconds, and all of the manager would wait: in threads of our own, so that the journal's
-        writes, which have those of the loop, do not wait either."""
+        """Encode in a thread: a long text takes seconds. The threads are our own: the loop's are the journal's."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        """As a batch of one: `encode` holds the interpreter's lock until it is done, a batch lets go of it."""
+        """Encode as a batch of one: `encode` holds the interpreter's lock until it is done, a batch does not."""
         most = self._max_context * _BYTES_PER_TOKEN
         num_bytes = len(text) if len(text) > most else len(text.encode(errors="replace"))
         if num_bytes > most:
@@ -83,7 +82,7 @@ class TextModel:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def show(self, token: int) -> str:
-        """One token by itself, special or not."""
+        """Return one token's text, be it special or not."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
 
@@ -96,7 +95,7 @@ class Served(NamedTuple):
 
 
 def load(folder: Path) -> Served:
-    """Raises UserError for a directory that cannot be served in text."""
+    """Load a model's directory. Raises UserError for one that cannot be served in text."""
     try:
         from tokenizers import Tokenizer
 
@@ -141,22 +140,22 @@ class Reader:
         self._stops = stops
         self._text = ""
         self._num_shown = 0
-        """Characters that are sure: in front of any stop string, and of what may become one."""
+        """Characters before any stop string, and before text that may become one."""
         self.num_tokens = 0
-        """Those that belong to the answer: all, or up to the one that completed a stop string."""
+        """Tokens of the answer: all, or up to the one that completed a stop string."""
         self.is_stopped = False
         self._ids: list[int] = []
         self._begin = 0
-        """The window that is decoded: from a whole character on. It begins one step back, so that a tokenizer that
-        writes a word's space before the word sees what stands in front of it."""
+        """Where the window that is decoded begins: one whole character back, so that a tokenizer that writes a word's
+        space before the word sees what stands in front of it."""
         self._whole = 0
-        """Where the last whole character ended."""
+        """The token after the last whole character."""
         self._num_known = 0
         """Characters of the window that are in `_text`."""
 
     @property
     def text(self) -> str:
-        """What may be shown."""
+        """The text that may be shown."""
         return self._text[: self._num_shown]
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -173,7 +172,7 @@ class Reader:
                 self._look_for_stops(at_end=False)
 
     def end(self) -> None:
-        """There is no more: what was held back is text."""
+        """End the answer: text that was held back is shown."""
         if self._model is not None and not self.is_stopped:
             self._decode(self._model, at_end=True)
             self._look_for_stops(at_end=True)
@@ -191,7 +190,7 @@ class Reader:
             self._whole = len(self._ids)
 
     def _look_for_stops(self, *, at_end: bool) -> None:
-        """Only behind what is sure: no stop string begins before."""
+        """Look for stop strings behind the text that may be shown: none begins before."""
         found = [at for at in (self._text.find(stop, self._num_shown) for stop in self._stops) if at >= 0]
         if found:
             self.is_stopped = True
@@ -200,6 +199,6 @@ class Reader:
         self._num_shown = len(self._text) - held
 
     def _num_open(self, stop: str) -> int:
-        """How much of the end of the text is the beginning of this stop string."""
+        """Return how many characters at the end of the text are the beginning of this stop string."""
         most = min(len(stop) - 1, len(self._text) - self._num_shown)
         return next((num for num in range(most, 0, -1) if self._text.endswith(stop[:num])), 0)
