@@ -21,7 +21,7 @@ from polyrl.scheduling.core.parameters import DomainData
 from polyrl.trainer.batch import TrainGroup
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.guard import MismatchGuard
-from polyrl.trainer.loop import Loop, StepReport
+from polyrl.trainer.loop import Loop, NothingCameError, StepReport
 from polyrl.trainer.state import redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.saving import Rules, Saver
@@ -341,11 +341,10 @@ class GuardedSteps(CountingSteps):
         guard = MismatchGuard(3.0, self._step, few_tokens=1)
         samples = [one for group in self.groups for one in group]
         theirs = torch.from_numpy(np.concatenate([one.logprobs for one in samples]))
-        number_of = np.repeat(np.arange(len(samples)), [len(one.answer) for one in samples])
-        guard.keeps(torch.full_like(theirs, -1.0), theirs, samples, torch.from_numpy(number_of))
+        guard.look(torch.full_like(theirs, -1.0), theirs, samples, range(len(samples)))
         self.trained = {turn.worker for one in samples for turn in one.written_by}
         self.groups = []
-        return super().finish()._replace(too_far=tuple(guard.too_far().items()))
+        return super().finish()._replace(too_far=tuple(guard.found()[1].items()))
 
 
 async def forge(peer: live.Peer) -> None:
@@ -396,3 +395,27 @@ def test_a_worker_that_forges_log_probabilities_is_named_its_next_groups_are_rej
     assert "step 0: samples of worker mallory are not trained on: log-probabilities 59.0 nats a token" in caplog.text
     (given_up,) = (one.getMessage() for one in caplog.records if "mallory is given up" in one.getMessage())
     assert "3 groups were rejected for what it wrote" in given_up
+
+
+def test_where_every_group_of_a_step_was_rejected_the_reason_and_the_workers_are_told(tmp_path: Path):
+    """Nobody but a forger writes, and there are no more prompts when its groups are rejected."""
+    recipe = make_recipe("train.mode=streaming", "train.steps=3", "algorithm.zero_variance=keep")
+    domain = DomainData(name="d", prompts_per_step=2, num_prompts=4)
+    config = replace(live.CONFIG, domains=(domain,), num_epochs=1)
+
+    async def scenario() -> None:
+        async with (
+            live.manager(tmp_path) as manager,
+            live.trainer(manager, config) as fleet,
+            live.Peer(manager, slots=64) as peer,
+        ):
+            await peer.enter()
+            forging = asyncio.create_task(forge(peer))
+            devices = Devices()
+            await Loop(recipe, fleet, GuardedSteps(), devices, Publisher(), prompt_tokens, Listener()).run()
+            devices.close()
+            await forging
+
+    said = r"^step 1: all groups of its round were rejected, .*max_mismatch=3\): worker mallory \(2 groups\)\. "
+    with pytest.raises(NothingCameError, match=said):
+        live.run(scenario(), timeout_s=60.0)

@@ -161,7 +161,7 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     correction_high: Annotated[float, Meta(ge=1)] | None = None
     """The cap of tis, the highest ratio with a mask; none: 2 for tis, 5 for icepop, 1.25 for sequence-mask."""
     max_mismatch: NotNegative = 3.0
-    """Leave a sample out of the loss, and name its worker, where its log-probabilities are on average more nats a token
+    """Leave a sample out of the step, and name its worker, where its log-probabilities are on average more nats a token
     from the trainer's than this, times one more for each version that the worker's weights were behind; 0: no bound."""
     entropy_coef: NotNegative = 0.0
     mini_batches: AtLeastOne = 1

@@ -3,7 +3,9 @@
 Plain values: numpy in, numbers out. Nothing here knows a model.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,6 +53,26 @@ class TrainSample(NamedTuple):
 
 TrainGroup = Sequence[TrainSample]
 """Samples of one prompt. Advantages compare them with each other: a group is never divided between two calls."""
+
+
+def without(groups: Sequence[TrainGroup], numbers: Container[int], first: int = 0) -> list[list[TrainSample]]:
+    """Groups without the samples of these numbers, and without those that have none left. Samples are numbered through,
+    from `first` on."""
+    number = count(first)
+    kept = [[sample for sample in group if next(number) not in numbers] for group in groups]
+    return [group for group in kept if group]
+
+
+def check_samples(groups: Sequence[TrainGroup]) -> None:
+    """Raise ValueError for a sample that no step can be made of."""
+    for one in (sample for group in groups for sample in group):
+        if len(one.prompt) == 0 or len(one.answer) == 0 or len(one.logprobs) != len(one.answer):
+            raise ValueError(
+                f"a sample of group {one.group} has {len(one.prompt)} prompt tokens, {len(one.answer)} answer tokens "
+                f"and {len(one.logprobs)} log-probabilities"
+            )
+        if not math.isfinite(one.reward):
+            raise ValueError(f"a sample of group {one.group} has reward {one.reward}")
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Samples whose log-probabilities no engine with our weights can have given: left out of the loss, their writers named.
+"""Samples whose log-probabilities no engine with our weights can have given: left out of the step, their writers named.
 
 A worker's engine, and the digest of its weights, are its own word; what it says of its tokens is held against what our
 own model says of them. The measure is the mean of |log-ratio| over the tokens of one segment of a sample, by the name
@@ -6,9 +6,11 @@ of the worker that wrote it. Engines that round otherwise differ by hundredths o
 none, by several. Older weights may differ more: the bound is as many times as large as they are versions behind, plus
 one.
 
-Rules kept here: nothing is looked at before the step is over. A sample beyond the bound is treated as if our own model
-had drawn it, so that its ratios are finite, and has no weight in the loss. A segment answers for its own tokens alone;
-and where our own model has no number nobody is to blame: that gradient moves nothing (optimizer.py).
+Rules kept here: a step is what it would be if the samples beyond the bound had never come (step.py trains it once more
+without them). A segment answers for its own tokens alone; and where our own model has no number nobody is to blame:
+that gradient moves nothing (optimizer.py). Our own log-probabilities are those of the step's starting weights.
+
+Left out: samples that are masked anyway, of which our model has no log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -37,45 +39,47 @@ class MismatchGuard:
         self._names: list[str] = []
         self._excess: list[Tensor] = []
         """Of each segment, its mean over its bound."""
+        self._numbers: list[int] = []
+        """Of each segment, its sample."""
+        self.is_over = not bound
+        """Nobody is looked at any more."""
 
-    def keeps(
-        self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], sample_of: Tensor, *, blames: bool = True
-    ) -> Tensor | None:
-        """Of each token, whether its sample is trained on; None: all are. `sample_of` numbers each token's sample.
-
-        Without `blames` nobody is named: an update has moved our own weights since the step began.
-        """
-        if not self._bound:
-            return None
+    def look(self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], numbers: Sequence[int]) -> None:
+        """Compare samples, of which these are the numbers in the step. Nothing is waited for."""
+        if self.is_over or not samples:
+            return
         segments = [(number, *segment) for number, one in enumerate(samples) for segment in _segments(one, self._step)]
-        numbers, lengths, ages = (np.array([segment[at] for segment in segments], np.int64) for at in (0, 1, 2))
+        lengths, ages = (np.array([segment[at] for segment in segments], np.int64) for at in (1, 2))
 
         def send(array: "np.ndarray[Any, Any]") -> Tensor:
             return torch.from_numpy(array).to(ours.device, non_blocking=True)
 
         apart = (ours.detach() - theirs).abs().double().nan_to_num(_BEYOND, posinf=_BEYOND)
         sums = torch.where(ours.isnan(), 0.0, apart).cumsum(0)[send(np.cumsum(lengths) - 1)]
-        excess = torch.diff(sums, prepend=sums.new_zeros(1)) / send(
-            np.maximum(lengths, self._few_tokens) * (1.0 + ages) * self._bound
+        self._excess.append(
+            torch.diff(sums, prepend=sums.new_zeros(1))
+            / send(np.maximum(lengths, self._few_tokens) * (1.0 + ages) * self._bound)
         )
-        if blames:
-            self._names += [segment[3] for segment in segments]
-            self._excess.append(excess)
-        most = sums.new_zeros(len(samples)).scatter_reduce(0, send(numbers), excess, "amax")
-        return (most <= 1.0)[sample_of]
+        self._numbers += [numbers[segment[0]] for segment in segments]
+        self._names += [segment[3] for segment in segments]
 
-    def too_far(self, peers: Peers = ALONE) -> dict[str, float]:
-        """Workers beyond the bound: the mean difference of their worst segment, in nats a token of these weights."""
-        found: dict[str, float] = {}
+    def found(self, peers: Peers = ALONE) -> tuple[frozenset[int], dict[str, float]]:
+        """Samples beyond the bound, by number; and their workers, with the mean difference of each one's worst segment in
+        nats a token of the present weights. Ranks tell each other of theirs."""
+        numbers: set[int] = set()
+        named: dict[str, float] = {}
         excess = torch.cat(self._excess).tolist() if self._excess else []
-        for name, number in zip(self._names, excess, strict=True):
-            if number > 1.0:
-                found[name] = max(found.get(name, 0.0), number * self._bound)
-        if peers.size > 1:
-            for theirs in peers.exchange(msgspec.msgpack.encode(found)):
-                for name, number in msgspec.msgpack.decode(theirs, type=dict[str, float]).items():
-                    found[name] = max(found.get(name, 0.0), number)
-        return dict(sorted(found.items()))
+        for number, name, most in zip(self._numbers, self._names, excess, strict=True):
+            if most > 1.0:
+                numbers.add(number)
+                named[name] = max(named.get(name, 0.0), most * self._bound)
+        if peers.size > 1 and self._bound:
+            for theirs in peers.exchange(msgspec.msgpack.encode((sorted(numbers), named))):
+                its_numbers, its_named = msgspec.msgpack.decode(theirs, type=tuple[list[int], dict[str, float]])
+                numbers.update(its_numbers)
+                for name, most in its_named.items():
+                    named[name] = max(named.get(name, 0.0), most)
+        return frozenset(numbers), dict(sorted(named.items()))
 
 
 def _segments(sample: TrainSample, step: int) -> list[tuple[int, int, str]]:

@@ -147,6 +147,8 @@ class Loop:
         """Workers whose samples a step left out (guard.py), and the last such step."""
         self._rejected: list[list[TrainSample]] = []
         """Groups of the open step that were rejected here."""
+        self._suspected: Counter[str] = Counter()
+        """Workers that wrote groups of the open step which were rejected for it, and how many."""
 
     async def run(self, first_step: int = 0, last: StepReport | None = None, *, is_told: bool = False) -> str:
         """Train to the end. Returns why it ended, in a line.
@@ -206,9 +208,11 @@ class Loop:
         turn_before, trained_before = self._devices.turn_s, self._devices.trained_s
         await self._events.step_begins(step)
         self._steps.begin(step)
-        self._rejected = []
+        self._rejected, self._suspected = [], Counter()
         batches, filtered = await self._train_round(step)
         if not batches and not filtered:
+            if self._suspected:
+                raise NothingCameError(self._all_suspected(step))
             raise NothingCameError(
                 f"step {step}: nothing of its round could be generated and scored; the manager's log says why, "
                 "and `polyrl ledger` counts it. The run can go on when that is mended"
@@ -273,6 +277,7 @@ class Loop:
         async for group in self._fleet.round(step):
             if suspects := self._suspects(group):
                 why = f"log-probabilities of {', '.join(suspects)} are too far from the trainer's"
+                self._suspected.update(suspects)
                 await self._fleet.reject(group, why, workers=suspects)
             elif self._teaches_nothing(group):
                 rewards = filtered[group.id] = [one.reward for one in group.samples]
@@ -290,6 +295,14 @@ class Loop:
         until = group.step - 1 - self._recipe.max_staleness
         writers = {segment.worker for sample in group.samples for segment in sample.segments}
         return sorted(name for name in writers if self._too_far.get(name, -1) >= until)
+
+    def _all_suspected(self, step: int) -> str:
+        whose = ", ".join(f"worker {name or 'unknown'} ({num} groups)" for name, num in sorted(self._suspected.items()))
+        return (
+            f"step {step}: all groups of its round were rejected, since log-probabilities of their writers were too far"
+            f" from the trainer's in a step before (algorithm.max_mismatch={self._recipe.algorithm.max_mismatch:g}): "
+            f"{whose}. The run can go on when these workers have the weights of this run, or are stopped"
+        )
 
     def _note_too_far(self, stats: StepStats) -> None:
         for name, nats in stats.too_far:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer.batch import Logprobs, TrainGroup, TrainSample, is_masked, shaped_reward
+from polyrl.trainer.batch import Logprobs, TrainGroup, TrainSample, is_masked, shaped_reward, without
 from polyrl.trainer.critic import Critic
+from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.model import Policy, Scorer
 from polyrl.trainer.objectives import gae, kl
 from polyrl.trainer.objectives.advantages import whiten
@@ -46,6 +47,8 @@ class Ready(NamedTuple):
     """What the critic learns, as soon as that is known."""
     gains: Floats | None = None
     """Advantages of each token, as soon as they are known."""
+    number: int = -1
+    """Which one of the step it is, in order of arrival."""
 
 
 class Preparation:
@@ -79,10 +82,24 @@ class Preparation:
 
     # One by one
 
+    def look_at(self, groups: Sequence[TrainGroup], guard: MismatchGuard, first: int) -> list[list[TrainSample]]:
+        """Score what the ratio starts from, for the weights will have moved when these groups are trained; and leave
+        out what the guard finds by it. `first` is the number of the first sample."""
+        samples = [sample for group in groups for sample in group]
+        if self._config.old_logprobs != "engine":
+            samples = self.with_old_logprobs(samples)
+            ours = [one.old_logprobs for one in samples if one.old_logprobs is not None]
+        else:
+            ours = [] if guard.is_over else self.logprobs(self._policy, samples)
+        if ours:
+            theirs = [one.logprobs for one in samples]
+            mine, its = (torch.from_numpy(np.concatenate(numbers)) for numbers in (ours, theirs))
+            guard.look(mine, its, samples, range(first, first + len(samples)))
+        known = iter(samples)
+        return without([[next(known) for _ in group] for group in groups], guard.found()[0], first)
+
     def prepare(self, groups: Sequence[TrainGroup]) -> list[list[Ready]]:
         samples = [sample for group in groups for sample in group]
-        if self._beforehand and self._config.old_logprobs != "engine":
-            samples = self.with_old_logprobs(samples)
         references: Sequence[Logprobs | None] = [None] * len(samples)
         if self._reference is not None and (self._beforehand or self._config.kl == "reward"):
             references = self.logprobs(self._reference, samples)

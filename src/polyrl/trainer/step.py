@@ -24,10 +24,10 @@ Left out: which groups (filters decide before), rewards and advantages (ready).
 """
 
 import logging
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,7 +37,7 @@ from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
 from polyrl.scheduling.rules.order import mix64
 from polyrl.trainer import mismatch
-from polyrl.trainer.batch import TrainGroup, TrainSample
+from polyrl.trainer.batch import TrainGroup, TrainSample, check_samples, without
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
@@ -60,7 +60,7 @@ class Added(NamedTuple):
     num_groups: int = 0
     num_samples: int = 0
     num_masked: int = 0
-    """Of them, left out of the loss."""
+    """Of them, compared with but not trained on."""
     num_packs: int = 0
     num_tokens: int = 0
     """Through the model, prompts included."""
@@ -77,7 +77,7 @@ class StepStats(NamedTuple):
     """In all."""
     metrics: dict[str, float]
     too_far: tuple[tuple[str, float], ...] = ()
-    """Workers with samples that were left out of the loss for their log-probabilities (guard.py), and how far off."""
+    """Workers with samples that were left out of the step for their log-probabilities (guard.py), and how far off."""
 
 
 class Steps(Protocol):
@@ -153,12 +153,22 @@ class StepAccumulator:
         if self._step is None:
             raise RuntimeError("no step was begun")
         groups = [group for group in groups if self._knows(group)]
-        samples = [sample for group in groups for sample in group]
-        _check(samples)
+        check_samples(groups)
+        first, self._num_came = self._num_came, self._num_came + sum(map(len, groups))
+        if not self._config.has_several_updates:
+            self._came += groups
+        return self._take_in(groups, first)
+
+    def _take_in(self, groups: Sequence[TrainGroup], first: int) -> Added:
+        """Train groups, or hold them back. `first` is the number of the first sample."""
         with self._within_memory(self._of_tokens(self._max_tokens)):
-            ready = self._preparation.prepare(groups)
+            if self._config.has_several_updates:
+                groups = self._preparation.look_at(groups, self._guard, first)
+            prepared = self._preparation.prepare(groups)
+        number = count(first)
+        ready = [[one._replace(number=next(number)) for one in group] for group in prepared]
         num_masked = sum(one.is_masked for group in ready for one in group)
-        added = Added(len(groups), len(samples), num_masked)
+        added = Added(len(groups), sum(map(len, groups)), num_masked)
         if self._holds_back:
             self._held += ready
         else:
@@ -188,13 +198,14 @@ class StepAccumulator:
         if self._step is None:
             raise RuntimeError("no step was begun")
         step = self._step
-        if self._holds_back:
-            updates = []
-            for epoch, groups in self._mini_batches(step):
-                added = self._train(groups)
-                self._added = self._added.plus(added._replace(num_trained_tokens=0) if epoch else added)
-                updates.append(self._update(step))
+        if self._config.has_several_updates:
+            updates = [self._update(step) for _ in self._train_held(step)]
+            left_out, too_far = self._guard.found()
         else:
+            deque(self._train_held(step), maxlen=0)
+            left_out, too_far = self._guard.found(self._peers)
+            if left_out:
+                self._train_without(left_out, step)
             updates = [self._update(step)]
         self._step = None
         num_told = self._added.num_trained_tokens * self._config.epochs
@@ -203,18 +214,25 @@ class StepAccumulator:
         metrics["actor/grad_norm"] = sum(one.grad_norm for one in updates) / len(updates)
         metrics["actor/lr"] = updates[-1].lr
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
+        metrics["sample/left_out"] = float(len(left_out))
         metrics |= self._of_critic
-        return StepStats(step, self._added, metrics, tuple(self._guard.too_far(self._peers).items()))
+        return StepStats(step, self._added, metrics, tuple(too_far.items()))
 
     def abort(self) -> None:
         """Forget what was added. Does nothing outside a step."""
         self._step = None
+        self._discard()
+
+    def _discard(self) -> None:
         self._forget()
         self._optimizer.discard()
         if self._critic is not None:
             self._critic.optimizer.discard()
 
     def _forget(self) -> None:
+        self._came: list[TrainGroup] = []
+        """Groups, as they came: those of a step with one update, which may be trained once more."""
+        self._num_came = 0
         self._added = Added()
         self._held: list[list[Ready]] = []
         self._num_open_tokens = self._num_open_samples = 0
@@ -226,6 +244,23 @@ class StepAccumulator:
         """An update of this step is made."""
 
     # Updates
+
+    def _train_held(self, step: int) -> Iterator[None]:
+        """Train what was held back, a mini-batch at a time."""
+        if self._holds_back:
+            for epoch, groups in self._mini_batches(step):
+                added = self._train(groups)
+                self._added = self._added.plus(added._replace(num_trained_tokens=0) if epoch else added)
+                yield
+
+    def _train_without(self, left_out: frozenset[int], step: int) -> None:
+        """Begin again, without these samples: what they did to the gradients of others cannot be taken back."""
+        log.warning("step %d is trained once more, without %d samples", step, len(left_out))
+        groups = without(self._came, left_out)
+        self._discard()
+        self._guard.is_over = True
+        self._take_in(groups, 0)
+        deque(self._train_held(step), maxlen=0)
 
     def _mini_batches(self, step: int) -> Iterator[tuple[int, list[list[Ready]]]]:
         """Groups that were held back, in equal parts, in each epoch other ones; at least one, which may be empty."""
@@ -289,24 +324,13 @@ class StepAccumulator:
         tally = Tally(self._policy.device) if part.is_spare else self._tally
         scores = self._policy.score(pack, self._temperature, entropy_grad=config.entropy_coef > 0)
         batch = self._batch(pack, ready, scores)
-        ours = self._ours(batch)
-        keeps = None
-        if not part.is_spare:
-            blames = not (config.old_logprobs == "engine" and self._has_moved)
-            whose = [one.sample for one in ready]
-            keeps = self._guard.keeps(ours, batch.behaviour_logprobs, whose, batch.sample, blames=blames)
-        as_it_came = batch
-        if keeps is not None:
-            batch = batch._replace(
-                behaviour_logprobs=torch.where(keeps, batch.behaviour_logprobs, ours),
-                old_logprobs=torch.where(keeps, batch.old_logprobs, ours),
-            )
+        if not part.is_spare and not config.has_several_updates:
+            whose, numbers = [one.sample for one in ready], [one.number for one in ready]
+            self._guard.look(self._ours(batch), batch.behaviour_logprobs, whose, numbers)
         losses = self._policy_losses(batch, tally)
         weights = aggregation.token_weights(batch.sample, batch.num_tokens, config)
         if part.is_spare:
             weights = torch.zeros_like(losses)
-        elif keeps is not None:
-            weights = keeps.to(losses.dtype) if weights is None else weights * keeps
         told = {"actor/pg_loss": _weighed(losses, weights)}
         total = losses
         if config.kl == "loss":
@@ -317,19 +341,16 @@ class StepAccumulator:
             total = total - config.entropy_coef * scores.entropy
         _weighed(total, weights).backward()
         tally.add_losses(told)
-        self._tell(as_it_came, scores, ready, tally)
+        self._tell(batch, scores, ready, tally)
         if self._critic is not None:
-            self._train_critic(self._critic, part, ready, tally, keeps)
+            self._train_critic(self._critic, part, ready, tally)
 
-    def _train_critic(
-        self, critic: Critic, part: RankWork, ready: Sequence[Ready], tally: Tally, keeps: Tensor | None
-    ) -> None:
+    def _train_critic(self, critic: Critic, part: RankWork, ready: Sequence[Ready], tally: Tally) -> None:
         values = critic.values(part.pack)
         old = self._send(np.concatenate([one.values for one in ready if one.values is not None]))
         returns = self._send(np.concatenate([one.returns for one in ready if one.returns is not None]))
         losses, clipped = value_losses(values, old, returns, self._config.critic.value_clip)
-        weights = None if keeps is None else keeps.to(losses.dtype)
-        _weighed(losses, torch.zeros_like(losses) if part.is_spare else weights).backward()
+        _weighed(losses, torch.zeros_like(losses) if part.is_spare else None).backward()
         tally.add(
             {
                 "critic/vf_loss": losses,
@@ -437,14 +458,3 @@ class StepAccumulator:
 
 def _weighed(numbers: Tensor, weights: Tensor | None) -> Tensor:
     return (numbers if weights is None else numbers * weights).sum()
-
-
-def _check(samples: Iterable[TrainSample]) -> None:
-    for one in samples:
-        if len(one.prompt) == 0 or len(one.answer) == 0 or len(one.logprobs) != len(one.answer):
-            raise ValueError(
-                f"a sample of group {one.group} has {len(one.prompt)} prompt tokens, {len(one.answer)} answer tokens "
-                f"and {len(one.logprobs)} log-probabilities"
-            )
-        if not math.isfinite(one.reward):
-            raise ValueError(f"a sample of group {one.group} has reward {one.reward}")
