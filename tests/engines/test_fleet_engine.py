@@ -7,7 +7,8 @@ import pytest
 from tests.builtin.tiny_models import save_tiny
 from tests.engines import standins
 from tests.engines.servers import python_of
-from tests.integration.test_train import desk, model, start
+from tests.integration.desks import bare_desk, model, start
+from tests.integration.test_train import desk
 
 from polyrl.cli.main import main
 from polyrl.config.recipe_files import load_recipe
@@ -16,7 +17,7 @@ from polyrl.run.plan import fit
 from polyrl.run.workers import check_settings, worker_arguments
 from polyrl.telemetry.metrics import read_steps
 
-__all__ = ["desk", "model"]  # fixtures
+__all__ = ["bare_desk", "desk", "model"]  # fixtures
 
 SETTINGS = ("fleet.workers=1", "train.local_generation=false", "data.reward=own:score", "train.mismatch_warning=0")
 

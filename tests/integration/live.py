@@ -18,6 +18,7 @@ from tests.chaos.fleet import expected_tokens
 
 from polyrl.client import Fleet, Group, Prompt, connect
 from polyrl.engines.emulated import EmulatedConfig, EmulatedEngine
+from polyrl.engines.emulated.text import EOS
 from polyrl.manager.http import Front, ListenAddress
 from polyrl.manager.peers.streams import FindModule
 from polyrl.manager.service import Service
@@ -25,7 +26,7 @@ from polyrl.manager.settings import LimitSettings, ManagerSettings, StreamSettin
 from polyrl.run.event_loop import run_loop
 from polyrl.scheduling.core.parameters import DomainData, FleetRules, RoundsConfig, SchedulerConfig
 from polyrl.wire import columns, frames
-from polyrl.wire.control import SESSION_HEADER, JoinReply, JoinRequest
+from polyrl.wire.control import SESSION_HEADER, AnswerRules, JoinReply, JoinRequest
 from polyrl.wire.credentials import bearer, read_token_file
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
@@ -38,6 +39,8 @@ QUICK = ManagerSettings(
     limits=LimitSettings(request_timeout_s=1.0),
 )
 ENGINE = EmulatedConfig(slots=4, tokens_per_s=400.0, median_tokens=30.0, sigma=0.5)
+MODEL = AnswerRules(vocab=ENGINE.vocab, end_ids=(EOS,), max_context=4096)
+"""What a trainer says that its model can write, if it is the emulated engine's."""
 CONFIG = SchedulerConfig(
     domains=(DomainData(name="d", prompts_per_step=2, num_prompts=50),),
     max_new_tokens=64,
@@ -154,6 +157,12 @@ def is_connected(live: Live, name: str) -> bool:
 
 def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
     return Prompt([5, 6, 7, 8 + prompt])
+
+
+def prompts_of(live: Live) -> dict[int, Prompt]:
+    """Which group asks what, of those that the manager knows now."""
+    groups = live.service.lobby.need_run().scheduler.desk.groups.values()
+    return {one.id: prompt_of(one.domain, one.prompt, one.epoch) for one in groups}
 
 
 @asynccontextmanager

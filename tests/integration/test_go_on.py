@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.test_train import desk, model, start
+from tests.integration.desks import bare_desk, model, start
+from tests.integration.test_train import desk
 
 from polyrl.cli import train
 from polyrl.cli.main import main
@@ -19,7 +20,7 @@ from polyrl.run.checkpoints import read_recipe
 from polyrl.telemetry import breaks, metrics
 from polyrl.trainer.state import checkpoint, redo
 
-__all__ = ["desk", "model"]  # fixtures
+__all__ = ["bare_desk", "desk", "model"]  # fixtures
 pytestmark = pytest.mark.timeout(300)  # several runs, of which each may take 100 s
 
 RUN = Path("runs/tiny")

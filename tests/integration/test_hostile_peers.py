@@ -18,6 +18,7 @@ from tests.chaos.fleet import expected_tokens
 from tests.integration.live import (
     CONFIG,
     ENGINE,
+    MODEL,
     QUICK,
     Fate,
     Live,
@@ -28,7 +29,7 @@ from tests.integration.live import (
     is_connected,
     manager,
     play_round,
-    prompt_of,
+    prompts_of,
     run,
     tokens,
     trainer,
@@ -37,7 +38,6 @@ from tests.integration.live import (
 
 from polyrl.client import Prompt, Sample
 from polyrl.engines.emulated import EmulatedEngine
-from polyrl.engines.emulated.text import EOS
 from polyrl.engines.engine import EngineInfo, Sink
 from polyrl.errors import UserError
 from polyrl.manager.journal import RunJournal
@@ -75,7 +75,7 @@ async def beside_an_honest_worker(
         Peer(live) as peer,
     ):
         playing, order = await begin_round(fleet, peer, 0)
-        note_prompts(live, prompts)
+        prompts |= prompts_of(live)
         await act(peer, order)
         if not stays:
             scene.fate = await peer.fate()
@@ -85,13 +85,6 @@ async def beside_an_honest_worker(
         scene.refused = live.refused
         assert (await fleet.status()).refused == scene.refused
     return scene
-
-
-def note_prompts(live: Live, prompts: dict[int, Prompt]) -> None:
-    """Which group asks what."""
-    scheduler = live.service.lobby.need_run().scheduler
-    for group in scheduler.desk.groups.values():
-        prompts[group.id] = prompt_of(group.domain, group.prompt, group.epoch)
 
 
 # Frames that are none
@@ -115,6 +108,7 @@ NO_FRAMES = {
     "a trainer's frame": frames.encode(frames.Published(1, 1)),
     "a missing field": frames.encode(["tokens", 1]),
     "a negative number": frames.encode(["installed", -1]),
+    "an engine that is back with less than nothing": frames.encode(["back", -2]),
     "a name that is not UTF-8": frames.encode(frames.Leaving("abc")).replace(b"abc", b"\xff\xfe\xfd"),
     "an array that claims four billion ends": frames.encode(tokens(1))[:-1] + b"\xdd\xff\xff\xff\xff",
     "arrays in arrays in arrays": deeply_nested(),
@@ -190,7 +184,6 @@ def test_what_cannot_be_true_is_refused(tmp_path: Path, name: str):
     assert scene.refused == {kind: 1}
 
 
-MODEL = AnswerRules(vocab=ENGINE.vocab, end_ids=(EOS,), max_context=4096)
 """Of the model that the emulated engine would have."""
 
 
@@ -460,6 +453,30 @@ def test_a_worker_that_hands_everything_over_unasked_gets_no_sample_twice_and_is
     assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 1 << 20
 
 
+async def die_and_come_back(peer: Peer) -> None:
+    """Say of every order that the engine has died, and is there again."""
+    with contextlib.suppress(TypeError, ConnectionError):  # the connection was closed
+        while True:
+            await peer.hear(frames.Orders)
+            await peer.say(frames.Down("it was killed"), frames.Back(0))
+
+
+def test_a_worker_whose_engine_dies_with_all_that_it_is_given_does_not_hold_a_round_up(tmp_path: Path, caplog):
+    """Each time it is the least loaded one again, and would get the same samples for ever."""
+
+    async def scenario() -> None:
+        async with manager(tmp_path) as live, honest_worker(live), trainer(live, MANY) as fleet, Peer(live) as peer:
+            await fleet.publish(0)
+            await peer.enter()
+            dying = asyncio.create_task(die_and_come_back(peer))
+            assert len(await play_round(fleet, 0)) == 8
+            await dying
+            assert not is_connected(live, "mallory") and is_connected(live, "honest")
+
+    run(scenario())
+    assert "mallory is given up: its engine died 8 times with samples, and it brought no answer between" in caplog.text
+
+
 def test_a_worker_that_claims_many_slots_and_brings_nothing_keeps_few_samples_and_fewer_the_next_time(tmp_path: Path):
     rules = FleetRules(heartbeat_timeout_s=600.0, stall_timeout_s=4.0)
     config = msgspec.structs.replace(MANY, fleet_rules=rules)
@@ -688,7 +705,7 @@ def test_a_name_whose_worker_is_gone_is_taken_over_after_three_heartbeats_and_th
         async with manager(tmp_path) as live, trainer(live) as fleet, Peer(live, "honest") as old:
             playing, _ = await begin_round(fleet, old, 0)
             prompts: dict[int, Prompt] = {}
-            note_prompts(live, prompts)
+            prompts |= prompts_of(live)
             await old.socket.close()
             async with honest_worker(live):
                 await old.dial()
@@ -918,7 +935,7 @@ def test_a_trainer_that_cannot_be_right_is_refused_and_may_come_back(tmp_path: P
             await lie_as_a_trainer(live, [frames.TrainerHello(), frames.RequestRound(1, 0), raw])
             assert live.refused == {kind: 1}
             prompts: dict[int, Prompt] = {}
-            note_prompts(live, prompts)
+            prompts |= prompts_of(live)
             async with trainer(live) as fleet:
                 check_right(await play_round(fleet, 0), prompts)
 
@@ -953,7 +970,7 @@ def test_a_trainer_that_scores_nothing_may_follow_one_that_did(tmp_path: Path):
                 await until(lambda: running_rewards(live) == 8, "all is generated, nothing scored")
                 playing.cancel()
             prompts: dict[int, Prompt] = {}
-            note_prompts(live, prompts)
+            prompts |= prompts_of(live)
             async with trainer(live) as fleet:
                 check_right(await play_round(fleet, 0), prompts)
 

@@ -12,9 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.integration.desks import bare_desk, join, model, polyrl
 from tests.integration.live import (
     CONFIG,
     ENGINE,
+    MODEL,
     Live,
     Peer,
     check_right,
@@ -22,13 +24,14 @@ from tests.integration.live import (
     is_connected,
     manager,
     play_round,
-    prompt_of,
+    prompts_of,
     run,
     tokens,
     trainer,
     until,
 )
 
+from polyrl.cli.main import main
 from polyrl.client import Fleet, Group, Prompt
 from polyrl.engines.emulated import EmulatedEngine
 from polyrl.engines.emulated.text import EOS
@@ -37,12 +40,12 @@ from polyrl.ids import LeaseId
 from polyrl.journal.files import open_journals
 from polyrl.journal.records import replay
 from polyrl.scheduling.core.desk import RULES
+from polyrl.telemetry.metrics import read_metrics
 from polyrl.wire import frames
-from polyrl.wire.control import AnswerRules
 from polyrl.wire.dial import Dialer
 from polyrl.worker.agent import WorkerAgent, WorkerOptions
 
-MODEL = AnswerRules(vocab=ENGINE.vocab, end_ids=(EOS,), max_context=4096)
+__all__ = ["bare_desk", "model"]  # fixtures
 NO_ID = ENGINE.vocab + 8_000
 RECORDED = Path(__file__).parent / "recorded" / "poisoned_run"
 
@@ -70,11 +73,6 @@ def not_open(live: Live) -> bool:
     return opened is not None and all(group.state != "open" for group in opened.desk.groups.values())
 
 
-def groups_of(live: Live) -> dict[int, Prompt]:
-    scheduler = live.service.lobby.need_run().scheduler
-    return {one.id: prompt_of(one.domain, one.prompt, one.epoch) for one in scheduler.desk.groups.values()}
-
-
 POISONS = {
     "an id beyond the vocabulary": ([7, NO_ID, EOS], -1.0, f"token id {NO_ID}"),
     "the largest id": ([2**31 - 1], -1.0, "token id 2147483647"),
@@ -91,11 +89,11 @@ def test_a_run_that_was_poisoned_before_anybody_looked_goes_on_and_trains_on_non
         async with manager(tmp_path) as live, trainer(live) as fleet:
             await poison(live, fleet, ids, logprob)
         async with manager(tmp_path) as live, honest_worker(live), trainer(live, answers=MODEL) as fleet:
-            before = set(groups_of(live))
+            before = set(prompts_of(live))
             prompts: dict[int, Prompt] = {}
             groups: list[Group] = []
             async for group in fleet.round(0):
-                prompts |= groups_of(live)
+                prompts |= prompts_of(live)
                 groups.append(group)
                 await fleet.take(group)
             assert not before & {group.id for group in groups}, "what was poisoned is not handed out"
@@ -125,7 +123,7 @@ def test_a_run_that_an_earlier_version_let_be_poisoned_is_replayed_by_its_rules_
                 prompts: dict[int, Prompt] = {}
                 groups: list[Group] = []
                 async for group in fleet.round(0):
-                    prompts |= groups_of(live)
+                    prompts |= prompts_of(live)
                     groups.append(group)
                     await fleet.take(group)
                 check_right(groups, prompts)
@@ -198,7 +196,7 @@ def test_tokens_that_an_engine_refuses_to_go_on_from_cost_no_prompt_and_are_thei
                 await go_on(live, fleet, None)
 
     async def go_on(live: Live, fleet: Fleet, peer: Peer | None) -> None:
-        prompts = groups_of(live)
+        prompts = prompts_of(live)
         if peer is not None:
             await peer.socket.close()
         scheduler = live.service.lobby.need_run().scheduler
@@ -210,3 +208,34 @@ def test_tokens_that_an_engine_refuses_to_go_on_from_cost_no_prompt_and_are_thei
 
     run(scenario())
     assert sum("begins anew: honest refused to go on from them" in one.getMessage() for one in caplog.records) == 8
+
+
+# As processes
+
+
+@pytest.mark.timeout(300)
+def test_a_poisoned_run_of_an_earlier_version_is_trained_to_its_end_by_polyrl_train_resume(bare_desk: Path):
+    """Recorded at commit fe94f92, where the run was killed: a worker claimed 100,000 slots, handed samples over unasked
+    with ids that the model does not have, and ended others before their end. No other worker had joined."""
+    run_dir = bare_desk / "runs" / "tiny"
+    shutil.copytree(RECORDED.with_name("poisoned_train"), run_dir)
+    recipe = run_dir / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("DESK", str(bare_desk)))
+    (bare_desk / "their_reward.py").write_text("def score(given):\n    return float(given.num_tokens % 2)\n")
+    trainer = polyrl("train", "--resume", "runs/tiny", together=True)
+    worker = join(run_dir)
+    try:
+        said, _ = trainer.communicate(timeout=200)
+        worker.communicate(timeout=60)
+    finally:
+        for process in (trainer, worker):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    assert trainer.returncode == 0, said
+    assert "done: all 3 steps are trained" in said
+    rejected = [line for line in said.splitlines() if "is rejected: token id" in line]
+    assert rejected and all(line.endswith("by worker mallory") for line in rejected)
+    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [0, 1, 2]
+    assert "Traceback" not in said + (run_dir / "logs" / "manager.log").read_text()
+    assert main(["ledger", str(run_dir), "--verify"]) == 0

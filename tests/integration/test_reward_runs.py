@@ -4,18 +4,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.builtin.tiny_models import save_tiny
+from tests.integration.desks import bare_desk, model, polyrl
 
 from polyrl.cli.main import main
 from polyrl.telemetry.metrics import read_metrics
 
-LETTERS = [chr(0x4E00 + number) for number in range(3, 60)]
+__all__ = ["bare_desk", "model"]  # fixtures
 RECIPE = """
 name = "tiny"
 model.path = "model"
@@ -65,30 +64,17 @@ def raises(given):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("qwen3", tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=64)
-
-
 @pytest.fixture
-def desk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(model)
-    (tmp_path / "mine.py").write_text(MINE)
-    rows = [{"prompt": "".join(LETTERS[number : number + 4]), "number": number} for number in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+def desk(bare_desk: Path) -> Path:
+    (bare_desk / "mine.py").write_text(MINE)
+    return bare_desk
 
 
 def start(reward: str = "", *settings: str) -> "subprocess.Popen[str]":
     """One reward, or several."""
     prompts = f'reward = "{reward}"' if reward else 'prompt_key = "prompt"'
     Path("recipe.toml").write_text(RECIPE.replace("PROMPTS", prompts) + ("" if reward else SEVERAL))
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyrl", "train", "recipe.toml", *settings],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-    )  # fmt: skip
+    return polyrl("train", "recipe.toml", *settings)
 
 
 def samples(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:

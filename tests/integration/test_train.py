@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.builtin.tiny_models import save_tiny
+from tests.integration.desks import LETTERS, bare_desk, commands_in, join, model, processes_in, start
 from tests.trainer.test_validator import ToldFleet
 
 from polyrl.cli.main import main
@@ -38,7 +39,6 @@ from polyrl.trainer.local_engine import LocalAnswer, LocalPrompt
 from polyrl.weights.interfaces import listening_addresses
 from polyrl.wire.frames import Sampling
 
-LETTERS = [chr(0x4E00 + number) for number in range(3, 60)]
 RECIPE: dict[str, dict[str, Any]] = {
     "model": {"path": "model"},
     "train": {"steps": 2},
@@ -50,6 +50,7 @@ RECIPE: dict[str, dict[str, Any]] = {
     "manager": {"port": 0},
     "seeding": {"initial_s": 0.2, "max_step_s": 1.0},
 }
+__all__ = ["bare_desk", "model"]  # fixtures
 REWARD = """
 def score(given):
     if given.num_tokens % 4 == 3 or given.row["number"] == 1:
@@ -58,22 +59,12 @@ def score(given):
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("qwen3", tmp_path_factory.mktemp("model"), tokenizer=True, vocab_size=64)
-
-
 @pytest.fixture
-def desk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(bare_desk: Path) -> Path:
     """A folder with all that a run needs, and we are in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").symlink_to(model)
-    (tmp_path / "their_reward.py").write_text(REWARD)
-    with (tmp_path / "rows.jsonl").open("w", encoding="utf-8") as file:
-        for number in range(20):
-            file.write(json.dumps({"prompt": "".join(LETTERS[number : number + 4]), "number": number}) + "\n")
-    write_recipe(tmp_path)
-    return tmp_path
+    (bare_desk / "their_reward.py").write_text(REWARD)
+    write_recipe(bare_desk)
+    return bare_desk
 
 
 def write_recipe(folder: Path) -> None:
@@ -81,45 +72,6 @@ def write_recipe(folder: Path) -> None:
     for section, keys in RECIPE.items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
     (folder / "recipe.toml").write_text("\n".join(lines) + "\n")
-
-
-def start(*settings: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyrl", "train", "recipe.toml", *settings],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-    )  # fmt: skip
-
-
-def join(run_dir: Path) -> "subprocess.Popen[str]":
-    """A worker that the run has not started."""
-    until = time.monotonic() + 60
-    while not (run_dir / "manager.json").exists() and time.monotonic() < until:
-        time.sleep(0.05)
-    url = json.loads((run_dir / "manager.json").read_text())["url"]
-    joining = ("--join", url, "--token-file", str(run_dir / "worker.token"), "--engine", "builtin", "--model", "model")
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyrl", "worker", *joining, "slots=8", "kv_tokens=2048"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-    )  # fmt: skip
-
-
-def processes_in(folder: Path) -> list[str]:
-    return list(commands_in(folder).values())
-
-
-def commands_in(folder: Path) -> dict[int, str]:
-    """Command lines of whoever works in this folder, by process."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if Path(os.readlink(entry / "cwd")) == folder:
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-    return found
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integration.test_train import desk, model, processes_in, start
+from tests.integration.desks import bare_desk, model, processes_in, start
+from tests.integration.test_train import desk
 from tests.weights.test_tls import certificate
 
 from polyrl.cli.main import main
@@ -19,7 +20,7 @@ from polyrl.run.encryption import encryption
 from polyrl.run.workers import worker_arguments
 from polyrl.telemetry.metrics import read_metrics
 
-__all__ = ["desk", "model"]  # fixtures
+__all__ = ["bare_desk", "desk", "model"]  # fixtures
 pytestmark = [
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate"),
     pytest.mark.timeout(300),  # a run, strangers and a worker, of which each has its own limit

@@ -7,6 +7,7 @@ from polyrl.ids import Step, Version, WorkerName
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.parameters import FleetRules, WeightDeliveryConfig
+from polyrl.scheduling.parts import membership
 from polyrl.scheduling.scheduler import Scheduler
 
 ONE_UPLOAD = WeightDeliveryConfig(trainer_uploads=1)
@@ -199,6 +200,27 @@ def test_a_worker_whose_engine_is_down_gets_no_samples_and_no_weights_and_stays(
     assert run.sample("1/0").state == "waiting"
     assert WorkerName("a") in run.scheduler.desk.state.fleet.by_name
     assert leased(run.join("b"))["1/0"] == ("b", 7)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_an_engine_that_dies_again_and_again_without_an_answer_between_costs_its_worker_its_place(says_so: bool):
+    run = Driver(small_config(prompts=1, samples=2))
+    run.begin()
+    run.join("a")
+    for _ in range(membership.MOST_DEATHS - 1):
+        if says_so:
+            down(run, "a")
+        back(run, "a", 0)
+    run.finish("1/0", at=3)
+    assert run.scheduler.desk.seats[1].num_deaths == 0, "an answer clears it"
+    for _ in range(membership.MOST_DEATHS):
+        assert WorkerName("a") in run.scheduler.desk.state.fleet.by_name
+        if says_so:
+            down(run, "a")
+        back(run, "a", 0)
+    (forgotten,) = only(run.said, c.ForgetWorker)
+    assert forgotten.why == "its engine died 8 times with samples, and it brought no answer between"
+    assert not forgotten.rejoin
 
 
 def test_the_death_of_an_engine_is_counted_against_neither_its_worker_nor_samples_that_it_was_writing():

@@ -51,6 +51,7 @@ def _clear(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     worker, group = desk.seats[sample.worker], desk.groups[sample.group]
     if worker.unheard:
         membership.heard_from(desk, worker, now)
+    worker.num_deaths = 0
     if worker.earned < worker.slots or worker.has_stalled:
         credit.answered(desk, worker)
     if not worker.is_doubtful and not group.failed_on:

@@ -64,8 +64,8 @@ class MismatchGuard:
         self._names += [segment[3] for segment in segments]
 
     def found(self, peers: Peers = ALONE) -> tuple[frozenset[int], dict[str, float]]:
-        """Samples beyond the bound, by number; and their workers, with the mean difference of each one's worst segment in
-        nats a token of the present weights. Ranks tell each other of theirs."""
+        """Return the numbers of samples beyond the bound; and their workers, each with the mean difference of its worst
+        segment, in nats a token of the present weights. Ranks tell each other of theirs."""
         numbers: set[int] = set()
         named: dict[str, float] = {}
         excess = torch.cat(self._excess).tolist() if self._excess else []

@@ -35,6 +35,7 @@ EndReason = Literal["stop", "length", "handed_over", "engine_failed", "refused"]
 
 Natural = Annotated[int, Meta(ge=0, le=1 << 62)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
+HeldVersion = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 """Four bytes in a column of versions."""
 _MAX_TEXT = 2000
 PeerText = Annotated[str, Meta(max_length=_MAX_TEXT)]
@@ -89,7 +90,7 @@ class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 class Hello(Frame, frozen=True, tag="hello"):
     """The state of a worker that connects, first or again."""
 
-    version: int
+    version: HeldVersion
     """What its engine runs; -1 is nothing yet."""
     leases: bytes
     """Those it holds: running, or ended and not acknowledged."""
@@ -170,7 +171,7 @@ class Down(Frame, frozen=True, tag="down"):
 class Back(Frame, frozen=True, tag="back"):
     """Its engine is there again, and runs what it ran at its start."""
 
-    version: int
+    version: HeldVersion
     """-1 is nothing."""
 
 

@@ -35,7 +35,8 @@ RULES = 2
     1    credit is earned (credit.py), both are failures (failures.py), two have to fail with a peer (membership.py),
          and no second is left out twice (steps.py)
     2    the trainer's devices come back to samples that wait where every worker that generates is about to leave
-         (devices.py); none is advised for what is written before one could begin (scaling.py)
+         (devices.py); none is advised for what is written before one could begin (scaling.py);
+         a worker whose engine dies many times without an answer between is given up (membership.py)
 """
 
 ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths")

@@ -132,6 +132,8 @@ class Worker(Struct):
     """Leases given to it since it last brought tokens."""
     down: bool = False
     """Its engine died and is being started again."""
+    num_deaths: int = 0
+    """How often its engine died with samples since its last answer."""
     unheard: bool = False
     """The driver was away, and has not heard of it since: its seconds from then on are not in the ledger yet."""
     validating: bool = False

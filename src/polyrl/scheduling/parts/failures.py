@@ -11,7 +11,8 @@
 
 Rules kept here: a failure is held against a worker once a group, and only when somebody else has answered the group;
 an answer of its own clears it of all. So neither a prompt that engines refuse nor weights that give no numbers cost
-anybody its place. What an engine's death takes along is held against nobody (membership.py).
+anybody its place. What an engine's death takes along is held against nobody, unless the engine dies again and again
+(membership.py).
 """
 
 from polyrl.ids import Version

@@ -16,6 +16,7 @@ from polyrl.ids import LeaseId, Seconds
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import (
     EngineBack,
+    EngineDown,
     Event,
     FleetReported,
     GroupRejected,
@@ -97,7 +98,7 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
             if any(name == "hand_over" and at <= now for (name, _), at in waits.items()):
                 return list(desk.seats)
             return [seat for seat in desk.seats if any(waits.get((name, seat), now + 1.0) <= now for name in _WAITS)]
-        case WorkerLeft() | EngineBack():
+        case WorkerLeft() | EngineDown() | EngineBack():
             worker = desk.state.fleet.find(event.worker, event.incarnation)
             return None if worker is None else [worker.seat]
         case GroupRejected():

@@ -20,6 +20,7 @@ from polyrl.scheduling.rules.staleness import oldest_version
 from polyrl.scheduling.rules.weight_delivery import TRAINER
 
 _LOOK_AGAIN_S = 1.0
+MOST_DEATHS = 8
 
 
 def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
@@ -204,7 +205,7 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
     """No more samples for it. Those that it has are ended by itself, each after its last token."""
-    if worker.down:
+    if worker.down or _dies_too_often(desk, worker, now):
         return
     settle(worker, desk.ledger, now)
     worker.down = True
@@ -212,9 +213,23 @@ def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
     desk.devices_due = True
 
 
+def _dies_too_often(desk: Desk, worker: Worker, now: Seconds) -> bool:
+    """Note a death that takes samples along. Whoever brings no answer between many of them is given up: it would be
+    the least loaded worker each time, and have the same samples again. That of an honest engine has a reason which
+    ends with its sample, after `max_failures` of them (failures.py)."""
+    if desk.state.rules < 2 or worker.local or not worker.leases:
+        return False
+    worker.num_deaths += 1
+    if worker.num_deaths < MOST_DEATHS:
+        return False
+    why = f"its engine died {worker.num_deaths} times with samples, and it brought no answer between"
+    lose(desk, worker, why, now, tell=True, rejoin=False)
+    return True
+
+
 def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> None:
     """It runs what it ran at its start. What it was given meanwhile, or never ended, somebody else gets."""
-    if worker.state == "draining":
+    if worker.state == "draining" or (not worker.down and _dies_too_often(desk, worker, now)):
         return
     settle(worker, desk.ledger, now)
     _take_back_all(desk, worker, "its engine was down", "engine_failed", now)
