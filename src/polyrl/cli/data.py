@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from polyrl.cli.actions import Actions, CliAction, add_action
+from polyrl.cli.parser import Actions, CliAction, add_action
 from polyrl.errors import UserError
 
 ACTIONS: Actions = {

@@ -11,9 +11,12 @@ from polyrl.errors import UserError
 from polyrl.wire.control import DEFAULT_PORT
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from polyrl.wire.dial import Dialer
 
 StructT = TypeVar("StructT")
+AnswerT = TypeVar("AnswerT")
 _STANDS_STILL_S = 60.0
 """A manager that has read no more of its run for so long is not waited for."""
 _LOOK_AGAIN_S = 0.5
@@ -70,6 +73,21 @@ async def answer(dialer: "Dialer", path: str, kind: type[StructT]) -> StructT:
                 shown = str(starting)
                 print(shown, file=sys.stderr, flush=True)
             await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+def run_with(args: argparse.Namespace, ask: "Callable[[Dialer], Awaitable[AnswerT]]") -> AnswerT:
+    """Dial the manager and ask it something. Raises UserError when it cannot be reached."""
+    from polyrl.run.event_loop import run_loop
+    from polyrl.wire.dial import Unreachable
+
+    async def dial() -> AnswerT:
+        async with dialer(args) as dialled:
+            return await ask(dialled)
+
+    try:
+        return run_loop(dial())
+    except Unreachable as error:
+        raise UserError(str(error)) from error
 
 
 def _url_of(run_dir: Path) -> str:

@@ -27,23 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from polyrl.errors import UserError
-    from polyrl.run.event_loop import run_loop
     from polyrl.wire.control import DrainRequest
-    from polyrl.wire.dial import Unreachable
     from polyrl.wire.frames import MAX_NOTICE_S
 
     if not 0 <= args.notice <= MAX_NOTICE_S:
         raise UserError(f"--notice: {args.notice:g}; expected seconds from 0 to {MAX_NOTICE_S:g}")
     wanted = DrainRequest(reason=args.reason, notice_s=args.notice)
-
-    async def ask() -> None:
-        async with dialing.dialer(args) as dialer:
-            await dialer.post(f"/v1/workers/{quote(args.worker, safe='')}/drain", wanted, dict)
-
-    try:
-        run_loop(ask())
-    except Unreachable as error:
-        raise UserError(str(error)) from error
+    path = f"/v1/workers/{quote(args.worker, safe='')}/drain"
+    dialing.run_with(args, lambda dialer: dialer.post(path, wanted, dict))
     if args.notice:
         print(f"{args.worker}: given notice; it hands over what has not ended, and leaves, within {args.notice:g} s")
     else:

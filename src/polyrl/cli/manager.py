@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from polyrl.wire.control import DEFAULT_PORT
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from polyrl.manager.http import Front, ListenAddress
-    from polyrl.manager.service import Service
     from polyrl.manager.serving.texts import Served
+    from polyrl.manager.settings import ManagerSettings
 
 EXAMPLE = """\
 example:
@@ -69,73 +71,31 @@ def run(args: argparse.Namespace) -> int:
     return run_loop(_serve(args, settings, tls))
 
 
-async def _serve(args: argparse.Namespace, settings: object, tls: object) -> int:
-    from polyrl.manager.http import Front, check_that_it_can_listen
-    from polyrl.manager.service import Service, check_that_none_runs
+async def _serve(args: argparse.Namespace, settings: "ManagerSettings", tls: "SSLContext | None") -> int:
+    from polyrl.manager.process import run_manager
 
-    run_dir = Path(args.run_dir)
-    served = _load(args.serve or args.tokenizer)
-    check_that_none_runs(run_dir)  # before its port, which is the other one's: that says more
-    await check_that_it_can_listen(args.host, args.port)  # before tokens and a journal are made
-    service = Service(run_dir, settings, recovers=False)  # type: ignore[arg-type]
-    front = Front(service, served)
-    address = await front.listen(args.host, args.port, tls)  # type: ignore[arg-type]
+    run_dir, served = Path(args.run_dir), _load(args.serve or args.tokenizer)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    if not service.recovered and not await _recover(service, front, stop):
-        return 0
-    if args.serve is not None:
-        await front.open_run()
-    print(f"manager: {address.url}  run: {run_dir}  ({service.recovered})", flush=True)
-    url, trust = (address.url, "") if args.tls_cert is None else _way_in(args, address)
-    model = "" if args.serve is None else f" --engine builtin --model {shlex.quote(args.serve)}"
-    token = run_dir / "worker.token"
-    print(f"  join with: polyrl worker --join {url} --token-file {token}{model}{trust}", flush=True)
-    if served is not None:
-        print(f"  ask at: {address.url}/v1  model: {front.model_name}  token: {run_dir / 'generate.token'}", flush=True)
-    owner = asyncio.create_task(service.own())
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait((owner, stopped), return_when=asyncio.FIRST_COMPLETED)
-    try:
-        if owner.done():
-            owner.result()  # a failure of ours: loudly
-    finally:
-        owner.cancel()
-        await front.close("the manager stops; it can be started again")
-        service.close()
-    print("manager: stopped; the run can go on with the same --run-dir", flush=True)
+
+    def on_ready(front: "Front", address: "ListenAddress", recovered: str) -> None:
+        print(f"manager: {address.url}  run: {run_dir}  ({recovered})", flush=True)
+        url, trust = (address.url, "") if args.tls_cert is None else _way_in(args, address)
+        model = "" if args.serve is None else f" --engine builtin --model {shlex.quote(args.serve)}"
+        token = run_dir / "worker.token"
+        print(f"  join with: polyrl worker --join {url} --token-file {token}{model}{trust}", flush=True)
+        if served is not None:
+            token = run_dir / "generate.token"
+            print(f"  ask at: {address.url}/v1  model: {front.model_name}  token: {token}", flush=True)
+
+    opens_run, where = args.serve is not None, (args.host, args.port)
+    whole = await run_manager(
+        run_dir, settings, where, tls=tls, served=served, opens_run=opens_run, stop=stop, on_ready=on_ready
+    )
+    how = "; the run can go on" if whole else " before its run was read; it can go on"
+    print(f"manager: stopped{how} with the same --run-dir", flush=True)
     return 0
-
-
-async def _recover(service: "Service", front: "Front", stop: asyncio.Event) -> bool:
-    """Read the run that is there, while the port says how far that is. False: it was stopped meanwhile."""
-    import threading
-
-    loop = asyncio.get_running_loop()
-    read: asyncio.Future[None] = loop.create_future()
-
-    def recover() -> None:
-        try:
-            service.recover()
-        except Exception as error:  # noqa: BLE001  raised where it is waited for
-            loop.call_soon_threadsafe(read.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(read.set_result, None)
-
-    # A daemon: nothing of what it does is on file before it is over, so a manager that is stopped does not wait for it.
-    threading.Thread(target=recover, name="recovery", daemon=True).start()
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait((read, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if read.done() and read.exception() is None:
-        return True
-    await front.close("the manager stops; it can be started again")
-    if read.done():
-        service.close()
-        read.result()
-    print("manager: stopped before its run was read; it can go on with the same --run-dir", flush=True)
-    return False
 
 
 def _way_in(args: argparse.Namespace, address: "ListenAddress") -> tuple[str, str]:

@@ -1,11 +1,13 @@
 """argparse, whose mistakes are a UserError: one line, with the nearest name that it knows.
 
 An option that nobody knows is told before anything else that is wrong: what it was meant to say may be what is missing.
+A command that does several things has no subcommands: its first argument is the action. Options belong to all actions
+of a command; their help says which action they are for.
 """
 
 import argparse
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from polyrl.errors import UserError
 
@@ -40,3 +42,20 @@ class Parser(argparse.ArgumentParser):
         known = list(map(str, action.choices))
         hint = did_you_mean(str(value), known)
         raise UserError(f"{name}: got {value!r}, expected one of {', '.join(known)}{hint and f'; {hint}'}")
+
+
+class CliAction(NamedTuple):
+    usage: str
+    help: str
+
+
+Actions = Mapping[str, CliAction]
+
+
+def add_action(parser: argparse.ArgumentParser, actions: Actions, examples: str) -> None:
+    """The first argument, and the list of what it may be; `examples` are whole commands, a line each."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(len(f"{name} {action.usage}") for name, action in actions.items())
+    lines = [f"  {f'{name} {action.usage}':<{width}}  {action.help}" for name, action in actions.items()]
+    parser.epilog = "\n".join(["actions:", *lines, "", "examples:", examples])
+    parser.add_argument("action", choices=list(actions), metavar="ACTION", help="one of those below")

@@ -3,18 +3,16 @@
 import argparse
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyrl.errors import UserError, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console
 
-    from polyrl.data.tokens import ModelTokenizer
-    from polyrl.run.kept_samples import Kept, KeptSample
+    from polyrl.run.kept_samples import Kept, KeptSample, Texts
 
 EXAMPLE = """\
 examples:
@@ -52,78 +50,39 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{run_dir}: there is no such directory; expected that of a run")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit: got {args.limit}, expected at least 1")
-    kept = Kept(run_dir)
-    texts = _Texts(_tokenizer(run_dir, args.tokenizer))
+    kept, text_of = Kept(run_dir), _texts(run_dir, args.tokenizer)
     limit = args.limit if args.limit is not None else None if args.json else _LIMIT
-    found = list(_chosen(kept, args, texts, limit))
+    order = "best" if args.best else "worst" if args.worst else None
+    found = list(islice(kept.choose(text_of, step=args.step, grep=args.grep, order=order), limit))
     if args.json:
         for sample in found:
-            sys.stdout.write(json.dumps(_as_json(sample, texts)) + "\n")  # ASCII alone: harmless anywhere
+            sys.stdout.write(json.dumps(_as_json(sample, text_of)) + "\n")  # ASCII alone: harmless anywhere
         return 0
-    _show(found, texts, kept, full=args.full)
+    _show(found, text_of, kept, full=args.full)
     return 0
 
 
-class _Texts:
-    """What tokens say."""
-
-    def __init__(self, tokenizer: "ModelTokenizer | None") -> None:
-        self._tokenizer = tokenizer
-
-    def prompt(self, sample: "KeptSample") -> str:
-        return self._say(sample.prompt)
-
-    def answer(self, sample: "KeptSample") -> str:
-        return self._say(sample.answer)
-
-    def _say(self, tokens: "Any") -> str:
-        if self._tokenizer is None:
-            return " ".join(map(str, tokens))
-        return self._tokenizer.text(list(tokens))
-
-
-def _tokenizer(run_dir: Path, folder: str | None) -> "ModelTokenizer | None":
-    """None: the run has no recipe, and tokens are shown as numbers."""
+def _texts(run_dir: Path, folder: str | None) -> "Texts":
+    """By the tokenizer of the run's recipe, or of a directory; without either, tokens are shown as numbers."""
     from polyrl.config import load_toml
     from polyrl.data.tokens import ModelTokenizer
 
     recipe = run_dir / "recipe.toml"
     if folder is None and recipe.is_file():
         folder = load_toml(recipe).get("model", {}).get("path")
-    return None if folder is None else ModelTokenizer(folder)
+    if folder is None:
+        return lambda tokens: " ".join(map(str, tokens))
+    tokenizer = ModelTokenizer(folder)
+    return lambda tokens: tokenizer.text(list(tokens))
 
 
-def _chosen(kept: "Kept", args: argparse.Namespace, texts: _Texts, limit: int | None) -> "Iterator[KeptSample]":
-    num = 0
-    for step in _steps(kept, args):
-        samples = kept.of_step(step)
-        if args.grep is not None:
-            samples = [one for one in samples if args.grep in texts.prompt(one) or args.grep in texts.answer(one)]
-        if args.worst or args.best:
-            scored = [one for one in samples if one.reward is not None]
-            samples = sorted(scored, key=lambda one: one.reward or 0.0, reverse=args.best)
-        for sample in samples:
-            if num == limit:
-                return
-            num += 1
-            yield sample
-
-
-def _steps(kept: "Kept", args: argparse.Namespace) -> list[int]:
-    if args.step is not None:
-        return [args.step]
-    if args.grep is not None:
-        return kept.steps[::-1]
-    return [kept.trained_steps[-1] if kept.trained_steps else kept.steps[-1]]
-
-
-def _as_json(sample: "KeptSample", texts: _Texts) -> dict[str, Any]:
+def _as_json(sample: "KeptSample", text_of: "Texts") -> dict[str, Any]:
     return {
         "step": sample.step,
         "sample": sample.name,
         "state": sample.state,
-        "prompt": texts.prompt(sample),
-        "answer": texts.answer(sample),
+        "prompt": text_of(sample.prompt),
+        "answer": text_of(sample.answer),
         "reward": sample.reward,
         "parts": sample.parts,
         "num_tokens": len(sample.answer),
@@ -138,18 +97,18 @@ def _as_json(sample: "KeptSample", texts: _Texts) -> dict[str, Any]:
 # For people
 
 
-def _show(found: "list[KeptSample]", texts: _Texts, kept: "Kept", *, full: bool) -> None:
+def _show(found: "list[KeptSample]", text_of: "Texts", kept: "Kept", *, full: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     for sample in found:
-        _show_one(console, sample, texts, full=full)
+        _show_one(console, sample, text_of, full=full)
     first, last = kept.steps[0], kept.steps[-1]
     there = f"step {first}" if first == last else f"steps {first} to {last}"
     console.print(f"{len(found)} shown; {there} are kept. --step, --worst, --best, --grep and --limit choose")
 
 
-def _show_one(console: "Console", sample: "KeptSample", texts: _Texts, *, full: bool) -> None:
+def _show_one(console: "Console", sample: "KeptSample", text_of: "Texts", *, full: bool) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -161,7 +120,7 @@ def _show_one(console: "Console", sample: "KeptSample", texts: _Texts, *, full: 
     console.print(Text(visible(head), style="bold"))
     how = f"{len(sample.answer):,} tokens, {sample.finish}; {_writers(sample)}"
     console.print(Text(visible(how), style="dim"))
-    for title, text in (("prompt", texts.prompt(sample)), ("answer", texts.answer(sample))):
+    for title, text in (("prompt", text_of(sample.prompt)), ("answer", text_of(sample.answer))):
         console.print(Text(title, style="cyan"))
         console.print(Padding(Text(_cut(visible(text), full=full)), (0, 0, 0, 2)))
     console.print()

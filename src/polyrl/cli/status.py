@@ -28,19 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import msgspec
 
-    from polyrl.errors import UserError
-    from polyrl.run.event_loop import run_loop
     from polyrl.wire.control import Status
-    from polyrl.wire.dial import Unreachable
 
-    async def ask() -> Status:
-        async with dialing.dialer(args) as dialer:
-            return await dialing.answer(dialer, "/v1/status", Status)
-
-    try:
-        status = run_loop(ask())
-    except Unreachable as error:
-        raise UserError(str(error)) from error
+    status = dialing.run_with(args, lambda dialer: dialing.answer(dialer, "/v1/status", Status))
     if args.json:
         print(msgspec.json.encode(status).decode())
     else:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyrl.cli.actions import Actions, CliAction, add_action
+from polyrl.cli.parser import Actions, CliAction, add_action
 from polyrl.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ Rules kept here: files are only read, also while a run writes them: what is cut 
 step's file has is not taken from the journal as well. Nothing is asked of anybody: a run that is over reads the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,6 +25,8 @@ from polyrl.trainer.state import entries
 from polyrl.wire import columns
 
 KeptState = Literal["trained", "rejected", "open"]
+Texts = Callable[[Sequence[int]], str]
+"""What tokens say."""
 
 
 class KeptSample(NamedTuple):
@@ -78,6 +80,23 @@ class Kept:
             for place, group in enumerate(entry.groups())
             for index, sample in enumerate(group)
         ]
+
+    def choose(
+        self, text_of: Texts, *, step: int | None, grep: str | None, order: Literal["best", "worst"] | None
+    ) -> Iterator[KeptSample]:
+        """Samples of a step, by default of the newest that was trained; with `grep`, of all steps, the newest first.
+
+        `grep`: only those whose prompt or answer has this text. `order`: by reward, and only those that have one.
+        """
+        newest = self.trained_steps[-1:] or self.steps[-1:]
+        for one in [step] if step is not None else newest if grep is None else self.steps[::-1]:
+            samples = self.of_step(one)
+            if grep is not None:
+                samples = [kept for kept in samples if grep in text_of(kept.prompt) or grep in text_of(kept.answer)]
+            if order is not None:
+                scored = [kept for kept in samples if kept.reward is not None]
+                samples = sorted(scored, key=lambda kept: kept.reward or 0.0, reverse=order == "best")
+            yield from samples
 
 
 def _of_entry(step: int, sample: TrainSample, index: int, state: KeptState) -> KeptSample:
