@@ -1,4 +1,4 @@
-"""What a step waits for until it is safe: the log of every step, and the copy for a checkpoint now and then.
+"""Seconds that a step waits until it is on disk: for the log of every step, now and then for a checkpoint's copy.
 
     make bench NAME=checkpoints ARGS='[--parameters MILLIONS] [--every K] [--dir DIR] [--json]'
 

@@ -38,7 +38,7 @@ def environment(folder: Path, distribution: str) -> Environment:
 
 
 def run(argv: Sequence[str | Path], cwd: Path | None = None) -> str:
-    """What it says. Raises CannotMeasure with the command and its last line."""
+    """Return what a command prints. Raises CannotMeasure with the command and its last line."""
     try:
         done = subprocess.run(
             argv, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_INSTALL_S, check=False

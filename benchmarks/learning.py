@@ -52,7 +52,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 NUM_STEPS = 32
 TRAINER_USD, WORKER_USD = 2.0, 0.4
-"""An hour. What is compared is how far a dollar goes, not what a laptop costs."""
+"""An hour. They compare how far a dollar goes, and are not what a laptop costs."""
 SETTINGS = (
     "manager.port=0", "fleet.workers=2", "fleet.wait=true", "fleet.settings={ slots = 16, kv_tokens = 8192 }",
     f"train.price_usd_per_hour={TRAINER_USD}", f"fleet.price_usd_per_hour={WORKER_USD}",
@@ -74,7 +74,7 @@ SHORT_BIN, LONG_BIN = 3, 6
 
 
 class Curve(NamedTuple):
-    """What is compared of one run; one number a step."""
+    """The figures of one run that are compared; one number a step."""
 
     reward: list[float]
     seconds: list[float]

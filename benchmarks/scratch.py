@@ -1,7 +1,7 @@
 """A directory in memory for the length of a command, where the machine has memory as a directory.
 
-Whoever is killed cannot tidy up, and memory that nobody owns is missed until the machine restarts. So a directory is
-locked by its owner, the kernel lets go of the lock however the owner ends, and the next one removes what has none.
+A process that is killed cannot tidy up, and memory without an owner is missed until the machine restarts. So an owner
+locks its directory, the kernel drops the lock however the owner ends, and the next owner removes what has no lock.
 """
 
 import fcntl

@@ -1,6 +1,6 @@
-"""What it costs to go through worker and manager instead of straight to a server, and what an install costs.
+"""The cost of going through worker and manager instead of straight to a server, and of an install of weights.
 
-One server, one run. The same work goes to it directly, over its own interface of token ids, and through a worker and a
+The same work goes to one server directly, over its own interface of token ids, and through a worker and a
 manager in processes of their own, in turns (each way first in its turn); ratios are of turns that followed each other:
 
     tokens a second    many samples at once; a turn ends when the last of them is here, whole
@@ -190,7 +190,7 @@ async def _in_turns(
 
 
 def _cpu_s(pids: Iterable[int]) -> float:
-    """What processes have computed so far. To the nanosecond: most of ours takes less than a tick of the clock."""
+    """CPU seconds of processes so far, to the nanosecond: most of our work takes less than a tick of the clock."""
     threads = (one for pid in pids for one in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(int(one.read_text().split()[0]) for one in threads) / 1e9
 

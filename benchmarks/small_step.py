@@ -1,4 +1,4 @@
-"""What a step of a small model costs in CPU seconds: ours, ours with a worker of the fleet, and TRL's GRPOTrainer.
+"""CPU seconds of a step of a small model: ours, ours with a worker of the fleet, and TRL's GRPOTrainer.
 
     benchmarks/install_trl.sh
     make bench NAME=small_step ARGS='[--model DIR] [--trl PYTHON] [--seeds N] [--first-seed N] [--steps N] [--core N]
@@ -6,7 +6,7 @@
 
 The shipped recipe `arithmetic` (90,000 parameters, 16 prompts of 8 answers a step), without validation, against TRL on
 the same model, problems, reward, group size and learning rate. Everything runs on one core, a thread a process, and one
-after the other, seed by seed. What is counted is CPU time, user and system, of every process of the run: trainer,
+after the other, seed by seed. The benchmark counts CPU time, user and system, of every process of the run: trainer,
 manager, rewards, worker. Starting up and the first steps are not counted; checkpoints, logs and journals are.
 
     make bench NAME=small_step ARGS='--only memory --steps 300'
@@ -90,7 +90,7 @@ def written_by_workers(run_dir: Path) -> float:
 def watch(
     process: "subprocess.Popen[bytes]", metrics: Path, look: Callable[[int], dict[str, float]]
 ) -> list[dict[str, float]]:
-    """What `look` finds as each step's line appears."""
+    """The findings of `look` as each step's line appears."""
     marks: list[dict[str, float]] = []
     until = time.monotonic() + _DEADLINE_S
     while process.poll() is None:

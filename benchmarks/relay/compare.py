@@ -1,4 +1,4 @@
-"""What it costs to carry tokens from engines to a trainer: the manager, and relays of others, in turns.
+"""CPU and latency of carrying tokens from engines to a trainer: the manager and relays of others, in turns.
 
 Goals: 2,000,000 tokens a second saturated on one core with the journal on; 20 times fewer CPU-seconds a token than the
 better of sglang-router and vllm-router at 25,000 tokens a second, 50 times saturated; a cost that does not grow from

@@ -1,7 +1,7 @@
 """The load on a relay and what is read off: samples that stream at once, tokens a CPU-second, added latency, memory.
 
 `measure_sse` puts a peer (peers.py) between fake engines (sse_worker) and a reader (sse_client), one stream a sample.
-Whatever relays in another way makes its own `Reading` of the same `Load` with `read_off`: our manager does.
+A relay that works in another way, as our manager does, makes its own `Reading` of the same `Load` with `read_off`.
 
 Neighbours on a shared machine make a relay look slow or, by letting events pile up, cheap. So relays take turns, and of
 several readings the middle one counts (`middles`).
@@ -84,7 +84,7 @@ class Reading(Struct, frozen=True):
     """Percentile less percentile of the direct connection at the same load."""
     rss_bytes: int
     bytes_per_sample: int
-    """What it grew by when the samples came."""
+    """Memory that it grew by when the samples came."""
     events_per_read: float
     """Events that a read at the far end brought; 1 where each travels by itself."""
     sustained: bool | None
@@ -116,7 +116,7 @@ class Programs(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What was seen while it was counted."""
+    """Counts of one reading."""
 
     tokens: int
     seconds: float

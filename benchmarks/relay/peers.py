@@ -68,7 +68,7 @@ class Direct:
 
 
 class Relay(ABC):
-    """A program between reader and workers. What differs is its command line and how it says that it is ready."""
+    """A program between reader and workers. Each has its own command line and its own way to say that it is ready."""
 
     name = ""
     version = ""

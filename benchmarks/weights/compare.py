@@ -1,6 +1,6 @@
 """Weight transfers beside iperf3 and mooncake; deltas; late joiners.
 
-One run of everything, so that the figures have the same neighbours: iperf3 and our pulls take turns.
+Everything is in one run, so that all figures have the same neighbours; iperf3 and our pulls take turns.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def add_iperf(
 
 
 def beside_iperf(result: dict[str, Any], iperf: dict[str, list[peers.Iperf]]) -> dict[str, Any]:
-    """What the runs of iperf3 add to our figures; nothing where there are none."""
+    """Our figures beside those of iperf3; empty where iperf3 was not measured."""
     if not iperf:
         return {}
     runs = [one for values in iperf.values() for one in values]

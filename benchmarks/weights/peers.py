@@ -1,7 +1,8 @@
-"""What others do with the same bytes on the same machine: iperf3, mooncake's transfer engine in TCP mode.
+"""Other programs that move the same bytes on the same machine: iperf3, and mooncake's transfer engine in TCP mode.
 
 iperf3 discards what it receives into one small buffer that stays in the cache, so it is a ceiling rather than a peer.
-mooncake is installed into a cache of its own; it does not verify what it moves. What cannot be measured says why.
+mooncake is installed into a cache of its own; it does not verify what it moves. A peer that cannot be measured leaves a
+note with the reason.
 """
 
 import json

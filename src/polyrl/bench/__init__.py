@@ -1,1 +1,1 @@
-"""What PolyRL does on this machine, measured: the scheduler, the builtin engine, the trainer, weight transfers."""
+"""Measurements of PolyRL on this machine: the scheduler, the builtin engine, the trainer, weight transfers."""

@@ -1,9 +1,9 @@
-"""What the machine takes for the bytes of a pull: the same system calls in a bare loop, without asking, or checking.
+"""The time that this machine needs for the bytes of a pull: the same system calls in a bare loop, with no protocol.
 
     python -m polyrl.bench.floor NUM_BYTES     # the sending side, until its input ends
 
 Three steps, taken in turn: into one megabyte that stays in the cache, as iperf3 does; into the place where each chunk
-belongs; and hashed there. What a pull takes more than the third is ours.
+belongs; and hashed there. Time of a pull beyond the third step is our protocol's.
 """
 
 import os

@@ -34,7 +34,7 @@ GOALS = {"events_per_s": 100_000, "cost_ratio_1000_to_10_workers": 2.0, "bytes_p
 class Size(NamedTuple):
     events: PlayedLoad
     growth: tuple[PlayedLoad, ...]
-    """What is played by few workers, and by `more` times as many with as many slots in all."""
+    """Loads that are played by few workers, and by `more` times as many with as many slots in all."""
     more: int
     num_repeats: int
     num_held: int

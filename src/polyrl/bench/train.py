@@ -1,7 +1,7 @@
 """How fast the trainer is on this machine, against the device's matrix limit.
 
 A step is forward, backward and update. Its model FLOPs are what the work needs: 6 for each weight of a layer and row,
-6 for each weight of the output layer and answer token, and causal attention. What is computed twice, or for padding,
+6 for each weight of the output layer and answer token, and causal attention. Work that is done twice, or for padding,
 does not count. The limit is the rate of a large matrix product in the same precision, measured before and after; the
 better of both counts.
 

@@ -42,7 +42,7 @@ LEASES_AN_EVENT = 100
 
 
 class PlayedLoad(NamedTuple):
-    """What the world is made of."""
+    """The size of a world."""
 
     num_workers: int
     slots: int
@@ -131,7 +131,7 @@ class Clock:
 
 
 def _clock_overhead_s() -> float:
-    """What two readings of the clock add to a span."""
+    """The time that two readings of the clock add to a span."""
     spans: list[float] = []
     for _ in range(2000):
         began = perf_counter()
@@ -198,7 +198,7 @@ class World:
         return self.num_steps_trained >= self.load.num_steps or self.now >= self.load.max_s
 
     def play_second(self) -> None:
-        """What happens within a second, at its moments; then every worker reports."""
+        """Play the events of a second at their moments; then every worker reports."""
         with self.clock.second():
             self._play_second()
 

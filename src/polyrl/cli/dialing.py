@@ -59,7 +59,7 @@ def dialer_to(url: str, token_file: str | None, ca: str | None, options: str = "
 
 
 async def answer(dialer: "Dialer", path: str, kind: type[StructT]) -> StructT:
-    """What the manager says there. One that reads its run is waited for while it goes on, and that is shown."""
+    """The manager's answer. While a manager reads its run again, wait for it and show how far it is."""
     from polyrl.wire.dial import Patience, Starting
 
     patience, shown = Patience(_STANDS_STILL_S), ""

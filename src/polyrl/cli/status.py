@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(status: "Status") -> None:
     from rich.console import Console
 
-    # What workers say of themselves is text, whatever it looks like: no markup.
+    # Names that workers give themselves are text, whatever they look like: no markup.
     console = Console(highlight=False, markup=False, soft_wrap=True)
     paused = ", paused" if status.paused else ""
     run = "no run is open" if status.run == "none" else f"run open for {_span(status.now_s)}{paused}"

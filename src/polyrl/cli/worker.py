@@ -176,7 +176,7 @@ def _engine(args: argparse.Namespace) -> "Engine":
 
 
 def _peer_of(args: argparse.Namespace) -> "PeerOf":
-    """What fetches weights; it listens for others where `--relay-on` says."""
+    """The peer that fetches weights; it listens for others where `--relay-on` says."""
     from urllib.parse import urlsplit
 
     from polyrl.weights.peer import WeightPeer

@@ -1,4 +1,4 @@
-"""One sample at a time from an engine, for a caller with neither worker nor manager: `polyrl generate`, a check."""
+"""Single samples from an engine, without worker and manager: for `polyrl generate` and `polyrl worker --check`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

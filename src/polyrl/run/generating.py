@@ -1,4 +1,4 @@
-"""One prompt, answered by the builtin engine in this process: what `polyrl generate` shows."""
+"""An answer to a single prompt by the builtin engine in this process, for `polyrl generate`."""
 
 import time
 from collections.abc import Callable, Sequence

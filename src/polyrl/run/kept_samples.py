@@ -26,7 +26,7 @@ from polyrl.wire import columns
 
 KeptState = Literal["trained", "rejected", "open"]
 Texts = Callable[[Sequence[int]], str]
-"""What tokens say."""
+"""From tokens to text."""
 
 
 class KeptSample(NamedTuple):
@@ -45,7 +45,7 @@ class KeptSample(NamedTuple):
 
 
 class Kept:
-    """What is there of a run. Raises UserError for a directory without any."""
+    """The samples of a run. Raises UserError for a directory without any."""
 
     def __init__(self, run_dir: Path) -> None:
         self._files = entries.of_run(run_dir)

@@ -1,7 +1,7 @@
 """A small model for the arithmetic task, to start reinforcement learning from. About 25 s on one core.
 
 It is taught twice: first the solutions, then solutions by somebody impatient, who before every step may stop working
-and guess the rest. What comes out can work a sum out, and mostly does not: at temperature 1 it is right in about three
+and guess the rest. The model can work a sum out, and mostly does not: at temperature 1 it is right in about three
 answers of ten. Patience is what reinforcement learning then has to find, and with it answers become longer.
 
 Rules kept here: the same seed gives the same weights on the same machine; training problems only, so that validation
