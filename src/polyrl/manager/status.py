@@ -125,10 +125,6 @@ def _worker(session: WorkerSession, now: float) -> WorkerStatus:
         spot=facts.spot,
         last_heard_s=max(0.0, now - session.heard_at),
         usd=0.0,
-        duty="generating",
-        pulling=-1,
-        source="",
-        tokens_running=0,
     )
 
 

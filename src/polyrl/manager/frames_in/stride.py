@@ -13,7 +13,7 @@ docs/results/relay.md has what it saves.
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,21 +22,17 @@ from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES, Vocabulary
 from polyrl.wire.frames import NewTokens
 
+if TYPE_CHECKING:
+    from polyrl.manager.payload import SampleTokens
+
 _MAX_FRAMES = 64
 """The most frames that wait, to bound the time that sharing them out takes."""
 _U4: Any = np.dtype("<u4")
 _CELLS: Any = np.dtype("<u8")
 
 
-class StridingText(Protocol):
-    stride: "Stride | None"
-    row: int
-
-    def add_settled(self, cells: bytes) -> None: ...
-
-
 class Stride:
-    def __init__(self, frame: NewTokens, texts: Sequence[StridingText], worker: Worker, max_tokens: int) -> None:
+    def __init__(self, frame: NewTokens, texts: "Sequence[SampleTokens]", worker: Worker, max_tokens: int) -> None:
         """Begin after a frame that was appended as a whole, one row a text. Its next frame has the same rows."""
         self._texts = texts
         self._leases = frame.leases

@@ -18,11 +18,7 @@ from polyrl.wire.columns import CELL_BYTES
 FinishReason = Literal["stop", "length"]
 
 
-class _Reply(Struct, frozen=True, kw_only=True):
-    """A reply, or a part of one."""
-
-
-class ModelCard(_Reply, frozen=True, kw_only=True):
+class ModelCard(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -31,12 +27,12 @@ class ModelCard(_Reply, frozen=True, kw_only=True):
     """Tokens of a prompt and its answer together, where the model's directory says it."""
 
 
-class ModelList(_Reply, frozen=True, kw_only=True):
+class ModelList(Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     data: tuple[ModelCard, ...]
 
 
-class Usage(_Reply, frozen=True, kw_only=True):
+class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -45,14 +41,14 @@ class Usage(_Reply, frozen=True, kw_only=True):
 # Completions
 
 
-class TextLogprobs(_Reply, frozen=True, kw_only=True):
+class TextLogprobs(Struct, frozen=True, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: None = None
     text_offset: list[int]
 
 
-class TextChoice(_Reply, frozen=True, kw_only=True):
+class TextChoice(Struct, frozen=True, kw_only=True):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
@@ -61,7 +57,7 @@ class TextChoice(_Reply, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(_Reply, frozen=True, kw_only=True):
+class Completion(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -75,7 +71,7 @@ class Completion(_Reply, frozen=True, kw_only=True):
 # Chats
 
 
-class ChatLogprob(_Reply, frozen=True, kw_only=True):
+class ChatLogprob(Struct, frozen=True, kw_only=True):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -83,18 +79,18 @@ class ChatLogprob(_Reply, frozen=True, kw_only=True):
     """Always empty: only the log-probability of the sampled token is known."""
 
 
-class ChatLogprobs(_Reply, frozen=True, kw_only=True):
+class ChatLogprobs(Struct, frozen=True, kw_only=True):
     content: list[ChatLogprob]
     refusal: None = None
 
 
-class ChatMessage(_Reply, frozen=True, kw_only=True):
+class ChatMessage(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
 
 
-class ChatChoice(_Reply, frozen=True, kw_only=True):
+class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
@@ -102,7 +98,7 @@ class ChatChoice(_Reply, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatReply(_Reply, frozen=True, kw_only=True):
+class ChatReply(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -113,12 +109,12 @@ class ChatReply(_Reply, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatDelta(_Reply, frozen=True, kw_only=True):
+class ChatDelta(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
-class ChatDeltaChoice(_Reply, frozen=True, kw_only=True):
+class ChatDeltaChoice(Struct, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -126,7 +122,7 @@ class ChatDeltaChoice(_Reply, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(_Reply, frozen=True, kw_only=True):
+class ChatChunk(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
@@ -207,13 +203,15 @@ class ReplyShape(Protocol):
     def usage(self, usage: Usage) -> Struct: ...
 
 
-class Completions:
-    """Replies to completions."""
-
+class _Shape:
     def __init__(self, head: ReplyHead, choices: Choices, model: TextModel | None) -> None:
         self._head = head._asdict()
         self._choices = choices
         self._model = model
+
+
+class Completions(_Shape):
+    """Replies to completions."""
 
     def whole(self, answers: Sequence[ChoiceInProgress]) -> Struct:
         choices = tuple(self._choice(one, one.piece, prompt=one.prompt) for one in answers)
@@ -257,13 +255,8 @@ class Completions:
         return TextLogprobs(tokens=shown, token_logprobs=piece.logprobs, text_offset=offsets)
 
 
-class Chats:
+class Chats(_Shape):
     """Replies to chats."""
-
-    def __init__(self, head: ReplyHead, choices: Choices, model: TextModel | None) -> None:
-        self._head = head._asdict()
-        self._choices = choices
-        self._model = model
 
     def whole(self, answers: Sequence[ChoiceInProgress]) -> Struct:
         with_ids = self._choices.with_token_ids
