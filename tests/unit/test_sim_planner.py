@@ -15,7 +15,7 @@ from polyrl.sim.planner import (
     num_warmup,
     play_all,
     price,
-    steps_in_turn,
+    steps_in_period,
 )
 from polyrl.sim.scenario import SupplyEvent
 
@@ -53,17 +53,17 @@ def test_every_combination_is_played_once_in_the_order_of_the_table():
     ]
 
 
-@pytest.mark.parametrize(("factor", "turn"), [(1.0, 1), (1.125, 9), (1.25, 5), (1.5, 3), (2.0, 2), (3.0, 2)])
-def test_short_and_long_rounds_come_in_turns(factor, turn):
-    assert steps_in_turn(factor) == turn
+@pytest.mark.parametrize(("factor", "period"), [(1.0, 1), (1.125, 9), (1.25, 5), (1.5, 3), (2.0, 2), (3.0, 2)])
+def test_short_and_long_rounds_alternate_in_periods(factor, period):
+    assert steps_in_period(factor) == period
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 20])
 @pytest.mark.parametrize("factor", [1.0, 1.125, 1.25, 1.5])
-def test_whole_turns_are_measured_where_they_fit(steps, factor):
+def test_whole_periods_are_measured_where_they_fit(steps, factor):
     measured = steps - num_warmup(steps, factor)
     assert measured >= 1
-    assert measured % steps_in_turn(factor) == 0 or measured < steps_in_turn(factor)
+    assert measured % steps_in_period(factor) == 0 or measured < steps_in_period(factor)
 
 
 def test_a_choice_without_a_factor_has_no_tail_batching(tiny):

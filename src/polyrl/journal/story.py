@@ -87,7 +87,7 @@ class _Teller:
         self._heard_at: Seconds = 0.0
         self._phase: str | None = "waiting for a worker"
         self._since: Seconds = 0.0
-        self._turn: c.Generate | None = None
+        self._given: c.Generate | None = None
         """Its latest lease, given at `_leased_at`."""
         self._leased_at: Seconds = 0.0
         # For the sum.
@@ -179,46 +179,46 @@ class _Teller:
         self._say(f"scoring attempt {event.attempt}: {outcome}")
 
     def _tell_lease_end(self, event: e.Event, commands: Sequence[c.Command], sample: TrackedSample | None) -> None:
-        before, turn = self._before, self._turn
-        if before is None or turn is None or before.lease in (NO_LEASE, None if sample is None else sample.lease):
+        before, given = self._before, self._given
+        if before is None or given is None or before.lease in (NO_LEASE, None if sample is None else sample.lease):
             return
         num_tokens = before.num_tokens
         if isinstance(event, e.SampleFinished | e.LeaseEnded) and event.lease == before.lease:
             num_tokens = min(max(num_tokens, event.num_tokens), self._config.max_new_tokens)
         self._num_tokens = num_tokens
-        pace = f"{num_tokens - turn.from_token} tokens in {self._now - self._leased_at:.1f} s"
-        self._say(f"{self._how_lease_ended(event, commands, turn)} at token {num_tokens} ({pace})")
+        pace = f"{num_tokens - given.from_token} tokens in {self._now - self._leased_at:.1f} s"
+        self._say(f"{self._how_lease_ended(event, commands, given)} at token {num_tokens} ({pace})")
         if sample is not None and sample.state != "discarded" and sample.num_tokens == 0 and num_tokens:
             self._say(f"its {num_tokens} tokens are thrown away: fleet_rules.migrate is off")
 
-    def _how_lease_ended(self, event: e.Event, commands: Sequence[c.Command], turn: c.Generate) -> str:
+    def _how_lease_ended(self, event: e.Event, commands: Sequence[c.Command], given: c.Generate) -> str:
         silent_s = self._now - self._heard_at
         silence = f", silent for {silent_s:.1f} s," if silent_s > _SILENT_S else ""
         for one in (event, *commands):
             match one:
-                case e.SampleFinished(lease=turn.lease):
-                    return f"finished on {turn.worker}"
-                case e.LeaseEnded(lease=turn.lease):
-                    return f"{_LEASE_ENDS[one.reason]} {turn.worker}"
-                case c.Abort(lease=turn.lease):
-                    return f"stopped on {turn.worker}: {one.why};"
-                case c.ForgetWorker(worker=turn.worker):
-                    return f"lost: {turn.worker} was given up ({one.why}){silence}"
+                case e.SampleFinished(lease=given.lease):
+                    return f"finished on {given.worker}"
+                case e.LeaseEnded(lease=given.lease):
+                    return f"{_LEASE_ENDS[one.reason]} {given.worker}"
+                case c.Abort(lease=given.lease):
+                    return f"stopped on {given.worker}: {one.why};"
+                case c.ForgetWorker(worker=given.worker):
+                    return f"lost: {given.worker} was given up ({one.why}){silence}"
                 case _:
                     pass
-        if isinstance(event, e.WorkerLeft) and event.worker == turn.worker:
-            return f"lost: {turn.worker} is gone ({event.reason}){silence}"
-        return f"lost: {turn.worker} started anew{silence}"
+        if isinstance(event, e.WorkerLeft) and event.worker == given.worker:
+            return f"lost: {given.worker} is gone ({event.reason}){silence}"
+        return f"lost: {given.worker} started anew{silence}"
 
     def _tell_command(self, command: c.Command) -> None:
         match command:
             case c.Generate(sample=self._id):
                 self._num_leases += 1
-                self._turn, self._leased_at = command, self._now
+                self._given, self._leased_at = command, self._now
                 start = "started" if command.from_token == 0 else f"resumed at token {command.from_token}"
                 waited_s = self._now - self._since if self._phase == "waiting for a worker" else 0.0
                 self._say(f"{start} on {command.worker} ({command.why}), after {waited_s:.1f} s of waiting")
-            case c.HandOver() if self._turn is not None and command.lease == self._turn.lease:
+            case c.HandOver() if self._given is not None and command.lease == self._given.lease:
                 self._say(f"asked back from {command.worker}: {command.why}")
             case c.Score(sample=self._id):
                 self._num_attempts += 1

@@ -7,7 +7,7 @@ prices.
 Rules kept here:
 - `workers` is the most that are held. Where the scenario has a supply of its own, it is cut at that number.
 - A factor of 1 means no tail batching; above 1 it is a race over prompts and samples with that factor for both.
-- Over-provisioning makes short and long rounds come in turns, so what is measured is whole turns: 5 steps for a factor
+- Over-provisioning makes short and long rounds alternate, so what is measured is whole periods: 5 steps for a factor
   of 1.25, 3 for 1.5. Otherwise one long round more or less decides.
 - Fastest is most tokens trained a second, not the shortest step: a race shortens steps by training shorter answers.
 - A choice that gets stuck or breaks a law is shown and never recommended.
@@ -62,7 +62,7 @@ class PlanRow(Struct, frozen=True, kw_only=True):
     usd_per_hour: float = 0.0
     usd_per_mtok: float | None = None
     bias: float = 0.0
-    """Mean length trained, over whole turns, against what is trained without over-provisioning."""
+    """Mean length trained, over whole periods, against what is trained without over-provisioning."""
     discarded_share: float = 0.0
     mean_workers: float = 0.0
     trainer_waiting: float = 0.0
@@ -108,16 +108,16 @@ def choices(workers: Sequence[int], factors: Sequence[float], staleness: Sequenc
     return sorted({Choice(k, factor, n) for n in workers for factor in factors for k in staleness})
 
 
-def steps_in_turn(factor: float) -> int:
+def steps_in_period(factor: float) -> int:
     """After how many steps short and long rounds repeat: each short one puts off a share of `factor - 1`."""
     return 1 if factor <= 1.0 else 1 + round(1.0 / (factor - 1.0)) if factor < 2.0 else 2
 
 
 def num_warmup(steps: int, factor: float) -> int:
-    """Return the number of steps to leave out, so that whole turns are measured."""
-    turn = steps_in_turn(factor)
+    """Return the number of steps to leave out, so that whole periods are measured."""
+    period = steps_in_period(factor)
     most = steps - min(_MIN_WARMUP, steps // 2)
-    return steps - (most // turn * turn or most)
+    return steps - (most // period * period or most)
 
 
 def apply_choice(scenario: Scenario, choice: Choice, steps: int, supply: list[SupplyEvent] | None = None) -> Scenario:
@@ -158,9 +158,9 @@ def play(scenario: Scenario, choice: Choice, seed: int) -> PlanRow:
 
 
 def trained_mean(lines: Sequence[StepLine], factor: float) -> float:
-    """Mean length of what was trained, in whole turns, so that what was put off is in it. Lengths need no warm-up."""
-    turn = steps_in_turn(factor)
-    steps = lines[: len(lines) // turn * turn or len(lines)]
+    """Mean length of what was trained, in whole periods, so that what was put off is in it. Lengths need no warm-up."""
+    period = steps_in_period(factor)
+    steps = lines[: len(lines) // period * period or len(lines)]
     return _share(sum(line.tokens_trained for line in steps), sum(line.num_samples for line in steps))
 
 

@@ -29,21 +29,21 @@ class RewardModel:
         self._rewards = [domain.reward for domain in domains]
         self._seed = seed
 
-    def natural(self, domain: int, prompt: int, turn: int, index: int) -> tuple[Seconds, bool]:
+    def natural(self, domain: int, prompt: int, visit: int, index: int) -> tuple[Seconds, bool]:
         """Seconds without a limit (infinite for a run that never ends), and whether the answer is right."""
         reward, seed = self._rewards[domain], self._seed
-        if unit(seed, _ENDLESS_STREAM, domain, prompt, turn, index) < reward.endless_share:
+        if unit(seed, _ENDLESS_STREAM, domain, prompt, visit, index) < reward.endless_share:
             return inf, False
-        probability = unit(seed, _DURATION_STREAM, domain, prompt, turn, index)
-        correct = unit(seed, _CORRECT_STREAM, domain, prompt, turn, index) < reward.correct_share
+        probability = unit(seed, _DURATION_STREAM, domain, prompt, visit, index)
+        correct = unit(seed, _CORRECT_STREAM, domain, prompt, visit, index) < reward.correct_share
         return interpolate(reward.duration_quantiles, probability), correct
 
     def outcome(
-        self, domain: int, prompt: int, turn: int, index: int, attempt: int, timeout_s: Seconds
+        self, domain: int, prompt: int, visit: int, index: int, attempt: int, timeout_s: Seconds
     ) -> tuple[RewardEnd, Seconds, bool]:
         """Return how an attempt ends, after how many seconds, and whether a scored answer is right."""
-        natural_s, correct = self.natural(domain, prompt, turn, index)
-        key = (domain, prompt, turn, index, attempt)
+        natural_s, correct = self.natural(domain, prompt, visit, index)
+        key = (domain, prompt, visit, index, attempt)
         if unit(self._seed, _FAILURE_STREAM, *key) < self._rewards[domain].failure_share:
             share = unit(self._seed, _FAILED_AFTER_STREAM, *key)
             return "infrastructure_failed", share * min(natural_s, timeout_s), False

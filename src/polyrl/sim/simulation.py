@@ -93,8 +93,8 @@ class Simulation:
         self.watch: Callable[[bytes], None] | None = None
         """Gets every record of the journal."""
         self._groups: dict[GroupId, tuple[int, int, int, Step]] = {}
-        """By group: domain, prompt, turn, step."""
-        self._turns: dict[tuple[int, int], int] = {}
+        """By group: domain, prompt, visit, step."""
+        self._visits: dict[tuple[int, int], int] = {}
         self._epochs: dict[tuple[int, int], int] = {}
         """In which epoch each prompt was started last."""
         self._started_again: dict[GroupId, None] = {}
@@ -252,19 +252,19 @@ class Simulation:
 
     def _add_group(self, step: Step, group: c.PlannedGroup) -> None:
         key = (group.domain, group.prompt)
-        turn = self._turns.get(key, 0)
-        self._turns[key] = turn + 1
+        visit = self._visits.get(key, 0)
+        self._visits[key] = visit + 1
         if self._epochs.get(key) == group.epoch:
             self._started_again[group.group] = None
         self._epochs[key] = group.epoch
-        self._groups[group.group] = (group.domain, group.prompt, turn, step)
+        self._groups[group.group] = (group.domain, group.prompt, visit, step)
 
     def _generate(self, command: c.Generate) -> None:
         group = group_of(command.sample)
-        domain, prompt, turn, step = self._groups[group]
+        domain, prompt, visit, step = self._groups[group]
         total = self._lengths.get(command.sample)
         if total is None:
-            total = self._workload.answer_tokens(domain, prompt, turn, index_of(command.sample), step)
+            total = self._workload.answer_tokens(domain, prompt, visit, index_of(command.sample), step)
             self._lengths[command.sample] = total
             self.num_started += 1
             self.started_tokens += total
@@ -275,13 +275,13 @@ class Simulation:
         self._fleet.generate(command, prompt_tokens=prompt_tokens, total_tokens=total, prefix=group)
 
     def _score(self, command: c.Score) -> None:
-        domain, prompt, turn, _ = self._groups[group_of(command.sample)]
+        domain, prompt, visit, _ = self._groups[group_of(command.sample)]
         index = index_of(command.sample)
         if self._lengths[command.sample] >= self.scenario.run.max_new_tokens:
             outcome, seconds, correct = "scored", _NO_ANSWER_S, False
         else:
             outcome, seconds, correct = self._rewards.outcome(
-                domain, prompt, turn, index, command.attempt, command.timeout_s
+                domain, prompt, visit, index, command.attempt, command.timeout_s
             )
         self._scoring[command.sample] = command.attempt
         event = e.RewardFinished(command.sample, command.attempt, outcome, correct, seconds)

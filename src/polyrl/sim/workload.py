@@ -1,4 +1,6 @@
-"""Lengths of answers: natural ones by domain, prompt, turn and index, drawn or read from a recording.
+"""Lengths of answers: natural ones by domain, prompt, visit and index, drawn or read from a recording.
+
+A visit is one time that a prompt is started; a deferred prompt has several in an epoch.
 
 Rules it keeps: a length depends only on its key and the seed, never on who asks when; it is at least 1 and at most
 `max_new_tokens`; samples of one prompt are correlated through a Gaussian copula, so that some prompts are long in every
@@ -126,15 +128,15 @@ class Workload:
         rows = self._rows[domain]
         return rows[prompt % len(rows)].prompt_tokens
 
-    def answer_tokens(self, domain: int, prompt: int, turn: int, index: int, step: int = 0) -> int:
+    def answer_tokens(self, domain: int, prompt: int, visit: int, index: int, step: int = 0) -> int:
         """Return where this sample ends if nobody stops it, the cap included."""
         if self._rows is not None:
             rows = self._rows[domain]
             lengths = rows[prompt % len(rows)].lengths
-            return self._bounded(lengths[(turn + index) % len(lengths)], step)
+            return self._bounded(lengths[(visit + index) % len(lengths)], step)
         curve = self._curves[domain]
         z = curve.of_prompt * normal(self._seed, _PROMPT_STREAM, domain, prompt)
-        z += curve.of_sample * normal(self._seed, _SAMPLE_STREAM, domain, prompt, turn, index)
+        z += curve.of_sample * normal(self._seed, _SAMPLE_STREAM, domain, prompt, visit, index)
         return self._bounded(curve.tokens_at(z), step)
 
     def mean_tokens(self, domain: int) -> float:
