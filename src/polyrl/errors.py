@@ -4,6 +4,7 @@ PolyrlError                 everything we raise on purpose
 ├── UserError               the person can fix it: one line, exit code 2, no traceback   (caught by cli)
 │   ├── ConfigError         a key or a value of a TOML file or an override
 │   └── JournalError        a journal that cannot be read
+├── RunFailed               a run that Python started died of a bug, or was killed; it can be resumed
 ├── NoReward                an answer has none, and would have none if it were asked for again (caught by client)
 ├── RequestError            somebody asked the manager for what cannot be: they are told so (caught by manager)
 │   └── Refused             a peer said what cannot be true: it is told, and counted
@@ -28,6 +29,10 @@ class ConfigError(UserError):
 
 class JournalError(UserError):
     """A journal is missing, cut short or damaged. The message names the file and the record."""
+
+
+class RunFailed(PolyrlError):
+    """A run's process was killed, or has a bug. The message ends with what it said last."""
 
 
 class NoReward(PolyrlError):

@@ -35,7 +35,7 @@ from polyrl.engines.builtin.runner import Runner  # noqa: E402
 from polyrl.rewards.reward import Reward  # noqa: E402
 from polyrl.run.event_loop import run_loop  # noqa: E402
 from polyrl.run.models import load_learner  # noqa: E402
-from polyrl.run.training import train  # noqa: E402
+from polyrl.run.training import Training  # noqa: E402
 from polyrl.telemetry.metrics import read_metrics  # noqa: E402
 
 QUANTILES = [[0.05, 151], [0.25, 415], [0.5, 661], [0.75, 1129], [0.9, 2566], [0.95, 4101], [0.99, 16384]]
@@ -156,7 +156,7 @@ def main(steps: int, arch: str, prompts: int, cap: int, modes: list[str], *, che
         recipe = recipe_of(mode, root / "model", num + 1, prompts, cap, checkpoints=checkpoints)
         learner = load_learner(recipe)
         began = time.perf_counter()
-        run_loop(train(recipe, run_dir, learner, Tasks()))
+        run_loop(Training(recipe, run_dir, learner, Tasks()).run())
         lines = read_metrics(run_dir / "metrics.jsonl")[1:]  # the first one compiles
         seconds = [line["time/step_total"] for line in lines]
         tokens = sum(line["tokens/kept"] for line in lines)

@@ -75,6 +75,14 @@ def run(world: World, config: AlgorithmConfig, calls, max_tokens: int = 10_000, 
     return Ran(steps.finish(), optimizer, critic.recorded)
 
 
+def test_the_norm_that_is_told_of_a_step_is_the_mean_over_its_updates_for_both_models(world: World):
+    ran = run(world, AlgorithmConfig(advantage="gae", mini_batches=2), [world.groups])
+    for name, recorded in (("critic", ran.critic), ("actor", ran.policy)):
+        norms = [sum(float((one**2).sum()) for one in gradients.values()) ** 0.5 for gradients in recorded.each]
+        assert len(norms) == 2 and abs(norms[0] - norms[1]) > 0.01 * norms[0]
+        assert ran.stats.metrics[f"{name}/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
+
+
 class Plain:
     """The step once more, in float64 and sample by sample."""
 

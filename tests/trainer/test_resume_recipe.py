@@ -10,14 +10,16 @@ import pytest
 import torch
 from tests.trainer.small import save_small
 
+from polyrl.config import load_toml
 from polyrl.config.recipe import Recipe
-from polyrl.config.recipe_files import load_recipe
+from polyrl.config.recipe_files import find_recipe, load_recipe, load_tree
 from polyrl.errors import ConfigError, UserError
 from polyrl.run.changes import RULES, breaks
 from polyrl.run.checkpoints import (
     ResumePoint,
     check_prompts,
     check_resume_point,
+    check_that_it_fits,
     check_that_something_is_left,
     describe,
     models_digest,
@@ -27,7 +29,6 @@ from polyrl.run.checkpoints import (
     write_recipe,
 )
 from polyrl.run.settings import scheduler_config
-from polyrl.run.training import check_that_it_fits
 from polyrl.telemetry.metrics import MetricsFile
 from polyrl.trainer.loop import StepReport
 from polyrl.trainer.model import Policy
@@ -118,6 +119,48 @@ def test_everything_else_is_refused_by_its_name_with_the_reason(run_dir: Path, o
     ) as error:
         read_recipe(run_dir, [override])
     assert f"or begin anew with `polyrl train {run_dir}/recipe.toml --run-dir OTHER`, from its" in str(error.value)
+
+
+def write_two_domains(run_dir: Path) -> None:
+    named = (f'{{name = "{one}", source = "arithmetic", prompts_per_step = 4}}' for one in ("short", "long"))
+    tree = load_toml(find_recipe("arithmetic"))
+    write_recipe(run_dir, load_tree({**tree, "data": {}}, [f"data.domains=[{', '.join(named)}]"]))
+
+
+def test_a_domain_s_prompts_for_validation_may_change_and_what_it_trains_on_may_not(tmp_path: Path):
+    write_two_domains(tmp_path)
+    before, after = read_recipe(tmp_path, ["data.domains.long.validation=/other.jsonl"])
+    assert before.data.domains[0] == after.data.domains[0]
+    assert after.data.domains[1].validation_sets == {"long": "/other.jsonl"}
+    assert breaks(before, after, 3) == []
+    with pytest.raises(UserError, match=r"^data\.domains\.1\.prompts_per_step: cannot be changed .*the manager opened"):
+        read_recipe(tmp_path, ["data.domains.long.prompts_per_step=5"])
+    with pytest.raises(UserError, match=r"^data\.domains\.0\.template: cannot be changed .*half made with it"):
+        read_recipe(tmp_path, ["data.domains.0.template={prompt} ="])
+
+
+def test_a_default_is_derived_again_from_another_loss_unless_somebody_had_set_it(tmp_path: Path):
+    derived, said = tmp_path / "derived", tmp_path / "said"
+    for folder, overrides in ((derived, []), (said, ["algorithm.aggregation=token-mean"])):
+        folder.mkdir()
+        write_recipe(folder, load_recipe("arithmetic", overrides))
+    before, after = read_recipe(derived, ["algorithm.loss=gspo"])
+    assert (before.algorithm.aggregation, after.algorithm.aggregation) == ("token-mean", "seq-mean-token-mean")
+    assert [one.key for one in breaks(before, after, 3)] == ["algorithm.loss", "algorithm.aggregation"]
+    _, kept = read_recipe(said, ["algorithm.loss=gspo"])
+    assert kept.algorithm.aggregation == "token-mean"
+    _, named = read_recipe(derived, ["algorithm.loss=gspo", "algorithm.aggregation=token-mean"])
+    assert named.algorithm.aggregation == "token-mean" and "algorithm.aggregation" not in named.derived
+    write_recipe(derived, after)
+    assert read_recipe(derived, ["algorithm.loss=ppo_clip"])[1].algorithm.aggregation == "token-mean"
+
+
+def test_a_recipe_that_was_written_before_derived_keys_were_named_goes_on_as_it_was(tmp_path: Path):
+    write_recipe(tmp_path, load_recipe("arithmetic"))
+    file = tmp_path / "recipe.toml"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.startswith("derived")))
+    before, after = read_recipe(tmp_path, ["algorithm.loss=gspo"])
+    assert [one.key for one in breaks(before, after, 3)] == ["algorithm.loss"]
 
 
 def test_every_section_of_the_recipe_is_free_or_has_a_reason():

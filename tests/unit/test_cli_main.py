@@ -335,3 +335,11 @@ def test_a_working_directory_that_was_deleted_is_one_line_and_2(commands, tmp_pa
     ended = in_a_shell(tmp_path, "well", 'mkdir gone; cd gone; rmdir ../gone; exec "$0" "$@"')
     assert ended.returncode == 2
     assert ended.stderr == "polyrl: error: the working directory was deleted; expected to be in one that is there\n"
+
+
+def test_importing_polyrl_and_loading_a_recipe_imports_nothing_heavy():
+    heavy = ("torch", "numpy", "aiohttp", "asyncio", "rich", "uvloop")
+    code = f"import sys, polyrl; assert not {{*sys.modules}} & {{'msgspec', *{heavy}}}; polyrl.load('arithmetic'); "
+    code += f"print(sorted({{*sys.modules}} & {{*{heavy}}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,5 +1,7 @@
 """`polyrl samples` without a run: what a model may write, what a person may ask, what is kept on the disk."""
 
+import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from polyrl.cli.main import main
 from polyrl.cli.samples import visible
+from polyrl.run.kept_samples import Kept, NoLongerKept
 from polyrl.trainer.batch import TrainSample, TrainSegment
 from polyrl.trainer.state import entries
 
@@ -103,3 +106,27 @@ def test_an_entry_of_before_there_were_parts_and_writers_is_read(tmp_path: Path)
     old = [[[*one[:6], [turn[:3] for turn in one[6]], one[7]] for one in group]]
     ((found,),) = decode_groups(msgspec.msgpack.encode(old))
     assert found.parts == {} and found.written_by == (TrainSegment(0, 3, "builtin"),)
+
+
+def test_a_step_whose_file_moves_after_it_was_listed_is_shown_and_one_that_goes_is_a_line(tmp_path: Path):
+    for step in (3, 4):
+        write(tmp_path, step)
+    kept = Kept(tmp_path)
+    redo = tmp_path / entries.REDO_FOLDER
+    entries.retire(tmp_path, [redo / entries.name_of(3)], 1 << 20)
+    (redo / entries.name_of(4)).unlink()
+    assert [one.reward for one in kept.of_step(3)] == [0.25, 1.0, 0.0, 0.0]
+    with pytest.raises(NoLongerKept, match="4 is no longer kept"):
+        kept.of_step(4)
+
+
+def test_samples_may_lie_on_another_disk_than_the_run(tmp_path: Path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("there is one disk alone here")
+        (tmp_path / entries.SAMPLES_FOLDER).symlink_to(elsewhere)
+        path = write(tmp_path, 3)
+        entries.retire(tmp_path, [path], 1 << 20)
+        assert not path.exists()
+        assert [one.name for one in Path(elsewhere).iterdir()] == [entries.name_of(3)]
+        assert len(Kept(tmp_path).of_step(3)) == 4

@@ -233,8 +233,10 @@ def test_the_best_checkpoint_may_be_that_of_the_best_mean_reward_and_of_one_set(
 def test_two_sets_for_validation_have_names_of_their_own():
     with pytest.raises(ConfigError, match=r"data\.validation: two sets are called 'sums', expected a name of its own"):
         recipe("data.domains.0.validation={sums = 'v.jsonl'}", tree=TWO_DOMAINS)
-    with pytest.raises(ConfigError, match="validation: a set has no name"):
+    with pytest.raises(ConfigError, match=r"^data\.validation: a set has no name"):
         recipe("data.validation={'' = 'v.jsonl'}", tree=FILE)
+    with pytest.raises(ConfigError, match=r"^data\.domains\.1\.validation: a set has no name"):
+        recipe("data.domains.1.validation={'' = 'v.jsonl'}", tree=TWO_DOMAINS)
 
 
 @pytest.mark.parametrize(

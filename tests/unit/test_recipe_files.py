@@ -6,8 +6,9 @@ import pytest
 
 from polyrl.cli.main import main
 from polyrl.config import build
+from polyrl.config.places import with_whole_paths
 from polyrl.config.recipe import Recipe
-from polyrl.config.recipe_files import list_recipes, load_recipe, with_whole_paths
+from polyrl.config.recipe_files import list_recipes, load_recipe
 from polyrl.errors import ConfigError
 
 RECIPE = """\

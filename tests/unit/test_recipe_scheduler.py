@@ -43,3 +43,11 @@ def test_the_scheduler_waits_longer_for_a_reward_than_the_pool_lets_it_start_run
     assert config.rewards.slots == 16
     assert config.rewards.t_max_s >= (START_TIMEOUT_S + 3) * (16 / 2)
     assert not config.rewards.adaptive
+
+
+def test_the_scheduler_waits_for_all_functions_that_score_a_domain_however_they_are_named():
+    one = scheduler_config(recipe("data.reward=math"), [10]).rewards.t_max_s
+    assert scheduler_config(recipe("data.reward=['math', 'own:style']"), [10]).rewards.t_max_s == 2 * one
+    both = "rewards.functions=[{function = 'math'}, {function = 'own:style'}]"
+    assert scheduler_config(recipe(both), [10]).rewards.t_max_s == 2 * one
+    assert scheduler_config(recipe(both, "data.reward=['math', 'style', 'own:more']"), [10]).rewards.t_max_s == 3 * one

@@ -35,12 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.cli import main, train
+    from polyrl.cli import main
     from polyrl.config.recipe_files import load_recipe
     from polyrl.engines import registry
     from polyrl.errors import UserError
 
     registry.check_libraries()
+    from polyrl.run.supervising import Interrupted
+    from polyrl.run.training import train
+
     began = time.monotonic()
     out = Path(args.out)
     if (out / "run").exists() or (out / "model").exists():
@@ -56,33 +59,34 @@ def run(args: argparse.Namespace) -> int:
     if code:
         return code
     print("2. It is trained with GRPO: a manager, the trainer's own engine, and a worker process.", flush=True)
-    why = train.start(recipe, out / "run", beside=_play)
-    if why is None:
+    try:
+        why = train(recipe, out / "run", companion=_play)
+    except Interrupted:
         print("stopped", flush=True)
         return EXIT_INTERRUPTED
     return _conclude(out, why, time.monotonic() - began)
 
 
-async def _play(stage: "LiveRun") -> None:
+async def _play(live: "LiveRun") -> None:
     """A worker joins, another is killed while it writes."""
     from polyrl.run import workers
 
-    await stage.fleet.line(_JOIN_AT_STEP - 1)
-    stage.say("   demo: worker-late is started, and joins in mid-run")
-    stage.workers["worker-late"] = await workers.start(stage.recipe, stage.run_dir, stage.address, "worker-late")
-    await stage.fleet.line(_KILL_AT_STEP - 1)
-    num_running = await _until_it_writes(stage, "worker-0")
-    stage.workers["worker-0"].kill()
-    stage.say(f"   demo: worker-0 is killed with SIGKILL, in the middle of {num_running} answers; they go on elsewhere")
+    await live.fleet.line(_JOIN_AT_STEP - 1)
+    live.say("   demo: worker-late is started, and joins in mid-run")
+    live.workers["worker-late"] = await workers.start(live.recipe, live.run_dir, live.address, "worker-late")
+    await live.fleet.line(_KILL_AT_STEP - 1)
+    num_running = await _until_it_writes(live, "worker-0")
+    live.workers["worker-0"].kill()
+    live.say(f"   demo: worker-0 is killed with SIGKILL, in the middle of {num_running} answers; they go on elsewhere")
 
 
-async def _until_it_writes(stage: "LiveRun", name: str) -> int:
+async def _until_it_writes(live: "LiveRun", name: str) -> int:
     """How many answers it is writing, as soon as there are some."""
     import asyncio
 
     deadline = time.monotonic() + _KILL_PATIENCE_S
     while time.monotonic() < deadline:
-        status = await stage.fleet.status()
+        status = await live.fleet.status()
         for worker in status.workers:
             if worker.name == name and worker.running:
                 return worker.running

@@ -30,41 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from polyrl.engines import registry
-    from polyrl.errors import UserError
-
-    registry.check_libraries()
-    run_dir, out = Path(args.run), Path(args.out)
-    if out.exists():
-        raise UserError(f"{out}: is there already, expected a new directory")
-    from polyrl.run import checkpoints
-    from polyrl.trainer import exporting
+    from polyrl.run import api
     from polyrl.trainer.state import checkpoint, redo
 
-    recipe, _ = checkpoints.read_recipe(run_dir, [])
-    folder = exporting.choose(run_dir, _best(run_dir, recipe.model.path) if args.best else args.step)
-    exporting.export(folder, recipe, out, adapter=args.adapter)
-    what = "the adapter" if args.adapter else "the weights"
-    print(f"{out}: {what} of {folder.name}, in {'float32' if args.adapter else recipe.model.dtype}")
+    run_dir = Path(args.run)
+    exported = api.export(run_dir, args.out, step=args.step, best=args.best, adapter=args.adapter)
+    what, folder = "the adapter" if args.adapter else "the weights", exported.checkpoint
+    print(f"{exported.folder}: {what} of {folder.name}, in {exported.dtype}")
     num_later = redo.num_after(run_dir, checkpoint.step_of(folder))
     if num_later and not args.best and args.step is None:
         go_on = f"polyrl train --resume {shlex.quote(str(run_dir))}"
         print(f"{num_later} later steps are only in the log; `{go_on}` trains them again")
     return 0
-
-
-def _best(run_dir: Path, began_with: str) -> int:
-    from polyrl.errors import UserError
-    from polyrl.trainer.state import checkpoint
-
-    best = checkpoint.read_best(run_dir)
-    if best is None:
-        raise UserError(
-            f"--best: {run_dir} has kept none; expected a run with checkpoint.keep_best, after its first validation"
-        )
-    if best.step == 0:
-        raise UserError(
-            f"--best: no step of {run_dir} has validated better than what it began with ({best.metric}: "
-            f"{best.value:.3g}): that is {began_with}, as it is"
-        )
-    return best.step

@@ -159,7 +159,7 @@ def _front_parser(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> ar
 
 
 def _unknown_command(name: str, commands: Mapping[str, CliCommand]) -> str:
-    from polyrl.config.nearest import did_you_mean
+    from polyrl.config.explain import did_you_mean
 
     hint = did_you_mean(name, commands) or f"expected one of {', '.join(commands)}"
     return f"unknown command {name!r}; {hint}"

@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(self._unknown_option() or f"{message}; `{self.prog} --help` explains it")
 
     def _unknown_option(self) -> str:
-        from polyrl.config.nearest import did_you_mean
+        from polyrl.config.explain import did_you_mean
 
         known = [one for one in self._option_string_actions if one.startswith("--")]
         given = self._argv[: self._argv.index("--")] if "--" in self._argv else self._argv
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        from polyrl.config.nearest import did_you_mean
+        from polyrl.config.explain import did_you_mean
 
         name = "/".join(action.option_strings) or action.metavar or action.dest
         known = list(map(str, action.choices))

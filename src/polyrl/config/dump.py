@@ -2,7 +2,9 @@
 
 Rules: what is written reads back as the same struct; keys keep the order of the struct; one key a line.
 Left out: comments, and None, which TOML cannot say. A None is omitted, so a field that may be None has None as its
-default if its struct is to come back the same. A None inside a list is an error.
+default if its struct is to come back the same. A None inside a list is an error. `tomli-w` is not used: it writes every
+list on lines of its own, a value each, which takes the quantiles of a scenario to a page, and has no value behind an
+equals sign, which overrides, messages and workers' arguments need.
 """
 
 import json

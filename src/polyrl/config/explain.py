@@ -6,16 +6,16 @@ which kind; what was found comes from the tree, what was expected from the types
 Left out: custom types. A type that has no words here is explained in msgspec's.
 """
 
+import difflib
 import enum
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
 from polyrl.config.dump import show_path, show_value
-from polyrl.config.nearest import did_you_mean
 
 PathPart = str | int
 Path = tuple[PathPart, ...]
@@ -249,3 +249,9 @@ def _length_words(shortest: int | None, longest: int | None, unit: str) -> str:
 
 def _pattern_words(kind: inspect.StrType) -> str:
     return f" that matches {kind.pattern}" if kind.pattern is not None else ""
+
+
+def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
+    """`did you mean X?` of the known name that is nearest; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {show(near[0])}?" if near else ""

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from polyrl.config.dump import dump_toml, show_path, show_value
-from polyrl.config.explain import explain
-from polyrl.config.nearest import did_you_mean
+from polyrl.config.explain import did_you_mean, explain
 from polyrl.errors import ConfigError
 
 __all__ = [

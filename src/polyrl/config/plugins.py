@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
+from polyrl.config.explain import did_you_mean
 from polyrl.config.load import build
-from polyrl.config.nearest import did_you_mean
 from polyrl.errors import ConfigError, one_line
 
 Arguments = Mapping[str, Any]

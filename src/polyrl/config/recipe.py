@@ -18,6 +18,7 @@ from msgspec.structs import force_setattr, replace
 
 from polyrl.config.plugins import is_own
 from polyrl.config.rewards import RewardsSection, WeightedReward
+from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
     HandBackConfig,
@@ -28,12 +29,8 @@ from polyrl.scheduling.core.parameters import (
     WeightDeliveryConfig,
 )
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Seed = Annotated[int, Meta(ge=0)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
-Count = Annotated[int, Meta(ge=0)]
-AtLeastOne = Annotated[int, Meta(ge=1)]
 FloatTokens = Annotated[float, Meta(ge=1, le=1e9)]
 
 ARITHMETIC = "arithmetic"
@@ -44,6 +41,14 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 KlEstimator = Literal["k1", "k2", "k3"]
 SERVERS = ("vllm", "sglang")
 """Engines with a server of their own."""
+DERIVED = (
+    "algorithm.aggregation",
+    "algorithm.kl_estimator",
+    "algorithm.zero_variance",
+    "algorithm.old_logprobs",
+    "algorithm.correction",
+)
+"""Keys whose defaults follow from other keys. A run writes down what they were, and which of them nobody had set."""
 _OF_CHATS = ("conversation", "messages", "add_generation_prompt", "tokenize", "return_tensors", "return_dict")
 _USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 _USUAL_AGGREGATIONS: dict[str, Aggregation] = {"gspo": "seq-mean-token-mean", "dr_grpo": "fixed"}
@@ -74,7 +79,7 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_staleness: AtLeastOne | None = None
     """Of mode `async`; none: 1."""
     steps: AtLeastOne = 100
-    seed: Count = 0
+    seed: Seed = 0
     run_dir: str | None = None
     """Where everything about the run is written; none: runs/NAME."""
     micro_batch_tokens: AtLeastOne = 16_384
@@ -392,6 +397,8 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("reward: got none, expected arithmetic, math or module:function")
         if self.system and not self.chat:
             raise ValueError("system: is for chat = true alone; otherwise the template is the place for it")
+        if isinstance(self.validation, dict) and not all(self.validation):
+            raise ValueError("validation: a set has no name, expected what it is called in metrics")
         ours = [name for name in self.chat_template_kwargs if name in _OF_CHATS]
         if ours:
             raise ValueError(f"chat_template_kwargs.{ours[0]}: is set by PolyRL; leave it out")
@@ -405,8 +412,6 @@ class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fiel
         if not self.name:
             raise ValueError("name: got an empty text, expected what the domain is called in metrics")
         self.check()
-        if isinstance(self.validation, dict) and not all(self.validation):
-            raise ValueError("validation: a set has no name, expected what it is called in metrics")
 
     @property
     def validation_sets(self) -> dict[str, str]:
@@ -421,7 +426,7 @@ class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields
     """A single domain with its keys right here, or several as `[[data.domains]]`."""
 
     domains: tuple[DomainSection, ...] = ()
-    shuffle_seed: Count | None = None
+    shuffle_seed: Seed | None = None
     """None: train.seed."""
     num_epochs: AtLeastOne | None = None
     """How often the data is gone through; the run ends with it. None: as often as the steps need."""
@@ -611,6 +616,9 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fleet_rules: FleetRules = FleetRules()
     weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
     scaling: ScalingConfig = ScalingConfig()
+    derived: tuple[str, ...] = ()
+    """Written by a run: keys that nobody has set, so that a run that is resumed with another loss, advantage or kl
+    derives them again. Leave it out of a recipe of your own."""
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name in (".", ".."):

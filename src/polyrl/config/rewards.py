@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-Positive = Annotated[float, Meta(gt=0)]
-AtLeastOne = Annotated[int, Meta(ge=1)]
+from polyrl.scheduling.core.bounds import AtLeastOne, Positive
 
 _SLOTS_PER_PROCESS = 8
 """Rewards under way per process of the pool: enough that none waits for the next to arrive."""

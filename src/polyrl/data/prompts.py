@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from polyrl.config.nearest import did_you_mean
+from polyrl.config.explain import did_you_mean
 from polyrl.config.recipe import DomainFields
 from polyrl.data.rows import DataError, Fields, Row, kind_of, read_rows
 from polyrl.errors import ConfigError

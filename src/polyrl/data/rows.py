@@ -8,7 +8,7 @@
 Rules kept here: a row is plain data (texts, numbers, lists, tables), and knows its place, so that whoever finds fault
 with it can say where: `file:line` in JSON lines and CSV, `file: row N`, counted from 1, elsewhere. Files are read as
 they are asked for, and never changed.
-Left out: what the columns mean (prompts.py), and downloading (config/hub.py).
+Left out: what the columns mean (prompts.py), and downloading (config/places.py).
 """
 
 import base64

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polyrl.config.model_dir import check_model_dir
+from polyrl.config.places import check_model_dir
 from polyrl.data.prompts import Messages
 from polyrl.data.rows import DataError
 from polyrl.errors import ConfigError

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyrl.config import build
-from polyrl.config.hub import local_model
-from polyrl.config.model_dir import check_model_dir
+from polyrl.config.places import check_model_dir, local_model
 from polyrl.config.plugins import check_arguments, find, is_own, with_arguments
 from polyrl.engines.builtin.config import BuiltinConfig
 from polyrl.engines.engine import Engine

@@ -1,7 +1,7 @@
-"""What may be another in a run that goes on: freely, as a break in its curve that is written down, or not at all.
+"""What may be another in a run that is resumed: freely, as a break in its curve that is written down, or not at all.
 
-The nearest name decides: a key's own, or its section's. A section of the recipe that is new must be named here; a test
-sees to it.
+The nearest name decides: a key's own, or its section's. A key of `data.domains` has the rule that it has in `data`. A
+section of the recipe that is new must be named here; a test sees to it.
 
     free        nothing that was trained or is in the journal depends on it
     a break     steps from here on are trained otherwise: steps before it are finished as they were (resuming.py), and
@@ -9,9 +9,11 @@ sees to it.
     a reason    it is refused with that
 """
 
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -25,6 +27,8 @@ _OPENED = "the manager opened the run with it, and its journal is replayed with 
 _DRAWN = "what the run draws at random follows from it"
 _KEPT = "the checkpoint holds the tensors of what it was"
 _HALF_DONE = "the open round is half made with it: its prompts, or what is drawn for them and scored"
+
+_OF_A_DOMAIN = re.compile(r"^data\.domains\.\d+\.")
 
 RULES: dict[str, str] = {
     "name": _FREE,
@@ -72,6 +76,7 @@ RULES: dict[str, str] = {
     "fleet_rules.migrate": _OPENED,
     "weight_delivery": _FREE,
     "scaling": _FREE,
+    "derived": _FREE,
 }
 
 
@@ -99,6 +104,8 @@ def begin_anew(run_dir: Path, *, has_weights: bool = True) -> str:
 
 
 def _rule(key: str) -> str:
+    """A domain's keys have the rules of `data`, whose keys they are."""
+    key = _OF_A_DOMAIN.sub("data.", key)
     while key not in RULES:
         key = key.rpartition(".")[0]
     return RULES[key]
@@ -110,10 +117,21 @@ def _differences(before: Any, after: Any, path: str = "") -> list[str]:
         return [
             one for key in keys for one in _differences(before.get(key), after.get(key), f"{path}.{key}".lstrip("."))
         ]
+    if _are_tables(before) and _are_tables(after) and len(before) == len(after):
+        return _differences(_by_index(before), _by_index(after), path)
     return [] if before == after else [path]
+
+
+def _are_tables(value: Any) -> TypeGuard[Sequence[dict[str, Any]]]:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def _by_index(tables: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {str(index): one for index, one in enumerate(tables)}
 
 
 def _at(tree: Any, key: str) -> Any:
     for name in key.split("."):
+        tree = _by_index(tree) if _are_tables(tree) else tree
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import blake3
 from msgspec.structs import replace
 
-from polyrl.config import apply_overrides, build, load_toml
+from polyrl.config import build, load_toml
 from polyrl.config.dump import dump_toml
-from polyrl.config.hub import with_local_places
+from polyrl.config.places import with_local_places, with_whole_paths
 from polyrl.config.plugins import look_in
 from polyrl.config.recipe import Recipe
-from polyrl.config.recipe_files import with_whole_paths
+from polyrl.config.recipe_files import load_tree
 from polyrl.data.tokens import TOKENIZER_FILES
 from polyrl.disk import write_whole
 from polyrl.errors import UserError
@@ -38,6 +38,7 @@ from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.redo import Entry
 from polyrl.trainer.state.saving import Rules, Saver
 from polyrl.trainer.step import Steps
+from polyrl.wire.control import RunReply
 
 _RECIPE_FILE, _PORT_FILE = "recipe.toml", "port"
 _WEIGHT_FILES = (".safetensors", ".bin")
@@ -88,8 +89,7 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> tuple[Recipe, Recipe]:
         )
     tree = load_toml(path)
     before = with_whole_paths(build(tree, Recipe, source=str(path)))
-    changed = apply_overrides(tree, overrides)
-    after = with_whole_paths(with_local_places(build(changed, Recipe, source=str(path), overrides=overrides)))
+    after = with_whole_paths(with_local_places(load_tree(tree, overrides, str(path)))) if overrides else before
     check_changes(before, after, run_dir)
     look_in(after.modules)
     return before, after
@@ -135,19 +135,19 @@ def _is_told(run_dir: Path, step: int) -> bool:
     return told.exists() and any(line["step"] == step for line in metrics.read_steps(told))
 
 
-def check_that_something_is_left(past: ResumePoint, recipe: Recipe, run_dir: Path) -> None:
+def check_that_something_is_left(point: ResumePoint, recipe: Recipe, run_dir: Path) -> None:
     """Raises UserError if a run that goes on would end at once."""
     num_steps = recipe.train.steps
-    if past.next_step > num_steps:
+    if point.next_step > num_steps:
         raise UserError(
-            f"train.steps: got {num_steps}, and {past.next_step} steps of {run_dir} are trained already; expected more"
+            f"train.steps: got {num_steps}, and {point.next_step} steps of {run_dir} are trained already; expected more"
         )
-    version = past.next_step
-    if past.log or not past.is_told:  # of logged steps there is no checkpoint yet
+    version = point.next_step
+    if point.log or not point.is_told:  # of logged steps there is no checkpoint yet
         return
     if recipe.validation.is_due(version) and not metrics.read_validation(run_dir / metrics.FILE_NAME, version):
         return
-    if past.last is not None and (why := why_enough(recipe.train, past.last)):
+    if point.last is not None and (why := why_enough(recipe.train, point.last)):
         raise UserError(f"train.stop_at_reward: the run in {run_dir} has ended: {why}; ask for more to go on")
     if version < num_steps:
         if checkpoint.has_data_ended(run_dir, version):
@@ -159,6 +159,21 @@ def check_that_something_is_left(past: ResumePoint, recipe: Recipe, run_dir: Pat
     raise UserError(
         f"train.steps: all {num_steps} steps of {run_dir} are trained; ask for more: train.steps={2 * num_steps}"
     )
+
+
+def best_step(run_dir: Path, recipe: Recipe) -> int:
+    """The step of the checkpoint that did best by checkpoint.keep_best. Raises UserError."""
+    best = checkpoint.read_best(run_dir)
+    if best is None:
+        raise UserError(
+            f"--best: {run_dir} has kept none; expected a run with checkpoint.keep_best, after its first validation"
+        )
+    if best.step == 0:
+        raise UserError(
+            f"--best: no step of {run_dir} has validated better than what it began with ({best.metric}: "
+            f"{best.value:.3g}): that is {recipe.model.path}, as it is"
+        )
+    return best.step
 
 
 def _way_out(run_dir: Path, found: list[Path]) -> str:
@@ -211,27 +226,27 @@ def make_saver(
     run_dir: Path,
     about: TrainerState,
     gather: Callable[[], Iterable[tuple[str, Any]]],
-    past: ResumePoint | None,
+    point: ResumePoint | None,
 ) -> Saver:
     """`about` is what must be the same whenever it goes on; `gather` gives all tensors of a checkpoint, whole."""
     wanted = recipe.checkpoint
-    if past is not None:
+    if point is not None:
         reference = reference_digest(recipe) or about.reference  # it may be measured against one from now on
-        about = replace(about, next_step=past.next_step, reference=reference)
+        about = replace(about, next_step=point.next_step, reference=reference)
     validates_every = recipe.validation.every_steps if wanted.keep_best else 0
     return Saver(
         run_dir,
         about,
         Rules(wanted.every_steps, keep_of(recipe), validates_every),
         gather,
-        newest=0 if past is None else past.state.next_step,
+        newest=0 if point is None else point.state.next_step,
         num_steps=recipe.train.steps,
         metric=wanted.keep_best,
         digests_kept=max(_DIGESTS_KEPT, recipe.max_staleness + 2),
     )
 
 
-async def train_again(past: ResumePoint, steps: Steps, saver: Saver, run_dir: Path) -> None:
+async def train_again(point: ResumePoint, steps: Steps, saver: Saver, run_dir: Path) -> None:
     """The steps of the log; and make up for what their checkpoints lack. Raises UserError."""
 
     def note_validation(version: int) -> None:
@@ -241,35 +256,55 @@ async def train_again(past: ResumePoint, steps: Steps, saver: Saver, run_dir: Pa
         await saver.trained_again(step)
         note_validation(step + 1)
 
-    note_validation(past.state.next_step)
-    await redo.train_again(steps, past.log, lambda line: print(line, flush=True), after)
+    note_validation(point.state.next_step)
+    await redo.train_again(steps, point.log, lambda line: print(line, flush=True), after)
 
 
-def check_prompts(past: ResumePoint, recipe: Recipe, digests: tuple[str, ...], run_dir: Path) -> None:
+def check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
+    """Raises UserError. The manager knows of every step that is on disk here before it is, and is never ahead by more
+    than the open step and those asked for ahead.
+
+    It knows nothing where the process before this one died as it was about to open the run.
+    """
+    last = first_step + max_staleness
+    is_ahead = opened.last_requested > last or any(step > last for step in opened.open_steps)
+    is_behind = opened.last_requested < first_step - 1
+    if is_behind or is_ahead or opened.published > first_step:
+        theirs = max(opened.last_requested, opened.published)
+        lost = (
+            "power failed before the journal was written: remove what checkpoints/ has beyond it, and go on from there"
+        )
+        raise UserError(
+            f"checkpoint and log go up to step {first_step}, and the manager's journal to step {theirs}: they are not "
+            f"of one run, or {lost if is_behind else 'the newest were removed'}"
+        )
+
+
+def check_prompts(point: ResumePoint, recipe: Recipe, digests: tuple[str, ...], run_dir: Path) -> None:
     """Raises UserError if a number means another prompt than it did."""
-    for domain, before, now in zip(recipe.data.all_domains, past.state.prompts, digests, strict=False):
+    for domain, before, now in zip(recipe.data.all_domains, point.state.prompts, digests, strict=False):
         if before != now:
             raise UserError(
-                f"{domain.source}: its prompts are not those that {past.folder} was trained with, or not in their "
+                f"{domain.source}: its prompts are not those that {point.folder} was trained with, or not in their "
                 f"order; put the file back, or {begin_anew(run_dir)}"
             )
 
 
-def check_resume_point(past: ResumePoint, recipe: Recipe, policy: Policy) -> None:
+def check_resume_point(point: ResumePoint, recipe: Recipe, policy: Policy) -> None:
     """Raises UserError if a checkpoint is of another model, or of another tokenizer or reference."""
     path = recipe.model.path
-    if past.state.tokenizer and past.state.tokenizer != tokenizer_digest(Path(path)):
-        raise UserError(f"{path}: its tokenizer is not the one that {past.folder} was trained with; put that one back")
-    checkpoint.check_model(past.state, policy, path)
-    if past.state.models and past.state.models != models_digest(recipe):
+    if point.state.tokenizer and point.state.tokenizer != tokenizer_digest(Path(path)):
+        raise UserError(f"{path}: its tokenizer is not the one that {point.folder} was trained with; put that one back")
+    checkpoint.check_model(point.state, policy, path)
+    if point.state.models and point.state.models != models_digest(recipe):
         raise UserError(
-            f"{path}: its files, or those of another model of the recipe, are not the ones that {past.folder} began "
+            f"{path}: its files, or those of another model of the recipe, are not the ones that {point.folder} began "
             "with, and no weights are kept yet; put those back, or begin anew in another directory (--run-dir)"
         )
     reference = reference_digest(recipe)
-    if past.state.reference and reference and past.state.reference != reference:
+    if point.state.reference and reference and point.state.reference != reference:
         raise UserError(
-            f"{recipe.algorithm.reference or path}: its files are not those of the reference that {past.folder} was "
+            f"{recipe.algorithm.reference or path}: its files are not those of the reference that {point.folder} was "
             "trained with; put those back, or name a copy of them in the run's recipe.toml: algorithm.reference"
         )
 

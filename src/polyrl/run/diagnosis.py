@@ -1,4 +1,4 @@
-"""Why a run waits: a pure function of what its manager said twice, a moment apart.
+"""Why a run waits: `diagnose`, a pure function of what its manager said twice, a moment apart.
 
     trainer --> groups --> rewards --> samples --> workers --> weights --> trainer
 
@@ -7,12 +7,20 @@ who do not do what they are there for. Each says since when, what happens next b
 
 Rules kept here: nothing is said that the manager did not say. What it does not know is left out, not guessed: only how
 long a sample still has to go is estimated, at most, and from the pace of its worker.
+Of a run that nobody runs, `diagnose_remains` says what its directory says.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from polyrl.config import load_toml
+from polyrl.errors import UserError
+from polyrl.run.changes import begin_anew
+from polyrl.telemetry import metrics
 from polyrl.telemetry.looks import show_seconds
+from polyrl.telemetry.metrics import MetricValue
 from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
 
 
@@ -46,6 +54,49 @@ def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosi
         _is_moving(earlier, now),
         (main, *_of_failures(now, run_dir), *_of_workers(earlier, now), *_of_turned_away(now), *_of_refusals(now)),
     )
+
+
+def read_steps(run_dir: Path) -> list[dict[str, MetricValue]]:
+    """The steps of a run that are trained. Raises UserError for a directory without a run."""
+    if not (run_dir / "journal").is_dir():
+        raise UserError(f"{run_dir}: no run there; expected a directory with a journal")
+    file = run_dir / metrics.FILE_NAME
+    return metrics.read_steps(file) if file.exists() else []
+
+
+def diagnose_remains(run_dir: Path, steps: Sequence[Mapping[str, MetricValue]]) -> Diagnosis:
+    """Of a run without a manager. What it wanted is in the recipe that it was started with."""
+    file = run_dir / "recipe.toml"
+    if not file.exists():
+        return Diagnosis(False, (Finding("no manager runs there", "nothing"),))
+    recipe = load_toml(file)
+    if why := _why_done(run_dir, recipe, steps):
+        return Diagnosis(False, (Finding(f"the run is done: {why}", "nothing"),))
+    what = f"nobody runs it: {len(steps)} of {recipe.get('train', {}).get('steps')} steps are trained"
+    if recipe.get("checkpoint", {}).get("enabled", True):
+        do = f"go on with it: {resume_command(str(run_dir))}"
+    else:
+        do = f"{begin_anew(run_dir, has_weights=False)}: checkpoint.enabled = false kept nothing"
+    return Diagnosis(False, (Finding(what, "nothing", do, needs_help=True),))
+
+
+def _why_done(run_dir: Path, recipe: dict[str, Any], steps: Sequence[Mapping[str, MetricValue]]) -> str | None:
+    """None: something is left to train. A run that is done is not gone on with: `--resume` refuses it."""
+    train, num_steps = recipe.get("train", {}), len(steps)
+    if num_steps == train.get("steps"):
+        return f"all {num_steps} steps are trained"
+    enough, reward = train.get("stop_at_reward"), steps[-1].get("reward/mean") if steps else None
+    if enough is not None and isinstance(reward, int | float) and reward >= enough:
+        return f"the mean reward has reached {enough:g}, after {num_steps} steps"
+    if recipe.get("data", {}).get("num_epochs") is None:
+        return None
+    from polyrl.trainer.state import checkpoint
+
+    return f"the data has ended, after {num_steps} steps" if checkpoint.has_data_ended(run_dir, num_steps) else None
+
+
+def resume_command(run_dir: str) -> str:
+    return f"polyrl train --resume {shlex.quote(run_dir)}"
 
 
 def _is_moving(earlier: Status, now: Status) -> bool:

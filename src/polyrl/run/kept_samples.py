@@ -44,10 +44,15 @@ class KeptSample(NamedTuple):
     turns: tuple[TrainSegment, ...]
 
 
+class NoLongerKept(UserError):
+    """A step's file was removed after it was listed."""
+
+
 class Kept:
     """The samples of a run. Raises UserError for a directory without any."""
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._files = entries.of_run(run_dir)
         self._open = _open_samples(run_dir)
         self._open = {step: found for step, found in self._open.items() if step not in self._files}
@@ -66,14 +71,10 @@ class Kept:
         """Raises UserError for a step that is not there."""
         if step in self._open:
             return self._open[step]
-        path = self._files.get(step)
-        if path is None:
+        if step not in self._files:
             first, last = self.steps[0], self.steps[-1]
             raise UserError(f"--step: {step} is not kept; expected one from {first} to {last}")
-        try:
-            entry = entries.read(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        entry = self._read(step)
         num_trained = sum(len(entries.decode_groups(batch)) for batch in entry.batches)
         return [
             _of_entry(step, sample, index, "trained" if place < num_trained else "rejected")
@@ -90,13 +91,31 @@ class Kept:
         """
         newest = self.trained_steps[-1:] or self.steps[-1:]
         for one in [step] if step is not None else newest if grep is None else self.steps[::-1]:
-            samples = self.of_step(one)
+            try:
+                samples = self.of_step(one)
+            except NoLongerKept:
+                if grep is None:
+                    raise
+                continue
             if grep is not None:
                 samples = [kept for kept in samples if grep in text_of(kept.prompt) or grep in text_of(kept.answer)]
             if order is not None:
                 scored = [kept for kept in samples if kept.reward is not None]
                 samples = sorted(scored, key=lambda kept: kept.reward or 0.0, reverse=order == "best")
             yield from samples
+
+    def _read(self, step: int) -> entries.Entry:
+        """A run that goes on moves a step's file, or removes it, also after it was listed. Raises UserError."""
+        for path in (self._files[step], entries.of_run(self._run_dir).get(step)):
+            if path is None:
+                break
+            try:
+                return entries.read(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise NoLongerKept(f"--step: {step} is no longer kept: the run has just removed it")
 
 
 def _of_entry(step: int, sample: TrainSample, index: int, state: KeptState) -> KeptSample:

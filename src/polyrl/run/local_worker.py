@@ -33,6 +33,7 @@ async def started_engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalE
     if not models.uses_engine(recipe):
         yield None
         return
+    models.free_device()  # steps of the log may have been trained: an engine's cache is sized by what is free
     engine = make_engine(recipe, policy)
     try:
         await engine.start()

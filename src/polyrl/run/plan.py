@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from polyrl.config import dump_toml
 from polyrl.config.inert import inert
-from polyrl.config.model_dir import check_model_dir
+from polyrl.config.places import check_model_dir, with_local_places
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.cores import num_cores
 from polyrl.engines.builtin.config import BuiltinConfig, choose_device
@@ -296,7 +296,9 @@ def _size(num_bytes: int) -> str:
 
 
 def fit(recipe: Recipe) -> Recipe:
-    """With nothing left open. Raises ConfigError for a model directory that cannot be used."""
+    """Return the recipe with nothing left open, names of the hub fetched. Raises ConfigError for a model directory that
+    cannot be used."""
+    recipe = with_local_places(recipe)
     device = choose_device(recipe.model.device)
     if recipe.model.dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"

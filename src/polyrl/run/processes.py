@@ -211,7 +211,5 @@ async def choose_port(wanted: ManagerSection, before: int = _ANY) -> int:
         except PortTaken:
             continue
         return port
-    if before:
-        log.warning("port %d, which the run had, is taken: workers that know that one must join anew", before)
     await check_that_it_can_listen(wanted.host, _ANY)
     return _ANY

@@ -8,8 +8,11 @@ over. run/diagnosis.py knows what is waited for. The manager is told what reward
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,34 +22,50 @@ from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
+from polyrl.run import local_worker, workers
+from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.diagnosis import Finding, diagnose
 from polyrl.run.display import Display
 from polyrl.run.plugins import own_trackers
 from polyrl.run.processes import ManagerAddress
 from polyrl.run.settings import caveat_of
 from polyrl.run.tasks import Tasks, UnderWay
-from polyrl.run.workers import join_command, status_command
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry import breaks, validated
 from polyrl.telemetry.looks import show_seconds
-from polyrl.telemetry.metrics import MetricValue, from_step_line, with_aliases
+from polyrl.telemetry.metrics import Metrics, MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
 from polyrl.trainer.loop import StepReport
-from polyrl.wire.dial import is_loopback
+from polyrl.wire.dial import Dialer, is_loopback
 
 _LOOK_EVERY_S = 1.0
 _PATIENCE_S = 15.0
+
+
+class Watch(Protocol):
+    """A program that follows the run."""
+
+    def begun(self, url: str, join_command: str, first_step: int) -> None: ...
+
+    def step(self, number: int, metrics: Metrics) -> None: ...
 
 
 class Reporter:
     """Keeps the contract of the loop's `Events`."""
 
     def __init__(
-        self, recipe: Recipe, run_dir: Path, address: ManagerAddress, display: Display, first_step: int = 0
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        address: ManagerAddress,
+        display: Display,
+        first_step: int = 0,
+        watch: Watch | None = None,
     ) -> None:
         track = recipe.track
-        self._recipe, self._run_dir, self._address, self._display = recipe, run_dir, address, display
+        self._watch = watch
+        self._recipe, self._run_dir, self._address, self.display = recipe, run_dir, address, display
         self._validated = validated.read(run_dir, first_step)  # before the lines from there on are cut off
         """Of the present version: told with the step that starts from it."""
         self._version = first_step
@@ -66,12 +85,15 @@ class Reporter:
 
     def begin(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        say = self._display.say
+        say = self.display.say
         url = self._address.url
-        say(f"run: {self._run_dir}   manager: {url}   status: {status_command(self._recipe, self._run_dir, url)}")
+        status = workers.status_command(self._recipe, self._run_dir, url)
+        say(f"run: {self._run_dir}   manager: {url}   status: {status}")
         say(f"metrics: {self._trackers.where}")
-        command = join_command(self._recipe, self._run_dir, url)
+        command = workers.join_command(self._recipe, self._run_dir, url)
         say(Text.assemble("a worker joins with:  ", (command, "bold green")))
+        if self._watch is not None:
+            self._watch.begun(url, command, self._version)
         if self._address.tls is None and not is_loopback(url):
             say(Text("tokens and weights cross the network in clear: use a private network, or a tunnel", "yellow"))
         if caveat := caveat_of(self._recipe):
@@ -82,10 +104,10 @@ class Reporter:
                 say(Text(line, style="yellow"))
 
     async def step_begins(self, step: int) -> None:
-        self._display.step_begins(step)
+        self.display.step_begins(step)
 
     async def groups_trained(self, step: int, num: int) -> None:
-        self._display.groups_trained(num)
+        self.display.groups_trained(num)
 
     async def step_ended(self, report: StepReport) -> None:
         metrics = with_aliases(self._metrics(report))
@@ -95,10 +117,12 @@ class Reporter:
         elif report.step < self._version:  # a step of the past: a process before this one validated what it began with
             metrics |= validated.read(self._run_dir, report.step)
         self._trackers.log(report.step, metrics)
-        self._display.step_ended(report.step, metrics)
+        self.display.step_ended(report.step, metrics)
+        if self._watch is not None:
+            self._watch.step(report.step, metrics)
         if not report.stats.added.num_groups and report.num_filtered:
             why = f"all rewards were equal in each of the {report.num_filtered} groups that came"
-            self._display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
+            self.display.say(Text(f"step {report.step} trained nothing: {why}", style="yellow"))
         self._warn_of_mismatch(report)
 
     def _warn_of_mismatch(self, report: StepReport) -> None:
@@ -108,18 +132,18 @@ class Reporter:
         for engine in [one for one in far if one not in self._far]:
             line = f"step {report.step}: log-probabilities of {engine} workers are {far[engine]:.3g} nats from the "
             line += f"trainer's for the same weights, above train.mismatch_warning={bound:g}: docs/guides/engines.md"
-            self._display.say(Text(line, style="yellow"))
+            self.display.say(Text(line, style="yellow"))
         self._far = far
 
     async def saves(self) -> None:
-        self._display.doing("writes the last checkpoint")
+        self.display.doing("writes the last checkpoint")
 
     def knows(self, version: int) -> bool:
         """Whether it was validated, by this process or one before."""
         return bool(self._validated) and self._version == version
 
     async def validates(self) -> None:
-        self._display.doing("validates")
+        self.display.doing("validates")
 
     async def validated(self, version: int, rates: dict[str, float]) -> None:
         validated.note(self._run_dir, version, rates)
@@ -128,7 +152,7 @@ class Reporter:
         of_all = {name: rate for name, rate in shown.items() if name == "reward/mean" or name.startswith("pass@")}
         several = len(shown) > 2 * len(of_all)  # a single set has the same figures as all
         parts = [f"{name} {rate:.3f}" for name, rate in {**of_all, **(shown if several else {})}.items()]
-        self._display.say("  ".join([f"version {version} validates:", *parts]))
+        self.display.say("  ".join([f"version {version} validates:", *parts]))
 
     def _metrics(self, report: StepReport) -> dict[str, MetricValue]:
         rewards = np.array(report.rewards or [0.0])
@@ -177,6 +201,18 @@ class Reporter:
         """A run that goes on has it from the manager: the step was trained by another process."""
         lines = [] if self._fleet is None else self._fleet.lines
         return next((one for one in reversed(lines) if one.step == step - 1), None)
+
+    def news(self, fleet: Fleet, started: dict[str, Process], tasks: Tasks) -> list[Coroutine[Any, Any, None]]:
+        """All that is told beside the steps, until somebody cancels it."""
+        say, recipe = self.display.say, self._recipe
+        news: list[Coroutine[Any, Any, None]] = [
+            workers.tell_who_ends(self._run_dir, started, say),
+            workers.tell_who_is_turned_away(fleet, started, say),
+            tell_of_rewards(fleet, tasks),
+        ]
+        if not self.display.progress.is_live:
+            news.append(tell_of_waits(fleet, workers.doctor_command(recipe, self._run_dir, self._address.url), say))
+        return news
 
     def close(self) -> None:
         if self._validated:  # no step starts from the last version
@@ -249,3 +285,23 @@ async def tell_of_waits(fleet: Fleet, doctor: str, say: Callable[[str], None]) -
             if line is not None:
                 say(line)
             earlier = status
+
+
+@asynccontextmanager
+async def reporting(
+    recipe: Recipe,
+    run_dir: Path,
+    address: ManagerAddress,
+    dialer: Dialer,
+    point: ResumePoint | None,
+    watch: Watch | None,
+) -> AsyncIterator[Reporter]:
+    """A reporter with its display, for as long as the run lasts."""
+    if point is not None and point.breaks:
+        breaks.note(run_dir, point.breaks)
+    title = ", ".join(one for one in (recipe.name, caveat_of(recipe)) if one)
+    display = Display(title, recipe.train.steps, dialer, local_worker.NAME)
+    reporter = Reporter(recipe, run_dir, address, display, 0 if point is None else point.next_step, watch)
+    with contextlib.closing(reporter):
+        async with display:
+            yield reporter

@@ -1,28 +1,74 @@
-"""Before a run goes on with other settings, steps that only the log has are trained again as they were, and kept."""
+"""A run that is resumed: what it was, what has changed, and its models as the newest checkpoint has them.
+
+Before a run goes on with other settings, steps that only the log has are trained again as they were, and kept.
+"""
 
 import asyncio
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from polyrl.config.recipe import Recipe
-from polyrl.run import checkpoints, models, ranks
+from polyrl.errors import UserError
+from polyrl.run import changes, checkpoints, models, ranks
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.event_loop import run_loop
+from polyrl.run.plan import fit
 from polyrl.run.ranks import OtherRanks
-from polyrl.run.training import first_of, until_interrupted
+from polyrl.run.supervising import first_of, until_interrupted
 from polyrl.trainer.leading import Learner
+from polyrl.trainer.state import checkpoint
+from polyrl.trainer.state.saving import tidy
 
 
-def settle(before: Recipe, run_dir: Path, past: ResumePoint) -> None:
-    """Ends with a checkpoint of the last logged step. `before` is the recipe that the steps were trained with.
+class Resumed(NamedTuple):
+    recipe: Recipe
+    """With what is changed from here on; `before`: as it was until now."""
+    before: Recipe
+    point: ResumePoint | None
+    """None: the run was killed before anything was trained, and begins."""
+
+
+def reopen(run_dir: Path, overrides: list[str]) -> Resumed:
+    """Read what a run goes on from. Raises UserError for one that cannot, or that is done."""
+    read = ranks.with_ranks(
+        lambda given: checkpoints.read_recipe(run_dir, given)[1], overrides, ranks.rank_info(os.environ)
+    )
+    before, _ = checkpoints.read_recipe(run_dir, [])
+    checkpoints.wait_for_manager_to_end(run_dir)
+    if not checkpoint.found(run_dir) and not checkpoints.has_begun(run_dir):  # killed before it had written more
+        return Resumed(read, before, None)
+    point = checkpoints.read_resume_point(run_dir)
+    with contextlib.suppress(OSError):  # the next one to write there says what is wrong
+        tidy(run_dir, checkpoints.keep_of(read))
+    checkpoints.check_that_something_is_left(point, read, run_dir)
+    return Resumed(read, before, point)
+
+
+def finish_logged_steps(before: Recipe, after: Recipe, run_dir: Path, point: ResumePoint) -> ResumePoint:
+    """Return the point with what is trained otherwise from there on; steps of the log are trained as they were first.
 
     Raises UserError; and Interrupted, then the log is as it was.
     """
-    with restored(before, run_dir, past) as (learner, other_ranks):
-        run_loop(until_interrupted(_train_again(before, run_dir, past, learner, other_ranks)))
+    changed = tuple(changes.breaks(before, after, point.next_step)) if point.next_step else ()
+    if changed and point.log:
+        if ranks.rank_info(os.environ) is not None:
+            raise UserError(
+                f"{changed[0].key}: the last {len(point.log)} steps are in the log alone, and are first trained again "
+                "as they were, which torchrun's ranks cannot do: use --ranks, or go on once without the change"
+            )
+        _train_log_to_a_checkpoint(fit(before), run_dir, point)
+        point = checkpoints.read_resume_point(run_dir)
+    return point._replace(breaks=changed)
+
+
+def _train_log_to_a_checkpoint(before: Recipe, run_dir: Path, point: ResumePoint) -> None:
+    with restored(before, run_dir, point) as (learner, other_ranks):
+        run_loop(until_interrupted(_train_again(before, run_dir, point, learner, other_ranks)))
     if other_ranks is not None:
         other_ranks.ranks.close()  # this process meets those of the run next
     del learner, other_ranks
@@ -31,31 +77,34 @@ def settle(before: Recipe, run_dir: Path, past: ResumePoint) -> None:
 
 
 async def _train_again(
-    recipe: Recipe, run_dir: Path, past: ResumePoint, learner: Learner, other_ranks: OtherRanks | None
+    recipe: Recipe, run_dir: Path, point: ResumePoint, learner: Learner, other_ranks: OtherRanks | None
 ) -> str:
     leader = None if other_ranks is None else other_ranks.lead(learner)
     gather = (learner if leader is None else leader).whole_state
-    saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, past.state, gather, past)
+    saver = await asyncio.to_thread(checkpoints.make_saver, recipe, run_dir, point.state, gather, point)
     try:
-        again = checkpoints.train_again(past, learner.steps if leader is None else leader, saver, run_dir)
-        await first_of(again, [one.failed() for one in (other_ranks, saver) if one is not None], None)
+        again = checkpoints.train_again(point, learner.steps if leader is None else leader, saver, run_dir)
+        await first_of(again, [one.failed() for one in (other_ranks, saver) if one is not None])
         await saver.finish()
     finally:
         await saver.stop()
-    return "settled"
+    return "the steps of the log are in a checkpoint"
 
 
 @contextmanager
-def restored(recipe: Recipe, run_dir: Path, past: ResumePoint | None) -> Iterator[tuple[Learner, OtherRanks | None]]:
-    """`past` is what the run goes on from; none: it begins. Raises UserError."""
-    folder = None if past is None else past.folder
+def restored(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Iterator[tuple[Learner, OtherRanks | None]]:
+    """The run's models in memory, on all of its ranks, as they were at `point`; None: as a run begins with them.
+
+    Raises UserError.
+    """
+    folder = None if point is None else point.folder
     with ranks.assembled(recipe, run_dir, ranks.rank_info(os.environ), folder) as other_ranks:
         learner = models.load_learner(recipe, None if other_ranks is None else other_ranks.ranks)
         if other_ranks is not None:
             other_ranks.check()
-        if past is not None:
-            checkpoints.check_resume_point(past, recipe, learner.policy)
-            if past.tensors:
-                learner.restore(past.tensors)
-                past.tensors.clear()  # they lie in the file, which would stay on the disk for as long as they do
+        if point is not None:
+            checkpoints.check_resume_point(point, recipe, learner.policy)
+            if point.tensors:
+                learner.restore(point.tensors)
+                point.tensors.clear()  # they lie in the file, which would stay on the disk for as long as they do
         yield learner, other_ranks

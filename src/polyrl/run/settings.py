@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyrl.config.recipe import Recipe
-from polyrl.config.rewards import RewardsSection
 from polyrl.rewards.line import START_TIMEOUT_S
 from polyrl.scheduling.core.parameters import DomainData, RewardConfig, SchedulerConfig
 from polyrl.telemetry.metric_names import IMPOSED_LENGTHS
@@ -45,18 +44,20 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
         routing=recipe.routing,
         seeding=recipe.seeding,
         hand_back=recipe.hand_back,
-        rewards=_reward_rules(recipe.rewards, as_finished=streaming),
+        rewards=_reward_rules(recipe, as_finished=streaming),
         fleet_rules=recipe.fleet_rules,
         weight_delivery=recipe.weight_delivery,
         scaling=recipe.scaling,
     )
 
 
-def _reward_rules(rewards: RewardsSection, *, as_finished: bool) -> RewardConfig:
-    """The pool ends what takes too long; the scheduler's own limit is for a pool that does not answer at all: it is
-    later than the last of the queue, if a process starts anew for each before it, and each takes all of its time.
+def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
+    """The pool ends a function that takes too long; the scheduler's own limit is for a pool that does not answer at
+    all: it is later than the last of the queue, if a process starts anew for each before it, and each of a domain's
+    functions takes all of its time.
     """
-    slots, functions = rewards.max_under_way, max(1, len(rewards.functions))
+    rewards, slots = recipe.rewards, recipe.rewards.max_under_way
+    functions = max(len(recipe.rewards_of(domain)) for domain in recipe.data.all_domains)
     longest_s = functions * (START_TIMEOUT_S + rewards.timeout_s) * (1 + math.ceil(slots / rewards.processes))
     return RewardConfig(
         adaptive=False,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import shlex
 import time
@@ -15,14 +16,16 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from polyrl.client import Fleet
+from polyrl.config import build, load_toml
 from polyrl.config.dump import inline
-from polyrl.config.hub import shown_model
+from polyrl.config.places import shown_model
 from polyrl.config.plugins import is_own
 from polyrl.config.recipe import Recipe
 from polyrl.engines import registry
 from polyrl.engines.served.server import NAMES, ServerKind
 from polyrl.errors import UserError
 from polyrl.run import processes
+from polyrl.run.encryption import encryption
 from polyrl.run.processes import ManagerAddress
 from polyrl.weights.interfaces import listening_addresses
 
@@ -48,6 +51,18 @@ def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
     """What somebody types on another machine."""
     joining = _joining(recipe, run_dir, _from_elsewhere(url), "builtin", shown_model(recipe.model.path))
     return shlex.join(["polyrl", *joining, f"dtype={recipe.model.dtype}"])
+
+
+def join_command_of(run_dir: Path) -> str:
+    """How a worker joins a run that `polyrl train` runs; empty where that is not known here."""
+    try:
+        recipe = build(load_toml(run_dir / "recipe.toml"), Recipe)
+        url = json.loads((run_dir / "manager.json").read_text())["url"]
+        tls = encryption(recipe.manager)
+        url = url if tls is None else tls.url(int(url.rpartition(":")[2]))
+    except (UserError, OSError, ValueError, KeyError):
+        return ""
+    return join_command(recipe, run_dir, url)
 
 
 def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 from polyrl.engines.lockstep import EngineTimes
+from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
 from polyrl.scheduling.core.parameters import (
     FleetRules,
     HandBackConfig,
@@ -24,13 +25,6 @@ from polyrl.scheduling.core.parameters import (
     WeightDeliveryConfig,
 )
 from polyrl.scheduling.rules.parallelism import DecodeSpeed, capacity_tokens
-
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=0)]
-AtLeastOne = Annotated[int, Meta(ge=1)]
-
 
 _KV_TOKENS = 2_000_000
 

@@ -74,7 +74,7 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "of the returns' variance, what values at the step's start foretold; may be < 0",
     ),
-    Metric("critic/grad_norm", "", "norm of the critic's gradient before it was clipped, of the step's last update"),
+    Metric("critic/grad_norm", "", "norm of the critic's gradient before it was clipped, mean over the step's updates"),
     Metric("critic/lr", "", "its learning rate"),
     # How long answers are
     Metric(

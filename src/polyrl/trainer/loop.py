@@ -9,7 +9,7 @@ Rules kept here: a group is taken (acknowledged) before it is trained, and then 
 process is gone. A group that cannot teach anything is rejected, and the scheduler starts another in its place. Weights
 move and get the name of their version in one turn of the devices.
 
-Left out: where processes come from (cli/train), what rewards are, what the numbers look like (telemetry).
+Left out: where processes come from (run/training), what rewards are, what the numbers look like (telemetry).
 """
 
 import asyncio

@@ -216,6 +216,8 @@ class StepAccumulator:
         metrics["actor/skipped_updates"] = float(sum(not one.applied for one in updates))
         metrics["sample/left_out"] = float(len(left_out))
         metrics |= self._of_critic
+        if self._critic_norms:
+            metrics["critic/grad_norm"] = sum(self._critic_norms) / len(self._critic_norms)
         return StepStats(step, self._added, metrics, tuple(too_far.items()))
 
     def abort(self) -> None:
@@ -240,6 +242,8 @@ class StepAccumulator:
         self._tally = Tally(self._policy.device)
         self._of_critic: dict[str, float] = {}
         """What is told of it beside sums."""
+        self._critic_norms: list[float] = []
+        """Of the gradient of every update of the step."""
         self._has_moved = False
         """An update of this step is made."""
 
@@ -300,7 +304,8 @@ class StepAccumulator:
         update = critic.optimizer.update(step, float(max(1, self._num_open_tokens)), self._num_steps)
         if not update.applied and self._num_open_tokens:
             log.warning("step %d: the critic's gradient has norm %s: it stays as it is", step, update.grad_norm)
-        self._of_critic |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
+        self._of_critic["critic/lr"] = update.lr
+        self._critic_norms.append(update.grad_norm)
 
     # The loss
 

@@ -9,9 +9,8 @@ from typing import Annotated, Literal, NamedTuple
 from msgspec import Meta, Struct
 
 from polyrl.errors import PolyrlError
+from polyrl.scheduling.core.bounds import Positive
 from polyrl.weights.chunks import CHUNK_BYTES, MAX_CHUNK_BYTES, HashName
-
-Positive = Annotated[float, Meta(gt=0)]
 
 
 class WeightSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

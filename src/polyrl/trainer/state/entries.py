@@ -3,10 +3,11 @@
     RUN/checkpoints/redo/step-000012     while a run that goes on may have to train the step again (redo.py)
     RUN/samples/step-000012              after that, for whoever looks at answers (`polyrl samples`)
 
-Rules kept here: a file is verified when it is read. An entry that nobody trains again is moved, not copied; when all
-of them together are larger than they may be, the oldest go. Nothing here knows a model.
+Rules kept here: a file is verified when it is read. An entry that nobody trains again is moved, and copied only to
+another disk; when all of them together are larger than they may be, the oldest go. Nothing here knows a model.
 """
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import blake3
 import msgspec
 from msgspec import Struct
 
+from polyrl.disk import write_whole
 from polyrl.errors import UserError
 from polyrl.trainer.batch import TrainGroup, decode_groups, encode_groups
 
@@ -97,7 +99,7 @@ def retire(run_dir: Path, paths: Sequence[Path], most_bytes: int) -> None:
         folder.mkdir(exist_ok=True)
     for path in paths:
         if most_bytes:
-            path.replace(folder / path.name)
+            _move(path, folder / path.name)
         else:
             path.unlink(missing_ok=True)
     kept = found(folder)
@@ -105,3 +107,14 @@ def retire(run_dir: Path, paths: Sequence[Path], most_bytes: int) -> None:
     while kept and sum(sizes) > most_bytes:
         kept.pop(0).unlink(missing_ok=True)
         sizes.pop(0)
+
+
+def _move(path: Path, target: Path) -> None:
+    """RUN/samples may be a link to another disk, where a file is copied: whole, or not at all."""
+    try:
+        path.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        write_whole(target, path.read_bytes())
+        path.unlink()

@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 from msgspec import Struct
 
 from polyrl.disk import sync_folder, write_whole
@@ -146,8 +145,6 @@ async def train_again(
                 say(f"step {entry.step} is trained again")
     finally:
         devices.close()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # who sizes an engine's cache next looks at what is free
 
 
 def _folder(run_dir: Path) -> Path:

@@ -1,4 +1,6 @@
-"""Models and data sets by their names on the Hugging Face hub: fetched once, and from then on a directory here.
+"""Places that a recipe names: models and data sets, by a path, or by a name on the Hugging Face hub.
+
+A name is fetched once, and from then on it is a directory here.
 
     Qwen/Qwen3-0.6B              a model
     openai/gsm8k/main#test       a data set: a folder of it, and a split, where it has several
@@ -9,6 +11,7 @@ anything is started. What cannot be had is one line. `huggingface_hub` keeps wha
 tokens and mirrors (HF_TOKEN, HF_ENDPOINT).
 """
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,17 +61,30 @@ def local_data(place: str, key: str, fetch: FetchFiles = download) -> str:
 
 
 def with_local_places(recipe: Recipe, fetch: FetchFiles = download) -> Recipe:
-    """The recipe with directories for all that it names on the hub. Raises ConfigError."""
-    algorithm, data = recipe.algorithm, _with_local_data(recipe.data, "data", fetch)
-    critic = replace(algorithm.critic, path=local_model(algorithm.critic.path, "algorithm.critic.path", fetch))
-    reference = local_model(algorithm.reference, "algorithm.reference", fetch)
-    domains = tuple(_with_local_data(one, f"data.domains.{number}", fetch) for number, one in enumerate(data.domains))
-    return replace(
+    """Return the recipe with directories for all that it names on the hub. Raises ConfigError."""
+    return _with_places(
         recipe,
-        model=replace(recipe.model, path=local_model(recipe.model.path, "model.path", fetch)),
-        algorithm=replace(algorithm, critic=critic, reference=reference),
-        data=replace(data, domains=domains),
+        lambda path, key: local_model(path, key, fetch),
+        lambda place, key: local_data(place, key, fetch),
     )
+
+
+def with_whole_paths(recipe: Recipe) -> Recipe:
+    """Return the same recipe for a process in another folder."""
+    manager = recipe.manager
+    files = {key: _whole(getattr(manager, key)) for key in ("tls_cert", "tls_key", "ca")}
+    whole = _with_places(
+        recipe,
+        lambda path, _: _whole(path),
+        lambda place, _: place if place == ARITHMETIC or is_own(place) else _whole(place),
+    )
+    return replace(whole, modules=_whole(recipe.modules), manager=replace(manager, **files))
+
+
+def check_model_dir(folder: str, key: str) -> None:
+    """Raises ConfigError where `key` names no model directory. What it holds is looked at by its loader."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"{key}: {folder}: no config.json there; expected a Hugging Face model directory")
 
 
 def shown_model(path: str) -> str:
@@ -77,14 +93,33 @@ def shown_model(path: str) -> str:
     return path if found is None else f"{found[1]}/{found[2]}"
 
 
-def _with_local_data(fields: _Fields, key: str, fetch: FetchFiles) -> _Fields:
-    validation = fields.validation
-    if isinstance(validation, dict):
-        validation = {name: local_data(place, f"{key}.validation.{name}", fetch) for name, place in validation.items()}
-    elif validation is not None:
-        validation = local_data(validation, f"{key}.validation", fetch)
-    source = None if fields.source is None else local_data(fields.source, f"{key}.source", fetch)
-    return replace(fields, source=source, validation=validation)
+def _with_places(recipe: Recipe, of_model: Callable[[str, str], str], of_data: Callable[[str, str], str]) -> Recipe:
+    """Return the recipe with every place in it changed; both are given the place and its key."""
+    algorithm = recipe.algorithm
+    critic = replace(algorithm.critic, path=of_model(algorithm.critic.path, "algorithm.critic.path"))
+    reference = of_model(algorithm.reference, "algorithm.reference")
+
+    def of_fields(fields: _Fields, key: str) -> _Fields:
+        validation = fields.validation
+        if isinstance(validation, dict):
+            validation = {name: of_data(place, f"{key}.validation.{name}") for name, place in validation.items()}
+        elif validation is not None:
+            validation = of_data(validation, f"{key}.validation")
+        source = None if fields.source is None else of_data(fields.source, f"{key}.source")
+        return replace(fields, source=source, validation=validation)
+
+    data = of_fields(recipe.data, "data")
+    domains = tuple(of_fields(one, f"data.domains.{number}") for number, one in enumerate(data.domains))
+    return replace(
+        recipe,
+        model=replace(recipe.model, path=of_model(recipe.model.path, "model.path")),
+        algorithm=replace(algorithm, critic=critic, reference=reference),
+        data=replace(data, domains=domains),
+    )
+
+
+def _whole(path: str) -> str:
+    return os.path.abspath(path) if path else path
 
 
 def _is_here(path: str) -> bool:

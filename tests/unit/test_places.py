@@ -1,4 +1,4 @@
-"""Models and data sets by their names on the hub: what is asked for there, and what is not; a hub on loopback."""
+"""Models and data sets by a path, or by a name on the hub: what is asked for there, and what is not."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polyrl.config import hub
+from polyrl.config import places
 from polyrl.config.recipe_files import load_recipe
 from polyrl.errors import ConfigError
 
@@ -22,7 +22,7 @@ class Fetching:
     def __init__(self, folder: Path) -> None:
         self.folder, self.asked = folder, []
 
-    def __call__(self, name: str, kind: hub.RepoKind, patterns: Sequence[str]) -> str:
+    def __call__(self, name: str, kind: places.RepoKind, patterns: Sequence[str]) -> str:
         self.asked.append((name, kind))
         return str(self.folder)
 
@@ -32,13 +32,13 @@ def test_names_of_the_hub_become_directories_and_paths_stay(tmp_path: Path, monk
     (tmp_path / "models").mkdir()
     fetch = Fetching(tmp_path)
     for path in ("models/tiny", "./a/b", "/a/b", "tiny", "a/b/c", "../a/b"):
-        assert hub.local_model(path, "model.path", fetch) == path
+        assert places.local_model(path, "model.path", fetch) == path
     for place in ("arithmetic", "data/rows.jsonl", "models/rows", "/data/rows#test", "rows.csv"):
-        assert hub.local_data(place, "data.source", fetch) == place
+        assert places.local_data(place, "data.source", fetch) == place
     assert fetch.asked == []
-    assert hub.local_model("Qwen/Qwen3-0.6B", "model.path", fetch) == str(tmp_path)
-    assert hub.local_data("openai/gsm8k/main#test", "data.source", fetch) == f"{tmp_path}/main#test"
-    assert hub.local_data("openai/gsm8k", "data.source", fetch) == str(tmp_path)
+    assert places.local_model("Qwen/Qwen3-0.6B", "model.path", fetch) == str(tmp_path)
+    assert places.local_data("openai/gsm8k/main#test", "data.source", fetch) == f"{tmp_path}/main#test"
+    assert places.local_data("openai/gsm8k", "data.source", fetch) == str(tmp_path)
     assert fetch.asked == [("Qwen/Qwen3-0.6B", "model"), ("openai/gsm8k", "dataset"), ("openai/gsm8k", "dataset")]
 
 
@@ -46,7 +46,7 @@ def test_all_that_a_recipe_names_is_fetched(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     settings = ["model.path=org/model", "algorithm.kl=loss", "algorithm.reference=org/reference", "data.reward=math"]
     recipe = load_recipe("arithmetic", [*settings, "data.source=org/data#train", "data.validation=org/data#test"])
-    found = hub.with_local_places(recipe, fetch := Fetching(tmp_path))
+    found = places.with_local_places(recipe, fetch := Fetching(tmp_path))
     assert (found.model.path, found.algorithm.reference) == (str(tmp_path), str(tmp_path))
     assert (found.data.source, found.data.validation) == (f"{tmp_path}#train", f"{tmp_path}#test")
     assert len(fetch.asked) == 4
@@ -55,11 +55,11 @@ def test_all_that_a_recipe_names_is_fetched(tmp_path: Path, monkeypatch: pytest.
 def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
-    def fetch(name: str, kind: hub.RepoKind, patterns: Sequence[str]) -> str:
+    def fetch(name: str, kind: places.RepoKind, patterns: Sequence[str]) -> str:
         raise ConnectionError("no route to the hub,\nof all hosts")
 
     with pytest.raises(ConfigError) as error:
-        hub.local_model("org/model", "model.path", fetch)
+        places.local_model("org/model", "model.path", fetch)
     assert str(error.value) == (
         "model.path: org/model: not here, and the Hugging Face hub does not give it: ConnectionError: no route to the "
         "hub, of all hosts; expected a path, or a name that can be fetched"
@@ -68,8 +68,8 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path: Path, monkeypatch: pyt
 
 def test_others_are_told_the_name_and_not_where_it_lies_here():
     snapshot = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/{'a' * 40}"
-    assert hub.shown_model(snapshot) == "Qwen/Qwen3-0.6B"
-    assert hub.shown_model("/models/mine") == "/models/mine"
+    assert places.shown_model(snapshot) == "Qwen/Qwen3-0.6B"
+    assert places.shown_model("/models/mine") == "/models/mine"
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def a_hub(files: dict[str, bytes]) -> Iterator[str]:
 
 def ask(endpoint: str, home: Path, call: str) -> "subprocess.CompletedProcess[str]":
     """In a process of its own: the library reads its settings once."""
-    code = f"from polyrl.config import hub\ntry: print({call})\nexcept Exception as error: print('refused:', error)"
+    code = f"from polyrl.config import places\ntry: print({call})\nexcept Exception as error: print('refused:', error)"
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
     return subprocess.run(
@@ -123,10 +123,20 @@ def ask(endpoint: str, home: Path, call: str) -> "subprocess.CompletedProcess[st
 def test_a_hub_that_can_be_reached_gives_a_model_and_a_data_set(tmp_path: Path):
     files = {"config.json": b"{}", "model.safetensors": b"w", "model.bin": b"no", "main/train.jsonl": b'{"a":1}'}
     with a_hub(files) as endpoint:
-        folder = Path(ask(endpoint, tmp_path, "hub.local_model('org/model', 'model.path')").stdout.strip())
+        folder = Path(ask(endpoint, tmp_path, "places.local_model('org/model', 'model.path')").stdout.strip())
         assert {one.name for one in folder.iterdir()} == {"config.json", "model.safetensors"}
-        place = ask(endpoint, tmp_path, "hub.local_data('org/data/main#train', 'data.source')").stdout.strip()
+        place = ask(endpoint, tmp_path, "places.local_data('org/data/main#train', 'data.source')").stdout.strip()
     assert place.endswith("/main#train") and Path(place.removesuffix("#train")).joinpath("train.jsonl").is_file()
-    gone = ask("http://127.0.0.1:1", tmp_path, "hub.local_model('org/other', 'model.path')").stdout
+    gone = ask("http://127.0.0.1:1", tmp_path, "places.local_model('org/other', 'model.path')").stdout
     assert gone.startswith("refused: model.path: org/other: not here, and the Hugging Face hub does not give it: ")
     assert gone.count("\n") == 1
+
+
+@pytest.mark.parametrize("key", ["--model", "algorithm.reference"])
+def test_a_folder_without_a_config_is_no_model_directory(tmp_path, key):
+    with pytest.raises(ConfigError) as caught:
+        places.check_model_dir(str(tmp_path), key)
+    expected = f"{key}: {tmp_path}: no config.json there; expected a Hugging Face model directory"
+    assert str(caught.value) == expected
+    (tmp_path / "config.json").write_text("{}")
+    places.check_model_dir(str(tmp_path), key)

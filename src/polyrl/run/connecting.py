@@ -1,0 +1,133 @@
+"""A run's connections: its manager's process, the client that dials it, the server of weights, and the end of them."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from polyrl.client import Fleet, Prompt, RewardResult, Sample, connect
+from polyrl.config.recipe import Recipe
+from polyrl.engines.builtin.models import Loaded
+from polyrl.errors import PolyrlError, UserError
+from polyrl.run import checkpoints, local_worker, processes
+from polyrl.run.checkpoints import ResumePoint
+from polyrl.run.encryption import Encryption, check_reachable
+from polyrl.run.processes import ManagerAddress, ManagerProcess
+from polyrl.run.settings import caveat_of, manager_options, sampling_of, scheduler_config, weight_settings
+from polyrl.run.tasks import Tasks
+from polyrl.weights.server import WeightServer
+from polyrl.weights.tensors import pin_buffer
+from polyrl.wire.control import AnswerRules, DrainRequest
+from polyrl.wire.credentials import read_token_file
+from polyrl.wire.dial import Dialer, Unreachable
+
+log = logging.getLogger("polyrl.train")
+
+_DISMISS_S = 5.0
+
+
+@asynccontextmanager
+async def started_manager(
+    recipe: Recipe, run_dir: Path, point: ResumePoint | None, tls: Encryption | None
+) -> AsyncIterator[tuple[ManagerProcess, ManagerAddress]]:
+    """The run's manager, and where everyone dials it: at the port that the run had, if that is free.
+
+    Raises UserError for a manager that does not come up, or a certificate whose name does not lead to it.
+    """
+    before = 0 if point is None else point.port
+    port = await processes.choose_port(recipe.manager, before)
+    if before and not port:
+        log.warning("port %d, which the run had, is taken: workers that know that one must join anew", before)
+    manager = ManagerProcess(run_dir, recipe.manager.host, port, manager_options(recipe))
+    try:
+        address = await manager.start()
+        checkpoints.write_port(run_dir, address.port)
+        if tls is not None:
+            address = ManagerAddress(tls.url(address.port), address.port, tls)
+            await check_reachable(dialer(run_dir, address))
+        yield manager, address
+    finally:
+        await manager.stop()
+
+
+def dialer(run_dir: Path, address: ManagerAddress) -> Dialer:
+    tls = None if address.tls is None else address.tls.client
+    return Dialer(address.url, read_token_file(run_dir / "admin.token"), tls)
+
+
+@asynccontextmanager
+async def connected(
+    recipe: Recipe, run_dir: Path, address: ManagerAddress, tasks: Tasks, loaded: Loaded, point: ResumePoint | None
+) -> AsyncIterator[Fleet]:
+    """The trainer's client, with the run open. Raises UserError for a manager that knows another run."""
+    sampling = sampling_of(recipe)
+    typical = int(np.mean([len(tasks.tokens(domain, 0)) for domain in range(len(tasks.names))]))
+
+    def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
+        return Prompt(tasks.tokens(domain, prompt).tolist(), sampling)
+
+    async def reward_of(sample: Sample) -> RewardResult:
+        origin, answer = sample.origin, sample.tokens.tolist()
+        score, parts = await tasks.score(origin.domain, origin.prompt, answer, sample.finish)
+        return RewardResult(score, parts=parts)
+
+    async with connect(
+        address.url,
+        read_token_file(run_dir / "admin.token"),
+        scheduler_config(recipe, tasks.num_prompts, typical),
+        prompts=prompt_of,
+        reward=reward_of,
+        has_weights=True,
+        caveat=caveat_of(recipe),
+        trains=True,
+        answers=AnswerRules(vocab=loaded.vocab, end_ids=tuple(sorted(loaded.end_ids)), max_context=loaded.max_context),
+        tls=None if address.tls is None else address.tls.client,
+    ) as fleet:
+        if point is not None:
+            assert fleet.opened is not None
+            fleet.digests.update(point.published)
+            checkpoints.check_that_it_fits(fleet.opened, point.next_step, recipe.max_staleness)
+        yield fleet
+
+
+@contextmanager
+def weight_server(recipe: Recipe, fleet: Fleet, tls: Encryption | None, device: str) -> Iterator[WeightServer]:
+    """Serve weights for as long as this lasts, with the key that the manager gave the run."""
+    assert fleet.opened is not None
+    key = bytes.fromhex(fleet.opened.weights_key)
+    pin = pin_buffer if device == "cuda" else None
+    server = WeightServer(weight_settings(recipe), key, None if tls is None else tls.of_weights, pin)
+    server.start()
+    with contextlib.closing(server):
+        yield server
+
+
+@asynccontextmanager
+async def dismissed_at_the_end(fleet: Fleet, dialer: Dialer) -> AsyncIterator[None]:
+    """Tell all workers when the run is over: a worker that is not told dials for ten minutes. A run that was
+    interrupted is not over."""
+    try:
+        yield
+    except PolyrlError:  # it will not go on by itself
+        await _dismiss(fleet, dialer)
+        raise
+    await _dismiss(fleet, dialer)
+
+
+async def _dismiss(fleet: Fleet, dialer: Dialer) -> None:
+    with contextlib.suppress(TimeoutError, Unreachable, UserError):
+        async with asyncio.timeout(_DISMISS_S), dialer:
+            for worker in (await fleet.status()).workers:
+                if worker.name != local_worker.NAME:
+                    await _drain(dialer, worker.name)
+            while any(worker.name != local_worker.NAME for worker in (await fleet.status()).workers):
+                await asyncio.sleep(0.1)
+
+
+async def _drain(dialer: Dialer, name: str) -> None:
+    with contextlib.suppress(UserError):  # it has left meanwhile: the others are still to be told
+        await dialer.post(f"/v1/workers/{name}/drain", DrainRequest(reason="the run is over"), dict)

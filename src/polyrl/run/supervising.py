@@ -1,0 +1,94 @@
+"""How a run ends: by itself, by a signal, or by a part of it that fails.
+
+The first Ctrl+C (or SIGTERM) takes the run apart in good order; the second one ends the process at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from polyrl.errors import UserError
+from polyrl.worker.agent import Left
+
+log = logging.getLogger("polyrl.train")
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """SIGINT, from Ctrl+C, or SIGTERM was received."""
+
+
+async def until_interrupted(run: Coroutine[Any, Any, str]) -> str:
+    """Return what `run` returns. After a signal, at whatever moment, cancel it, wait for its end, raise Interrupted."""
+    interrupted = _listen_for_signals()
+    running, stopping = asyncio.ensure_future(run), asyncio.ensure_future(interrupted.wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        raise Interrupted
+    finally:
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+
+
+async def first_of(
+    run: Coroutine[Any, Any, T],
+    failures: Sequence[Coroutine[Any, Any, None]],
+    worker: "asyncio.Task[Left] | None" = None,
+) -> T:
+    """Return the run's result, or raise what ends it before: a failure, or the trainer's own worker leaving."""
+    running = asyncio.ensure_future(run)
+    failing = [asyncio.ensure_future(one) for one in failures]
+    waited = {running, *failing, *([] if worker is None else [worker])}
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        if worker is not None and worker.done():
+            raise UserError(f"the trainer's own worker has left: {worker.result()}")
+        for one in failing:
+            if one.done():
+                one.result()
+        raise AssertionError("these wait until something fails")
+    finally:
+        for task in (running, *failing):
+            task.cancel()
+        await asyncio.gather(running, *failing, return_exceptions=True)
+
+
+@asynccontextmanager
+async def meanwhile(*running: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run these beside the block. At its end they are cancelled, and what one of them failed of is raised."""
+    tasks = [asyncio.create_task(one) for one in running]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def _listen_for_signals() -> asyncio.Event:
+    """Set by the first signal; the second one ends the process."""
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hear(number: signal.Signals) -> None:
+        if not interrupted.is_set():
+            log.warning("%s: stopping; once more to leave at once", number.name)
+        interrupted.set()
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, hear, number)
+    return interrupted
