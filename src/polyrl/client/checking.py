@@ -1,7 +1,7 @@
-"""What of an answer cannot be trained on, and which worker wrote it. Pure.
+"""Faults of an answer that cannot be trained on, and the worker that wrote it. Pure.
 
-The manager refuses such tokens when they come in (manager/frames_in/intake.py). What it took before it knew the
-vocabulary, or before it looked, is in its journal and is delivered: it is found here.
+The manager refuses such tokens when they come in (manager/frames_in/intake.py). Tokens that it took before it knew
+the vocabulary, or before it looked, are in its journal and are delivered: they are found here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Fault(NamedTuple):
     worker: str
     why: str
     is_lie: bool = True
-    """No honest worker sends it. That nobody knows a version may be the trainer's own doing."""
+    """No honest worker sends it. An unknown version may be the trainer's own doing."""
 
     def __str__(self) -> str:
         return f"{self.why}, by worker {self.worker}"

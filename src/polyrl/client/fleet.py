@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One answer, with what is known of every token."""
+    """An answer, with what is known of every token."""
 
     id: int
     tokens: "np.ndarray[Any, Any]"
@@ -61,7 +61,7 @@ class Sample(NamedTuple):
     origin: Origin
     """Which prompt of the data it answers."""
     parts: Mapping[str, float] = {}
-    """What the reward is made of, by name."""
+    """The parts of the reward, by name."""
 
     @property
     def name(self) -> str:
@@ -76,13 +76,13 @@ class Group(NamedTuple):
 
 
 class RewardResult(NamedTuple):
-    """What a reward function may return, if a number alone is not enough."""
+    """The reward of an answer with its details, for a reward function to which a number is not enough."""
 
     value: float
     correct: bool = False
     cpu_s: float = 0.0
     parts: Mapping[str, float] = {}
-    """What it is made of, by name: they stay with the sample."""
+    """The parts of the reward, by name: they stay with the sample."""
 
 
 class RoundOver(PolyrlError):
@@ -168,7 +168,7 @@ class Fleet:
         self._prompt_of = prompts
         self._reward_of = reward
         self.opened: RunReply | None = None
-        """What the manager said when the run was opened."""
+        """The manager's reply when the run was opened."""
         self.lines: deque[StepLine] = deque(maxlen=_LINES_KEPT)
         """The scheduler's account of each of the last steps, the newest last."""
         self.advice: tuple[int, str] | None = None
@@ -177,7 +177,7 @@ class Fleet:
         self._last_requested = -1
         self._has_published = False
         self._first_open_step = 0
-        """What is told of steps before it is old: a break came before the manager heard that they are done."""
+        """News of earlier steps is old: a break came before the manager heard that they are done."""
         self._wanted: dict[int, frames.PlannedGroup] = {}
         """Groups whose prompts are still to be supplied, by group."""
         self._in_parts: dict[int, tuple[Sample, ...]] = {}
@@ -197,7 +197,7 @@ class Fleet:
     ) -> None:
         """Offer a version to the fleet. Step t trains on what version t wrote, and makes version t + 1.
 
-        `replaces`: what processes before this one published as this version. What that wrote is still trained on.
+        `replaces`: what processes before this one published as this version. Their tokens are still trained on.
         """
         former = tuple(one for one in replaces if one != digest)[-frames.MAX_REPLACED :]
         if digest:
@@ -268,7 +268,7 @@ class Fleet:
         await self.settled()  # all of it has come before that is acknowledged
 
     async def step_done(self, step: int) -> None:
-        """The step is trained. What was not taken of its round is discarded."""
+        """Say that the step is trained. Groups of its round that were not taken are discarded."""
         self._rounds.pop(step, None)
         self._first_open_step = max(self._first_open_step, step + 1)
         for one in [kept for kept in self._kept if kept <= step]:
@@ -279,7 +279,7 @@ class Fleet:
     async def validation(self) -> AsyncIterator[None]:
         """The trainer validates for as long as this lasts: its time is no step's, and it waits for nobody.
 
-        Who is broken off in it does not say so: another process will go on, and the manager sees that.
+        A trainer that is broken off meanwhile does not say so: the manager sees another process go on.
         """
         await self._state(lambda seq: frames.Validating(seq, begins=True))
         yield
@@ -288,7 +288,7 @@ class Fleet:
     async def tell_rewards(
         self, running: int, timeout_s: float, longest: tuple[float, str], failed: tuple[int, str]
     ) -> None:
-        """What the functions behind `reward` do: how many run, which one has run longest, and how many have failed."""
+        """Tell the state of the reward functions: how many run, which has run longest, and how many have failed."""
         longest_s, function = longest
         num_failed, why = failed
         await self._state(
@@ -436,7 +436,7 @@ class Fleet:
         self._kept.clear()
 
     def _fault(self, sample: Sample) -> Fault | None:
-        """What of a sample cannot be trained on, and who wrote it."""
+        """Return why a sample cannot be trained on, and who wrote it."""
         vocab = columns.ANY_ID if self._answers is None else self._answers.vocab
         fault = find_fault(sample.tokens, sample.logprobs, sample.segments, vocab)
         if fault is None and self._has_weights:

@@ -1,7 +1,7 @@
 """A trainer's line to the manager: dialled again after any break, and what was said is said again until it is on file.
 
 Rules kept here: statements are numbered and go out in order. After a break, all that was not acknowledged goes out
-again before anything new. What waiting cannot mend (a wrong token, another trainer) is a UserError.
+again before anything new. A fault that waiting cannot mend (a wrong token, another trainer) is a UserError.
 
 Left out: what statements and frames mean (fleet.py).
 """
@@ -34,7 +34,7 @@ class Line:
         self._dialer, self._give_up_after_s, self._hear, self._broke = dialer, give_up_after_s, hear, broke
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._greeted = False
-        """What was said before is sent: all may send by themselves."""
+        """The backlog is sent: each statement goes out by itself."""
         self._unacknowledged: deque[tuple[int, frames.Statement]] = deque()
         self.last_said = 0
         """The number of the last statement."""
@@ -99,7 +99,7 @@ class Line:
             self._broke()
 
     async def _send_backlog(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """What was said before, in order; whoever speaks meanwhile waits in line."""
+        """Send the statements of before, in order; new ones wait behind them."""
         sent = 0
         while waiting := [one for one in self._unacknowledged if one[0] > sent]:
             for number, statement in waiting:

@@ -24,7 +24,7 @@ from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.parameters import SchedulerConfig
 
 FILE_NAME = "journal.bin"
-"""What a simulation's journal is called in its directory."""
+"""The name of a simulation's journal in its directory."""
 LIVE_FOLDER = "journal"
 """Where a live run keeps its journals: `events-000001.bin` and so on, and their payload beside them."""
 EVENTS = "events"

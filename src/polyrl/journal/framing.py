@@ -16,7 +16,7 @@ from polyrl.errors import JournalError
 _FRAME = struct.Struct("<III")
 _LENGTH = struct.Struct("<I")
 FRAME_BYTES = _FRAME.size
-"""What a frame adds to its payload."""
+"""The bytes that a frame adds to its payload."""
 
 
 class CutShort(JournalError):
@@ -28,7 +28,7 @@ class CutShort(JournalError):
 
 
 def frame_head(payload: bytes) -> bytes:
-    """What stands in front of a payload."""
+    """Return the header of a payload."""
     length = _LENGTH.pack(len(payload))
     return _FRAME.pack(len(payload), zlib.crc32(length), zlib.crc32(payload))
 

@@ -45,7 +45,7 @@ _MAX_FIRST_LINE = 32
 class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
     config: SchedulerConfig
     about: dict[str, str] = {}
-    """Whatever the driver wants to say: scenario, host, version. Nothing depends on it."""
+    """Facts of the driver: scenario, host, version. Nothing depends on them."""
     saved: bytes = b""
     """What `Scheduler.save` gave where this journal starts; empty where the run does."""
     rules: int = 0
@@ -80,13 +80,13 @@ _EVENT_NAMES = frozenset(event.__name__ for event in get_args(Event))
 
 
 def encode_header(config: SchedulerConfig, about: dict[str, str] | None = None, saved: bytes = b"") -> bytes:
-    """What a journal starts with."""
+    """The first record of a journal."""
     header = JournalHeader(config, {} if about is None else about, saved, RULES)
     return _MAGIC + str(FORMAT).encode() + b"\n" + frame(_encoder.encode(header))
 
 
 def encode_record(now: Seconds, event: Event, commands: Sequence[Command]) -> bytes:
-    """One event and the commands that followed it. Fields that are seconds or dollars must hold floats, not ints."""
+    """An event and the commands that followed it. Fields that are seconds or dollars must hold floats, not ints."""
     return frame(_encoder.encode(_Stored(float(now), event, digest_commands(commands))))
 
 
@@ -290,6 +290,6 @@ _ADDED = frozenset(
     for field in msgspec.structs.fields(kind)
     if not field.required
 )
-"""What the state of an older version may be without."""
+"""Fields that the state of an older version may lack."""
 _DROPPED = frozenset({"tp_by_kind"})
 """What it may have that is kept no longer: of the parallelism planner, which no live run has."""

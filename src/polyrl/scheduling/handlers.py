@@ -1,4 +1,4 @@
-"""What the scheduler does with each event: the table `HANDLERS`, by the type of the event.
+"""The handlers of events, and the table `HANDLERS` that finds one by the type of an event.
 
 A handler changes the desk through the part that the event concerns, and says in the desk's flags what has become
 possible; scheduler.py acts on those afterwards. Every event has one handler, which a test checks. News of a worker or a
@@ -47,7 +47,7 @@ def _sample_finished(desk: Desk, event: e.SampleFinished, now: Seconds) -> None:
 
 
 def _clear(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """An answer shows that its worker is well, and that whoever failed the group before is not."""
+    """Clear the worker that answered, and blame the workers that failed the same group before."""
     worker, group = desk.seats[sample.worker], desk.groups[sample.group]
     if worker.unheard:
         membership.heard_from(desk, worker, now)

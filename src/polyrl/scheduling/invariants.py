@@ -45,7 +45,7 @@ def _law(holds: bool, message: str) -> None:
 
 
 def _check_desk(desk: Desk) -> None:
-    """What the desk holds itself is what is saved: every look at one of them goes through the desk."""
+    """Check that the desk's objects are those of the saved state: all code reaches them through the desk."""
     for name in ON_DESK:
         _law(getattr(desk, name) is getattr(desk.state, name), f"the desk's {name} are not the state's")
     _law(desk.seats is desk.state.fleet.seats, "the desk's seats are not the fleet's")

@@ -47,7 +47,7 @@ class Scheduler:
         return self.desk.state.rules
 
     def adopt(self, rules: int) -> None:
-        """Decide by newer rules from now on. What was decided before stays."""
+        """Decide by newer rules from now on. Earlier decisions stay."""
         self.desk.state.rules = max(self.rules, rules)
 
     @property

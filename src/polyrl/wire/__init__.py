@@ -1,1 +1,1 @@
-"""What processes say to each other: frames, columns of tokens, and how a token proves who speaks."""
+"""The protocol between processes: frames, columns of tokens, HTTP requests, and credentials."""

@@ -19,7 +19,7 @@ import numpy as np
 
 CELL_BYTES = 8
 PIECE_BYTES = 4 << 20
-"""What can be long without end (orders, the samples of a group, prompts) travels in pieces of about this size: a frame
+"""Lists without a bound (orders, the samples of a group, prompts) travel in pieces of about this size: a frame
 has a limit (frames.py), and its reader holds all of it twice for a moment."""
 Item = TypeVar("Item")
 CELL: Any = np.dtype([("token", "<i4"), ("logprob", "<f4")])
@@ -49,7 +49,7 @@ class BadColumns(ValueError):
 
 
 class Columns(NamedTuple):
-    """What a frame brings, by lease: so many cells after `offsets` tokens, up to this byte of the column of cells."""
+    """The rows of a frame, by lease: so many cells after `offsets` tokens, up to this byte of the column of cells."""
 
     leases: list[int]
     offsets: list[int]

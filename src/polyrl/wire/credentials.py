@@ -1,4 +1,4 @@
-"""Who may speak: tokens with a scope, made once a run, kept in files that only their owner reads.
+"""Access tokens with a scope, made once a run, kept in files that only their owner reads.
 
 Three scopes. `worker` may join and stream; `generate` may ask for answers (docs/guides/serve.md); `admin` may do all of
 that and everything else: open a run, submit rounds, read samples, drain. A token is compared in constant time, and
@@ -43,7 +43,7 @@ class AccessTokens:
 
 
 def weights_key_of(worker_token: str) -> bytes:
-    """What those who serve and fetch a run's weights prove to each other that they know."""
+    """The key by which those that serve and fetch a run's weights know each other."""
     return hmac.digest(worker_token.encode(), b"polyrl weights", "sha256")
 
 

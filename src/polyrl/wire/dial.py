@@ -58,7 +58,7 @@ class SessionOver(Exception):
 
 
 class Dialer:
-    """One manager, one token. Use it as an async context manager."""
+    """Dials one manager with one token. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Patience:
 
 
 def _error_in(content: bytes) -> str | None:
-    """What a manager says when it refuses; None: no manager said it."""
+    """Return what a manager said when it refused; None: no manager said it."""
     try:
         return msgspec.json.decode(content, type=ErrorReply).error
     except _NO_JSON:

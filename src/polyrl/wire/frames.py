@@ -42,7 +42,7 @@ PeerText = Annotated[str, Meta(max_length=_MAX_TEXT)]
 """A peer's words. They go into logs and onto terminals: each frame has its own made plain, as it is decoded."""
 Digest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")]
 Parts = Annotated[dict[Annotated[str, Meta(max_length=130)], float], Meta(max_length=1024)]
-"""What a reward is made of, by name."""
+"""The parts of a reward, by name."""
 MAX_NOTICE_S = 86_400.0
 NoticeSeconds = Annotated[float, Meta(ge=0, le=MAX_NOTICE_S)]
 """How long a machine stays that was given notice; 0: it hands over now."""
@@ -50,7 +50,7 @@ Addresses = Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max
 
 
 class Frame(Struct, frozen=True, array_like=True, gc=False):
-    """What all frames share: how they are written down."""
+    """The base of all frames: how they are written down."""
 
 
 def _make_plain(said: Struct, *fields: str) -> None:
@@ -64,7 +64,7 @@ def _make_plain(said: Struct, *fields: str) -> None:
 
 
 class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """How tokens are drawn. What an engine cannot do it declares (engines/engine.py) and refuses."""
+    """How tokens are drawn. An engine declares which of it it can do (engines/engine.py), and refuses the rest."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -91,9 +91,9 @@ class Hello(Frame, frozen=True, tag="hello"):
     """The state of a worker that connects, first or again."""
 
     version: HeldVersion
-    """What its engine runs; -1 is nothing yet."""
+    """The version that its engine runs; -1: none yet."""
     leases: bytes
-    """Those it holds: running, or ended and not acknowledged."""
+    """The leases that it holds: running, or ended and not acknowledged."""
     draining: PeerText = ""
     """Why it wants to go, if it does."""
     digest: Digest = ""
@@ -209,17 +209,17 @@ FromWorker = Hello | NewTokens | Report | Installed | InstallFailed | Down | Bac
 class HeldLease(Struct, frozen=True, array_like=True, gc=False):
     lease: int
     num_tokens: int
-    """What the manager has of the sample: go on from there."""
+    """The tokens that the manager has of the sample: the worker sends what follows."""
 
 
 class Welcome(Frame, frozen=True, tag="welcome"):
-    """What the manager knows of this worker's leases. Those that are not here are over."""
+    """The leases of this worker that the manager knows. Leases that are not here are over."""
 
     held: tuple[HeldLease, ...]
 
 
 class Order(Struct, frozen=True, array_like=True, gc=False):
-    """One lease: generate this sample from here."""
+    """A lease: generate this sample from here."""
 
     lease: int
     sample: int
@@ -255,9 +255,9 @@ class PullOrder(Frame, frozen=True, tag="pull"):
     source: str
     """The name of a peer; empty for the trainer."""
     held: int
-    """What the worker holds now; -1 is nothing."""
+    """The version that the worker holds now; -1: none."""
     digest: str = ""
-    """What it must turn out to be; empty where versions are only numbers."""
+    """The digest that it must have; empty where versions are only numbers."""
     addresses: tuple[str, ...] = ()
     """Where it can be fetched."""
 
@@ -285,7 +285,7 @@ ToWorker = Welcome | Orders | Stop | Ack | PullOrder | ChangeDuty | Release
 
 
 class TrainerHello(Frame, frozen=True, tag="trainer"):
-    """First on every connection. What it wants of the run it said when it opened it (control.RunRequest)."""
+    """The first frame on every connection. The run's settings came when it was opened (control.RunRequest)."""
 
 
 class PromptPayload(Struct, frozen=True, array_like=True, gc=False):
@@ -362,7 +362,7 @@ class Validating(Frame, frozen=True, tag="validating"):
 
 
 class RewardsTold(Frame, frozen=True, tag="rewards"):
-    """What its reward functions do, now and then while they do something: for whoever asks why a run waits."""
+    """The state of the reward functions, told now and then while some run: status and doctor show it."""
 
     seq: Natural
     running: Natural
@@ -386,7 +386,7 @@ class Published(Frame, frozen=True, tag="published"):
     digest: Digest = ""
     addresses: Addresses = ()
     replaces: Annotated[tuple[Digest, ...], Meta(max_length=MAX_REPLACED)] = ()
-    """What the same trainer has published as this version before. If that is what is known of it, it is this now."""
+    """Digests under which the same trainer has published this version before. This one replaces them."""
 
 
 Statement = (
@@ -426,7 +426,7 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     digest: str = ""
     """Of the version; empty where versions are only numbers."""
     engine: str = ""
-    """What kind of engine the worker has, by its own word."""
+    """The kind of engine that the worker says it has."""
 
 
 class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
@@ -438,7 +438,7 @@ class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     finish: str
     reward: float
     parts: dict[str, float] = {}
-    """What the reward is made of, by name."""
+    """The parts of the reward, by name."""
     is_kept: bool = False
     """Cells, segments and finish are left out: the trainer has them from ScoreThese on the same connection."""
 

@@ -88,7 +88,7 @@ class Left(Exception):
 
 
 class WorkerAgent:
-    """One worker. `run` lives its life; `drain` may be called from a signal handler.
+    """A worker. `run` lives its life; `drain` may be called from a signal handler.
 
     Without `peer_of` versions are only numbers. A local worker has `set_duty`.
     """
@@ -204,7 +204,7 @@ class WorkerAgent:
                 await self._installer.close()
 
     async def _start(self) -> EngineInfo:
-        """Who is not let in hears it before a model is loaded; a manager that is not up yet may come up meanwhile."""
+        """Ask whether the name is free before a model is loaded; a manager that is not up yet may come up meanwhile."""
         try:
             await self._dialer.knock()
             if not self._options.is_local:  # that one takes its name from anybody
@@ -219,7 +219,7 @@ class WorkerAgent:
     async def _wait_for_name(self) -> None:
         """Raises UserError where somebody else lives under our name: it was heard of while we waited.
 
-        Who comes back is not refused: one that died is missed by then, and one that leaves is not in the way.
+        A worker that comes back is not refused: its dead process is missed by then, and one that leaves makes way.
         """
         waits, until = pauses(), math.inf
         while True:

@@ -1,4 +1,4 @@
-"""What a worker's engine runs, and getting the next version into it: fetch, verify, install, say so.
+"""The version that a worker's engine runs, and getting the next one into it: fetch, verify, install, say so.
 
 Rules kept here: one install at a time, and the newest order wins; the one before is broken off and waited for. Every
 order that is not replaced is answered, also when the fault is ours; where no version of the run will ever fit, the
@@ -36,9 +36,9 @@ class Installer:
         """A version that has not come within `deadline_s` has failed. `is_misfit` hears why none can ever be run."""
         self._engine, self._deadline_s, self._answer, self._is_misfit = engine, deadline_s, answer, is_misfit
         self.peer: WeightPeer | None = None
-        """What fetches, holds and relays weights; none: versions are only numbers."""
+        """The peer that fetches, holds and relays weights; None: versions are only numbers."""
         self.version: Version | None = None
-        """What the engine runs."""
+        """The version that the engine runs."""
         self._digests: dict[Version, str] = {}
         """Of the versions that were fetched last."""
         self._ordered: frames.PullOrder | None = None

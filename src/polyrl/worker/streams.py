@@ -44,7 +44,7 @@ class LeaseBook:
     def __init__(self) -> None:
         self._streams: dict[LeaseId, _Stream] = {}
         self._changed: dict[LeaseId, None] = {}
-        """Those with something to send."""
+        """Leases with something to send."""
         self._seq = 0
         self.num_tokens = 0
         """Made since the book was opened."""

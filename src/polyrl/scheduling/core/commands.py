@@ -16,7 +16,7 @@ RoundKind = Literal["short", "long"]
 
 
 class CommandStruct(Struct, frozen=True, tag_field="command", gc=False):
-    """What all commands share: how they are written down."""
+    """The base of all commands: how they are written down."""
 
 
 class Generate(CommandStruct, frozen=True, tag=True):
@@ -43,7 +43,7 @@ class Abort(CommandStruct, frozen=True, tag=True):
     why: str
     sample: SampleId
     num_tokens: int
-    """What has been told of it."""
+    """The tokens that the scheduler has been told of."""
     discarded_for: DiscardCause | None = None
     """None: it goes on elsewhere."""
 
@@ -73,7 +73,7 @@ class PullWeights(CommandStruct, frozen=True, tag=True):
     source: WorkerName | None
     """A peer that holds it, or None for the trainer."""
     held: Version | None
-    """What it holds now: a delta from there may be enough."""
+    """The version that it holds now: a delta from there may be enough."""
     why: str
 
 
@@ -202,7 +202,7 @@ class EndData(CommandStruct, frozen=True, tag=True):
 
 
 class ReportStep(CommandStruct, frozen=True, tag=True):
-    """What the step was made of. Only tells."""
+    """Report a step's line of the ledger. Only tells."""
 
     line: StepLine
 

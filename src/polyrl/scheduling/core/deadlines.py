@@ -24,7 +24,7 @@ WaitName = Literal[
     "balance",
 ]
 Wait = tuple[WaitName, int]
-"""What is waited for, and for whom: a worker's seat, a lease, a sample or a step."""
+"""The name of a wait, and its object: a worker's seat, a lease, a sample or a step."""
 
 
 class Deadlines:

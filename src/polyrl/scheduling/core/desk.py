@@ -1,4 +1,4 @@
-"""What the parts of the scheduler work on: its state, the indexes over it, and the commands of the event in hand.
+"""The desk, on which the parts of the scheduler work: its state, indexes over it, commands of the event in hand.
 
 `State` is everything that is saved. The rest of `Desk` is derived from it and rebuilt on load: which sample a lease is
 for, which worker has credit, which deadline is next. The parts (leases, scoring, rounds, membership, devices, steps)
@@ -116,7 +116,7 @@ class State(Struct):
     clock: TrainerClock = field(default_factory=TrainerClock)
     ledger: Ledger = field(default_factory=Ledger)
     rules: int = 0
-    """Those of `RULES` that it is made by."""
+    """The number of the rules (`RULES`) that it is made by."""
     last_line: StepLine | None = None
     """Of the step that was trained last: a trainer that was away has not heard it."""
     deadlines: dict[Wait, Seconds] = {}
@@ -163,7 +163,7 @@ class Desk:
         self.pulls_due = False
         """A worker may need weights, or a source became free."""
         self.devices_due = False
-        """What the trainer's own devices should do may have changed."""
+        """The right duty of the trainer's own devices may have changed."""
 
     def change_rules(self, config: SchedulerConfig) -> None:
         """Go on with the rules of another configuration; what rounds are made of stays."""

@@ -20,7 +20,7 @@ Duty = Literal["generating", "training"]
 
 
 class EventStruct(Struct, frozen=True, tag_field="event", gc=False):
-    """What all events share: how they are written down."""
+    """The base of all events: how they are written down."""
 
 
 # The fleet
@@ -57,7 +57,7 @@ class WorkerReported(EventStruct, frozen=True, tag=True):
 
 
 class FleetReported(EventStruct, frozen=True, tag=True):
-    """What was heard of workers since it was last told, of all of them at once (hearing.py): as WorkerReported and
+    """News of all workers since the last such event, at once (hearing.py): as WorkerReported and
     TokensArrived, in as few bytes as it takes. A driver that holds news back tells it so."""
 
     seats: tuple[int, ...]
@@ -105,7 +105,7 @@ class WeightsFailed(EventStruct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EngineDown(EventStruct, frozen=True, tag=True):
-    """What generates in it has died, and is being started again. What ran on it ends by itself."""
+    """The engine of a worker died, and is being started again. Its leases end by themselves."""
 
     worker: WorkerName
     incarnation: Incarnation
@@ -116,7 +116,7 @@ class EngineBack(EventStruct, frozen=True, tag=True):
     worker: WorkerName
     incarnation: Incarnation
     version: Version | None
-    """What it runs now, which may be older than what it ran; none: nothing."""
+    """The version that it runs now, which may be older than before; None: no version."""
 
 
 class DutyChanged(EventStruct, frozen=True, tag=True):
@@ -182,7 +182,7 @@ class GroupAsked(EventStruct, frozen=True, tag=True):
 
 
 class SampleStopped(EventStruct, frozen=True, tag=True):
-    """Whoever asked has enough of this answer: it ends here, and counts."""
+    """The asker has enough of this answer: it ends here, and counts."""
 
     sample: SampleId
     num_tokens: int

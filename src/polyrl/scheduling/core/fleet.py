@@ -1,4 +1,4 @@
-"""Who is there: the life of each worker, what it costs, and how fast it was seen to be.
+"""The workers of the fleet: the life of each, its price, and the speed it was seen to have.
 
     joined --> waiting for weights --> pulling --> active --> draining --> gone
                      ^                   |            |           |

@@ -1,4 +1,4 @@
-"""What became of every prompt, sample, token, second and dollar.
+"""The ledger: the end of every prompt, sample, token, second and dollar.
 
 Sums that must hold at any moment (invariants.py checks them):
 
@@ -32,7 +32,7 @@ NUM_LENGTH_BINS = 24
 
 
 class StepLine(Struct, frozen=True, omit_defaults=True):
-    """One step, as the metrics show it."""
+    """A step, as the metrics show it."""
 
     step: Step
     kind: str
@@ -57,7 +57,7 @@ class StepLine(Struct, frozen=True, omit_defaults=True):
     train_s: Seconds
     seed_window_s: Seconds
     seed_window_why: str
-    """What was learned of the window in this step."""
+    """What the seeding rule learned in this step."""
     mean_workers: float
     num_moves: int
     usd: float

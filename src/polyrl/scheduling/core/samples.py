@@ -1,4 +1,4 @@
-"""What a round is made of while it is open: samples in groups, groups in a round.
+"""Samples, groups and rounds while they are open.
 
     sample:  waiting -> leased (-> stopping) -> waiting ...      a lease ended before the answer did
                         leased -> generated -> scoring -> scored -> trained
@@ -52,7 +52,7 @@ class TrackedSample(Struct, gc=False):
     attempt: int = 0
     """Of scoring it. Only the answer to the latest one counts."""
     num_failures: int = 0
-    """How often a worker failed it. One that failed waits in a queue of its own (failures.py)."""
+    """How often a worker failed it. A sample that failed waits in a queue of its own (failures.py)."""
     writer: int = -1
     """The seat of the worker that last brought tokens of it, of those that no longer have it."""
     seen_tokens: int = -1
@@ -98,7 +98,7 @@ class Round(Struct):
     num_planned: int
     """Samples at its start: what shares of it are measured against."""
     fresh: list[SampleId]
-    """Waiting samples with no token yet, last one first out. Those that stopped waiting are skipped."""
+    """Waiting samples with no token yet, last one first out. Samples that stopped waiting are skipped."""
     resumed: list[tuple[int, SampleId]]
     """Heap of waiting samples that have tokens: longest first, as (-tokens, sample)."""
     num_waiting: int = 0
@@ -114,7 +114,7 @@ class Round(Struct):
     closed_at: Seconds | None = None
     next_hand_back_share: float = 0.0
     predicted_s: Seconds | None = None
-    """What the parallelism planner expects of it, if it plans."""
+    """The seconds that the parallelism planner expects, if it plans."""
     farthest: int = 0
     """The most tokens of a sample of it that ended or was stopped; kept when parallelism is planned."""
     failed: list[SampleId] = []
@@ -122,7 +122,7 @@ class Round(Struct):
 
     @classmethod
     def of_asked(cls) -> "Round":
-        """What holds the asked groups: it never opens, closes or ends."""
+        """Make the round that holds the asked groups: it never opens, closes or ends."""
         return cls(ASKED, "short", 0.0, [], [], [], {}, 0, [], [])
 
     @property

@@ -54,7 +54,7 @@ def sample_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
 
 
 def stop(desk: Desk, event: SampleStopped, now: Seconds) -> None:
-    """Whoever asked has enough of it: what it has is the answer, and its worker is free."""
+    """End a sample whose asker has enough of it: its tokens so far are the answer, and its worker is free."""
     sample = desk.samples.get(event.sample)
     if sample is None or sample.group not in desk.asked.groups or sample.state == "generated":
         desk.ledger.late_news += 1

@@ -1,6 +1,6 @@
 """Continuous balancing: every few seconds, while samples run, see whether some of them should run elsewhere.
 
-What moves is decided in migration.py, from values; here the values are gathered and the moves are asked for. The speed
+The moves are decided in migration.py, from values; here the values are gathered and the moves requested. The speed
 of each worker is learned from the progress it brings, its plateau from what its engine reports.
 """
 

@@ -18,7 +18,7 @@ from polyrl.scheduling.core.ledger import WorkerLine
 
 START = 8
 _LESS_A_STALL = 4
-"""What a worker begins with is divided by this for each time that its name has stalled."""
+"""The divisor of a worker's first credit for each time that its name has stalled."""
 
 
 def at_join(desk: Desk, line: WorkerLine, slots: int, *, local: bool) -> int:
@@ -35,7 +35,7 @@ def answered(desk: Desk, worker: Worker) -> None:
 
 
 def progressed(desk: Desk, worker: Worker) -> None:
-    """It brought tokens. Those of its samples count that have grown since they were given to it."""
+    """Raise the credit of a worker that brought tokens, by its samples that have grown since it got them."""
     held = map(desk.samples.__getitem__, worker.leases.values())
     _raise(desk, worker, 2 * sum(sample.num_tokens > sample.moved_at for sample in held))
 

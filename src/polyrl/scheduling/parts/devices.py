@@ -1,4 +1,4 @@
-"""What the trainer's own devices do: generate, or train.
+"""The duty of the trainer's own devices: to generate, or to train.
 
 Each step starts with local workers generating. They stop, hand their samples over and train
 - when the seeding window is over and there is somebody to hand over to (seeding.py says how long it is);

@@ -74,7 +74,7 @@ def why_given_up(desk: Desk, group: TrackedGroup) -> str:
 
 
 def others(desk: Desk, group: TrackedGroup) -> list[Worker]:
-    """Who can write and has not failed the group, with or without room for it now."""
+    """Return the workers that can generate and have not failed the group, with or without room for it now."""
     return [one for one in _able(desk, group) if one.seat not in group.failed_on]
 
 

@@ -32,7 +32,7 @@ from polyrl.scheduling.parts.leases import note_tokens
 MS_A_TICK = 10
 """Of `FleetReported.heard_ago`."""
 _WAITS = ("heartbeat", "unheard", "stall", "switch", "drain", "notice")
-"""Those that may end a worker's turn at all its samples."""
+"""Reasons for which a worker may end all its leases at once."""
 
 
 def fleet_reported(desk: Desk, event: FleetReported, now: Seconds) -> None:

@@ -32,7 +32,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
         return False
     seat = fleet.by_name.get(event.worker)
     if seat is not None:
-        # Not told: a command goes by name, and would hit the newer process. Who said it joined knows the old is over.
+        # Not told: a command goes by name, and would hit the newer process, which knows that the old one is over.
         lose(desk, fleet.seats[seat], "a newer process joined under its name", now, tell=False)
     unknown = event.version is None or event.version > desk.state.published
     line = desk.ledger.worker_line(event.worker, _sane(event.price_usd_per_hour))
@@ -73,7 +73,7 @@ def join(desk: Desk, event: WorkerJoined, now: Seconds) -> bool:
 
 
 def _sane(amount: float) -> float:
-    """What a worker says of its price and its past is not believed if it cannot be true: the ledger must stay a sum."""
+    """Return a price or a past that a worker claims, or 0 where it cannot be true: the ledger must stay a sum."""
     return amount if 0.0 <= amount < math.inf else 0.0
 
 
@@ -124,7 +124,7 @@ def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, left_at: Seco
 
 
 def let_others_go_on(desk: Desk, worker: Worker, now: Seconds) -> None:
-    """It may be dead, and its samples wait for it. Whoever can write goes on with them; it may still come back."""
+    """Give the samples of a worker that may be dead to others. The worker may still come back."""
     if not worker.leases:
         return
     if any(one.may_take for one in desk.seats.values()):
@@ -153,7 +153,7 @@ def drain(desk: Desk, worker: Worker, why: str, now: Seconds) -> None:
 def lose(desk: Desk, worker: Worker, why: str, now: Seconds, *, tell: bool, rejoin: bool = True) -> None:
     """A worker is gone, or we give it up; `tell` the driver if it does not know, and whether it may come back.
 
-    Who was drained may not, also if it did not hand over in time or was not there to hear of it.
+    A drained worker may not rejoin, also if it did not hand over in time or was not there to hear of it.
     """
     state = desk.state
     drained = worker.state == "draining"
@@ -204,7 +204,7 @@ def give_up_stalled(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 
 def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
-    """No more samples for it. Those that it has are ended by itself, each after its last token."""
+    """Give the worker no more samples. It ends those that it has by itself, each after its last token."""
     if worker.down or _dies_too_often(desk, worker, now):
         return
     settle(worker, desk.ledger, now)
@@ -228,7 +228,7 @@ def _dies_too_often(desk: Desk, worker: Worker, now: Seconds) -> bool:
 
 
 def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> None:
-    """It runs what it ran at its start. What it was given meanwhile, or never ended, somebody else gets."""
+    """Take a worker back whose engine runs the version of its start. Leases that it never ended go to others."""
     if worker.state == "draining" or (not worker.down and _dies_too_often(desk, worker, now)):
         return
     settle(worker, desk.ledger, now)
@@ -273,9 +273,9 @@ def publish(desk: Desk, version: Version, now: Seconds) -> bool:
 
 
 def replace(desk: Desk, version: Version, now: Seconds) -> None:
-    """A version is another than it was. Who holds it, or is getting it, holds none of ours: it fetches it anew.
+    """Replace a version by another of the same number. Workers that hold or fetch the former one fetch it anew.
 
-    What was written with the former one stays: the driver knows which it was.
+    Tokens written with the former one stay: the driver knows which they are.
     """
     for worker in desk.seats.values():
         if worker.version == version:
@@ -404,7 +404,7 @@ def _stop_pull(desk: Desk, worker: Worker) -> None:
 
 
 def _resource_pullers(desk: Desk, source: Worker) -> None:
-    """Whoever pulled from this worker, and cannot go on, asks anew."""
+    """Find another source for the workers that pulled from this one."""
     if source.version == desk.state.published and source.seat in desk.seats and source.state != "draining":
         return
     for worker in desk.seats.values():

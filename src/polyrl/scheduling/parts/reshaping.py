@@ -2,7 +2,7 @@
 
 Rules kept here: it is decided when a step is trained, for the kind of round that comes next, so that the change is made
 while the new version is published. Engines are reshaped only while none of them holds a sample, so nothing is lost; the
-old ones leave the fleet at once and the driver joins the new ones. What the engines did is heard too: a round in which
+old ones leave the fleet at once and the driver joins the new ones. The engines' reports count too: a round in which
 more samples than before were thrown out of the cache rules narrower engines out, four calm ones let them in again.
 """
 
@@ -90,7 +90,7 @@ def _predict(desk: Desk, kind: RoundKind, local: list[Worker]) -> Seconds | None
 
 
 def _work(desk: Desk, kind: RoundKind, local: list[Worker]) -> RoundShape | None:
-    """What a round of this kind will be; None before one was seen."""
+    """Return the expected work of a round of this kind; None before one was seen."""
     num_samples = desk.state.parallelism.num_samples_by_kind.get(kind, 0)
     if num_samples == 0 or desk.state.lengths_by_kind[kind].num_observed < _MIN_OBSERVED:
         return None

@@ -6,7 +6,8 @@ Rules kept here:
   places are all claimed, its other groups are deferred at that moment.
 - Whole groups only, each delivered once. A group that cannot be completed is dropped with a reason and replaced by a
   fresh prompt, or the step goes on with one less; both are in the ledger.
-- A sample is trained if and only if the trainer took its group. What it did not take when the step ended is discarded.
+- A sample is trained if and only if the trainer took its group. Groups that were not taken when the step ended are
+  discarded.
 """
 
 from polyrl.ids import GroupId, Seconds, Step

@@ -25,7 +25,7 @@ _BACKSTOP_FACTOR = 4.0
 
 
 def case_of(desk: Desk, group: TrackedGroup) -> int:
-    """What a learned time limit belongs to: the prompt."""
+    """Return the key of a learned time limit: the prompt."""
     return group.prompt * desk.num_domains + group.domain
 
 

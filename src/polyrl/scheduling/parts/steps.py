@@ -61,7 +61,7 @@ def training_paused(desk: Desk, step: Step, now: Seconds) -> None:
 
 
 def step_restarted(desk: Desk, step: Step, now: Seconds) -> None:
-    """What was made of the step is lost, and its time with it."""
+    """Begin the step anew: the trainer has lost its gradients, and the time they took."""
     training_paused(desk, step, now)
     rounds.give_again(desk, step)
     if step == next(iter(desk.rounds), None):

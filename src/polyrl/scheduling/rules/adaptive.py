@@ -55,7 +55,7 @@ class Correlation(Struct):
 
 
 class Outlook(Struct, frozen=True):
-    """What a pair of factors would bring, in a period of the token model."""
+    """The predicted result of a pair of factors, over a period of the token model."""
 
     prompts: float
     samples: float

@@ -22,7 +22,7 @@ _MIN_EXCESS = 0.25
 """A worker gives samples away only to one that has at least this share fewer."""
 _MAX_MOVES = 256
 HAND_OVER_S = 0.5
-"""What a move costs besides re-prefilling: stop, deliver, start."""
+"""Seconds that a move costs besides prefilling again: stop, deliver, start."""
 
 
 class Candidate(Struct, frozen=True, gc=False):
@@ -108,7 +108,10 @@ def _move_from(
 
 
 def _saved_s(source: Worker, num_source: int, target: Worker, num_target: int, candidate: Candidate) -> float:
-    """What the sample would gain. A target is not believed to be faster than the source with as few samples."""
+    """Return the seconds that the sample would gain.
+
+    A target is not believed to be faster than the source with as few samples.
+    """
     here = source.speed.step_s(num_source)
     alike = source.speed.step_s(num_target + 1)
     if here is None or alike is None:

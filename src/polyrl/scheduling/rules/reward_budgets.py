@@ -57,7 +57,7 @@ class Retry(msgspec.Struct, frozen=True):
 
 
 class RewardBudgets(msgspec.Struct):
-    """What was learned of each test case. A case is named by any integer that stays the same (a hash of its text)."""
+    """The time limits learned so far, by test case: any integer that stays the same (a hash of its text)."""
 
     config: RewardConfig = msgspec.field(default_factory=RewardConfig)
     anchors: dict[int, Seconds] = msgspec.field(default_factory=dict)

@@ -87,7 +87,7 @@ class Router:
         return chosen
 
     def take(self, seat: int, min_version: Version) -> Worker | None:
-        """That very worker, if it could be chosen now."""
+        """Return that worker if it could be chosen now."""
         if seat not in self.loads or self._seats[seat].version < min_version:
             return None
         return self._seats[seat]

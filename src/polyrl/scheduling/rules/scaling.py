@@ -22,7 +22,7 @@ from polyrl.scheduling.core.bounds import AtLeastOne, Count
 from polyrl.scheduling.rules.seeding import StepTimes
 
 BEGIN_S = 0.5
-"""What a worker needs in a step before it writes, and after: the new weights, its samples, their delivery."""
+"""Seconds of a step in which a worker does not write: it fetches weights, gets samples, and delivers them."""
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

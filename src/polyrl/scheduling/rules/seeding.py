@@ -49,7 +49,7 @@ class SeedingState(msgspec.Struct):
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """What one step's clock showed."""
+    """The times of one step."""
 
     wait_train_s: Seconds
     """The trainer idle, waiting for a micro-batch."""

@@ -49,7 +49,7 @@ class Cursor(Struct):
 
 
 class PlannedPrompt(Struct, frozen=True):
-    """One prompt of a round."""
+    """A prompt that a round starts."""
 
     domain: int
     prompt: PromptId
@@ -134,7 +134,7 @@ class Planner:
         return msgspec.structs.replace(self._long(state, step, why), num_passed_over=plan.num_passed_over)
 
     def next_kind(self, state: TailBatching) -> RoundKind:
-        """What the next round will be, as far as can be said before it is planned."""
+        """Return the kind of the next round, as far as it is known before it is planned."""
         return "short" if self._why_long(state) is None else "long"
 
     def _why_long(self, state: TailBatching) -> str | None:
@@ -150,7 +150,7 @@ class Planner:
         return None
 
     def take_fresh(self, state: TailBatching, domain: int) -> PlannedPrompt | None:
-        """One more fresh prompt of a domain's epoch, or None when it has none."""
+        """Return the next fresh prompt of a domain's epoch, or None when there is none left."""
         if self._num_fresh(state, domain) == 0:
             return None
         cursor = state.cursors[domain]

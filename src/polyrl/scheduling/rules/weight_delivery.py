@@ -1,11 +1,10 @@
-"""Who fetches a version from whom, so that the trainer's egress stays nearly constant in the size of the fleet.
+"""The source of a version for each worker, chosen so that the trainer's egress stays nearly constant as a fleet grows.
 
-The trainer serves `trainer_uploads` workers at once; everyone else takes the version from a peer that has it, or is
-just receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. Who finds no source waits
-for one; who passes nothing on comes after those who do, or all would wait for it. A worker that failed to pull from a
+The trainer serves `trainer_uploads` workers at once; every other worker takes the version from a peer that has it, or
+is just receiving it (chunks are passed on as they are verified), each serving `peer_uploads`. A worker without a source
+waits for one; workers that pass nothing on come last, or all would wait for them. A worker that failed to pull from a
 peer gets that version from the trainer, however many others do; nobody is sent to a peer with which two have failed. A
-worker whose pull failed tries again after a growing pause, keeps its old version
-meanwhile and is still alive.
+worker whose pull failed tries again after a growing pause, and keeps its old version meanwhile.
 """
 
 import heapq
