@@ -68,7 +68,7 @@ class Surroundings(NamedTuple):
         return [one for one in variables if _SECRET.search(one) and one not in self.environment]
 
 
-class Call(NamedTuple):
+class RewardCall(NamedTuple):
     function: str
     arguments: dict[str, object]
     given: RewardInput
@@ -86,7 +86,7 @@ class ProcessBroke(Exception):
 class _Waiting:
     """A question that is not answered."""
 
-    def __init__(self, call: Call, answer: "asyncio.Future[RewardScored | Failed]") -> None:
+    def __init__(self, call: RewardCall, answer: "asyncio.Future[RewardScored | Failed]") -> None:
         self.call, self.answer = call, answer
         self.began_at: float | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -122,11 +122,11 @@ class RewardProcess(asyncio.Protocol):
     def is_usable(self) -> bool:
         return not self._broken
 
-    def running(self) -> list[tuple[float, Call]]:
+    def running(self) -> list[tuple[float, RewardCall]]:
         """Since when which functions run."""
         return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
 
-    async def ask(self, call: Call) -> RewardScored | Failed:
+    async def ask(self, call: RewardCall) -> RewardScored | Failed:
         """Raises ProcessBroke; RewardFailed if it cannot be started, or the question cannot be asked."""
         await asyncio.shield(self._started)
         if self._broken:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from polyrl.errors import ConfigError
 from polyrl.rewards import arithmetic
-from polyrl.rewards.line import Call, ProcessBroke, RewardProcess, Surroundings
+from polyrl.rewards.line import ProcessBroke, RewardCall, RewardProcess, Surroundings
 from polyrl.rewards.messages import Failed, RewardScored
 from polyrl.rewards.reward import Reward, RewardFailed, RewardFunction, RewardInput, RewardTimedOut, check_value
 
@@ -59,7 +59,7 @@ class RewardPool:
         """Raises RewardFailed; ConfigError if there is no such function."""
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
-        call = Call(name, dict(arguments or {}), given, self._timeout_s)
+        call = RewardCall(name, dict(arguments or {}), given, self._timeout_s)
         task = asyncio.create_task(self._score(call))
         self._asking.add(task)
         task.add_done_callback(self._forget)
@@ -86,7 +86,7 @@ class RewardPool:
         left, self._processes = self._processes, []
         await asyncio.gather(*self._ending, *(process.end() for process in left))
 
-    async def _score(self, call: Call) -> Reward:
+    async def _score(self, call: RewardCall) -> Reward:
         try:
             reply = await self._ask(call)
         except ProcessBroke as broke:
@@ -121,7 +121,7 @@ class RewardPool:
         named = [one for one in self._surroundings.withheld(os.environ) if one in reason]
         return f"; {named[0]} is withheld from rewards: name it in rewards.environment" if named else ""
 
-    async def _ask(self, call: Call, *, alone: bool = False) -> RewardScored | Failed:
+    async def _ask(self, call: RewardCall, *, alone: bool = False) -> RewardScored | Failed:
         """`alone`: in a process that has answered nothing, and answers nothing else meanwhile."""
         place = _Place(call.function, asyncio.get_running_loop().create_future(), alone=alone)
         self._queue.append(place)

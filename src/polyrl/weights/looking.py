@@ -51,7 +51,7 @@ def verify(directory: Path, digest: str | None, *, threads: int) -> dict[str, An
     }
 
 
-class Difference(NamedTuple):
+class VersionDifference(NamedTuple):
     """`facts` is None between versions of different layouts, which have no delta."""
 
     facts: dict[str, Any] | None
@@ -61,11 +61,11 @@ class Difference(NamedTuple):
     """Of each tensor whose dtype or shape differs: before, and after; None where it is not there."""
 
 
-def compare(old_directory: Path, new_directory: Path, *, threads: int) -> Difference:
+def compare(old_directory: Path, new_directory: Path, *, threads: int) -> VersionDifference:
     old, old_view = folder.read(old_directory, threads=threads)
     new, new_view = folder.read(new_directory, threads=threads)
     if old.layout.tensors != new.layout.tensors:
-        return Difference(None, {}, _compare_layouts(old.layout, new.layout))
+        return VersionDifference(None, {}, _compare_layouts(old.layout, new.layout))
     tensors = new.layout.tensors
     encoded = delta.encode(old_view, new_view, new.layout, threads=threads)
     num_delta_bytes = sum(part.num_bytes for part in encoded.parts)
@@ -81,7 +81,7 @@ def compare(old_directory: Path, new_directory: Path, *, threads: int) -> Differ
         "delta_bytes": num_delta_bytes,
         "ratio": round(new.layout.num_bytes / num_delta_bytes, 1) if num_delta_bytes else None,
     }
-    return Difference(facts, changed, {})
+    return VersionDifference(facts, changed, {})
 
 
 def _compare_layouts(old: Layout, new: Layout) -> dict[str, tuple[str | None, str | None]]:
