@@ -5,9 +5,11 @@ Every case is a step or two of training on the same samples. Rank zero leaves wh
 
 import json
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
@@ -46,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"family": "gemma"},
     "bfloat16": {"dtype": "bfloat16"},
     "nothing": {"groups": 0},
+    "forged samples": {"forged": (1, 4)},
 }
 
 
@@ -100,7 +103,15 @@ def make_crew(folder: Path, ranks: Ranks | None, config: AlgorithmConfig, shape:
 def samples(folder: Path, shape: dict[str, Any]) -> list[list[TrainSample]]:
     alone = Policy.load(str(folder / shape.get("family", "qwen3")))
     groups = near(alone, draw_groups(0, SIZES))
-    return [group[: shape.get("samples")] for group in groups[: shape.get("groups", len(groups))]]
+    number = count()
+    forged = shape.get("forged", ())
+    return [
+        [
+            one._replace(logprobs=np.full_like(one.logprobs, -99.0)) if next(number) in forged else one
+            for one in group[: shape.get("samples")]
+        ]
+        for group in groups[: shape.get("groups", len(groups))]
+    ]
 
 
 def two_steps(steps: Any, groups: list[list[TrainSample]], first: int = 0) -> dict[str, float]:

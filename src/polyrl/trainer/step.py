@@ -207,7 +207,7 @@ class StepAccumulator:
             if left_out:
                 self._train_without(left_out, step)
             updates = [self._update(step)]
-        self._step = None
+        self._step, self._came = None, []
         num_told = self._added.num_trained_tokens * self._config.epochs
         metrics = mismatch.of_their_own(self._tally.metrics(num_told, self._peers))
         metrics |= self._counts()
