@@ -48,7 +48,7 @@ class ScriptedTrainer:
     async def until_to_score(self, num: int) -> dict[int, frames.SamplePayload]:
         while len(self.to_score) < num:
             await self._hear()
-        return {sample: one.text for sample, one in self.to_score.items()}
+        return {sample: one.answer for sample, one in self.to_score.items()}
 
     async def settled(self) -> None:
         while not (isinstance(frame := await self._hear(), frames.Ack) and frame.seq >= self._seq):
@@ -78,7 +78,7 @@ class ScriptedTrainer:
                 prompts = tuple(frames.PromptPayload(one.group, prompt, frames.Sampling()) for one in frame.groups)
                 await self._say(frames.SupplyPrompts(self._next(), prompts))
             case frames.ScoreThese():
-                self.to_score |= {one.text.sample: one for one in frame.samples}
+                self.to_score |= {one.answer.sample: one for one in frame.samples}
             case _:
                 pass
         return frame

@@ -293,10 +293,10 @@ def lost_in_a_restart(folder: Path, live: Live) -> dict[int, tuple[frames.Sample
     shutil.copytree(live.service.run_dir, folder / "copy")
     again = Service(folder / "copy", live.service.settings)
     again.close()
-    assert lobby.need_run().payload.texts
+    assert lobby.need_run().payload.tokens
     pairs = {
-        one: (lobby.need_run().payload.sample_text(one), again.lobby.need_run().payload.sample_text(one))
-        for one in lobby.need_run().payload.texts
+        one: (lobby.need_run().payload.answer(one), again.lobby.need_run().payload.answer(one))
+        for one in lobby.need_run().payload.tokens
     }
     return {one: pair for one, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -998,6 +998,6 @@ def test_only_the_reward_that_is_waited_for_counts(tmp_path: Path):
                         lambda seq, one=sample.id: frames.Scored(seq, one, 1, "scored", -9.0, False, 0.0)
                     )
             await fleet.settled()
-            assert {text.reward for text in live.service.lobby.need_run().payload.texts.values()} == {1.0}
+            assert {text.reward for text in live.service.lobby.need_run().payload.tokens.values()} == {1.0}
 
     run(scenario())

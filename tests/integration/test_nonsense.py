@@ -287,7 +287,7 @@ class Talk(RuleBasedStateMachine):
         rows: list[tuple[int, int, int, int]] = []
         ends: list[frames.Ended] = []
         for lease, sample in worker.leases.items():
-            has = self.lobby.need_run().payload.texts[sample].num_tokens
+            has = self.lobby.need_run().payload.tokens[sample].num_tokens
             count = min(data.draw(st.integers(0, 5)), self.desk.max_new_tokens - has)
             repeated = data.draw(st.integers(0, has)) if count else 0
             if count:
@@ -433,7 +433,7 @@ class Talk(RuleBasedStateMachine):
 
     def check_text(self, sample: TrackedSample) -> None:
         """What is kept of a sample is what the scheduler says of it, and was written by who might write it."""
-        text = self.lobby.need_run().payload.texts.get(sample.id)
+        text = self.lobby.need_run().payload.tokens.get(sample.id)
         if text is None:
             assert sample.lease == 0 and sample.num_tokens == 0
             return
@@ -455,7 +455,7 @@ class Talk(RuleBasedStateMachine):
 def what_is_kept(lobby: Lobby) -> dict[str, Any]:
     """What a restart must not change: who has what, and the text of all that somebody may still ask for."""
     desk, payload = lobby.need_run().desk, lobby.need_run().payload
-    texts = {one: payload.sample_text(one) for one in payload.texts if one in desk.samples}
+    texts = {one: payload.answer(one) for one in payload.tokens if one in desk.samples}
     ended = [one for one in texts if desk.samples[one].state in ENDED]
     running = [one for one in texts if desk.samples[one].state in ("waiting", "leased", "stopping")]
     return {

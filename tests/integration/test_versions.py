@@ -222,7 +222,7 @@ def test_what_a_replaced_version_wrote_keeps_its_digest_and_late_news_of_it_harm
                 before = await ours.publish(0)
                 await write_some(peer, ours, before)
                 payload = live.service.lobby.need_run().payload
-                await until(lambda: sum(len(one.cells) for one in payload.texts.values()) == 5 * 8, "all has come")
+                await until(lambda: sum(len(one.cells) for one in payload.tokens.values()) == 5 * 8, "all has come")
             first, second = peer.orders[:2]
             async with trainer(live) as ours:
                 ours.fleet.digests[0] = (before,)
@@ -258,7 +258,7 @@ def test_a_replaced_version_is_remembered_by_the_next_manager(tmp_path: Path):
             before = await ours.publish(0)
             await write_some(peer, ours, before)
             payload = live.service.lobby.need_run().payload
-            await until(lambda: sum(len(one.cells) for one in payload.texts.values()) == 5 * 8, "all has come")
+            await until(lambda: sum(len(one.cells) for one in payload.tokens.values()) == 5 * 8, "all has come")
             first, second = peer.orders[:2]
         async with manager(tmp_path) as live, trainer(live) as ours:
             after = await ours.publish(0, seed=100, replaces=("cd" * 32, before))

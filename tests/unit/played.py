@@ -225,7 +225,7 @@ class Manager:
                     for one in frame.samples:
                         value = self.rng.random()
                         self.state(
-                            frames.Scored(self.next_seq(), one.text.sample, one.attempt, "scored", value, False, 0.0)
+                            frames.Scored(self.next_seq(), one.answer.sample, one.attempt, "scored", value, False, 0.0)
                         )
                 case frames.Delivered():
                     if not frame.more and frame.group not in self.delivered:
@@ -242,5 +242,5 @@ class Manager:
 def kept(service: Service) -> Mapping[str, PromptPayload | SamplePayload]:
     """All that somebody may still ask for."""
     groups, payload = service.lobby.need_run().desk.groups, service.lobby.need_run().payload
-    texts = {f"sample {one}": payload.sample_text(one) for one in payload.texts if group_of(one) in groups}
+    texts = {f"sample {one}": payload.answer(one) for one in payload.tokens if group_of(one) in groups}
     return {f"prompt of {group}": prompt for group, prompt in payload.prompts.items()} | texts

@@ -121,10 +121,10 @@ def test_a_report_is_told_once_however_often_its_worker_is_told_of(tmp_path):
     desk = lobby.need_run().desk
     (seat,) = desk.seats
     worker.say(frames.Report(1, 3, 0.5, 0, 1.0))
-    told = [gather(desk, [worker.session], lobby.need_run().payload.texts, lobby.now(), [seat]) for _ in range(3)]
+    told = [gather(desk, [worker.session], lobby.need_run().payload.tokens, lobby.now(), [seat]) for _ in range(3)]
     assert [len(one.engines) for one in told if one is not None] == [1, 0, 0]
     worker.say(frames.Report(1, 3, 0.5, 0, 1.0))
-    again = gather(desk, [worker.session], lobby.need_run().payload.texts, lobby.now(), [seat])
+    again = gather(desk, [worker.session], lobby.need_run().payload.tokens, lobby.now(), [seat])
     assert again is not None
     assert again.engines == ((0, 3, 0),)
     manager.service.close()
@@ -188,7 +188,7 @@ def test_a_worker_may_come_back_after_a_restart_with_more_leases_that_are_over_t
 
 def untold(manager: Manager) -> int:
     """Tokens of running samples that the scheduler has not heard of. Of those that wait it has heard all."""
-    desk, texts = manager.lobby.need_run().desk, manager.lobby.need_run().payload.texts
+    desk, texts = manager.lobby.need_run().desk, manager.lobby.need_run().payload.tokens
     behind = {one.id: texts[one.id].num_tokens - one.num_tokens for one in desk.samples.values() if one.id in texts}
     assert not any(num for sample, num in behind.items() if desk.samples[sample].state == "waiting")
     return sum(num for sample, num in behind.items() if desk.samples[sample].state in ("leased", "stopping"))

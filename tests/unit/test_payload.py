@@ -92,9 +92,9 @@ def test_a_step_that_is_over_takes_its_groups_with_it_and_no_others():
     for step, group in ((0, 1), (1, 2)):
         payload.expect(Step(step), GroupId(group))
         payload.prompts[GroupId(group)] = PromptPayload(group, b"1234", Sampling())
-        payload.text(sample_id(GroupId(group), 0)).cells.extend(cells(1))
+        payload.tokens_of(sample_id(GroupId(group), 0)).cells.extend(cells(1))
     payload.drop_step(Step(0))
-    assert (list(payload.prompts), list(payload.texts)) == ([GroupId(2)], [sample_id(GroupId(2), 0)])
+    assert (list(payload.prompts), list(payload.tokens)) == ([GroupId(2)], [sample_id(GroupId(2), 0)])
     assert payload.num_bytes == 8
     payload.drop_group(GroupId(2))
     payload.drop_step(Step(1))
@@ -126,7 +126,7 @@ class Reader(PayloadReader):
         self.tokens([tokens_frame(lease, offset, [*tokens], version, end)])
 
     def has(self, sample: SampleId) -> list[int]:
-        return tokens_in(self.payload.text(sample))
+        return tokens_in(self.payload.tokens_of(sample))
 
 
 def test_tokens_are_those_of_the_sample_whose_lease_they_came_under():
@@ -147,7 +147,7 @@ def test_late_tokens_of_a_lease_that_was_followed_by_another_are_not_taken():
     reader.hear(1, 2, 12, 13)
     reader.hear(2, 2, 92)
     assert reader.has(FIRST) == [10, 11, 92]
-    assert reader.payload.text(FIRST).segments == [Segment(0, 0, "a"), Segment(2, 0, "b")]
+    assert reader.payload.tokens_of(FIRST).segments == [Segment(0, 0, "a"), Segment(2, 0, "b")]
 
 
 def test_tokens_that_the_next_lease_was_not_given_are_cut_off():
@@ -166,7 +166,7 @@ def test_nothing_is_taken_after_the_end_of_a_lease():
     reader.hear(1, 0, 10, end=Ended(1, 1, "stop"))
     reader.hear(1, 1, 11)
     assert reader.has(FIRST) == [10]
-    assert reader.payload.text(FIRST).finish == "stop"
+    assert reader.payload.tokens_of(FIRST).finish == "stop"
 
 
 @pytest.mark.parametrize("reason", ["handed_over", "engine_failed", "refused"])
@@ -174,7 +174,7 @@ def test_an_end_of_the_lease_alone_does_not_finish_the_answer(reason):
     reader = Reader()
     reader.grant(1, FIRST, "a")
     reader.hear(1, 0, 10, end=Ended(1, 1, reason))
-    assert reader.payload.text(FIRST).finish == ""
+    assert reader.payload.tokens_of(FIRST).finish == ""
 
 
 def test_a_lease_that_was_written_down_and_never_given_does_not_take_that_of_another_sample_along():
@@ -196,7 +196,7 @@ def test_prompts_and_rewards_are_kept_as_they_came_last():
     reader.note(RewardKept(FIRST, 0.25))
     reader.note(RewardKept(FIRST, 0.75))
     assert reader.payload.prompts == {GroupId(1): prompt}
-    assert reader.payload.text(FIRST).reward == 0.75
+    assert reader.payload.tokens_of(FIRST).reward == 0.75
 
 
 def test_without_a_run_nothing_is_kept():
@@ -281,7 +281,7 @@ def test_many_rows_at_once_come_to_what_one_after_the_other_does(seed: int, is_w
             at.pop(rng.choice(sorted(at)))
         if rng.random() < 0.05:
             bulk.finish(None)  # as when enough is gathered
-    texts = bulk.payload.texts
+    texts = bulk.payload.tokens
     assert {sample: (bytes(one.cells), one.segments, one.finish) for sample, one in texts.items()} == {
         sample: (bytes(one.cells), one.segments, one.finish) for sample, one in plain.texts.items()
     }

@@ -371,7 +371,7 @@ class Fleet:
             case frames.ScoreThese():
                 for one in frame.samples:
                     if one.step >= self._first_open_step:
-                        self._kept.setdefault(one.step, {})[one.text.sample] = one.text
+                        self._kept.setdefault(one.step, {})[one.answer.sample] = one.answer
                     self._score(one)
             case frames.CancelScoring():
                 task = self._scoring.pop((frame.sample, frame.attempt), None)
@@ -444,13 +444,13 @@ class Fleet:
         return fault
 
     def _score(self, one: frames.ScoreThis) -> None:
-        key = (one.text.sample, one.attempt)
+        key = (one.answer.sample, one.attempt)
         if key not in self._scoring and self._reward_of is not None:
             task = self._scoring[key] = asyncio.create_task(self._run_reward(one, self._reward_of))
             task.add_done_callback(lambda _: self._scoring.pop(key, None))
 
     async def _run_reward(self, one: frames.ScoreThis, reward_of: RewardOf) -> None:
-        sample = _sample(one.text, one.origin)
+        sample = _sample(one.answer, one.origin)
         outcome: frames.RewardOutcome = "scored"
         result = RewardResult(0.0)
         limit = asyncio.timeout(one.timeout_s)
@@ -472,7 +472,7 @@ class Fleet:
         await self._state(
             lambda seq: frames.Scored(
                 seq,
-                one.text.sample,
+                one.answer.sample,
                 one.attempt,
                 outcome,
                 result.value,

@@ -84,7 +84,7 @@ def ask(lobby: Lobby, wanted: list[AskedGroup], wake: Callable[[], None]) -> lis
     questions: list[Question] = []
     for one in wanted:
         group = GroupId(run.desk.state.next_group)
-        texts = [run.payload.text(sample_id(group, index)) for index in range(one.num_samples)]
+        texts = [run.payload.tokens_of(sample_id(group, index)) for index in range(one.num_samples)]
         run.payload.prompts[group] = PromptPayload(group, columns.pack_tokens(one.prompt), one.sampling)
         question = Question(group, texts, min(run.desk.max_new_tokens, one.max_tokens), one.seed, wake)
         run.questions[group] = question

@@ -74,7 +74,7 @@ def _keep_width(run: Run, command: c.Reshape) -> None:
 
 def _account(run: Run, command: c.Abort) -> None:
     """Tell the scheduler of discarded tokens that it had not heard of yet."""
-    text = run.payload.texts.get(command.sample)
+    text = run.payload.tokens.get(command.sample)
     more = 0 if text is None else text.num_tokens - command.num_tokens
     if more > 0 and command.discarded_for is not None:
         run.tell(e.TokensDiscarded(command.discarded_for, more))
@@ -82,7 +82,7 @@ def _account(run: Run, command: c.Abort) -> None:
 
 def _forget_tokens(run: Run, command: c.ForgetTokens) -> None:
     """Drop a sample's tokens. On file that is a lease from the first token on which ends at once."""
-    text = run.payload.texts.get(command.sample)
+    text = run.payload.tokens.get(command.sample)
     if text is not None:
         log.warning("sample %s begins anew: %s", show_sample(command.sample), command.why)
         text.lease_to("", "", 0)
@@ -152,7 +152,7 @@ def _tell_trainer(run: Run, command: c.Command) -> None:
 
 
 def _generate(run: Run, command: c.Generate) -> None:
-    text = run.payload.text(command.sample)
+    text = run.payload.tokens_of(command.sample)
     is_asked = group_of(command.sample) in run.questions
     migrates = run.desk.config.fleet_rules.migrate or is_asked
     from_token = text.num_tokens if migrates else command.from_token
@@ -188,7 +188,7 @@ def order(run: Run, lease: LeaseId) -> None:
             lease,
             sample.id,
             prompt.tokens,
-            columns.tokens_of(run.payload.text(sample.id).cells),
+            columns.tokens_of(run.payload.tokens_of(sample.id).cells),
             max_tokens(run, sample.id),
             mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
@@ -207,9 +207,9 @@ def score(run: Run, sample: SampleId, attempt: int, timeout_s: Seconds) -> None:
         run.tell(e.RewardFinished(sample, attempt, "scored"))
     else:
         group = run.desk.groups[group_of(sample)]
-        text, origin = run.payload.sample_text(sample), _origin(run, group.id)
+        text, origin = run.payload.answer(sample), _origin(run, group.id)
         run.say_to_trainer(frames.ScoreThese((frames.ScoreThis(attempt, timeout_s, group.step, text, origin),)))
-        run.payload.text(sample).sent_on = _link_to_trainer(run)
+        run.payload.tokens_of(sample).sent_on = _link_to_trainer(run)
 
 
 def _origin(run: Run, group: GroupId) -> frames.Origin:
@@ -228,10 +228,10 @@ def deliver(run: Run, step: Step, group: GroupId, samples: tuple[SampleId, ...])
 
 def _to_deliver(run: Run, sample: SampleId) -> frames.SamplePayload:
     """An answer, or only its reward if the trainer has kept the answer since it scored it. It uses that up."""
-    text = run.payload.text(sample)
+    text = run.payload.tokens_of(sample)
     sent_on, text.sent_on = text.sent_on, None
     if sent_on is None or sent_on is not _link_to_trainer(run):
-        return run.payload.sample_text(sample)
+        return run.payload.answer(sample)
     return frames.SamplePayload(sample, b"", (), "", text.reward, text.parts, is_kept=True)
 
 

@@ -1,7 +1,7 @@
 """The payload of a run, which the scheduler never sees: prompts, tokens with their log-probabilities, rewards.
 
-A sample's text is a growing buffer of cells (wire/columns.py) and the segments that say which version and worker wrote
-from where. It is kept from its first lease until its step is over or its group is dropped.
+The tokens of a sample are a growing buffer of cells (wire/columns.py), and segments that say which version and worker
+wrote from where. They are kept from its first lease until its step is over or its group is dropped.
 """
 
 from collections.abc import Container
@@ -86,7 +86,7 @@ class SampleTokens:
 class Payload:
     def __init__(self) -> None:
         self.prompts: dict[GroupId, PromptPayload] = {}
-        self.texts: dict[SampleId, SampleTokens] = {}
+        self.tokens: dict[SampleId, SampleTokens] = {}
         self.offers: dict[int, VersionOffered] = {}
         """The newest versions that came with weights."""
         self._replaced: dict[int, set[str]] = {}
@@ -106,7 +106,7 @@ class Payload:
 
     def _freeze(self, version: int, digest: str) -> None:
         self._replaced.setdefault(version, set()).add(digest)
-        for text in self.texts.values():
+        for text in self.tokens.values():
             if text.stride is not None:
                 text.stride.end()
             text.segments = [
@@ -129,26 +129,26 @@ class Payload:
         """Note that a group belongs to a step: its payload is dropped when the step is over."""
         self._groups.setdefault(step, set()).add(group)
 
-    def text(self, sample: SampleId) -> SampleTokens:
+    def tokens_of(self, sample: SampleId) -> SampleTokens:
         """Return a sample's tokens, made at its first lease."""
-        text = self.texts.get(sample)
+        text = self.tokens.get(sample)
         if text is None:
-            text = self.texts[sample] = SampleTokens()
+            text = self.tokens[sample] = SampleTokens()
             self._samples.setdefault(group_of(sample), []).append(sample)
         return text
 
     def drop_group(self, group: GroupId) -> None:
         self.prompts.pop(group, None)
         for sample in self._samples.pop(group, ()):
-            del self.texts[sample]
+            del self.tokens[sample]
 
     def drop_step(self, step: Step) -> None:
         for group in self._groups.pop(step, ()):
             self.drop_group(group)
 
-    def sample_text(self, sample: SampleId) -> SamplePayload:
+    def answer(self, sample: SampleId) -> SamplePayload:
         """Return an answer that has ended, for the trainer. The cells are not copied: they grow no more."""
-        text = self.text(sample)
+        text = self.tokens_of(sample)
         cells: Any = text.cells  # written like bytes; a copy would be all answers of a round in memory twice
         segments = text.segments
         if self.offers:
@@ -159,7 +159,7 @@ class Payload:
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(text.cells) for text in self.texts.values())
+        return sum(len(text.cells) for text in self.tokens.values())
 
 
 def append_cells(text: SampleTokens, offset: int, version: int, cells: bytes) -> int:

@@ -116,7 +116,9 @@ class PayloadReader:
             return
         if (before := self._lane_of.get(sample)) is not None:
             self._close(before)
-        lane = _Lane(lease, sample, self._payload.text(sample), from_token, (worker, self._engine_of.get(worker, "")))
+        lane = _Lane(
+            lease, sample, self._payload.tokens_of(sample), from_token, (worker, self._engine_of.get(worker, ""))
+        )
         lane.opened_at = self._num_rows
         self._lanes[lease] = self._touched[lease] = self._lane_of[sample] = lane
 
@@ -161,7 +163,7 @@ class PayloadReader:
                         self._payload.prompts[group] = prompt
             case RewardKept():
                 if group_of(SampleId(note.sample)) in self._wanted:
-                    text = self._payload.text(SampleId(note.sample))
+                    text = self._payload.tokens_of(SampleId(note.sample))
                     text.reward, text.parts = note.value, note.parts
             case VersionOffered():
                 self._share_out()  # what the version has written so far keeps the digest that it had

@@ -111,7 +111,7 @@ def _check_answers(desk: Desk, payload: Payload) -> None:
     """Raise JournalError for half an answer. A kill never leaves one; a machine that loses power may."""
     for sample in desk.samples.values():
         if sample.state in ("generated", "scoring", "scored") and sample.group not in desk.asked.groups:
-            text = payload.texts.get(sample.id)
+            text = payload.tokens.get(sample.id)
             num_tokens = 0 if text is None else text.num_tokens
             if text is None or num_tokens != sample.num_tokens or not text.finish:
                 raise JournalError(
@@ -135,7 +135,7 @@ def _write_down_what_holds(run: Run) -> None:
         run.lobby.journal.add_note(note)
     granted = run.granted
     for lease, sample in run.desk.leases.items():
-        text = run.payload.text(sample.id)
+        text = run.payload.tokens_of(sample.id)
         text.worker = run.desk.seats[sample.worker].name
         text.engine = run.lobby.engine_of(text.worker)
         granted.leases.append(lease)

@@ -77,7 +77,7 @@ class Run:
                 now = self.lobby.now()
                 whole = concerned(self.desk, event, now)
                 if whole is not None:
-                    news = gather(self.desk, self.lobby.workers.values(), self.payload.texts, now, whole)
+                    news = gather(self.desk, self.lobby.workers.values(), self.payload.tokens, now, whole)
                     if news is not None:
                         self._handle(news, now)
                 if isinstance(event, e.TimePassed) and not self.scheduler.is_due(now):
@@ -95,7 +95,7 @@ class Run:
 
     def tell_news(self, session: WorkerSession) -> None:
         """Tell what was heard of a worker, although nothing else happens."""
-        news = gather(self.desk, [session], self.payload.texts, self.lobby.now())
+        news = gather(self.desk, [session], self.payload.tokens, self.lobby.now())
         if news is not None:
             self.tell(news)
 

@@ -99,7 +99,7 @@ def _running(desk: Desk, payload: Payload) -> _Running:
     tokens = dict.fromkeys(desk.seats, 0)
     longest: dict[Step, tuple[int, int]] = {}
     for sample in desk.leases.values():
-        num, seat, step = payload.text(sample.id).num_tokens, sample.worker, desk.groups[sample.group].step
+        num, seat, step = payload.tokens_of(sample.id).num_tokens, sample.worker, desk.groups[sample.group].step
         tokens[seat] += num
         if step not in longest or num >= longest[step][0]:
             longest[step] = max((num, seat), longest.get(step, (0, -1)))

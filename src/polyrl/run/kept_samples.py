@@ -141,15 +141,15 @@ def _open_samples(run_dir: Path) -> dict[int, list[KeptSample]]:
             scored.add(item.sample)
     payload = reader.finish(None)
     found: dict[int, list[KeptSample]] = {}
-    for sample in sorted(payload.texts):
+    for sample in sorted(payload.tokens):
         step = step_of[group_of(sample)]
-        if payload.texts[sample].finish:
+        if payload.tokens[sample].finish:
             found.setdefault(step, []).append(_of_journal(step, sample, payload, is_scored=sample in scored))
     return found
 
 
 def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: bool) -> KeptSample:
-    text = payload.texts[sample]
+    text = payload.tokens[sample]
     prompt = payload.prompts.get(group_of(sample))
     ends = [one.from_token for one in text.segments[1:]] + [text.num_tokens]
     turns = tuple(

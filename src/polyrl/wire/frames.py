@@ -456,7 +456,7 @@ class ScoreThis(Struct, frozen=True, array_like=True, gc=False):
     timeout_s: float
     step: int
     """The answer is kept until it is delivered, this step is done, or the connection breaks."""
-    text: SamplePayload
+    answer: SamplePayload
     origin: Origin
 
 

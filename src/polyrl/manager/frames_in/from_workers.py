@@ -218,7 +218,7 @@ def _hello(run: Run, session: WorkerSession, hello: frames.Hello) -> None:
     if theirs and max(theirs) >= desk.state.next_lease:
         raise Refused("lease", f"it holds lease {max(theirs)}, which was never given")
     ours = worker.leases
-    held = tuple(frames.HeldLease(one, run.payload.text(ours[one]).num_tokens) for one in theirs if one in ours)
+    held = tuple(frames.HeldLease(one, run.payload.tokens_of(ours[one]).num_tokens) for one in theirs if one in ours)
     session.say(frames.Welcome(held))
     _compare_versions(run, session, worker, hello)
     if worker.duty == "to_training" or worker.duty == "to_generating":
@@ -269,7 +269,7 @@ def _own_addresses(lobby: Lobby, session: WorkerSession, claimed: tuple[str, ...
 def _order_again(run: Run, lease: LeaseId, sample: TrackedSample) -> None:
     """Start, or end, a lease that its worker never heard of or has forgotten."""
     if sample.state == "stopping":
-        run.tell(e.LeaseEnded(lease, run.payload.text(sample.id).num_tokens, "handed_over"))
+        run.tell(e.LeaseEnded(lease, run.payload.tokens_of(sample.id).num_tokens, "handed_over"))
     else:
         frames_out.order(run, lease)
 

@@ -92,7 +92,7 @@ def _begin_stride(run: Run, worker: Worker, frame: frames.NewTokens, column: col
     """Begin a stride after a frame that was appended as a whole, unless a lease has two rows in it."""
     if run.questions or len(set(column.leases)) < len(column.leases):  # clients that stream want every frame at once
         return None
-    desk, texts = run.desk, run.payload.texts
+    desk, texts = run.desk, run.payload.tokens
     rows = [texts[desk.leases[LeaseId(lease)].id] for lease in column.leases]
     return stride.Stride(frame, rows, worker, desk.max_new_tokens)
 
@@ -135,7 +135,7 @@ def _append(run: Run, worker: Worker, column: columns.Columns, cells: bytes) -> 
     Returns the rows that brought nothing, by where their cells start; how many tokens were in vain; and how many of the
     rows left a gap, or are of leases that never were.
     """
-    leases, texts, seat = run.desk.leases, run.payload.texts, worker.seat
+    leases, texts, seat = run.desk.leases, run.payload.tokens, worker.seat
     next_lease = run.desk.state.next_lease
     start = num_gaps = num_invented = num_missing = 0
     idle: list[int] = []
@@ -179,7 +179,7 @@ def _check_ends(
                 break
             run.lobby.refused["late_lease"] += 1
             continue
-        num_tokens = run.payload.text(sample).num_tokens
+        num_tokens = run.payload.tokens_of(sample).num_tokens
         if one.num_tokens != num_tokens:
             lie = Refused("offset", f"an end after {one.num_tokens} tokens; {num_tokens} have come")
             break
@@ -205,7 +205,7 @@ def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
     sampling = prompt.sampling
     if sampling.stop or sampling.imposed is not None:  # a stop string, or an imposed length: not for us to judge
         return ""
-    last = int.from_bytes(run.payload.text(sample).cells[-CELL_BYTES:][:4], "little")
+    last = int.from_bytes(run.payload.tokens_of(sample).cells[-CELL_BYTES:][:4], "little")
     if last in sampling.stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
         return ""
     return f"an answer that stopped with token id {last}, which ends none"
@@ -217,7 +217,7 @@ def _ended(run: Run, session: WorkerSession, worker: Worker, ended: frames.Ended
         run.lobby.refused["late_lease"] += 1
         return
     if ended.reason == "stop" or ended.reason == "length":
-        run.payload.text(sample.id).finish = ended.reason
+        run.payload.tokens_of(sample.id).finish = ended.reason
         run.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
         if ended.reason != "handed_over" or sample.state != "stopping":
