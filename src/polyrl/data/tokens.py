@@ -4,7 +4,6 @@ Rules kept here: nothing is downloaded. A chat is written by the tokenizer's own
 begins; plain text gets what the tokenizer puts around any text. An answer is read without the token that ends it.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from polyrl.config.model_dir import read_facts
 from polyrl.config.places import check_model_dir
 from polyrl.data.prompts import Messages
 from polyrl.data.rows import DataError
@@ -32,9 +32,10 @@ class ModelTokenizer:
         self._tokenizer = _load(folder)
         self._tokenizer("")  # sets truncation and padding aside, once: while it does, no other thread may use it
         self._decode = _decoder(self._tokenizer)
-        self._end_ids = frozenset(_end_ids(Path(folder), self._tokenizer))
-        self._vocabulary = _said_in_config(Path(folder), "vocab_size")
-        self.max_context: int | None = _said_in_config(Path(folder), "max_position_embeddings")
+        facts, own_end = read_facts(folder), self._tokenizer.eos_token_id
+        self._end_ids = facts.known_end_ids | (frozenset() if own_end is None else {own_end})
+        self._vocabulary = facts.vocab
+        self.max_context: int | None = facts.max_context
         """What the model can, as its config.json says it."""
 
     def written(self, prompt: str | Messages, chat: Mapping[str, Any] = _NOTHING) -> str:
@@ -93,7 +94,7 @@ def check_same_tokens(path: str, other: str, key: str) -> None:
                     f"{key}: {other}: its tokenizer is another than that of {_KEY}, {path}: {token!r} is token "
                     f"{number} here, and {known}; expected a model with the same tokens"
                 )
-    here, there = (_said_in_config(Path(one), "vocab_size") for one in (path, other))
+    here, there = (read_facts(one).vocab for one in (path, other))
     if here is not None and there is not None and there < (least := min(here, max(ours.values(), default=0) + 1)):
         raise ConfigError(
             f"{key}: {other}: has {there:,} tokens (vocab_size), and {_KEY}, {path}, uses {least:,}; expected a model "
@@ -127,29 +128,6 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     if backend is None:
         return lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
     return lambda tokens: backend.decode(tokens, skip_special_tokens=False)
-
-
-def _end_ids(folder: Path, tokenizer: Any) -> list[int]:
-    """What ends an answer: what generation_config.json and config.json say, and the tokenizer's own end of text."""
-    ends: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for name in ("generation_config.json", "config.json"):
-        said = _read_config(folder / name).get("eos_token_id")
-        ends += [said] if isinstance(said, int) else said if isinstance(said, list) else []
-    return ends
-
-
-def _said_in_config(folder: Path, key: str) -> int | None:
-    config = _read_config(folder / "config.json")
-    said = config.get("text_config", config).get(key)
-    return said if isinstance(said, int) else None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _line(error: BaseException) -> str:

@@ -5,16 +5,16 @@ takes to find what a step wants. Of models, only config.json, the headers of the
 looked at. Sizes of tensors are exact; what training keeps beside them is an estimate, and says so.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from polyrl.config import dump_toml
 from polyrl.config.inert import inert
+from polyrl.config.model_dir import read_facts, read_object
 from polyrl.config.places import check_model_dir, with_local_places
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.cores import num_cores
@@ -122,13 +122,15 @@ def read_shape(path: str, key: str = "model.path") -> ModelEstimates:
     check_model_dir(path, key)
     place = Path(path) / "config.json"
     try:
-        config: dict[str, Any] = json.loads(place.read_bytes())
-        config = config.get("text_config", config)
+        read_object(path, "config.json")
+        config = read_facts(path).config
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         width = int(config.get("head_dim") or hidden // heads)
         layers, inner = int(config["num_hidden_layers"]), int(config["intermediate_size"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {place} cannot be used: {type(error).__name__}: {error}") from error
     layout = folders.layout_in(Path(path))
     try:

@@ -20,6 +20,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from polyrl.config.model_dir import read_or_nothing
 from polyrl.disk import whole_folder
 from polyrl.errors import UserError
 from polyrl.weights.chunks import View, bad_chunks, table_of
@@ -287,15 +288,8 @@ def _scan_file(file: Path) -> Iterator[tuple[Spec, int]]:
 
 def _architecture(folder: Path) -> str:
     """What the directory's config calls the model; empty where it says nothing."""
-    try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return ""
-    return config.architectures[0] if config.architectures else ""
-
-
-class _Config(msgspec.Struct):
-    architectures: list[str] | None = None
+    names = read_or_nothing(folder, "config.json").get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def _tensors_in(manifest: Manifest, chunk: int) -> list[str]:

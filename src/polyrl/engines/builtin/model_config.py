@@ -8,9 +8,10 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 
+from polyrl.config import model_dir
 from polyrl.engines.builtin.quiet import quiet
 from polyrl.engines.engine import EngineError
-from polyrl.errors import one_line
+from polyrl.errors import ConfigError, one_line
 
 ARCHITECTURES = frozenset(
     {
@@ -71,8 +72,6 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def load_config(folder: str) -> Any:
-    if not (Path(folder) / "config.json").is_file():
-        raise EngineError(f"{folder}: no config.json there; expected a Hugging Face model directory")
     _check_config(folder, read_object(folder, "config.json"))
     _check_generation_config(folder)
     with quiet():
@@ -180,12 +179,9 @@ def files_of_weights(folder: str) -> list[str]:
 
 def read_object(folder: str, name: str) -> dict[str, Any]:
     try:
-        value = json.loads((Path(folder) / name).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise EngineError(f"{folder}: its {name} cannot be read: {one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise EngineError(f"{folder}: its {name} holds no object")
-    return value
+        return model_dir.read_object(folder, name)
+    except ConfigError as error:
+        raise EngineError(str(error)) from error
 
 
 def slides(config: Any) -> bool:

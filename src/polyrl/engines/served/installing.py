@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 import polyrl
 from polyrl.engines.engine import EngineError, NotOfThisModel, Weights
-from polyrl.engines.served import model_files
 from polyrl.engines.served.between import HEAD_BYTES, LENGTH, peer_uid
-from polyrl.engines.served.server import ServerBroken
+from polyrl.engines.served.server import ServerBroken, facts_of
 from polyrl.errors import UserError
 from polyrl.weights import folder, shards
 from polyrl.weights.buffers import Buffer
@@ -221,7 +220,7 @@ def check_served(model: str, served: str) -> None:
 
 
 def _difference(ours: Path, theirs: Path) -> str:
-    mine, its = model_files.read(str(ours)), model_files.read(str(theirs))
+    mine, its = facts_of(str(ours)), facts_of(str(theirs))
     if mine.vocab != its.vocab:
         return f"a vocabulary of {its.vocab} ids; expected {mine.vocab}"
     if mine.kv_numbers != its.kv_numbers:

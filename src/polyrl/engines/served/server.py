@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
+from polyrl.config.model_dir import ModelFacts, read_facts
 from polyrl.engines.engine import EngineError, Weights
 from polyrl.engines.served.http import EventStream, Http, ServerAnswered
+from polyrl.errors import ConfigError
 from polyrl.wire.frames import Sampling
 
 ServerKind = Literal["vllm", "sglang"]
@@ -85,6 +87,14 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 ServedEnd = Literal["", "stop", "length", "aborted"]
 """How an answer ended; empty while it has not."""
+
+
+def facts_of(folder: str) -> ModelFacts:
+    """What the model's directory says. Raises EngineError where it says too little to serve it."""
+    try:
+        return read_facts(folder, strict=True)
+    except ConfigError as error:
+        raise EngineError(str(error)) from error
 
 
 class ServerBroken(EngineError):

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.engines.engine import EngineError, Weights
-from polyrl.engines.served import installing, model_files
+from polyrl.engines.served import installing
 from polyrl.engines.served.between import SOCKET_VARIABLE
 from polyrl.engines.served.http import EventStream, Http, ServerAnswered, ServerUnreachable, read_gauges
 from polyrl.engines.served.installing import PUT_S, OurModules, StagedVersion, hand_over, labelled, new_name, stage
@@ -34,6 +34,7 @@ from polyrl.engines.served.server import (
     ServerLoad,
     ServerRequest,
     WeightLoading,
+    facts_of,
     number,
     stream,
 )
@@ -80,7 +81,7 @@ class SglangServer:
 
     def command(self, port: int) -> LaunchCommand:
         config = self._config
-        model = model_files.read(config.model)
+        model = facts_of(config.model)
         flags = ["--model-path", config.model, "--host", "127.0.0.1", "--port", str(port)]
         flags += ["--served-model-name", "polyrl", "--skip-tokenizer-init", "--incremental-streaming-output"]
         flags += ["--enable-metrics", "--sampling-defaults", "openai", "--log-level-http", "warning"]
@@ -141,8 +142,8 @@ class SglangServer:
             raise EngineError("an SGLang server needs --incremental-streaming-output")
         if self._config.url:
             installing.check_served(self._config.model, str(model.get("model_path", "")))
-        files = model_files.read(self._config.model)
-        return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
+        files = facts_of(self._config.model)
+        return Facts(files.name, slots, kv_tokens, context, files.vocab or 0, files.end_ids, label)
 
     def stream(self, request: str, asked: ServerRequest) -> AbstractAsyncContextManager[EventStream[AnswerPart]]:
         body = {"rid": request, "input_ids": asked.tokens, "stream": True, "return_logprob": True}

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.engines.engine import EngineError, Weights
-from polyrl.engines.served import installing, model_files
+from polyrl.engines.served import installing
 from polyrl.engines.served.between import KEY_VARIABLE
 from polyrl.engines.served.http import EventStream, Http, ServerAnswered, ServerUnreachable, read_gauges
 from polyrl.engines.served.installing import PUT_S, OurModules, StagedVersion, hand_over, labelled, new_name, stage
@@ -30,6 +30,7 @@ from polyrl.engines.served.server import (
     ServerLoad,
     ServerRequest,
     WeightLoading,
+    facts_of,
     number,
     stream,
 )
@@ -79,7 +80,7 @@ class VllmServer:
 
     def command(self, port: int) -> LaunchCommand:
         config = self._config
-        model = model_files.read(config.model)
+        model = facts_of(config.model)
         flags = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "polyrl"]
         flags += ["--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm"]
         flags += ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
@@ -131,8 +132,8 @@ class VllmServer:
         if self._config.url:
             installing.check_served(self._config.model, str(model.get("model", "")))
         self.tells_policy = await self._tell_policy()
-        files = model_files.read(self._config.model)
-        return Facts(files.name, slots, kv_tokens, context, files.vocab, files.end_ids, label)
+        files = facts_of(self._config.model)
+        return Facts(files.name, slots, kv_tokens, context, files.vocab or 0, files.end_ids, label)
 
     async def _tell_policy(self) -> bool:
         """Have all ranks report log-probabilities before truncation; whether they do."""

@@ -6,12 +6,12 @@ text that was shown is, together, the tokenizer's decoding of the whole answer.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from polyrl.config.model_dir import read_facts, read_or_nothing
 from polyrl.errors import UserError
 from polyrl.manager.serving.requests import AskError, wrong
 
@@ -111,23 +111,12 @@ def load(folder: Path) -> Served:
         raise UserError(f"{file}: not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read(folder / "config.json")
-    most = config.get("text_config", config).get("max_position_embeddings")
-    ends = [_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-    end_ids = {one for said in ends for one in (said if isinstance(said, list) else [said]) if isinstance(one, int)}
-    written = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
-    context = most if isinstance(most, int) else None
+    facts = read_facts(folder)
+    names = ("special_tokens_map.json", "tokenizer_config.json")
+    written = {key: value for name in names for key, value in read_or_nothing(folder, name).items()}
     template = load_template(folder, written)
-    text = TextModel(tokenizer, template=template, end_ids=frozenset(end_ids), max_context=context)
-    return Served(folder.resolve().name, text, context)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    text = TextModel(tokenizer, template=template, end_ids=facts.known_end_ids, max_context=facts.max_context)
+    return Served(facts.name, text, facts.max_context)
 
 
 class Reader:
