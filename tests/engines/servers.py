@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
-import torch
 from tests.builtin.reference import Reference
 from tests.builtin.tiny_models import save_tiny
 from tests.weights.copies import copy_of
@@ -25,7 +24,6 @@ from polyrl.engines.served.http import Http
 from polyrl.engines.served.process import free_port
 from polyrl.engines.served.server import ServedConfig, Server, ServerKind
 from polyrl.ids import Version
-from polyrl.weights import tensors
 from polyrl.weights.shelf import HostCopy
 
 CACHE = Path("~/.cache/polyrl/engines").expanduser()
@@ -74,8 +72,8 @@ class Running:
     def reference(self, version: int) -> Reference:
         return self.references[version % len(self.references)]
 
-    def copy(self, version: int, dtype: str = "float32", lossy: tensors.Lossy = "") -> HostCopy:
-        return copy_of(self.reference(version).model.state_dict(), version, dtype, lossy)
+    def copy(self, version: int, dtype: str = "float32") -> HostCopy:
+        return copy_of(self.reference(version).model.state_dict(), version, dtype)
 
 
 @contextmanager
@@ -137,14 +135,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(15.0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def dequantised(state: dict[str, torch.Tensor], lossy: tensors.Lossy) -> dict[str, torch.Tensor]:
-    """What a server computes with after a lossy version: every matrix of a layer through one byte an element."""
-    layout = tensors.layout_of(state, "float32", lossy=lossy)
-    made: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        dtype = layout.by_name[name].dtype
-        is_lossy = dtype in tensors.LOSSY_DTYPES.values()
-        made[name] = tensors.dequantise(*tensors.quantise(tensor, dtype), torch.float32) if is_lossy else tensor
-    return made

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.builtin.reference import TOLERANCE, Reference
-from tests.engines.servers import CONTEXT, Running, Setup, dequantised, play, running
+from tests.builtin.reference import TOLERANCE
+from tests.engines.servers import CONTEXT, Running, Setup, play, running
 from tests.weights.copies import copy_of
 
 from polyrl.engines.contract import EngineContract, Stage
@@ -119,20 +119,6 @@ def test_a_version_from_a_directory_is_installed(server: Running):
     async def script(stage: Stage) -> None:
         await stage.engine.install(Weights(Version(40), folder=str(server.models[1])))
         assert await stage.text(sampling=GREEDY) == server.reference(1).greedy(PROMPT, 16)
-
-    play(server, script)
-
-
-def test_a_lossy_version_is_made_whole_before_it_is_put_in_place(server: Running):
-    async def script(stage: Stage) -> None:
-        with server.copy(50, lossy="int8-rows") as copy:
-            await stage.engine.install(Weights(Version(50), copy=copy))
-        reference = Reference(server.models[2])
-        reference.model.load_state_dict(dequantised(reference.model.state_dict(), "int8-rows"))
-        lease = stage.begin(sampling=GREEDY, max_tokens=24)
-        await stage.sink.end_of(lease)
-        assert stage.sink.texts[lease] == reference.greedy(PROMPT, 24)
-        assert reference.error(PROMPT, stage.sink.texts[lease], stage.sink.logprobs[lease]) < TOLERANCE
 
     play(server, script)
 

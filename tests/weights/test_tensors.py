@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from polyrl.weights import delta
 from polyrl.weights.chunks import bad_chunks, table_of
 from polyrl.weights.manifest import Manifest, changed_tensors
 from polyrl.weights.tensors import (
     BadTensors,
-    dequantise,
     entry_tensor,
     layout_of,
     load_into,
-    quantise,
     snapshot,
 )
 
@@ -150,46 +146,3 @@ def test_a_chain_of_twenty_deltas_of_a_real_optimizer_gives_the_same_model_as_th
         assert torch.equal(by_chain.state_dict()[name], tensor)
     tokens = torch.arange(37)[None]
     assert torch.equal(by_chain(tokens), by_full(tokens))
-
-
-# Lossy serving weights.
-
-numbers = st.floats(-1e4, 1e4, width=32)
-
-
-@given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=8))
-def test_int8_is_within_half_a_scale(rows):
-    tensor = torch.tensor(rows)
-    elements, scales = quantise(tensor, "int8")
-    error = (dequantise(elements, scales, torch.float32) - tensor).abs()
-    assert (error <= scales[:, None] * 0.5001).all()
-
-
-@given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=8))
-def test_fp8_is_within_a_sixteenth_of_the_element_or_a_thousandth_of_the_scale(rows):
-    tensor = torch.tensor(rows)
-    elements, scales = quantise(tensor, "float8_e4m3fn")
-    error = (dequantise(elements, scales, torch.float32) - tensor).abs()
-    assert (error <= torch.maximum(tensor.abs() / 16 * 1.001, scales[:, None] / 1024 * 1.001)).all()
-
-
-def test_a_row_of_zeros_stays_one():
-    for dtype in ("int8", "float8_e4m3fn"):
-        elements, scales = quantise(torch.zeros(2, 3), dtype)
-        assert not dequantise(elements, scales, torch.float32).any()
-
-
-@pytest.mark.parametrize(("lossy", "bound"), [("fp8-rows", 1 / 15), ("int8-rows", 0.01)])
-def test_lossy_weights_are_named_so_and_hold_only_the_layers_matrices_in_bytes(lossy, bound):
-    trained, served = Tiny(1), Tiny(2, torch.bfloat16)
-    layout = layout_of(trained.state_dict(), lossy=lossy)
-    small = [one.name for one in layout.tensors if one.item_bytes == 1]
-    assert small == ["down_proj.weight", "up_proj.weight"]
-    assert layout.by_name["up_proj.weight.scale"].shape == (48,)
-    load_into(served.state_dict(), layout, version_of(trained, layout))
-    assert torch.equal(served.embed_tokens.weight, trained.embed_tokens.weight.bfloat16())
-    largest = trained.up_proj.weight.abs().max()
-    assert (served.up_proj.weight.float() - trained.up_proj.weight).abs().max() < bound * largest
-    assert load_into(served.state_dict(), layout, version_of(trained, layout), {"up_proj.weight.scale"}) == (
-        "up_proj.weight",
-    )

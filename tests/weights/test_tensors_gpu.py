@@ -44,12 +44,6 @@ def test_steps_of_any_size(dtype, lr):
     assert_the_same_as_on_the_host(states, layout_of(state, dtype))
 
 
-@pytest.mark.parametrize("lossy", ["fp8-rows", "int8-rows"])
-def test_lossy_weights(lossy):
-    state = random_state(1)
-    assert_the_same_as_on_the_host([state, stepped(state, 1e-5, 2)], layout_of(state, lossy=lossy))
-
-
 def test_tensors_of_several_pieces_and_layouts_of_several_slabs():
     state = {**random_state(1), "n": torch.arange(10), "z.weight": torch.randn(40, 50)}
     later = stepped(random_state(1), 1e-6, 2)

@@ -175,7 +175,6 @@ def _serve(args: argparse.Namespace, directory: Path) -> int:
             0 if manifest is None else manifest.version,
             layout,
             lambda view: folder.copy_into(layout, found, directory, view),
-            lossy="" if manifest is None else manifest.lossy,
             parent=None if manifest is None else manifest.parent,
             adapter=None if manifest is None else manifest.adapter,
         )

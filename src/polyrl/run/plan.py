@@ -29,7 +29,7 @@ from polyrl.run.settings import caveat_of
 from polyrl.run.tasks import DomainOfStep, look_at_a_step, prompt_room, too_few
 from polyrl.run.workers import check_settings
 from polyrl.weights import folder as folders
-from polyrl.weights.shards import is_table
+from polyrl.weights.manifest import is_table
 
 _FLOAT32_BYTES = 4
 _BLOCK = 256

@@ -6,7 +6,6 @@
 | `chunks` | any blob in pieces of fixed size, each with a digest |
 | `delta` | two versions in, their difference in a hundredth of the bytes out; and back, in place |
 | `chains` | the cheapest way from the version that is held to the one that is wanted |
-| `shards` | which bytes of a version a tensor-parallel rank has to hold |
 | `folder` | a version as a directory of safetensors |
 | `tensors` `tensors_gpu` | the only modules that know torch: a model's weights out and in; deltas made on the device |
 | `settings` | what can be set about moving weights; `TransferError` |

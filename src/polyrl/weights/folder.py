@@ -13,7 +13,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -105,8 +105,8 @@ def _write_shards(folder: Path, layout: Layout, view: memoryview, shard_bytes: i
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        head = _header(shard)
-        _write_file(folder / name, [_LENGTH.pack(len(head)), head, *(view[one.start : one.end] for one in shard)])
+        head = header_of((Spec(one.name, one.dtype, one.shape) for one in shard), {"format": "pt"})
+        _write_file(folder / name, [head, *(view[one.start : one.end] for one in shard)])
         weight_map.update({one.name: name for one in shard})
     if len(shards) > 1:
         total = sum(one.num_bytes for one in layout.tensors)
@@ -127,18 +127,17 @@ def _shards(layout: Layout, shard_bytes: int) -> Iterator[list[TensorEntry]]:
     yield shard
 
 
-def _header(shard: list[TensorEntry]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def header_of(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The beginning of a safetensors file that holds these one after the other, up to their first byte."""
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
-    for one in shard:
-        entries[one.name] = {
-            "dtype": _SAFETENSORS_NAMES[one.dtype],
-            "shape": one.shape,
-            "data_offsets": [offset, offset + one.num_bytes],
-        }
-        offset += one.num_bytes
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * DTYPE_BYTES[dtype]
+        entries[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     head = msgspec.json.encode(entries)
-    return head + b" " * (-len(head) % 8)
+    head += b" " * (-len(head) % 8)
+    return _LENGTH.pack(len(head)) + head
 
 
 def _write_file(path: Path, pieces: list[bytes | memoryview]) -> None:

@@ -21,7 +21,6 @@ def inspect(directory: Path) -> dict[str, Any]:
         "version": manifest and manifest.version,
         "digest": manifest and manifest.digest,
         "parent": manifest and manifest.parent,
-        "lossy": manifest and manifest.lossy,
         "adapter": manifest and manifest.adapter and msgspec.to_builtins(manifest.adapter),
         "architecture": layout.architecture,
         "fingerprint": layout.fingerprint,

@@ -13,6 +13,7 @@ for a digest.
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -40,9 +41,6 @@ DTYPE_BYTES: Mapping[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
-
-SCALE = ".scale"
-"""A lossy tensor's scales, one a row, are the tensor of its name with this behind it."""
 
 MAX_VERSION_BYTES = 1 << 44
 MAX_MANIFEST_BYTES = 1 << 28
@@ -129,8 +127,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     chunks: ChunkTable
     parent: HexOrNone
     """The digest of the version before it; empty for the first."""
-    lossy: Annotated[str, Meta(max_length=64)] = ""
-    """Empty when the tensors are the trainer's own numbers in the serving dtype; otherwise how they were reduced."""
+    lossy: Literal[""] = ""
+    """Always empty: the tensors are the trainer's own numbers in the serving dtype. It is part of the digest."""
     adapter: AdapterFacts | None = None
     """None: the tensors are all of the model's."""
     format: Literal[1] = FORMAT
@@ -165,6 +163,14 @@ class DeltaManifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     @cached_property
     def digest(self) -> str:
         return _digest(encode(self))
+
+
+_TABLE = re.compile(r"(.*\.)?(embed_tokens|lm_head|wte)\.(weight|bias)")
+
+
+def is_table(name: str) -> bool:
+    """Whether a tensor has a row a token: embeddings, and the head."""
+    return _TABLE.fullmatch(name) is not None
 
 
 class Spec(NamedTuple):

@@ -89,7 +89,6 @@ class WeightServer:
         layout: Layout,
         fill: Fill,
         *,
-        lossy: str = "",
         parent: str | None = None,
         adapter: AdapterFacts | None = None,
     ) -> Offer:
@@ -108,7 +107,7 @@ class WeightServer:
             raise
         if parent is None:
             parent = self._kept[-1].manifest.digest if self._kept else ""
-        manifest = Manifest(version, layout, chunks, parent, lossy, adapter)
+        manifest = Manifest(version, layout, chunks, parent, adapter=adapter)
         blob = Blob(manifest.digest, "full", version, encode(manifest), chunks, buffer, complete=True)
         bases = [one for one in reversed(self._kept) if one.manifest.layout.fingerprint == layout.fingerprint]
         if bases and bases[0] is not self._kept[-1]:

@@ -5,30 +5,23 @@
     load_into   the bytes of a version into a model's tensors, in place; all of them, or those that changed
 
 Rules kept here: everything is checked before the first byte is written, so a model is loaded whole or left alone
-(BadTensors). A dtype is never converted on the way in: what an engine computes with is what the manifest says. The
-exception carries its name: lossy serving weights ("fp8-rows", "int8-rows") hold the matrices of the layers in one byte
-an element with a scale a row, beside them as `NAME.scale`; embeddings, heads and vectors stay in the serving dtype.
+(BadTensors). A dtype is never converted on the way in: what an engine computes with is what the manifest says.
 """
 
 import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import View
-from polyrl.weights.manifest import DTYPE_BYTES, SCALE, Layout, Spec, TensorEntry, lay_out
-from polyrl.weights.shards import is_table
+from polyrl.weights.manifest import DTYPE_BYTES, Layout, Spec, TensorEntry, lay_out
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-Lossy = Literal["", "fp8-rows", "int8-rows"]
-LOSSY_DTYPES: Mapping[Lossy, str] = {"fp8-rows": "float8_e4m3fn", "int8-rows": "int8"}
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 _STAGING_BYTES = 64 << 20
 
@@ -40,9 +33,7 @@ class BadTensors(ValueError):
     """A model and a layout that do not fit. The message names the tensor, what was found and what was expected."""
 
 
-def layout_of(
-    state: Mapping[str, Tensor], dtype: str = "bfloat16", *, architecture: str = "", lossy: Lossy = ""
-) -> Layout:
+def layout_of(state: Mapping[str, Tensor], dtype: str = "bfloat16", *, architecture: str = "") -> Layout:
     """The layout of a model's versions, from its state dict or `named_parameters`.
 
     Floating-point tensors take the serving dtype, others keep theirs. Of names that share memory the first one counts;
@@ -56,17 +47,9 @@ def layout_of(
         if owner != name:
             tied[name] = owner
             continue
-        specs.extend(_specs_of(name, tensor, dtype, lossy))
+        kind = dtype if tensor.is_floating_point() else _dtype_name(name, tensor)
+        specs.append(Spec(name, kind, tuple(tensor.shape)))
     return lay_out(specs, architecture=architecture, tied=tied)
-
-
-def _specs_of(name: str, tensor: Tensor, dtype: str, lossy: Lossy) -> Iterator[Spec]:
-    shape = tuple(tensor.shape)
-    if lossy and tensor.ndim == 2 and tensor.is_floating_point() and not is_table(name):
-        yield Spec(name, LOSSY_DTYPES[lossy], shape)
-        yield Spec(name + SCALE, "float32", shape[:1])
-        return
-    yield Spec(name, dtype if tensor.is_floating_point() else _dtype_name(name, tensor), shape)
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
@@ -87,58 +70,40 @@ def snapshot(state: Mapping[str, Tensor] | Iterator[tuple[str, Tensor]], layout:
     or straight into `out` where that is pinned (see `pin`).
     """
     if isinstance(state, Mapping):
-        given = ((entry, _source(entry, state)) for entry in _owners(layout))
+        given = ((entry, source_of(entry, state)) for entry in layout.tensors)
     else:
         given = _one_by_one(state, layout)
     staging, devices = None, set[torch.device]()
-    for owner, tensor in given:
+    for entry, tensor in given:
         devices.add(tensor.device)
-        for entry, value in _values(owner, tensor, layout):
-            target = entry_bytes(entry, out)
-            if value.device.type == "cpu" or target.is_pinned():
-                target.copy_(_as_bytes(value), non_blocking=True)
-            else:
-                staging = _Staging(value.device) if staging is None else staging
-                staging.copy(_as_bytes(value), target)
+        value, target = tensor.to(TORCH_DTYPES[entry.dtype]), entry_bytes(entry, out)
+        if value.device.type == "cpu" or target.is_pinned():
+            target.copy_(_as_bytes(value), non_blocking=True)
+        else:
+            staging = _Staging(value.device) if staging is None else staging
+            staging.copy(_as_bytes(value), target)
     if staging is not None:
         staging.finish()
     _wait(devices)
 
 
 def _one_by_one(state: Iterator[tuple[str, Tensor]], layout: Layout) -> Iterator[tuple[TensorEntry, Tensor]]:
-    owners = {entry.name: entry for entry in _owners(layout)}
+    owners = {entry.name: entry for entry in layout.tensors}
     for name, tensor in state:
         if name in owners:
-            yield owners[name], _source(owners.pop(name), {name: tensor})
+            yield owners[name], source_of(owners.pop(name), {name: tensor})
     for entry in owners.values():
-        _source(entry, {})
+        source_of(entry, {})
 
 
-def _source(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:
+def source_of(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:
+    """What a state has for one tensor of a layout, not yet cast. Raises BadTensors."""
     if entry.name not in state:
         raise BadTensors(f"{entry.name}: not in the model; expected {entry.dtype} {list(entry.shape)}")
     tensor = state[entry.name].detach()
     if tuple(tensor.shape) != entry.shape:
         raise BadTensors(f"{entry.name}: shape {list(tensor.shape)}; expected {list(entry.shape)}")
     return tensor
-
-
-def _values(entry: TensorEntry, tensor: Tensor, layout: Layout) -> list[tuple[TensorEntry, Tensor]]:
-    """What is written for one tensor: itself in the layout's dtype, or its elements and scales."""
-    scale = _scale_of(entry, layout)
-    if scale is None:
-        return [(entry, tensor.to(TORCH_DTYPES[entry.dtype]))]
-    elements, scales = quantise(tensor, entry.dtype)
-    return [(entry, elements), (scale, scales)]
-
-
-def serving_value(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layout) -> Tensor:
-    """What a state gives for one tensor of a layout; not yet cast, where only its dtype differs."""
-    if _is_scale(entry, layout):
-        owner = layout.by_name[entry.name.removesuffix(SCALE)]
-        return quantise(_source(owner, state), owner.dtype)[1]
-    tensor = _source(entry, state)
-    return tensor if _scale_of(entry, layout) is None else quantise(tensor, entry.dtype)[0]
 
 
 def load_into(
@@ -152,7 +117,7 @@ def load_into(
     with torch.no_grad():
         for entry, destinations in plan:
             for destination in destinations:
-                destination.copy_(_value(entry, layout, view, destination), non_blocking=True)
+                destination.copy_(entry_tensor(entry, view), non_blocking=True)
     _wait({one.device for _, destinations in plan for one in destinations})
     return tuple(entry.name for entry, _ in plan)
 
@@ -162,7 +127,7 @@ def pair_up(
 ) -> list[tuple[Tensor, Tensor]]:
     """A model's tensors, each with what a version has for it: `load_into` without the copying."""
     plan = _plan(state, layout, view, changed)
-    return [(one, _value(entry, layout, view, one)) for entry, destinations in plan for one in destinations]
+    return [(one, entry_tensor(entry, view)) for entry, destinations in plan for one in destinations]
 
 
 def _plan(
@@ -170,15 +135,8 @@ def _plan(
 ) -> list[tuple[TensorEntry, list[Tensor]]]:
     if memoryview(view).nbytes != layout.num_bytes:
         raise BadTensors(f"{memoryview(view).nbytes} bytes of weights; expected {layout.num_bytes}")
-    plan = [(entry, _destinations(entry, state, layout)) for entry in _owners(layout)]
-    if changed is None:
-        return plan
-    return [one for one in plan if one[0].name in changed or one[0].name + SCALE in changed]
-
-
-def _value(entry: TensorEntry, layout: Layout, view: View, like: Tensor) -> Tensor:
-    source, scale = entry_tensor(entry, view), _scale_of(entry, layout)
-    return source if scale is None else dequantise(source, entry_tensor(scale, view), like.dtype)
+    plan = [(entry, _destinations(entry, state, layout)) for entry in layout.tensors]
+    return plan if changed is None else [one for one in plan if one[0].name in changed]
 
 
 def _destinations(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layout) -> list[Tensor]:
@@ -193,31 +151,10 @@ def _destinations(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layou
         tensor = state[name].detach()
         if tuple(tensor.shape) != entry.shape:
             raise BadTensors(f"{name}: shape {list(tensor.shape)}; expected {list(entry.shape)}")
-        is_lossy = _scale_of(entry, layout) is not None
-        if not is_lossy and tensor.dtype != TORCH_DTYPES[entry.dtype]:
+        if tensor.dtype != TORCH_DTYPES[entry.dtype]:
             raise BadTensors(f"{name}: {tensor.dtype} in the model; the version holds {entry.dtype}")
-        if is_lossy and not tensor.is_floating_point():
-            raise BadTensors(f"{name}: {tensor.dtype} in the model; expected floating point")
         found[_identity(tensor)] = tensor
     return list(found.values())
-
-
-def quantise(tensor: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """Elements of one byte and a float32 scale a row, so that the largest of a row takes the largest number.
-
-    Errors: int8 at most half a scale; float8_e4m3fn at most 1/16 of the element, or scale / 1024 near zero.
-    """
-    kind = TORCH_DTYPES[dtype]
-    rows = tensor.detach().float()
-    largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
-    scales = torch.where(largest > 0, largest / _LARGEST[kind], 1.0)
-    scales = torch.clamp(scales, min=torch.finfo(torch.float32).tiny)
-    elements = (rows / scales[:, None]).clamp(-_LARGEST[kind], _LARGEST[kind])
-    return (elements.round() if kind == torch.int8 else elements).to(kind), scales
-
-
-def dequantise(elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (elements.float() * scales[:, None]).to(dtype)
 
 
 def entry_tensor(entry: TensorEntry, view: View) -> Tensor:
@@ -260,22 +197,6 @@ def unpin(address: int) -> None:
     """Before the memory of the buffer that begins there is given back."""
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)
-
-
-def _owners(layout: Layout) -> Iterator[TensorEntry]:
-    """Tensors of the model; scales come with theirs."""
-    for entry in layout.tensors:
-        if not _is_scale(entry, layout):
-            yield entry
-
-
-def _is_scale(entry: TensorEntry, layout: Layout) -> bool:
-    owner = layout.by_name.get(entry.name.removesuffix(SCALE)) if entry.name.endswith(SCALE) else None
-    return owner is not None and owner.dtype in LOSSY_DTYPES.values()
-
-
-def _scale_of(entry: TensorEntry, layout: Layout) -> TensorEntry | None:
-    return layout.by_name.get(entry.name + SCALE) if entry.dtype in LOSSY_DTYPES.values() else None
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from polyrl.weights.delta import (
     pieces_of,
 )
 from polyrl.weights.manifest import Encoding, Layout
-from polyrl.weights.tensors import TORCH_DTYPES, serving_value
+from polyrl.weights.tensors import TORCH_DTYPES, source_of
 
 SLAB_ELEMENTS = 1 << 28
 """Compared at once: enough to fill a device, little beside a model."""
@@ -121,7 +121,7 @@ class GpuDeltaEncoder:
             entry = self._layout.tensors[tensor]
             first, last = pieces[0], pieces[-1]
             stop = last.first + last.num_elements
-            value = serving_value(entry, state, self._layout).reshape(-1)[first.first : stop]
+            value = source_of(entry, state).reshape(-1)[first.first : stop]
             start = first.start - slab.start
             target = out[start : start + value.numel() * entry.item_bytes].view(TORCH_DTYPES[entry.dtype])
             target.copy_(value)

@@ -113,13 +113,13 @@ def _misfit(offer: dict[str, Any], fd: int, rank: Rank, model: torch.nn.Module) 
     if os.fstat(fd).st_size < offer["num_bytes"]:
         return f"a file of {os.fstat(fd).st_size} bytes for {offer['num_bytes']} bytes of weights"
     parameters = dict(model.named_parameters())
-    for name, dtype, shape, _, scale in offer["tensors"]:
+    for name, dtype, shape, _ in offer["tensors"]:
         ours = parameters.get(name)
         if ours is None or ours.numel() == 0:
             continue
         if (name in offer["probes"] or name.endswith("norm.weight")) and not _is_slice(ours, shape, rank.num_slices):
             return f"{name} has shape {shape} in the version, {list(ours.shape)} in the server: it is of another model"
-        if scale is not None or not ours.is_floating_point():
+        if not ours.is_floating_point():
             continue
         if ours.dtype != _dtype(dtype) and not offer["any_dtype"]:
             return f"{name}: {dtype} in the version, {str(ours.dtype)[6:]} in the server; start it with --dtype {dtype}"
@@ -136,11 +136,8 @@ def _is_slice(ours: torch.Tensor, shape: list[int], num_slices: int) -> bool:
 
 
 def _tensors(offer: dict[str, Any], view: memoryview) -> Tensors:
-    for name, dtype, shape, start, scale in offer["tensors"]:
-        tensor = _tensor(view, dtype, shape, start)
-        if scale is not None:  # a byte an element, with a scale a row
-            tensor = tensor.float() * _tensor(view, "float32", shape[:1], scale)[:, None]
-        yield name, tensor
+    for name, dtype, shape, start in offer["tensors"]:
+        yield name, _tensor(view, dtype, shape, start)
 
 
 def _tensor(view: memoryview, dtype: str, shape: list[int], start: int) -> torch.Tensor:
@@ -162,7 +159,7 @@ def _dtype(name: str) -> torch.dtype:
 def read_back(model: torch.nn.Module, offer: dict[str, Any]) -> dict[str, tuple[str, list[int], str]]:
     """Dtype, shape and a digest of the first bytes of parameters; of those that this model still has as they are."""
     parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
-    dtypes = {name: _dtype(dtype) for name, dtype, _, _, scale in offer["tensors"] if scale is None}
+    dtypes = {name: _dtype(dtype) for name, dtype, _, _ in offer["tensors"]}
     found: dict[str, tuple[str, list[int], str]] = {}
     for name in offer["probes"]:
         ours = parameters.get(name)

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -29,10 +30,10 @@ from polyrl.engines.engine import EngineError, NotOfThisModel, Weights
 from polyrl.engines.served.between import HEAD_BYTES, LENGTH, peer_uid
 from polyrl.engines.served.server import ServerBroken, facts_of
 from polyrl.errors import UserError
-from polyrl.weights import folder, shards
+from polyrl.weights import folder
 from polyrl.weights.buffers import Buffer
 from polyrl.weights.chunks import View, table_of
-from polyrl.weights.manifest import SCALE, Layout, Manifest, Spec
+from polyrl.weights.manifest import Layout, Manifest, Spec, is_table
 
 log = logging.getLogger("polyrl.engines.served")
 
@@ -43,12 +44,14 @@ LATE_S = 5.0
 _MOST_BYTES = 64 << 20
 _MOST_RANKS = 4096
 _MOST_PROBES = 8
+_VOCABULARY_MULTIPLE = 64
+"""What the engines of the field pad a vocabulary to, before they split it."""
 
 
 class HandedVersion(NamedTuple):
-    """What every rank is told: (name, dtype, shape, start, start of its scales) of each tensor in a file."""
+    """What every rank is told: (name, dtype, shape, start) of each tensor in a file."""
 
-    tensors: list[tuple[str, str, tuple[int, ...], int, int | None]]
+    tensors: list[tuple[str, str, tuple[int, ...], int]]
     num_bytes: int
     probes: list[str]
     """Parameters that are wanted back."""
@@ -200,8 +203,7 @@ def offer_of(manifest: Manifest, model: Path) -> HandedVersion:
     tensors = []
     for name in _names(manifest, model):
         entry = layout.by_name[name]
-        scale = layout.by_name.get(entry.name + SCALE) if manifest.lossy else None
-        tensors.append((name, entry.dtype, entry.shape, entry.start, None if scale is None else scale.start))
+        tensors.append((name, entry.dtype, entry.shape, entry.start))
     return HandedVersion(tensors, layout.num_bytes, probes_of(layout))
 
 
@@ -244,12 +246,11 @@ def _difference(ours: Path, theirs: Path) -> str:
 def _names(manifest: Manifest, model: Path) -> list[str]:
     """What the server is given: the tensors that its directory has, under its names."""
     layout = manifest.layout
-    scales = {name for name in layout.by_name if manifest.lossy and name.endswith(SCALE)}
     wanted: dict[str, Spec] = {}
     if any(model.glob("*.safetensors")):
         wanted = {name: one for name, one in folder.scan(model).specs.items() if not name.endswith("inv_freq")}
     if not wanted:
-        return [one.name for one in layout.tensors if one.name not in scales]
+        return [one.name for one in layout.tensors]
     where = f"version {manifest.version} is not of the model in {model}"
     for name, spec in wanted.items():
         ours = layout.by_name.get(name)
@@ -259,17 +260,47 @@ def _names(manifest: Manifest, model: Path) -> list[str]:
             raise NotOfThisModel(f"{where}: {name} has shape {list(ours.shape)}; expected {list(spec.shape)}")
     given = {layout.by_name[name].name for name in wanted}
     for one in layout.tensors:
-        if one.name not in given and one.name not in scales:
+        if one.name not in given:
             raise NotOfThisModel(f"{where}, which has no {one.name}")
     return list(wanted)
 
 
 def probes_of(layout: Layout) -> list[str]:
     """Parameters that every server holds under these names: tables, and vectors from all over the model."""
-    tables = [name for name in layout.by_name if shards.is_table(name)]
+    tables = [name for name in layout.by_name if is_table(name)]
     vectors = [name for name, one in layout.by_name.items() if len(one.shape) == 1 and name.endswith("norm.weight")]
     step = max(1, len(vectors) // (_MOST_PROBES - 2))
     return [*tables[:2], *vectors[::step]][:_MOST_PROBES]
+
+
+class Shard(NamedTuple):
+    """One rank's slice of one parameter: a run of the version's bytes, and zeros up to its size."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    start: int
+    """In the version; so is `end`."""
+    end: int
+
+
+def shard_of(layout: Layout, name: str, rank: int, num_ranks: int, multiple: int = _VOCABULARY_MULTIPLE) -> Shard:
+    """What a tensor-parallel rank holds of a parameter that every server has under its own name. Raises EngineError.
+
+    A norm is whole at every rank. A table's rows are split after it was padded with zeros to a multiple, and then so
+    that it divides.
+    """
+    tensor = layout.by_name.get(name)
+    if tensor is None or not 0 <= rank < num_ranks <= _MOST_RANKS:
+        raise EngineError(f"{name!r} of slice {rank} of {num_ranks} was read back; expected what was asked for")
+    if not is_table(name):
+        return Shard(tensor.dtype, tensor.shape, tensor.num_bytes, tensor.start, tensor.end)
+    num_rows = tensor.shape[0] if tensor.shape else 1
+    unit = math.lcm(multiple, num_ranks)
+    rows = -(-num_rows // unit) * unit // num_ranks
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.item_bytes
+    first, end = (tensor.start + min(one * rows, num_rows) * row_bytes for one in (rank, rank + 1))
+    return Shard(tensor.dtype, (rows, *tensor.shape[1:]), rows * row_bytes, first, end)
 
 
 def compare(answers: Iterable[RankInstalled], layout: Layout, view: View) -> int:
@@ -277,8 +308,7 @@ def compare(answers: Iterable[RankInstalled], layout: Layout, view: View) -> int
     num_compared = 0
     for answer in answers:
         for name, head in answer.heads.items():
-            rule = shards.VocabularyRows(name) if shards.is_table(name) else shards.WholeTensor(name)
-            shard = shards.plan(rule, layout, answer.slice, answer.num_slices)
+            shard = shard_of(layout, name, answer.slice, answer.num_slices)
             if (shard.dtype, shard.shape) != (head.dtype, head.shape):
                 continue  # padded or split in a way of the server's own
             if hashlib.blake2b(_head(shard, memoryview(view)), digest_size=16).hexdigest() != head.digest:
@@ -287,7 +317,7 @@ def compare(answers: Iterable[RankInstalled], layout: Layout, view: View) -> int
     return num_compared
 
 
-def _head(shard: shards.Shard, version: memoryview) -> bytes:
+def _head(shard: Shard, version: memoryview) -> bytes:
     """The first bytes of a rank's slice."""
     num_bytes = min(HEAD_BYTES, shard.num_bytes)
     return bytes(version[shard.start : min(shard.end, shard.start + num_bytes)]).ljust(num_bytes, b"\0")

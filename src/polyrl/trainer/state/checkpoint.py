@@ -16,7 +16,6 @@ go by rule (`Keep`), after the new one is there.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -35,6 +34,8 @@ from polyrl.disk import sync_folder, write_synced, write_whole
 from polyrl.errors import UserError
 from polyrl.trainer.state import entries
 from polyrl.trainer.state.entries import name_of, step_of
+from polyrl.weights.folder import header_of
+from polyrl.weights.manifest import Spec
 
 if TYPE_CHECKING:
     from polyrl.trainer.model import Policy
@@ -51,12 +52,6 @@ _PIECE_BYTES = 64 << 20
 
 Tensor = torch.Tensor
 T = TypeVar("T")
-
-_KINDS = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8", torch.bool: "BOOL",
-}  # fmt: skip
-"""What safetensors calls them."""
 
 
 class Stopped(Exception):
@@ -142,17 +137,11 @@ def save(
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], stop: threading.Event | None) -> str:
     """In safetensors' format, whose own writer makes a second copy of everything. Returns the file's digest."""
-    header: dict[str, Any] = {}
-    at = 0
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each is aligned
-    for name, one in ordered.items():
-        header[name] = {"dtype": _KINDS[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + one.nbytes]}
-        at += one.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    specs = (Spec(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in ordered.items())
     hashing = blake3.blake3()
     with path.open("wb", buffering=0) as file:
-        for piece in _pieces(len(encoded).to_bytes(8, "little") + encoded, ordered):
+        for piece in _pieces(header_of(specs), ordered):
             if stop is not None and stop.is_set():
                 raise Stopped
             hashing.update(piece)

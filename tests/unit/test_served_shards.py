@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from polyrl.engines.engine import EngineError
+from polyrl.engines.served.installing import shard_of
 from polyrl.weights.manifest import Spec, lay_out
-from polyrl.weights.shards import BadShard, VocabularyRows, WholeTensor, plan
 
 HIDDEN, VOCAB, PADDED = 32, 151, 192
 TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -21,8 +22,8 @@ def tensor(name):
     return VERSION[entry.start : entry.end].view(f"u{entry.item_bytes}").reshape(entry.shape)
 
 
-def shard(rule, rank, num_ranks):
-    found = plan(rule, LAYOUT, rank, num_ranks)
+def shard(name, rank, num_ranks, **more):
+    found = shard_of(LAYOUT, name, rank, num_ranks, **more)
     its = VERSION[found.start : found.end]
     whole = np.concatenate([its, np.zeros(found.num_bytes - len(its), np.uint8)])
     return whole.view({"bfloat16": "u2", "float32": "u4"}[found.dtype]).reshape(found.shape)
@@ -34,26 +35,26 @@ def test_a_vocabulary_is_padded_and_its_rows_dealt_out_in_order(name, num_ranks)
     table = tensor(TABLE)
     padded = np.concatenate([table, np.zeros((PADDED - VOCAB, HIDDEN), table.dtype)])
     for rank, expected in enumerate(np.split(padded, num_ranks)):
-        np.testing.assert_array_equal(shard(VocabularyRows(name), rank, num_ranks), expected)
+        np.testing.assert_array_equal(shard(name, rank, num_ranks), expected)
 
 
 @TP
 def test_what_is_not_split_is_whole_at_every_rank(num_ranks):
     for rank in range(num_ranks):
-        np.testing.assert_array_equal(shard(WholeTensor(NORM), rank, num_ranks), tensor(NORM))
+        np.testing.assert_array_equal(shard(NORM, rank, num_ranks), tensor(NORM))
 
 
 def test_the_last_ranks_of_a_padded_vocabulary_get_zeros():
-    rule = VocabularyRows(TABLE, 1024)
-    assert not shard(rule, 7, 8).any()
-    assert shard(rule, 0, 8).shape == (128, HIDDEN)
-    np.testing.assert_array_equal(shard(rule, 1, 8)[:23], tensor(TABLE)[128:])
+    assert not shard(TABLE, 7, 8, multiple=1024).any()
+    assert shard(TABLE, 0, 8, multiple=1024).shape == (128, HIDDEN)
+    np.testing.assert_array_equal(shard(TABLE, 1, 8, multiple=1024)[:23], tensor(TABLE)[128:])
 
 
 @pytest.mark.parametrize(
-    ("rule", "rank"), [(WholeTensor("nothing.weight"), 0), (WholeTensor(NORM), 2), (VocabularyRows(TABLE), -1)]
+    ("name", "rank", "num"), [("nothing.weight", 0, 2), (NORM, 2, 2), (TABLE, -1, 2), (TABLE, 0, 1 << 60)]
 )
-def test_a_slice_that_cannot_be_is_refused_in_a_line(rule, rank):
-    with pytest.raises(BadShard) as caught:
-        plan(rule, LAYOUT, rank, 2)
+def test_a_slice_that_cannot_be_is_refused_in_a_line(name, rank, num):
+    """Name and rank are a server's own words."""
+    with pytest.raises(EngineError) as caught:
+        shard_of(LAYOUT, name, rank, num)
     assert "\n" not in str(caught.value)
