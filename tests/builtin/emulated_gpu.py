@@ -114,7 +114,7 @@ def install() -> None:
     sys.modules |= {"cuda": types.ModuleType("cuda"), "cuda.bindings": bindings}
     from polyrl.engines.builtin import engine, runners
     from polyrl.engines.builtin.config import fit
-    from polyrl.engines.builtin.cuda import kernels as cuda
+    from polyrl.engines.builtin.cuda import kernels
     from polyrl.engines.builtin.cuda import layout as cuda_layout
     from polyrl.engines.builtin.cuda import memory as cuda_memory
 
@@ -126,7 +126,7 @@ def install() -> None:
     gpu.current_stream = lambda *_: _Stream()
     gpu.stream = contextlib.nullcontext
     gpu.CUDAGraph, gpu.graph = _Graph, _capture
-    cuda.num_processors = lambda: 2
+    kernels.num_processors = lambda: 2
     cuda_layout._ROWS = (8, 16, 32, 64)  # interpreted, a row takes milliseconds
     cuda_memory.Memory = _Memory
 

@@ -281,7 +281,7 @@ def tune() -> None:
         from tests.builtin import emulated_gpu
 
         emulated_gpu.install()
-    from polyrl.engines.builtin.cuda import kernels as cuda
+    from polyrl.engines.builtin.cuda import kernels
 
     batch, context, num_kv, heads, dim = (2, 64, 2, 4, 32) if SMALL else (256, 512, 8, 16, 128)
     for block in (32,) if SMALL else (32, 64, 128):
@@ -294,9 +294,9 @@ def tune() -> None:
         key = torch.randn(batch, num_kv, dim, dtype=torch.bfloat16, device=DEVICE)
         for warps in (1,) if SMALL else (1, 2, 4, 8):
             for stages in (2,) if SMALL else (2, 3, 4, 5):
-                cuda.DECODE_TUNING = {"num_warps": warps, "num_stages": stages}
-                its = (query, key, key, keys, values, tables, positions, dim**-0.5, cuda.EVERYTHING, 1)
-                ms = time_ms(partial(cuda.paged_decode, *its))
+                kernels.DECODE_TUNING = {"num_warps": warps, "num_stages": stages}
+                its = (query, key, key, keys, values, tables, positions, dim**-0.5, kernels.EVERYTHING, 1)
+                ms = time_ms(partial(kernels.paged_decode, *its))
                 rate = 2 * batch * context * num_kv * dim * 2 / ms / 1e9
                 print(f"block {block} warps {warps} stages {stages}: {ms * 1e3:7.1f} us {rate:5.2f} TB/s", flush=True)
 

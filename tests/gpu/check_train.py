@@ -51,12 +51,11 @@ def check_right() -> bool:
         folder = str(save_tiny(family, Path(tempfile.mkdtemp()), **changes))
         samples = samples_of(512)
         expected = gradient(Policy.load(folder), samples)
-        for dtype, compiled, checkpointing, keep in (
-            ("float32", False, False, 0),
-            ("bfloat16", False, False, 0),
-            ("bfloat16", True, False, 0),
-            ("bfloat16", True, True, 0),
-            ("bfloat16", True, False, 1 << 30),
+        for dtype, compiled, checkpointing in (
+            ("float32", False, False),
+            ("bfloat16", False, False),
+            ("bfloat16", True, False),
+            ("bfloat16", True, True),
         ):
             policy = Policy.load(
                 folder,
@@ -64,7 +63,6 @@ def check_right() -> bool:
                 DEVICE,
                 gradient_checkpointing=checkpointing,
                 compile_layers=compiled and COMPILED,
-                keep_logits_bytes=keep,
             )
             found = gradient(policy, samples)
             apart = distance(found[1], expected[1])
@@ -77,7 +75,6 @@ def check_right() -> bool:
                         "dtype": dtype,
                         "compiled": compiled,
                         "checkpointing": checkpointing,
-                        "kept_logits": bool(keep),
                         "flash": policy._flash,
                         "logprobs_within": round(values, 6),
                         "gradient_distance": round(apart, 7),
@@ -129,23 +126,22 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 def check_speed(*, compiled: bool) -> None:
     """Lengths are an eighth of the published ones: more, and a padded loop no longer fits into memory."""
-    work = TrainWork(ARCH, None, PACK, 6 * GROUPS, 64 if SMALL else 8, 3, compiled, False, 6 << 30)
+    work = TrainWork(ARCH, None, PACK, 6 * GROUPS, 64 if SMALL else 8, 3, compiled, False)
     print(json.dumps(measure(work)), flush=True)
 
 
 def variants() -> None:
     """One pack of equally long samples: forward and backward alone, then the update."""
-    for compiled, checkpointing, keep, tokens in (
-        (False, False, 0, PACK),
-        (COMPILED, False, 0, PACK),
-        (COMPILED, False, 6 << 30, PACK),
-        (COMPILED, True, 0, PACK),
-        (COMPILED, False, 3 << 30, PACK // 2),
-        (COMPILED, False, 12 << 30, PACK * 2),
+    for compiled, checkpointing, tokens in (
+        (False, False, PACK),
+        (COMPILED, False, PACK),
+        (COMPILED, True, PACK),
+        (COMPILED, False, PACK // 2),
+        (COMPILED, False, PACK * 2),
     ):
-        what = {"compiled": compiled, "checkpointing": checkpointing, "kept_logits_gb": keep >> 30, "tokens": tokens}
+        what = {"compiled": compiled, "checkpointing": checkpointing, "tokens": tokens}
         try:
-            found = one_variant(TrainWork(ARCH, None, tokens, GROUPS, 4, 3, compiled, checkpointing, keep))
+            found = one_variant(TrainWork(ARCH, None, tokens, GROUPS, 4, 3, compiled, checkpointing))
         except UserError as error:
             found = {"error": str(error)}
         print(json.dumps({**what, **found}), flush=True)
@@ -182,7 +178,7 @@ def one_variant(work: TrainWork) -> dict[str, float]:
 
 
 def profile(*, compiled: bool) -> None:
-    bench = Bench(TrainWork(ARCH, None, PACK, GROUPS, 4, 3, compiled, False, 6 << 30))
+    bench = Bench(TrainWork(ARCH, None, PACK, GROUPS, 4, 3, compiled, False))
     groups = bench.equal(LENGTH)
     for _ in range(2):
         bench.ours([groups])

@@ -41,7 +41,6 @@ class TrainWork(NamedTuple):
     repetitions: int = 3
     compile: bool = True
     checkpointing: bool = False
-    keep_logits_bytes: int = 0
 
 
 class Bench:
@@ -65,7 +64,6 @@ class Bench:
             describe(make_model(Work(work.arch, work.model, 1, 1, 1), self.device), "bench"),
             gradient_checkpointing=work.checkpointing,
             compile_layers=work.compile,
-            keep_logits_bytes=work.keep_logits_bytes,
         )
         self.optimizer = Optimizer(self.policy.parameters(), OptimizerConfig(), 1_000_000)
         self.steps = StepAccumulator(

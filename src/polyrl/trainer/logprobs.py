@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of given tokens from hidden states, without ever holding all logits.
 
 Logits are made a chunk of rows at a time, reduced to two numbers a row, and let go; the backward pass makes them again.
-Up to `keep_bytes` of them are kept instead, which saves that product. Gradients, for p = softmax(z / T), entropy H:
+Gradients, for p = softmax(z / T), entropy H:
 
     d log p_y / dz_v = (1[v = y] - p_v) / T          dH / dz_v = -p_v (log p_v + H) / T
 
@@ -28,7 +28,6 @@ class HeadSettings(NamedTuple):
     """Of the logits, as some models have it."""
     chunk_rows: int | None = None
     """None: by memory."""
-    keep_bytes: int = 0
     compiled: bool = False
 
 
@@ -133,32 +132,28 @@ class _Head(torch.autograd.Function):
         temperature = 1.0 if settings.temperature < _GREEDY else settings.temperature
         reduce, _ = _functions(compiled=settings.compiled)
         rows = _rows_of_chunk(hidden, weight, settings)
-        num_kept = settings.keep_bytes // max(1, weight.shape[0] * hidden.element_size())
-        kept: list[Tensor] = []
         parts: list[tuple[Tensor, ...]] = []
         for start in range(0, hidden.shape[0], rows):
             logits = linear(hidden[start : start + rows], weight)
             parts.append(reduce(logits, targets[start : start + rows], temperature, settings.softcap))
-            if any(ctx.needs_input_grad) and start + len(logits) <= num_kept:
-                kept.append(logits)
         logprobs, entropy, total = (torch.cat(one) for one in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, total, entropy, *kept)
+        ctx.save_for_backward(hidden, weight, targets, total, entropy)
         ctx.rows, ctx.settings, ctx.temperature = rows, settings, temperature
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        hidden, weight, targets, total, entropy, *kept = ctx.saved_tensors
+        hidden, weight, targets, total, entropy = ctx.saved_tensors
         by_logprob, by_entropy = grads
         if by_logprob is None:
             by_logprob = torch.zeros_like(total)
         _, gradient = _functions(compiled=ctx.settings.compiled)
         of_hidden = torch.empty_like(hidden)
         of_weight: Tensor | None = None
-        for number, start in enumerate(range(0, hidden.shape[0], ctx.rows)):
+        for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = kept[number] if number < len(kept) else linear(hidden[part], weight)
+            logits = linear(hidden[part], weight)
             its_entropy = None if by_entropy is None else by_entropy[part]
             of_logits = gradient(
                 logits, targets[part], total[part], entropy[part], by_logprob[part], its_entropy,

@@ -61,9 +61,7 @@ class Scorer(Protocol):
 
 
 class Policy:
-    """`compile_layers` is for half precision on a GPU, and ignored elsewhere. `keep_logits_bytes` of logits are kept
-    from the forward to the backward pass instead of being made again.
-    """
+    """`compile_layers` is for half precision on a GPU, and ignored elsewhere."""
 
     def __init__(
         self,
@@ -71,7 +69,6 @@ class Policy:
         *,
         gradient_checkpointing: bool = False,
         compile_layers: bool = False,
-        keep_logits_bytes: int = 0,
         divided: Divided | None = None,
     ) -> None:
         """With `divided`, that is what is trained, and what is loaded is the engine's own copy."""
@@ -90,7 +87,6 @@ class Policy:
             and packed.find_flash()
         )
         self.compiled = compile_layers and self._flash  # buckets are of too many shapes to compile
-        self._keep_logits_bytes = keep_logits_bytes
         self._layers: list[Any] = list(self.model.model.layers)
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
         """A mask of four dimensions is passed on as it is; ours is never looked at."""
@@ -109,14 +105,12 @@ class Policy:
         *,
         gradient_checkpointing: bool = False,
         compile_layers: bool = False,
-        keep_logits_bytes: int = 0,
     ) -> "Policy":
         """Raises UserError, in a line that names the directory."""
         return cls(
             load_model(folder, dtype, device),
             gradient_checkpointing=gradient_checkpointing,
             compile_layers=compile_layers,
-            keep_logits_bytes=keep_logits_bytes,
         )
 
     def freeze(self) -> "Policy":
@@ -157,9 +151,7 @@ class Policy:
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
         """With gradients where torch has them enabled."""
-        settings = HeadSettings(
-            temperature, self.loaded.logit_softcap, keep_bytes=self._keep_logits_bytes, compiled=self.compiled
-        )
+        settings = HeadSettings(temperature, self.loaded.logit_softcap, compiled=self.compiled)
 
         def score() -> Scores:
             head = self.model.get_output_embeddings().weight

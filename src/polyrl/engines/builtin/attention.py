@@ -9,9 +9,9 @@ prefilled again after a move. For that, every matrix product has a fixed shape b
 there are at least MIN_ROWS, and sums over a context are done in pieces, in order. A mixture's experts choose their rows
 themselves, and are not that exact.
 
-With a `pack` the function attends as a trainer needs it (packed.py); with neither as torch does.
+Packs of a trainer are packed.py's; without either, attention is torch's own.
 
-Left out: the CUDA kernels (cuda.py), and who has which cells (kv_cache.py, batching.py).
+Left out: the CUDA kernels (cuda/kernels.py), and who has which cells (kv_cache.py, batching.py).
 """
 
 import math
@@ -113,6 +113,13 @@ class PagedKeysAndValues:
         return found[0, :, : part.padded], found[1, :, : part.padded]
 
 
+class PagedStep(NamedTuple):
+    """A step on the CPU, and the cache that it is over."""
+
+    step: AttentionStep
+    cache: PagedKeysAndValues
+
+
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory that the system clears page by page, as it is used: a cache is made at every waking, for the most that a
     round may need, and `torch.zeros` would write all of it.
@@ -130,34 +137,63 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    step: Any = None,
-    paged: Any = None,
     pack: Any = None,
+    paged: PagedStep | None = None,
+    step: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim)."""
+    """The function that transformers calls: query (1, heads, rows, dim), key and value (1, kv heads, rows, dim).
+
+    The caller of the model says how, by one of three keywords: `pack` as a trainer does, `paged` over the blocks of a
+    cache on the CPU, `step` on a GPU; without any, as torch does.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if pack is not None:
         return packed.attend(query, key, value, pack, scaling, sliding_window, softcap), None
-    if step is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    if paged is not None:
+        return _attend_blocks(module, query, key, value, paged, scale, sliding_window, softcap), None
+    if step is not None:
+        return _attend_on_gpu(module, query, key, value, step, scale, sliding_window, softcap), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not isinstance(step, AttentionStep):
-        from polyrl.engines.builtin.cuda import kernels as cuda
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
-        if softcap is not None:
-            raise RuntimeError("soft-capped attention runs on the CPU only")
-        its = (one[0].transpose(0, 1) for one in (query, key, value))
-        out = cuda.attend(*its, module.paged_keys, module.paged_values, step, scale, sliding_window)  # type: ignore[arg-type]
-        return out.unsqueeze(0), None
-    layer: int = module.layer_idx  # type: ignore[assignment]
+
+def _attend_blocks(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    paged: PagedStep,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     both = torch.cat([key[0], value[0]]).transpose(0, 1)
     no_number = (both - both).sum((1, 2)).view(-1, 1, 1)  # zero, where all are numbers
-    paged.has_numbers &= bool(no_number.isfinite().all())
-    paged.write(layer, step.cells, both)
-    out = attend_parts(query[0].transpose(0, 1) * scale, layer, step, paged, sliding_window, softcap)
-    return (out + no_number).unsqueeze(0), None
+    step, cache = paged
+    cache.has_numbers &= bool(no_number.isfinite().all())
+    cache.write(module.layer_idx, step.cells, both)
+    out = attend_parts(query[0].transpose(0, 1) * scale, module.layer_idx, step, cache, window, softcap)
+    return (out + no_number).unsqueeze(0)
+
+
+def _attend_on_gpu(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: Any,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    from polyrl.engines.builtin.cuda import kernels
+
+    if softcap is not None:
+        raise RuntimeError("soft-capped attention runs on the CPU only")
+    its = (one[0].transpose(0, 1) for one in (query, key, value))
+    return kernels.attend(*its, module.paged_keys, module.paged_values, step, scale, window).unsqueeze(0)
 
 
 def attend_parts(

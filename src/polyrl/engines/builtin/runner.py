@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from polyrl.engines.builtin import sampling
-from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, AttentionStep, PagedKeysAndValues, Rows, go_on
+from polyrl.engines.builtin.attention import GRAIN, MIN_ROWS, AttentionStep, PagedKeysAndValues, PagedStep, Rows, go_on
 from polyrl.engines.builtin.batching import Chunk
 from polyrl.engines.builtin.decoder import Decoder
 from polyrl.engines.builtin.models import Loaded
@@ -200,8 +200,7 @@ class Runner:
             attention_mask=self._any_mask,
             use_cache=False,
             logits_to_keep=0 if rows is None else rows,
-            step=step,
-            paged=self._paged,
+            paged=PagedStep(step, self._paged),
         ).logits[0]
 
     # Laying out

@@ -26,7 +26,7 @@ import torch
 
 from polyrl.engines.builtin import packed, sampling
 from polyrl.engines.builtin.batching import Chunk
-from polyrl.engines.builtin.cuda import kernels as cuda
+from polyrl.engines.builtin.cuda import kernels
 from polyrl.engines.builtin.cuda.graphs import Captured, Graphs
 from polyrl.engines.builtin.cuda.kernels import DecodeStep, PrefillStep
 from polyrl.engines.builtin.cuda.layout import lay_out, shape_of
@@ -76,7 +76,7 @@ class CudaRunner:
         self._device = self._parameter.device
         torch.cuda.set_device(self._device)  # of the thread that runs steps: kernels, graphs and the cache go there
         packed.find_flash()
-        self._num_processors = cuda.num_processors()
+        self._num_processors = kernels.num_processors()
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self._parameter.dtype, device=self._device)
         heads, dim = loaded.num_kv_heads, loaded.head_dim
         self._paged = BlockedKeysAndValues(
@@ -102,7 +102,7 @@ class CudaRunner:
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._done = [torch.cuda.Event() for _ in range(_AHEAD)]
         self._looking = torch.cuda.Stream()
-        self._uniforms = cuda.uniforms
+        self._uniforms = kernels.uniforms
         merge_projections(loaded.model)
         self._offloading = Offloading(loaded.model) if offload else None
         self.wake()
@@ -110,7 +110,7 @@ class CudaRunner:
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
             for layer in loaded.model.model.layers:
                 layer.compile(dynamic=True, options=_FUSED)
-            self._uniforms = torch.compile(cuda.uniforms, dynamic=True)
+            self._uniforms = torch.compile(kernels.uniforms, dynamic=True)
 
     def wake(self) -> None:
         if self._offloading is not None:
@@ -214,7 +214,7 @@ class CudaRunner:
         )
         if draws.truncated:
             return sampling.draw(logits, draws)
-        return cuda.draw(logits, draws.temperatures, draws.uniforms)
+        return kernels.draw(logits, draws.temperatures, draws.uniforms)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, step: DecodeStep | PrefillStep) -> Tensor:
         return self._loaded.model.model(
@@ -317,11 +317,11 @@ class CudaRunner:
         logits = self._logits(size)
         tokens, positions, answers = self._tokens[:size], self._positions[:size], self._answers[:size]
         numbers = self._uniforms(self._seeds[:size], answers)
-        drawn, logprobs = cuda.draw(logits, self._temperatures[:size], numbers)
-        cuda.note(drawn, logprobs, self._cursor, self._drawn, self._logprobs, tokens, positions, answers)
+        drawn, logprobs = kernels.draw(logits, self._temperatures[:size], numbers)
+        kernels.note(drawn, logprobs, self._cursor, self._drawn, self._logprobs, tokens, positions, answers)
 
     def _logits(self, size: int) -> Tensor:
         positions = self._positions[:size]
-        splits = cuda.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
+        splits = kernels.num_splits(size, self._loaded.num_kv_heads, self._num_processors)
         step = DecodeStep(self._tables[:size], positions, splits)
         return self._loaded.logits(self._hidden(self._tokens[:size], positions, step)[0])
