@@ -19,7 +19,6 @@ from typing import Literal, TypeVar
 
 from msgspec.structs import replace
 
-from polyrl.config.plugins import is_own
 from polyrl.config.recipe import ARITHMETIC, DomainFields, Recipe
 from polyrl.errors import ConfigError, one_line
 
@@ -52,7 +51,7 @@ def local_data(place: str, key: str, fetch: FetchFiles = download) -> str:
     """A file or a directory here, and its split. Raises ConfigError as `local_model`."""
     path, sign, split = place.partition("#")
     found = _NAME.fullmatch(path)
-    if found is None or path == ARITHMETIC or is_own(path) or _is_here(path) or path.endswith(_DATA_SUFFIXES):
+    if found is None or path == ARITHMETIC or _is_here(path) or path.endswith(_DATA_SUFFIXES):
         return place
     below = found["below"].lstrip("/")
     patterns = [f"{below}/*" if below else f"*{suffix}" for suffix in _DATA_SUFFIXES]

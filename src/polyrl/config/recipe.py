@@ -451,7 +451,8 @@ class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields
             return self.domains
         assert self.source is not None
         only = {key: getattr(self, key) for key in DomainFields.__struct_fields__}
-        return (DomainSection(name=PurePath(self.source.partition("#")[0]).stem or "data", **only),)
+        own = self.source.rpartition(":")[2] if is_own(self.source) else ""
+        return (DomainSection(name=own or PurePath(self.source.partition("#")[0]).stem or "data", **only),)
 
 
 class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
