@@ -1,6 +1,7 @@
 """Engines of other projects, as they ship: a vLLM or an SGLang server in a process of its own, spoken to over HTTP.
 
     engine        ServedEngine: the contract over any `Server`; stamps versions, refuses
+    answers       a sample's stay at a server: what is asked, what came, how it ended
     keeper        one life of a server after the other: starts it, watches it, starts it again
     process       the child process: its port, its log, its death
     server        settings; what is asked of a kind of server (`Server`) and of how it takes weights (`WeightLoading`)

@@ -16,11 +16,10 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyrl.engines.engine import (
     Capabilities,
-    EngineEnd,
     EngineError,
     EngineInfo,
     EngineStats,
@@ -28,11 +27,10 @@ from polyrl.engines.engine import (
     Sink,
     Weights,
     is_whole,
-    why_no_tokens,
-    why_not_begun,
 )
 from polyrl.engines.finishing import finish
-from polyrl.engines.served.http import EventStream, Http, Pause
+from polyrl.engines.served.answers import ENDS, AnswerEnd, ServedAnswer, joined, request_of, why_refused
+from polyrl.engines.served.http import Http, Pause
 from polyrl.engines.served.keeper import Keeper
 from polyrl.engines.served.server import (
     NAMES,
@@ -41,15 +39,12 @@ from polyrl.engines.served.server import (
     JobRefused,
     LabelSpan,
     ServedConfig,
-    ServedEnd,
     Server,
     ServerBroken,
     ServerKind,
-    ServerRequest,
 )
 from polyrl.errors import one_line
 from polyrl.ids import LeaseId, Version
-from polyrl.scheduling.rules.order import mix64
 
 log = logging.getLogger("polyrl.engines.served")
 
@@ -60,48 +55,6 @@ _INSTALL_S = 10.0
 """So long is an install waited for when we leave somebody else's server."""
 _ABORT_S = 5.0
 _ABORT_AGAIN_S = 0.1
-_SEED_BITS = 31
-"""What both servers take."""
-
-
-class _End(NamedTuple):
-    reason: EngineEnd
-    detail: str = ""
-    goes_on: bool = False
-    """For the server it has not ended."""
-
-
-_END: dict[ServedEnd, _End | None] = {
-    "": None,
-    "stop": _End("stop"),
-    "length": _End("length"),
-    "aborted": _End("engine_failed", "the server ended it"),
-}
-"""What a server calls the end of an answer."""
-
-
-class _Answer:
-    """A sample's stay here. Made within a loop."""
-
-    __slots__ = ("end", "ends", "events", "is_silent", "job", "num_tokens", "request", "runs", "server", "task")
-
-    def __init__(self, job: Job, request: str) -> None:
-        self.job = job
-        self.request = request
-        self.ends: frozenset[int] = frozenset()
-        self.num_tokens = 0
-        """Of this stay."""
-        self.runs: list[tuple[int, Version]] = []
-        """(from this token on, that version wrote)."""
-        self.is_silent = False
-        """It was aborted: nothing is told of it any more."""
-        self.server: Server | None = None
-        """Where it was sent to."""
-        self.events: EventStream[AnswerPart] | None = None
-        """What comes from there."""
-        self.end: asyncio.Future[_End | Exception] = asyncio.get_running_loop().create_future()
-        """How it ended, or what went wrong: for its task, which tells it."""
-        self.task: asyncio.Task[None] | None = None
 
 
 class ServedEngine:
@@ -116,7 +69,7 @@ class ServedEngine:
         self._facts: Facts | None = None
         self._sink: Sink | None = None
         self._version = self._base
-        self._answers: dict[LeaseId, _Answer] = {}
+        self._answers: dict[LeaseId, ServedAnswer] = {}
         self._installing = asyncio.Lock()
         self._heard_at = 0.0
         self._pause = Pause()
@@ -256,41 +209,41 @@ class ServedEngine:
             return
         if not self._answers:
             self._heard_at = time.monotonic()  # from now on there is something to hear
-        answer = self._answers[job.lease] = _Answer(job, f"{self._own}-{job.lease}")
+        answer = self._answers[job.lease] = ServedAnswer(job, f"{self._own}-{job.lease}")
         answer.task = asyncio.create_task(self._run(answer))
         if self._hearing is None or self._hearing.done():
             self._hearing = asyncio.create_task(self._hear_often())
 
-    async def _run(self, answer: _Answer) -> None:
+    async def _run(self, answer: ServedAnswer) -> None:
         try:
             end = await self._write(answer)
         except asyncio.CancelledError:
             if answer.is_silent or not self._keeper.down:
                 raise
-            end = _End("engine_failed", self._keeper.down)
+            end = AnswerEnd("engine_failed", self._keeper.down)
         except Exception as error:  # whoever waits for this sample would wait for ever
             log.exception("lease %d", answer.job.lease)
-            end = _End("engine_failed", one_line(error))
+            end = AnswerEnd("engine_failed", one_line(error))
         if answer.is_silent or self._sink is None:
             return
         self._answers.pop(answer.job.lease, None)
         self._sink.ended(answer.job.lease, end.reason, end.detail)
 
-    async def _write(self, answer: _Answer) -> _End:
+    async def _write(self, answer: ServedAnswer) -> AnswerEnd:
         job, server, facts = answer.job, self._keeper.server, self._facts
         if server is None or facts is None:
-            return _End("engine_failed", self._keeper.down or "the engine has not started")
-        why_not = self._why_not(job, facts, server)
+            return AnswerEnd("engine_failed", self._keeper.down or "the engine has not started")
+        why_not = why_refused(job, facts, server, self._version)
         if why_not:
-            return _End("refused", why_not)
+            return AnswerEnd("refused", why_not)
         answer.ends = frozenset(job.sampling.stop_ids) | (frozenset() if job.sampling.ignore_eos else facts.end_ids)
         if job.so_far and job.so_far[-1] in answer.ends:
-            return _End("stop")  # its end was made already, and not heard of
+            return AnswerEnd("stop")  # its end was made already, and not heard of
         if is_whole(job, facts.max_context):
-            return _End("length")
+            return AnswerEnd("length")
         answer.server = server
         try:
-            async with server.stream(answer.request, _asked(answer, facts)) as answer.events:
+            async with server.stream(answer.request, request_of(answer, facts)) as answer.events:
                 answer.events.on_end(lambda: self._hear(answer))
                 end = await answer.end
                 if isinstance(end, Exception):
@@ -300,33 +253,10 @@ class ServedEngine:
                         await server.abort(answer.request)
                 return end
         except JobRefused as error:
-            return _End("refused", f"the server: {error}")
+            return AnswerEnd("refused", f"the server: {error}")
         except EngineError as error:
             alive = await self._keeper.is_alive(server)
-            return _End("engine_failed", str(error) if alive else self._keeper.down)
-
-    def _why_not(self, job: Job, facts: Facts, server: Server) -> str:
-        """Why the job is refused; empty when it is not."""
-        num = len(job.prompt) + len(job.so_far)
-        if why := why_not_begun(job, self._version):
-            return why
-        if job.sampling.stop:
-            return "stop strings need a tokenizer, and the server runs without one; give stop ids"
-        if job.sampling.truncates and not server.tells_policy:
-            return (
-                "top-p, top-k and min-p: this server reports log-probabilities after truncation, while those of every "
-                "other engine are before it; start it with the extension of this PolyRL"
-            )
-        if why := why_no_tokens(job, facts.vocab):
-            return why
-        if is_whole(job, facts.max_context):
-            return ""
-        if num >= facts.max_context:
-            return f"prompt and answer so far are {num} tokens, and the context is {facts.max_context}"
-        longest = min(len(job.prompt) + job.max_tokens, facts.max_context)
-        if facts.kv_tokens and longest > facts.kv_tokens:
-            return f"{longest} tokens do not fit into the cache of {facts.kv_tokens}"
-        return ""
+            return AnswerEnd("engine_failed", str(error) if alive else self._keeper.down)
 
     def _quiet_s(self) -> float:
         """For how long the server has written nothing, although there was something to write."""
@@ -341,7 +271,7 @@ class ServedEngine:
         for answer in self._answers.values():
             self._hear(answer)
 
-    def _hear(self, answer: _Answer) -> None:
+    def _hear(self, answer: ServedAnswer) -> None:
         """Take all that has come of it."""
         if answer.events is None or answer.end.done():
             return
@@ -349,24 +279,24 @@ class ServedEngine:
             parts = answer.events.read()
             if not parts:
                 return
-            end = self._take(answer, _joined(parts))
+            end = self._take(answer, joined(parts))
             if end is not None:
                 answer.end.set_result(end)
         except Exception as error:  # noqa: BLE001  it is raised in the answer's task, and harms no other
             answer.end.set_result(error)
 
-    def _take(self, answer: _Answer, part: AnswerPart) -> _End | None:
+    def _take(self, answer: ServedAnswer, part: AnswerPart) -> AnswerEnd | None:
         """Tell of new tokens; how the answer has ended, if it has."""
         self._heard_at = time.monotonic()
         if answer.server is not self._keeper.server:
             raise EngineError("it comes from a server that is down")  # of which version, nobody can say any more
-        end = _END[part.end]
+        end = ENDS[part.end]
         if answer.is_silent or not part.tokens or self._sink is None or self._version is None:
             return end
         tokens, logprobs = part.tokens, part.logprobs
         if not answer.ends.isdisjoint(tokens):
             num = next(at for at, token in enumerate(tokens, 1) if token in answer.ends)
-            tokens, logprobs, end = tokens[:num], logprobs[:num], _End("stop", goes_on=not part.end)
+            tokens, logprobs, end = tokens[:num], logprobs[:num], AnswerEnd("stop", goes_on=not part.end)
         if not answer.runs or answer.runs[-1][1] != self._version:
             answer.runs.append((answer.num_tokens, self._version))
         answer.num_tokens += len(tokens)
@@ -376,7 +306,7 @@ class ServedEngine:
             self._compare(answer, part.spans)
         return end
 
-    def _compare(self, answer: _Answer, spans: Sequence[LabelSpan]) -> None:
+    def _compare(self, answer: ServedAnswer, spans: Sequence[LabelSpan]) -> None:
         """Hold what the server says against the stamps that we gave."""
         said: list[tuple[int, Version | None]] = []
         for span in spans:
@@ -395,14 +325,14 @@ class ServedEngine:
         answer.is_silent = True
         await finish(self._free(answer, answer.task))
 
-    async def _free(self, answer: _Answer, task: asyncio.Task[None]) -> None:
+    async def _free(self, answer: ServedAnswer, task: asyncio.Task[None]) -> None:
         """Until its server has let go of it, it counts as running."""
         await self._until_over(answer, task)
         task.cancel()
         await asyncio.wait([task])
         self._answers.pop(answer.job.lease, None)
 
-    async def _until_over(self, answer: _Answer, task: asyncio.Task[None]) -> None:
+    async def _until_over(self, answer: ServedAnswer, task: asyncio.Task[None]) -> None:
         """Returns when the server has let go of it. A request that is on its way is not known to it yet."""
         until = time.monotonic() + _ABORT_S
         while answer.server is not None and answer.server is self._keeper.server and time.monotonic() < until:
@@ -477,23 +407,3 @@ class ServedEngine:
         while self._answers and time.monotonic() < min(until, self._heard_at + _QUIET_S):
             self._hear_now()
             await asyncio.sleep(_QUIET_S / 4)
-
-
-def _joined(parts: Sequence[AnswerPart]) -> AnswerPart:
-    """What came together, as one: only the last has an end. Raises EngineError."""
-    for part in parts:
-        if len(part.tokens) != len(part.logprobs):
-            raise EngineError(f"{len(part.tokens)} tokens with {len(part.logprobs)} log-probabilities")
-    if len(parts) == 1:
-        return parts[0]
-    tokens = [one for part in parts for one in part.tokens]
-    return AnswerPart(tokens, [one for part in parts for one in part.logprobs], parts[-1].end, parts[-1].spans)
-
-
-def _asked(answer: _Answer, facts: Facts) -> ServerRequest:
-    job = answer.job
-    tokens = [*job.prompt, *job.so_far]
-    max_new = min(job.max_tokens - len(job.so_far), facts.max_context - len(tokens))
-    # A turn of its own draws: the same seed would draw again what it drew for the answer's first tokens.
-    seed = mix64(job.seed, len(job.so_far)) >> (64 - _SEED_BITS)
-    return ServerRequest(tokens, max_new, seed, job.sampling, sorted(answer.ends))
