@@ -1,7 +1,7 @@
-"""What a Hugging Face directory says of its model: the one reader of its JSON files, without any library of models.
+"""The one reader of a Hugging Face directory's JSON files, without any library of models.
 
-Rules kept here: whether there is a directory at all is said before anything is loaded. `read_facts` says nothing of
-what is missing or damaged unless asked to: whoever loads the model does, in its own words. The tokens that end an
+Rules kept here: `read_facts` passes over files that are missing or damaged unless it is strict: the code that loads the
+model reports them. The tokens that end an
 answer are those of generation_config.json, or else of config.json. Settings of a model for text and images are those of
 its `text_config`.
 """
@@ -24,13 +24,13 @@ class ModelFacts(NamedTuple):
     vocab: int | None
     max_context: int | None
     end_ids: frozenset[int]
-    """What ends an answer."""
+    """Tokens that end an answer."""
     known_end_ids: frozenset[int]
-    """What either file calls an end of text: none of it is part of what an answer says."""
+    """Tokens that either file calls an end of text: none is part of an answer's text."""
 
     @property
     def kv_numbers(self) -> int:
-        """That a token takes in the cache of plain attention; more than some models need."""
+        """Numbers that a token takes in the cache of plain attention; some models need fewer."""
         try:
             heads = int(self.config["num_attention_heads"])
             kv_heads = int(self.config.get("num_key_value_heads") or heads)

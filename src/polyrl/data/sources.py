@@ -165,7 +165,9 @@ def open_training(
     key: str,
     enough: int | None = None,
 ) -> Source:
-    """What a domain trains on. `max_tokens` of a prompt, if there is a limit. `key` names the domain's settings.
+    """Open the prompts that a domain trains on.
+
+    `max_tokens` of a prompt, if there is a limit. `key` names the domain's settings.
 
     `enough`: of a file, no more is read when so many prompts are found; none: all of it.
     """

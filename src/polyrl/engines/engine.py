@@ -1,4 +1,4 @@
-"""The contract of an engine: what a worker asks of whatever generates tokens. tests/contracts holds every engine to it.
+"""The contract of an engine: what a worker asks of whatever generates tokens. `contract` holds every engine to it.
 
     start(sink)            get ready; says what it is. May take minutes (a server starts); progress goes to the log
     generate(job)          begin or resume a sample; returns at once. Tokens and the end come through the sink
@@ -16,7 +16,7 @@ Rules every engine keeps:
   `seeds_survive_moves` draws the same tokens for the same seed and the same weights, wherever the first turn ended.
 - A whole answer, whose worker was lost before it told the end, ends at once: as its last token says, or as `length`.
 - A job that it cannot do is refused through the sink, with a line that says why; it never raises for a job.
-- Who stops waiting for an abort or an install stops nothing: it goes on to its end (`finishing`).
+- Cancelling the wait for an abort or an install does not cancel the work: it goes on to its end (`finishing`).
 - The sink is called on the event loop that `start` ran on.
 """
 
@@ -33,7 +33,7 @@ EngineEnd = Literal["stop", "length", "engine_failed", "refused"]
 
 
 class Job(NamedTuple):
-    """One lease, as the engine sees it."""
+    """A lease, as the engine sees it."""
 
     lease: LeaseId
     sample: SampleId
@@ -47,7 +47,7 @@ class Job(NamedTuple):
 
 
 class Capabilities(NamedTuple):
-    """What the contract suite checks, and a manager may count on."""
+    """Abilities that the contract suite checks, and a manager may count on."""
 
     seeds_survive_moves: bool
     keeps_running_over_install: bool
@@ -64,7 +64,7 @@ class EngineInfo(NamedTuple):
     """Tokens that fit into its cache; 0 when it does not say."""
     capabilities: Capabilities
     version: Version | None = None
-    """What it runs from the start, if anything."""
+    """The version that it runs from the start, if any."""
 
 
 class EngineStats(NamedTuple):

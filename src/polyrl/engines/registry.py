@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("emulated", "builtin", *NAMES)
 METHODS = ("start", "generate", "abort", "install", "stats", "health", "close")
-"""What an engine must have: engine.py says what each does."""
+"""The methods of the contract; engine.py says what each does."""
 
 _LIBRARIES = ("torch", "transformers", "safetensors")
 _CACHED = Path("~/.cache/polyrl/engines").expanduser()

@@ -48,7 +48,7 @@ def check_settings(recipe: Recipe) -> None:
 
 
 def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
-    """What somebody types on another machine."""
+    """Return the command that joins this run from another machine."""
     joining = _joining(recipe, run_dir, _from_elsewhere(url), "builtin", shown_model(recipe.model.path))
     return shlex.join(["polyrl", *joining, f"dtype={recipe.model.dtype}"])
 
@@ -124,7 +124,7 @@ def _from_elsewhere(url: str) -> str:
 
 @asynccontextmanager
 async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> AsyncIterator[dict[str, Process]]:
-    """The workers that `[fleet]` asks for. Whoever starts another one puts it in, to have it ended too."""
+    """Run the workers that `[fleet]` asks for. A worker that is started later is put in too, to be ended with them."""
     started: dict[str, Process] = {}
     try:
         for number in range(recipe.fleet.workers):

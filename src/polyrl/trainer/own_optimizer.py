@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 _KEY = "optimizer.kind"
 _OF_GROUPS = ("params", "lr", "weight_decay")
-"""What the recipe says of groups, with each start anew."""
+"""Entries of a group that the recipe sets at every start."""
 
 
 def find_optimizer(config: OptimizerConfig) -> Any:

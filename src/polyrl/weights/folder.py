@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a directory's safetensors hold."""
+    """The tensors in a directory's safetensors, and where they lie."""
 
     specs: dict[str, Spec]
     places: dict[str, Place]
@@ -128,7 +128,7 @@ def _shards(layout: Layout, shard_bytes: int) -> Iterator[list[TensorEntry]]:
 
 
 def header_of(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The beginning of a safetensors file that holds these one after the other, up to their first byte."""
+    """Return the beginning of a safetensors file that holds these tensors one after the other."""
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
     for name, dtype, shape in tensors:
@@ -286,7 +286,7 @@ def _scan_file(file: Path) -> Iterator[tuple[Spec, int]]:
 
 
 def _architecture(folder: Path) -> str:
-    """What the directory's config calls the model; empty where it says nothing."""
+    """Return the architecture that the directory's config names; empty where it names none."""
     names = read_or_nothing(folder, "config.json").get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 

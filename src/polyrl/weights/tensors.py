@@ -25,7 +25,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _STAGING_BYTES = 64 << 20
 
-# A host copy may be mapped for reading only. What is made of it here is only read.
+# A host copy may be mapped for reading only. Tensors over it are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
@@ -97,7 +97,7 @@ def _one_by_one(state: Iterator[tuple[str, Tensor]], layout: Layout) -> Iterator
 
 
 def source_of(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:
-    """What a state has for one tensor of a layout, not yet cast. Raises BadTensors."""
+    """Return a state's tensor for an entry of a layout, not yet cast. Raises BadTensors."""
     if entry.name not in state:
         raise BadTensors(f"{entry.name}: not in the model; expected {entry.dtype} {list(entry.shape)}")
     tensor = state[entry.name].detach()

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
 
 class AttentionStep(NamedTuple):
-    """What attention needs to know of a step."""
+    """The rows of a step, as attention needs them."""
 
     cells: Tensor
     """Where each row's key and value go."""
@@ -226,7 +226,7 @@ def _attend(
     hide: Callable[[Tensor, Tensor], object],
     out: Tensor,
 ) -> None:
-    """What looks at the same keys, rows of a chunk and heads of a group, are rows of one query."""
+    """Attend. Rows of a chunk and heads of a group look at the same keys, and become rows of one query."""
     num_heads, dim = queries.shape[1:]
     num_kv = len(keys) // part.num_contexts
     group = num_heads // num_kv

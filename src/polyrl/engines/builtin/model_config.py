@@ -1,4 +1,4 @@
-"""What a model's directory says of it, and what of that cannot run: refused by name, before any weight is read."""
+"""A model's configuration, checked before any weight is read: settings that cannot run are refused by name."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ _COMPUTED_BY = (
 """Keys of a config that say what a model computes, beside its weights, their names and their shapes. There are many
 others, and whoever saves a model adds some."""
 _ROPE_ALIASES = ("type", "partial_rotary_factor")
-"""What older files call rope_type; and 1, since others are refused."""
+"""Older files' name of rope_type; and a factor that is 1, since others are refused."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 

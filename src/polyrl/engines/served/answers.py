@@ -11,14 +11,14 @@ from polyrl.ids import Version
 from polyrl.scheduling.rules.order import mix64
 
 _SEED_BITS = 31
-"""What both servers take."""
+"""The size of a seed that both kinds of server take."""
 
 
 class AnswerEnd(NamedTuple):
     reason: EngineEnd
     detail: str = ""
     goes_on: bool = False
-    """For the server it has not ended."""
+    """The server still writes it, and is told to stop."""
 
 
 ENDS: dict[ServedEnd, AnswerEnd | None] = {
@@ -27,11 +27,11 @@ ENDS: dict[ServedEnd, AnswerEnd | None] = {
     "length": AnswerEnd("length"),
     "aborted": AnswerEnd("engine_failed", "the server ended it"),
 }
-"""What a server calls the end of an answer."""
+"""The contract's end of an answer, by the server's own word for it."""
 
 
 class ServedAnswer:
-    """A sample's stay here. Made within a loop."""
+    """The record of a sample while a server writes it. Made within an event loop."""
 
     __slots__ = ("end", "ends", "events", "is_silent", "job", "num_tokens", "request", "runs", "server", "task")
 
@@ -40,22 +40,22 @@ class ServedAnswer:
         self.request = request
         self.ends: frozenset[int] = frozenset()
         self.num_tokens = 0
-        """Of this stay."""
+        """Written since the sample came here."""
         self.runs: list[tuple[int, Version]] = []
         """(from this token on, that version wrote)."""
         self.is_silent = False
         """It was aborted: nothing is told of it any more."""
         self.server: Server | None = None
-        """Where it was sent to."""
+        """The server that it was sent to."""
         self.events: EventStream[AnswerPart] | None = None
-        """What comes from there."""
+        """The stream of its tokens."""
         self.end: asyncio.Future[AnswerEnd | Exception] = asyncio.get_running_loop().create_future()
-        """How it ended, or what went wrong: for its task, which tells it."""
+        """How it ended, or the error: awaited by its task, which tells the sink."""
         self.task: asyncio.Task[None] | None = None
 
 
 def why_refused(job: Job, facts: Facts, server: Server, version: Version | None) -> str:
-    """Why the job is refused; empty when it is not."""
+    """Return why the job is refused; empty when it is not."""
     num = len(job.prompt) + len(job.so_far)
     if why := why_not_begun(job, version):
         return why
@@ -88,7 +88,7 @@ def request_of(answer: ServedAnswer, facts: Facts) -> ServerRequest:
 
 
 def joined(parts: Sequence[AnswerPart]) -> AnswerPart:
-    """What came together, as one: only the last has an end. Raises EngineError."""
+    """Return parts that came together as one: only the last has an end. Raises EngineError."""
     for part in parts:
         if len(part.tokens) != len(part.logprobs):
             raise EngineError(f"{len(part.tokens)} tokens with {len(part.logprobs)} log-probabilities")

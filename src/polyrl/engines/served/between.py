@@ -1,4 +1,4 @@
-"""What `installing`, in a worker, and `inside`, in a server, must agree on. Standard library only."""
+"""The terms that `installing`, in a worker, and `inside`, in a server, share. Standard library only."""
 
 import socket
 import struct
@@ -6,7 +6,7 @@ import struct
 SOCKET_VARIABLE = "POLYRL_WEIGHTS_SOCKET"
 """Where a server finds the name that its worker listens under. For a server that runs already, both are given it."""
 KEY_VARIABLE = "POLYRL_ENGINE_KEY"
-"""What a server that we start asks of whoever speaks to it; for one that runs already, its own, if it has one."""
+"""Names the key that a server of ours asks of every request; of one that runs already, its own key, if it has one."""
 LENGTH = struct.Struct("<Q")
 """Before every message, which is JSON."""
 HEAD_BYTES = 1 << 18

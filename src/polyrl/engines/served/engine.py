@@ -3,8 +3,8 @@
 Rules kept here, beside those of engine.py: nothing that could harm a server is sent to it, so token ids are checked on
 this side. A sample is told to have failed only after `stats().down` says that the server is down, or when the server is
 well and this one stream failed. Every token carries the version that the server ran when it wrote it: between the
-last token of one version and the first of the next, the server stands still and all that it wrote is heard. What the
-server itself says of it at the end of an answer is compared, and a difference is reported.
+last token of one version and the first of the next, the server stands still and all that it wrote is heard. The
+versions that the server itself reports at the end of an answer are compared, and a difference is logged.
 
 Streams are read all together, every so often, and each when its last token is here: one task reads for all.
 """
@@ -52,7 +52,7 @@ _QUIET_S = 0.02
 """Nothing came for so long from a server that stands still: all that it wrote is heard."""
 _QUIET_AT_MOST_S = 2.0
 _INSTALL_S = 10.0
-"""So long is an install waited for when we leave somebody else's server."""
+"""The longest wait for an install when a worker leaves a server that is not its own."""
 _ABORT_S = 5.0
 _ABORT_AGAIN_S = 0.1
 
@@ -84,7 +84,7 @@ class ServedEngine:
 
     @property
     def log_file(self) -> Path | None:
-        """What our server prints."""
+        """The log of our server."""
         return self._keeper.log_file
 
     @property
@@ -104,14 +104,14 @@ class ServedEngine:
 
     @property
     def _base(self) -> Version | None:
-        """What the directory holds, and a server that was just started runs."""
+        """The version in the directory, which a server runs when it has just started."""
         return None if self._config.version is None else Version(self._config.version)
 
     def _version_of(self, label: str) -> Version | None:
         return Version(int(label)) if label.isdecimal() else self._base
 
     def _version_at_start(self, label: str) -> Version | None:
-        """What others installed in a server that runs already may be of any run: it is no version of ours."""
+        """A version that others installed in a server that runs already may be of any run: it counts as none."""
         version = self._version_of(label)
         if self.is_attached and version != self._base:
             log.warning(
@@ -347,7 +347,7 @@ class ServedEngine:
     # Weights
 
     async def install(self, weights: Weights) -> None:
-        """Who stops waiting stops nothing: weights that are in place already have their version written down."""
+        """Cancelling the wait does not cancel the install: the version of weights in place is always recorded."""
         await finish(self._install(weights))
 
     async def _install(self, weights: Weights) -> None:
@@ -401,7 +401,7 @@ class ServedEngine:
             raise ServerBroken(f"it does not go on after a pause: {error}") from error
 
     async def _hear_all(self) -> None:
-        """The server stands still. What it wrote is on its way through its own processes, and then to us."""
+        """Hear the last tokens of a server that stands still: they are still on their way through its processes."""
         until = time.monotonic() + _QUIET_AT_MOST_S
         self._heard_at = time.monotonic()
         while self._answers and time.monotonic() < min(until, self._heard_at + _QUIET_S):

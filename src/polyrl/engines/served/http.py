@@ -71,7 +71,7 @@ class Http:
             self._session = None
 
     async def get(self, path: str, *, timeout_s: float, text: bool = False) -> Any:
-        """What it answers, decoded; the text of it if that is wanted. Raises ServerUnreachable or ServerAnswered."""
+        """Return the answer decoded, or as text. Raises ServerUnreachable or ServerAnswered."""
         return await self._ask("GET", path, None, timeout_s, text=text)
 
     async def post(
@@ -140,7 +140,7 @@ class EventStream(Generic[Part]):
         self._content.on_eof(call)
 
     def read(self) -> list[Part]:
-        """What has come since. Raises ServerUnreachable when nothing is left and nothing will come."""
+        """Return the events since the last reading. Raises ServerUnreachable when the stream is over without an end."""
         try:
             raw = self._content.read_nowait()
         except (aiohttp.ClientError, OSError) as error:
@@ -168,7 +168,7 @@ def _line(error: BaseException) -> str:
 
 
 def _error_line(raw: bytes) -> str:
-    """What an error says: these servers wrap it in {"error": {"message": ...}}, or in other ways."""
+    """Return an error's message: these servers wrap it in {"error": {"message": ...}}, or in other ways."""
     text = raw.decode(errors="replace").strip()
     try:
         body = _decode(raw)

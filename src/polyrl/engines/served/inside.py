@@ -48,7 +48,7 @@ LoadTensors = Callable[[Tensors], None]
 
 
 class Rank(NamedTuple):
-    """Who takes: one of `num_ranks` processes, with one of `num_slices` slices of every layer that it holds."""
+    """The process that takes: one of `num_ranks`, with one of `num_slices` slices of every layer that it holds."""
 
     rank: int
     num_ranks: int

@@ -40,16 +40,16 @@ log = logging.getLogger("polyrl.engines.served")
 PUT_S = 600.0
 """An install takes no longer, whatever the size of the model."""
 LATE_S = 5.0
-"""So long after the server's answer may its ranks' still come."""
+"""The longest time that ranks may answer after their server has."""
 _MOST_BYTES = 64 << 20
 _MOST_RANKS = 4096
 _MOST_PROBES = 8
 _VOCABULARY_MULTIPLE = 64
-"""What the engines of the field pad a vocabulary to, before they split it."""
+"""Engines of the field pad a vocabulary to a multiple of this before they split it."""
 
 
 class HandedVersion(NamedTuple):
-    """What every rank is told: (name, dtype, shape, start) of each tensor in a file."""
+    """A version as every rank is told of it: (name, dtype, shape, start) of each tensor in a file."""
 
     tensors: list[tuple[str, str, tuple[int, ...], int]]
     num_bytes: int
@@ -68,7 +68,7 @@ class ParameterProbe(NamedTuple):
 
 
 class RankInstalled(NamedTuple):
-    """What one rank has installed."""
+    """A rank's report of an install."""
 
     slice: int
     num_slices: int
@@ -80,7 +80,7 @@ def new_name() -> str:
 
 
 class Handing:
-    """One version, offered to all ranks of one server. `answers` waits for them."""
+    """A version on offer to all ranks of a server. `answers` waits for them."""
 
     def __init__(self, listener: socket.socket, offer: HandedVersion, fd: int) -> None:
         self._listener, self._fd = listener, fd
@@ -193,7 +193,7 @@ async def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def offer_of(manifest: Manifest, model: Path) -> HandedVersion:
-    """What the ranks are told of a version. Raises NotOfThisModel when it is not of the model in this directory."""
+    """Return what ranks are told of a version. Raises NotOfThisModel if it is not of the model in this directory."""
     if manifest.adapter is not None:
         raise NotOfThisModel(
             f"version {manifest.version} is an adapter, which a server cannot merge; "
@@ -244,7 +244,7 @@ def _difference(ours: Path, theirs: Path) -> str:
 
 
 def _names(manifest: Manifest, model: Path) -> list[str]:
-    """What the server is given: the tensors that its directory has, under its names."""
+    """Return the names of the tensors that the server is given: those of its directory."""
     layout = manifest.layout
     wanted: dict[str, Spec] = {}
     if any(model.glob("*.safetensors")):
@@ -274,7 +274,7 @@ def probes_of(layout: Layout) -> list[str]:
 
 
 class Shard(NamedTuple):
-    """One rank's slice of one parameter: a run of the version's bytes, and zeros up to its size."""
+    """A rank's slice of a parameter: a run of the version's bytes, and zeros up to its size."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -285,7 +285,7 @@ class Shard(NamedTuple):
 
 
 def shard_of(layout: Layout, name: str, rank: int, num_ranks: int, multiple: int = _VOCABULARY_MULTIPLE) -> Shard:
-    """What a tensor-parallel rank holds of a parameter that every server has under its own name. Raises EngineError.
+    """Return a tensor-parallel rank's slice of a parameter that every server has under this name. Raises EngineError.
 
     A norm is whole at every rank. A table's rows are split after it was padded with zeros to a multiple, and then so
     that it divides.

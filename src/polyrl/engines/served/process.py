@@ -2,7 +2,7 @@
 
 Rules kept here: it has its own process group, so that a Ctrl+C meant for us does not reach it, and its end is that of
 all its processes. They die with us, however we die: a guard, which reads from a pipe of ours, ends them when that is
-closed. Linux alone tells only the first of them. What it prints goes to a file that is kept.
+closed. Linux alone tells only the first of them. Its output goes to a file that is kept.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _ERROR = re.compile(r"\b\w*(Error|Exception): .+")
 
 
 def free_port() -> int:
-    """One that nobody listens on. Somebody else may take it first: then the server says so, and gets another."""
+    """Return a port that nobody listens on. If another process takes it first, the server says so and gets another."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -115,7 +115,7 @@ class ServerProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """What hangs in a driver outlives even this: it is left behind, and ends when the driver lets go of it."""
+        """Kill it. A process that hangs in a driver outlives even this, and ends when the driver lets go of it."""
         _signal(self.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _GROUP_S)

@@ -1,6 +1,6 @@
-"""What the served engine asks of a kind of server: how it is started, how it streams, how it takes weights.
+"""The interface of a kind of server: how it is started, how it streams, how it takes weights; and its settings.
 
-A server speaks in token ids only. What it gives is told as it is: `AnswerPart` holds what came since the last one.
+A server speaks in token ids only. Tokens are passed on as they come: `AnswerPart` holds those since the last part.
 """
 
 import math
@@ -50,7 +50,7 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_context: Annotated[int, Meta(ge=2)] | None = None
     """Prompt and answer together; none: what the model can."""
     after_install: Literal["keep", "recompute"] = "recompute"
-    """What becomes of the cache of running samples when weights change."""
+    """Whether running samples keep their cache when weights change, or compute it anew."""
     version: Annotated[int, Meta(ge=0)] | None = 0
     """Which version the directory holds; none: it may not be used before another is installed."""
     start_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
@@ -90,7 +90,7 @@ ServedEnd = Literal["", "stop", "length", "aborted"]
 
 
 def facts_of(folder: str) -> ModelFacts:
-    """What the model's directory says. Raises EngineError where it says too little to serve it."""
+    """Return what the model's directory says. Raises EngineError where that is too little to serve it."""
     try:
         return read_facts(folder, strict=True)
     except ConfigError as error:
@@ -108,7 +108,7 @@ class LaunchCommand(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a server that is ready says of itself, or its model's directory does."""
+    """The facts about a server that is ready, from itself or from its model's directory."""
 
     model: str
     slots: int
@@ -141,7 +141,7 @@ class LabelSpan(Struct, frozen=True):
 
 
 class AnswerPart(NamedTuple):
-    """What came of an answer since the last part."""
+    """The tokens of an answer since the last part."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -166,7 +166,7 @@ class WeightLoading(Protocol):
     """How a kind of server takes weights. Made anew for every life of a server."""
 
     def flags(self) -> list[str]:
-        """What the server must be started with."""
+        """Return the flags that the server must be started with."""
         ...
 
     def environment(self) -> Mapping[str, str]: ...
@@ -191,7 +191,7 @@ class WeightLoading(Protocol):
 
 
 class Server(Protocol):
-    """One life of a server, at the address that `http` has."""
+    """A server from its start to its end, at the address of `http`."""
 
     http: Http
     loading: WeightLoading

@@ -46,7 +46,7 @@ _ENDS: dict[str, ServedEnd] = {"stop": "stop", "length": "length", "abort": "abo
 _MARGIN_TOKENS = 8
 """It keeps a few tokens of a context to itself."""
 _DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
-"""One whose detokenizer died looks at itself for 65 s before it ends, and its samples hang meanwhile."""
+"""Off: a server whose detokenizer died would write dumps for 65 s before it ends, while its samples hang."""
 
 
 class _Finish(Struct):

@@ -43,7 +43,7 @@ _FACTS_S = 120.0
 _CPU_BLOCK_TOKENS = 128
 _GPU_BLOCK_TOKENS = 16
 _OWN_BLOCKS = 1
-"""That it keeps to itself: a context as large as the cache must fit beside it."""
+"""Blocks that it keeps to itself: a context as large as the cache must fit beside them."""
 _FLOAT32_BYTES = 4
 _ENDS: dict[str, ServedEnd] = {"stop": "stop", "length": "length", "abort": "aborted"}
 

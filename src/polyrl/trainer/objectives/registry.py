@@ -9,7 +9,7 @@ arguments that the recipe has for it (`advantage_args`, `loss_args`).
     def best_of(rewards, config):
         return (rewards == rewards.max()).float() - 1 / len(rewards)
 
-A recipe then says `algorithm.advantage = "my_module:best_of"`. One of a whole step is marked by `@batch_advantage`.
+A recipe then says `algorithm.advantage = "my_module:best_of"`. `@batch_advantage` marks one of a whole step.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 class TokenBatch(NamedTuple):
-    """What a loss sees: the answer tokens of whole samples, one after the other. All are trained on."""
+    """The input of a loss: the answer tokens of whole samples, one after the other. All are trained on."""
 
     logprobs: Tensor
     """(tokens,) float32, by the present weights; the only one with a gradient."""
@@ -42,7 +42,7 @@ class TokenBatch(NamedTuple):
 
 
 class RewardBatch(NamedTuple):
-    """What an advantage of the whole step sees: all its samples, group by group."""
+    """The input of an advantage of the whole step: all its samples, group by group."""
 
     rewards: Tensor
     """(samples,) float64, less the KL of the whole answer where the reward pays for it."""
@@ -87,7 +87,7 @@ def loss(name: str) -> Callable[[_F], _F]:
 
 
 def checked_loss(found: Any, num_tokens: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss of this name gave for so many tokens. Raises UserError if it is none."""
+    """Return the result of the loss of this name for so many tokens. Raises UserError if it is not a loss."""
     match found:
         case (Tensor() as losses, dict() as told) if all(isinstance(one, Tensor) for one in told.values()):
             if losses.shape == (num_tokens,):
@@ -104,7 +104,7 @@ def checked_loss(found: Any, num_tokens: int, name: str) -> tuple[Tensor, dict[s
 
 
 def checked_advantages(found: Any, num_samples: int, name: str, what: str, num_tokens: int | None = None) -> Tensor:
-    """What an advantage of this name gave for `what` of so many samples, and tokens, where it may be of each of them.
+    """Return the result of the advantage of this name for `what` of so many samples, or tokens where that is allowed.
 
     Raises UserError if it is none.
     """
