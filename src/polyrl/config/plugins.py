@@ -105,10 +105,8 @@ def check_arguments(found: Callable[..., Any], args: Arguments, key: str, num_gi
     named = [one for one in named if one not in by_position[:num_given]]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     hints = _hints_of(found)
-    fields = [
-        (one.name, hints.get(one.name, Any), *(() if one.default is one.empty else (None,)))  # defaults go unchecked
-        for one in named
-    ]
+    fields: list[Any] = [(one.name, hints.get(one.name, Any)) for one in named if one.default is one.empty]
+    fields += [(one.name, hints.get(one.name, Any), None) for one in named if one.default is not one.empty]
     struct = msgspec.defstruct("Arguments", fields, kw_only=True, forbid_unknown_fields=not takes_any)
     try:
         build(dict(args), struct)

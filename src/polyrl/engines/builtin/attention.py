@@ -192,8 +192,9 @@ def _attend_on_gpu(
 
     if softcap is not None:
         raise RuntimeError("soft-capped attention runs on the CPU only")
-    its = (one[0].transpose(0, 1) for one in (query, key, value))
-    return kernels.attend(*its, module.paged_keys, module.paged_values, step, scale, window).unsqueeze(0)
+    rows, keys, values = (one[0].transpose(0, 1) for one in (query, key, value))
+    out = kernels.attend(rows, keys, values, module.paged_keys, module.paged_values, step, scale, window)
+    return out.unsqueeze(0)
 
 
 def attend_parts(
