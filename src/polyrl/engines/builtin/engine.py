@@ -417,7 +417,8 @@ class BuiltinEngine:
         assert self._version is not None
         num_ended = 0
         self._batch.computed(chunk._replace(start=chunk.member.num_computed) for chunk in chunks)
-        rows = zip(_by_row([one.tokens for one in drawn]), _by_row([one.logprobs for one in drawn]), strict=True)
+        tokens_of_samples = zip(*(one.tokens for one in drawn), strict=True)  # a list a step becomes a tuple a sample
+        rows = zip(tokens_of_samples, zip(*(one.logprobs for one in drawn), strict=True), strict=True)
         for member, _, _, samples in chunks:
             if not samples:
                 continue
@@ -442,14 +443,5 @@ class BuiltinEngine:
 
 
 def _wanted(chunks: list[Chunk]) -> list[DrawRule]:
-    wanted: list[DrawRule] = []
-    for member, _, _, samples in chunks:
-        if samples:
-            job: Job = member.data.job
-            wanted.append(DrawRule(job.sampling, job.seed & _SEED_BITS, len(member.tokens) - len(job.prompt)))
-    return wanted
-
-
-def _by_row(steps: list[list[Any]]) -> "zip[tuple[Any, ...]]":
-    """From a list a step to a tuple a sample."""
-    return zip(*steps, strict=True)
+    jobs = [(member, member.data.job) for member, _, _, samples in chunks if samples]
+    return [DrawRule(job.sampling, job.seed & _SEED_BITS, len(one.tokens) - len(job.prompt)) for one, job in jobs]
