@@ -1,9 +1,8 @@
 """The one reader of a Hugging Face directory's JSON files, without any library of models.
 
 Rules kept here: `read_facts` passes over files that are missing or damaged unless it is strict: the code that loads the
-model reports them. The tokens that end an
-answer are those of generation_config.json, or else of config.json. Settings of a model for text and images are those of
-its `text_config`.
+model reports them. The tokens that end an answer are those of generation_config.json, or else of config.json. Settings
+of a model for text and images are those of its `text_config`.
 """
 
 import json

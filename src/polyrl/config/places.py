@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 
 from msgspec.structs import replace
 
+from polyrl.config.plugins import is_own
 from polyrl.config.recipe import ARITHMETIC, DomainFields, Recipe
 from polyrl.errors import ConfigError, one_line
 
