@@ -188,7 +188,7 @@ def test_a_worker_that_is_too_slow_to_hand_over_stays_drained(tmp_path: Path):
             Peer(live, "slow") as peer,
         ):
             playing, _ = await begin_round(fleet, peer, 0)
-            await live.service.ask(lambda lobby: joining.drain(lobby, WorkerName("slow"), "a person asked"))
+            await live.service.call(lambda lobby: joining.drain(lobby, WorkerName("slow"), "a person asked"))
             told = await peer.hear(frames.Release)
             assert not told.rejoin and not told.in_anger
             playing.cancel()
@@ -206,7 +206,7 @@ def test_a_worker_that_is_drained_while_it_is_away_hears_so_when_it_dials_again(
                 await peer.socket.close()
                 name, workers = WorkerName("away"), live.service.lobby.workers
                 await until(lambda: workers[name].link is None, "the break is seen")
-                assert await live.service.ask(lambda lobby: joining.drain(lobby, name, "a person asked"))
+                assert await live.service.call(lambda lobby: joining.drain(lobby, name, "a person asked"))
                 await until(lambda: name not in workers, "it is given up")
                 await peer.dial()
                 told = await peer.hear(frames.Release)
@@ -239,7 +239,7 @@ def test_a_run_for_those_who_ask_takes_no_worker_whose_tokens_are_made_up(tmp_pa
     async def scenario() -> None:
         async with manager(tmp_path) as live, honest_worker(live, name="early"):
             config = asking.config_of(live.service.settings)
-            await live.service.ask(lambda lobby: opening.open_run_without_trainer(lobby, config))
+            await live.service.call(lambda lobby: opening.open_run_without_trainer(lobby, config))
             await until(lambda: not is_connected(live, "early"), "it is sent away")
         async with manager(tmp_path) as live:
             with pytest.raises(UserError, match="the emulated engine has none"):

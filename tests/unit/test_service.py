@@ -147,7 +147,7 @@ def test_a_failure_before_the_owner_waits_is_raised_to_whoever_asked_and_by_the_
         async with asyncio.timeout(5):
             for _ in range(2):
                 with pytest.raises(OSError):
-                    await service.ask(open_for_asking)
+                    await service.call(open_for_asking)
             with pytest.raises(OSError):
                 await service.own()
 
@@ -158,7 +158,7 @@ def test_a_failure_while_the_owner_waits_is_raised_by_it(tmp_path: Path) -> None
     async def scenario() -> None:
         service = Service(tmp_path, SETTINGS)
         owner = asyncio.create_task(service.own())
-        await service.ask(open_for_asking)
+        await service.call(open_for_asking)
 
         def fail(_: Lobby) -> None:
             raise ZeroDivisionError

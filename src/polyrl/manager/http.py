@@ -100,7 +100,7 @@ class Front:
     async def open_run(self) -> None:
         """Open a run without a trainer, if none is open: workers answer with the weights they were started with."""
         config = asking.config_of(self._service.settings)
-        await self._service.ask(lambda lobby: opening.open_run_without_trainer(lobby, config))
+        await self._service.call(lambda lobby: opening.open_run_without_trainer(lobby, config))
 
     # The port
 

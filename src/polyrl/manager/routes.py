@@ -119,14 +119,14 @@ async def join(call: Call) -> control.JoinReply:
     if wanted.local and call.scope != "admin":
         raise BadRequest(403, "scope", "only who has the admin token may join as the trainer's own worker")
     before, address = call.session_before, call.http.remote or ""
-    return await call.service.ask(lambda lobby: joining.join(lobby, wanted, before, address))
+    return await call.service.call(lambda lobby: joining.join(lobby, wanted, before, address))
 
 
 async def look_up(call: Call) -> control.NameReply:
     name, before = call.name, call.session_before
     if not re.fullmatch(WORKER_NAME, name):
         raise BadRequest(404, "worker", f"no worker is called {name!r}")
-    found = await call.service.ask(lambda lobby: joining.look_up(lobby, name, before))
+    found = await call.service.call(lambda lobby: joining.look_up(lobby, name, before))
     if found.refusal:
         call.service.count_refusal("name")
     return found
@@ -135,7 +135,7 @@ async def look_up(call: Call) -> control.NameReply:
 async def open_run(call: Call) -> control.RunReply:
     wanted: control.RunRequest = call.body
     _check_protocol(wanted.protocol)
-    return await call.service.ask(lambda lobby: opening.open_run(lobby, wanted))
+    return await call.service.call(lambda lobby: opening.open_run(lobby, wanted))
 
 
 def _check_protocol(protocol: int) -> None:
@@ -144,28 +144,28 @@ def _check_protocol(protocol: int) -> None:
 
 
 async def status(call: Call) -> control.Status:
-    return await call.service.ask(lambda lobby: status_of(lobby, call.service.uptime_s))
+    return await call.service.call(lambda lobby: status_of(lobby, call.service.uptime_s))
 
 
 async def metrics(call: Call) -> web.Response:
-    text = await call.service.ask(lambda lobby: metrics_of(lobby, call.service.uptime_s))
+    text = await call.service.call(lambda lobby: metrics_of(lobby, call.service.uptime_s))
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 async def drain(call: Call) -> control.DrainReply:
     name, wanted = call.name, call.body
-    if not await call.service.ask(lambda lobby: joining.drain(lobby, name, wanted.reason, wanted.notice_s)):
+    if not await call.service.call(lambda lobby: joining.drain(lobby, name, wanted.reason, wanted.notice_s)):
         raise BadRequest(404, "worker", f"there is no worker {name!r}")
     return control.DrainReply(draining=name)
 
 
 async def pause(call: Call) -> control.PauseReply:
-    await call.service.ask(lambda lobby: lobby.need_run().tell(e.PlacingPaused()))
+    await call.service.call(lambda lobby: lobby.need_run().tell(e.PlacingPaused()))
     return control.PauseReply(paused=True)
 
 
 async def resume(call: Call) -> control.PauseReply:
-    await call.service.ask(lambda lobby: lobby.need_run().tell(e.PlacingResumed()))
+    await call.service.call(lambda lobby: lobby.need_run().tell(e.PlacingResumed()))
     return control.PauseReply(paused=False)
 
 
@@ -174,7 +174,7 @@ async def resume(call: Call) -> control.PauseReply:
 
 async def worker_stream(call: Call) -> web.StreamResponse:
     key = call.session_key
-    session = await call.service.ask(lambda lobby: joining.find_worker(lobby, key))
+    session = await call.service.call(lambda lobby: joining.find_worker(lobby, key))
     stream = await (call.streams.see_off(call.http, key) if session is None else call.streams.run(call.http, session))
     if stream is None:
         raise BadRequest(410, "session", "that session is over: join again")
@@ -183,7 +183,7 @@ async def worker_stream(call: Call) -> web.StreamResponse:
 
 async def trainer_stream(call: Call) -> web.StreamResponse:
     key = call.session_key
-    session = await call.service.ask(lambda lobby: opening.find_trainer(lobby, key))
+    session = await call.service.call(lambda lobby: opening.find_trainer(lobby, key))
     if session is None:
         raise BadRequest(410, "session", "that session is over: open the run again")
     return await call.streams.run(call.http, session)

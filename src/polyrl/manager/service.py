@@ -139,15 +139,15 @@ class Service:
         """Wait for room in the inbox, so that no peer can fill it."""
         await self._room.wait()
 
-    async def ask(self, question: Callable[[Lobby], Answer]) -> Answer:
-        """Return the owner's answer, when everything that it caused is in the journal."""
+    async def call(self, act_on: Callable[[Lobby], Answer]) -> Answer:
+        """Have the owner of the lobby call this, and return its result when all that it caused is in the journal."""
         if self._failure is not None:
             raise self._failure
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def act(lobby: Lobby) -> None:
             try:
-                answer = question(lobby)
+                answer = act_on(lobby)
             except Exception as error:
                 if not future.cancelled():
                     future.set_exception(error)

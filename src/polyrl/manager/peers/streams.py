@@ -80,7 +80,7 @@ class Streams:
 
     async def see_off(self, request: web.Request, key: str) -> web.StreamResponse | None:
         """Repeat its release to a worker that was given up for good; None for another, which may join again."""
-        farewell = await self._service.ask(lambda lobby: lobby.farewells.get(key))
+        farewell = await self._service.call(lambda lobby: lobby.farewells.get(key))
         socket = web.WebSocketResponse(timeout=_FAREWELL_S)
         if farewell is None or not socket.can_prepare(request):
             return None

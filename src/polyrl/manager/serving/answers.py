@@ -88,7 +88,7 @@ class Answers:
                 self._questions = asking.ask(lobby, list(wanted), self.wake)
 
         try:
-            await self._service.ask(act)
+            await self._service.call(act)
         except Refused as refused:
             raise AskError(429 if refused.kind == "asked" else 503, str(refused), code=refused.kind) from refused
         for one, question, of_prompt in zip(wanted, self._questions, readers, strict=True):
@@ -235,7 +235,7 @@ class Answerer:
         return await self._model.tokens(prompt)
 
     async def _head(self, prefix: str, model: str | None) -> ReplyHead:
-        version = await self._service.ask(_published)
+        version = await self._service.call(_published)
         number = f"{prefix}-{secrets.token_hex(12)}"
         weights = f"version-{version}" if version >= 0 else "no-version"
         return ReplyHead(number, int(time.time()), model or self.name, weights)
@@ -244,7 +244,7 @@ class Answerer:
         most = self._service.settings.serve.max_samples
         if len(prompts) * choices.num > most:
             raise wrong("n", f"{len(prompts) * choices.num} answers in one request; at most {most} are written at once")
-        longest = await self._service.ask(_longest)
+        longest = await self._service.call(_longest)
         if choices.max_tokens is not None and choices.max_tokens > longest:
             raise wrong("max_tokens", f"{choices.max_tokens} is more than {longest}, the longest answer of this run")
         return [self._one_wanted(prompt, choices, longest) for prompt in prompts]
