@@ -352,7 +352,7 @@ FLOODS: dict[str, tuple[frames.FromWorker, ...]] = {
     "reports": (frames.Report(0, 0, 0.0, 0, 0.0),),
     "failed installs": (frames.InstallFailed(0, "x" * 1900),),
     "outages": (frames.Down("x" * 1900),),
-    "outages and ends of them": (frames.Down("x" * 1900), frames.Back(0)),
+    "outages and ends of them": (frames.Down("x" * 1900), frames.Back(-1)),
 }
 
 
