@@ -5,17 +5,13 @@ two at the same moment of importing torch, one aborted the process (`terminate c
 came up again as a ModuleNotFoundError with a traceback. So none is raised there: the process ends at once, with the
 line and the code of any other interrupt. What little it may have started by then ends with its parent.
 An event loop has its own way to be interrupted and asks for Python's handler to be there (`as_usual`).
-
-While a loop runs, memory that is free is given back to the system once a minute. glibc has a heap for every few
-threads, and keeps what was freed in the middle of one: a trainer that makes a small step four times a second held half
-as much again as it used, and more every minute.
 """
 
 import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -27,8 +23,6 @@ LINE = "polyrl: interrupted"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 _IMPORTER = "<frozen importlib._bootstrap>"
-_GIVE_BACK_EVERY_S = 60.0
-"""What is given back has to be cleared when it is used again: some 10 ms for the memory of a small step."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -67,33 +61,6 @@ def _handled(handler: object, *, instead_of: object) -> Iterator[None]:
             signal.signal(signal.SIGINT, instead_of)  # type: ignore[arg-type]
 
 
-def give_back() -> None:
-    """Give free memory back to the system. Only glibc can; elsewhere this does nothing."""
-    import ctypes
-
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-@contextlib.contextmanager
-def again_and_again(what: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Do it in a thread, for as long as this lasts."""
-    over = threading.Event()
-
-    def repeat() -> None:
-        while not over.wait(every_s):
-            what()
-
-    thread = threading.Thread(target=repeat, name=what.__name__, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
     """Run `main` to its end, on uvloop where there is one."""
     try:
@@ -101,6 +68,5 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
     except ImportError:
         from asyncio import run
     descriptors.raise_limit()  # a process that runs a loop here is dialled by others, or dials many
-    # the loop cancels what it runs, if the signal is still Python's
-    with as_usual(), again_and_again(give_back, _GIVE_BACK_EVERY_S):
+    with as_usual():  # the loop cancels what it runs, if the signal is still Python's
         return run(main)
