@@ -197,3 +197,16 @@ def test_a_run_goes_on_with_another_learning_rate_as_a_break_that_is_written_dow
     assert "begin anew with `polyrl train" in refused(
         capsys, "train", "--resume", str(RUN), "rounds.samples_per_prompt=7"
     )
+
+
+def test_a_port_that_was_taken_meanwhile_is_told_once_and_the_run_goes_on_at_another(desk: Path):
+    (desk / "own.py").write_text("def score(given):\n    return float(given.num_tokens % 3)\n")
+    process = start("data.reward=own:score", "train.steps=1")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    before = int((RUN / "port").read_text())
+    with socket.create_server(("127.0.0.1", before)):
+        code, _, errors = go_on("train.steps=2")
+    assert code == 0, errors
+    assert errors.count(f"port {before}, which the run had, is taken") == 1
+    assert int((RUN / "port").read_text()) != before

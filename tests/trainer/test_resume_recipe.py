@@ -163,6 +163,15 @@ def test_a_recipe_that_was_written_before_derived_keys_were_named_goes_on_as_it_
     assert [one.key for one in breaks(before, after, 3)] == ["algorithm.loss"]
 
 
+def test_a_derived_default_stays_as_it_is_written_while_nothing_that_it_follows_from_changes(tmp_path: Path):
+    write_recipe(tmp_path, load_recipe("arithmetic"))
+    file = tmp_path / "recipe.toml"
+    file.write_text(file.read_text().replace('aggregation = "token-mean"', 'aggregation = "seq-mean-token-sum"'))
+    for overrides in ([], ["train.steps=99", "optimizer.lr=0.5"]):
+        _, after = read_recipe(tmp_path, overrides)
+        assert after.algorithm.aggregation == "seq-mean-token-sum" and "algorithm.aggregation" in after.derived
+
+
 def test_every_section_of_the_recipe_is_free_or_has_a_reason():
     recipe = msgspec.to_builtins(load_recipe("arithmetic"))
     assert recipe.keys() <= RULES.keys()

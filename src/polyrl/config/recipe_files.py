@@ -15,6 +15,9 @@ from polyrl.config.load import apply_overrides, build, find_shipped, list_shippe
 from polyrl.config.plugins import look_in
 from polyrl.config.recipe import DERIVED, Recipe
 
+_DERIVED_FROM = ("train.mode", "train.max_staleness")
+"""What derived keys follow from, beside the algorithm's own keys."""
+
 
 def recipe_folder() -> Path:
     return Path(str(resources.files("polyrl") / "recipes"))
@@ -43,8 +46,9 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 def load_tree(tree: dict[str, Any], overrides: list[str], source: str = "") -> Recipe:
     """Return a recipe of a tree of its sections, with overrides applied. Raises ConfigError.
 
-    Keys that nobody has set are derived from the others (recipe.DERIVED); a tree that was written with them, as a run's
-    recipe.toml is, names them in `derived`, and they are derived again.
+    Keys that nobody has set are derived from the others (recipe.DERIVED). A tree that was written with them, as a run's
+    recipe.toml is, names them in `derived`: they are derived again when an override may change what they follow from,
+    and otherwise stay as they are written, whatever another release of PolyRL would derive.
     """
     before = tree.get("derived", ())
     tree = apply_overrides({key: value for key, value in tree.items() if key != "derived"}, overrides)
@@ -52,8 +56,9 @@ def load_tree(tree: dict[str, Any], overrides: list[str], source: str = "") -> R
     if not isinstance(algorithm, dict) or not isinstance(before, list | tuple):
         return build(tree, Recipe, source=source, overrides=overrides)
     given = {one.partition("=")[0].strip() for one in overrides}
-    for key in DERIVED:
-        if key in before and not given & {key, "algorithm"}:
+    unset = [key for key in DERIVED if key in before and not given & {key, "algorithm"}]
+    if any(key.partition(".")[0] == "algorithm" or key in _DERIVED_FROM for key in given):
+        for key in unset:
             algorithm.pop(key.removeprefix("algorithm."), None)
-    derived = [key for key in DERIVED if key.removeprefix("algorithm.") not in algorithm]
+    derived = [key for key in DERIVED if key in unset or key.removeprefix("algorithm.") not in algorithm]
     return build({**tree, "derived": derived}, Recipe, source=source, overrides=overrides)
