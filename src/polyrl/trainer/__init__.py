@@ -1,4 +1,4 @@
-"""From scored samples to new weights: advantages, losses, packing, the model and its optimizer, one step at a time.
+"""Training: turns scored samples into new weights. Advantages, losses, packing, the model, its optimizer, and the loop.
 
-docs/concepts/training-step.md tells it in order; docs/concepts/algorithms.md has the formulas.
+docs/concepts/training-step.md explains a step from start to end; docs/concepts/algorithms.md has the formulas.
 """

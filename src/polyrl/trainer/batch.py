@@ -1,4 +1,4 @@
-"""What a step trains on: scored samples, whole groups of them; and what an algorithm does with their ends and rewards.
+"""The input of a step: scored samples in whole groups; and how an algorithm treats truncated answers and rewards.
 
 Plain values: numpy in, numbers out. Nothing here knows a model.
 """
@@ -20,31 +20,31 @@ _SAME_REWARD = 1e-8
 
 
 class TrainSegment(NamedTuple):
-    """So many tokens of an answer, by one worker with one version."""
+    """Consecutive answer tokens that one worker wrote with one version."""
 
     version: int
     num_tokens: int
     engine: str = ""
-    """What kind the worker's engine is."""
+    """The kind of the worker's engine."""
     worker: str = ""
 
 
 class TrainSample(NamedTuple):
     prompt: TokenIds
     answer: TokenIds
-    """At least one token; the one that ended it is its last."""
+    """At least one token. The end token is included."""
     logprobs: Logprobs
-    """Of the answer's tokens, from the engine that drew them: the behaviour policy."""
+    """The log-probabilities of the answer tokens by the engine that drew them: the behaviour policy."""
     reward: float
     group: int = 0
     finish: str = "stop"
-    """stop, or length: cut off at the cap."""
+    """"stop", or "length" for an answer cut off at the cap."""
     written_by: tuple[TrainSegment, ...] = ()
-    """The turns at it, in order."""
+    """The segments of the answer, in order."""
     old_logprobs: Logprobs | None = None
-    """Of the weights at the step's start, where they were computed beforehand; the ratio's denominator."""
+    """Log-probabilities by the step's starting weights, if scored already: the denominator of the importance ratio."""
     parts: Mapping[str, float] = {}
-    """What the reward is made of, by name."""
+    """The named parts that make up the reward."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,19 +52,19 @@ class TrainSample(NamedTuple):
 
 
 TrainGroup = Sequence[TrainSample]
-"""Samples of one prompt. Advantages compare them with each other: a group is never divided between two calls."""
+"""The samples of one prompt. Advantages compare them with each other, so one group is never split between two calls."""
 
 
 def without(groups: Sequence[TrainGroup], numbers: Container[int], first: int = 0) -> list[list[TrainSample]]:
-    """Groups without the samples of these numbers, and without those that have none left. Samples are numbered through,
-    from `first` on."""
+    """Return the groups without the samples of these numbers, and without groups that become empty. Samples are
+    numbered consecutively, starting at `first`."""
     number = count(first)
     kept = [[sample for sample in group if next(number) not in numbers] for group in groups]
     return [group for group in kept if group]
 
 
 def check_samples(groups: Sequence[TrainGroup]) -> None:
-    """Raise ValueError for a sample that no step can be made of."""
+    """Raise ValueError for a sample that cannot be trained on."""
     for one in (sample for group in groups for sample in group):
         if len(one.prompt) == 0 or len(one.answer) == 0 or len(one.logprobs) != len(one.answer):
             raise ValueError(
@@ -76,17 +76,17 @@ def check_samples(groups: Sequence[TrainGroup]) -> None:
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether all rewards are equal, so that group advantages are zero and there is nothing to learn."""
+    """Return whether all rewards are equal, so that group advantages are zero and there is nothing to learn."""
     return max(rewards) - min(rewards) < _SAME_REWARD
 
 
 def is_masked(sample: TrainSample, config: AlgorithmConfig) -> bool:
-    """Whether a sample counts in its group's advantages but is not trained on itself."""
+    """Return whether a sample counts in its group's advantages but is not trained on itself."""
     return config.overlong == "mask" and sample.finish == "length"
 
 
 def shaped_reward(reward: float, num_tokens: int, config: AlgorithmConfig, max_new_tokens: int) -> float:
-    """The reward of an answer, less the soft penalty for one that comes close to the cap."""
+    """Return the reward of an answer, minus the soft penalty for a length close to the cap."""
     if config.overlong != "penalty":
         return reward
     buffer = config.overlong_buffer_tokens
@@ -95,11 +95,11 @@ def shaped_reward(reward: float, num_tokens: int, config: AlgorithmConfig, max_n
 
 
 def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer_tokens: int) -> float:
-    """Zero up to the buffer before the cap, one at the cap, a straight line between."""
+    """Return 0 until `buffer_tokens` before the cap, then rise linearly to 1 at the cap."""
     return min(1.0, max(0.0, (num_tokens - (max_new_tokens - buffer_tokens)) / buffer_tokens))
 
 
-# As bytes, for other ranks and for the redo log: arrays are their type, three letters of numpy's, and what they hold.
+# The encoding for other ranks and for the redo log: an array is its dtype, three letters in numpy, and its bytes.
 
 _ARRAY = 1
 _KIND_BYTES = 3

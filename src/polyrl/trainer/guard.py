@@ -1,16 +1,16 @@
-"""Samples whose log-probabilities no engine with our weights can have given: left out of the step, their writers named.
+"""Leaves out samples whose log-probabilities no engine with our weights can have given, and names their writers.
 
-A worker's engine, and the digest of its weights, are its own word; what it says of its tokens is held against what our
-own model says of them. The measure is the mean of |log-ratio| over the tokens of one segment of a sample, by the name
-of the worker that wrote it. Engines that round otherwise differ by hundredths of a nat; whoever has other weights, or
-none, by several. Older weights may differ more: the bound is as many times as large as they are versions behind, plus
-one.
+A worker's engine, and the digest of its weights, are its own claim; the log-probabilities it reports are compared with
+those of our own model. The measure is the mean |log-ratio| over the tokens of one segment of a sample, charged to the
+worker that wrote the segment. Engines that round differently differ by hundredths of a nat; a worker with other
+weights, or none, differs by several nats. Older weights may differ more: for weights that are k versions behind, the
+bound is k + 1 times as large.
 
-Rules kept here: a step is what it would be if the samples beyond the bound had never come (step.py trains it once more
-without them). A segment answers for its own tokens alone; and where our own model has no number nobody is to blame:
-that gradient moves nothing (optimizer.py). Our own log-probabilities are those of the step's starting weights.
+Rules kept here: a step comes out as if the samples beyond the bound had never arrived (step.py trains it again without
+them). A segment answers for its own tokens only. Where our own model gives NaN no worker is to blame: that gradient
+moves nothing (optimizer.py). Our own log-probabilities are those of the step's starting weights.
 
-Left out: samples that are masked anyway, of which our model has no log-probabilities.
+Left out: with one update, samples that are masked. The pass that trains computes no log-probabilities for them.
 """
 
 from collections.abc import Sequence
@@ -26,26 +26,26 @@ from polyrl.trainer.ranks import ALONE, Peers
 Tensor = torch.Tensor
 
 FEW_TOKENS = 16
-"""A shorter segment counts as one of so many tokens: a single rare token may differ by nats in an honest engine."""
+"""A shorter segment is averaged over this many tokens: a single rare token may differ by nats in an honest engine."""
 _BEYOND = 1e9
-"""Nats of a token that is no number: beyond any bound, and finite, so that it adds up with others'."""
+"""The nats charged for a token whose difference is not finite: beyond any bound, but still a number to add."""
 
 
 class MismatchGuard:
-    """Of one step. `bound` is in nats a token; 0: nobody is looked at."""
+    """The guard of one step. `bound` is in nats per token; 0 turns the guard off."""
 
     def __init__(self, bound: float, step: int, few_tokens: int = FEW_TOKENS) -> None:
         self._bound, self._step, self._few_tokens = bound, step, few_tokens
         self._names: list[str] = []
         self._excess: list[Tensor] = []
-        """Of each segment, its mean over its bound."""
+        """The mean difference of each segment, divided by its bound."""
         self._numbers: list[int] = []
-        """Of each segment, its sample."""
+        """The number of the sample that each segment belongs to."""
         self.is_over = not bound
-        """Nobody is looked at any more."""
+        """Whether no more samples are compared."""
 
     def look(self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], numbers: Sequence[int]) -> None:
-        """Compare samples, of which these are the numbers in the step. Nothing is waited for."""
+        """Compare samples, given their numbers within the step. Does not wait for the device."""
         if self.is_over or not samples:
             return
         segments = [(number, *segment) for number, one in enumerate(samples) for segment in _segments(one, self._step)]
@@ -64,8 +64,8 @@ class MismatchGuard:
         self._names += [segment[3] for segment in segments]
 
     def found(self, peers: Peers = ALONE) -> tuple[frozenset[int], dict[str, float]]:
-        """Return the numbers of samples beyond the bound; and their workers, each with the mean difference of its worst
-        segment, in nats a token of the present weights. Ranks tell each other of theirs."""
+        """Return the numbers of the samples beyond the bound; and their workers, each with the mean difference of its
+        worst segment, in nats per token, divided by its versions behind + 1. Ranks exchange their findings."""
         numbers: set[int] = set()
         named: dict[str, float] = {}
         excess = torch.cat(self._excess).tolist() if self._excess else []
@@ -83,7 +83,7 @@ class MismatchGuard:
 
 
 def _segments(sample: TrainSample, step: int) -> list[tuple[int, int, str]]:
-    """Tokens, age and worker of each segment. Where nobody says who wrote it, it is one segment of nobody's."""
+    """Return tokens, age and worker of each segment. A sample of unknown writers is one segment without a name."""
     segments = [(one.num_tokens, max(0, step - one.version), one.worker) for one in sample.written_by if one.num_tokens]
     if sum(segment[0] for segment in segments) != len(sample.answer):
         return [(len(sample.answer), 0, "")]

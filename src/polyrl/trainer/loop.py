@@ -1,15 +1,15 @@
-"""The loop: publish, open the round, train on complete groups as they arrive, update, say so; again.
+"""The training loop: publish the weights, open the round, train on groups as they complete, update, report; repeat.
 
-    for each step:  round -> (filter) -> micro-batches while the round still generates -> one update -> publish
+    for each step:  round -> (filter) -> micro-batches while the round still generates -> update -> publish
 
-On-policy, the weights that a round is written with do not move before its last group is trained. With mode `async` the
-next `max_staleness` rounds are asked for ahead: the fleet writes them meanwhile, with the newest weights that it has.
+On-policy, the weights stay fixed from a round's first token until its last group is trained. In mode `async` the next
+`max_staleness` rounds are requested ahead: the fleet generates them meanwhile, with the newest weights it has.
 
-Rules kept here: a group is taken (acknowledged) before it is trained, and then it is trained with this step, or the
-process is gone. A group that cannot teach anything is rejected, and the scheduler starts another in its place. Weights
-move and get the name of their version in one turn of the devices.
+Rules kept here: a group is taken (acknowledged) before it is trained. Once taken, it is trained in this step unless the
+process dies. A group without a learning signal is rejected, and the scheduler starts another prompt in its place.
+Weights change and get their new version number within one turn of the devices.
 
-Left out: where processes come from (run/training), what rewards are, what the numbers look like (telemetry).
+Left out: starting processes (run/training), computing rewards, and showing the numbers (telemetry).
 """
 
 import asyncio
@@ -39,28 +39,28 @@ log = logging.getLogger("polyrl.trainer")
 ZERO_VARIANCE = "all rewards are equal"
 _CPU_MICRO_BATCH_SAMPLES = 16
 _LINE_TIMEOUT_S = 600.0
-"""As long as the client is patient with a manager that is gone: it may be starting again."""
+"""As long as the client waits for a manager that is gone: it may be restarting."""
 _PAST_LINE_TIMEOUT_S = 10.0
-"""It is told at every connection, if at all."""
+"""Short: the manager sends the lines of past steps with every connection, or not at all."""
 
 Prompts = Callable[[int, int], "np.ndarray[tuple[int], np.dtype[np.int32]]"]
-"""(domain, prompt) -> its tokens."""
+"""Returns the tokens of a prompt, given its domain and its number."""
 RejectedGroups = dict[int, list[float]]
-"""Rewards of groups that teach nothing, by group."""
+"""The rewards of groups rejected because all their rewards are equal, by group id."""
 
 
 class NothingCameError(UserError):
-    """No sample of a round was generated and scored."""
+    """Raised when a round gives a step nothing at all: no group was generated and scored, or all were rejected."""
 
 
 class Publisher(Protocol):
-    """Puts the model's present weights where workers can fetch them, and tells the local engine that they moved."""
+    """Offers the model's current weights to the workers, and tells the local engine that they changed."""
 
     async def publish(self, version: int) -> Offer: ...
 
 
 class Safety(Protocol):
-    """Puts what only the trainer knows where it survives it (saving.py)."""
+    """Saves the state that only the trainer has, so that a run survives its trainer (state/saving.py)."""
 
     async def offered(self, version: int, digest: str) -> bool: ...
 
@@ -82,30 +82,30 @@ class Safety(Protocol):
 
 
 class StepReport(NamedTuple):
-    """All that is known of a step when it is over."""
+    """Everything known about a step when it is over."""
 
     step: int
     stats: StepStats
     line: StepLine | None
-    """None: the manager's account is not there yet, or no more."""
+    """The manager's account of the step. None before it arrives, or when the manager no longer has it."""
     rewards: list[float]
-    """Of all samples that came, also those of groups that teach nothing."""
+    """The rewards of all samples that arrived, including those of groups rejected for equal rewards."""
     lengths: list[int]
-    """Of the answers that were trained, like `prompt_lengths`."""
+    """The number of answer tokens of each trained sample, in the same order as `prompt_lengths`."""
     prompt_lengths: list[int]
     tokens_by_age: dict[int, int]
-    """Answer tokens trained, by how many versions older than the step's own the weights were that wrote them."""
+    """Trained answer tokens, by the number of versions between the weights that wrote them and the step's own."""
     num_mixed: int
-    """Samples trained that more than one version wrote."""
+    """The number of trained samples that more than one version wrote."""
     num_filtered: int
-    """Groups that were rejected because they teach nothing."""
+    """The number of groups rejected because all their rewards are equal."""
     seconds: dict[str, float]
-    """total, generate, train, idle (its turn, and nothing to train); save and publish when they are known."""
+    """Keys: total, generate, train, idle (training's turn, but nothing to train); save and publish once known."""
     parts: Mapping[str, float] = {}
-    """The mean of each named part of the rewards, over the samples that came to this process and have it."""
+    """The mean of each named part of the reward, over the samples that reached this process and have that part."""
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self, enc_hook=float)  # some numbers are numpy's
+        return msgspec.msgpack.encode(self, enc_hook=float)  # some numbers are numpy scalars
 
     @staticmethod
     def decode(data: bytes) -> "StepReport":
@@ -113,7 +113,7 @@ class StepReport(NamedTuple):
 
 
 class LoopListener(Protocol):
-    """Who is told how it goes."""
+    """Hears about the progress of the loop."""
 
     async def step_begins(self, step: int) -> None: ...
 
@@ -137,23 +137,22 @@ class Loop:
         validate: Callable[[int], Awaitable[None]] | None = None,
         safety: Safety | None = None,
     ) -> None:
-        """Steps are done for others only after `safety` has them; without it, who dies takes the run along. `validate`
-        is also asked for the version that a run goes on from, and does nothing if that one is validated.
-        """
+        """`safety` saves a step before others hear that it is done; without it, a trainer that dies loses the run.
+        `validate` is also called for the version that a run resumes from, and does nothing if that one is validated."""
         self._recipe, self._fleet, self._steps, self._devices = recipe, fleet, steps, devices
         self._publisher, self._prompts, self._events = publisher, prompts, events
         self._validate, self._safety = validate, safety
         self._too_far: dict[str, int] = {}
-        """Workers whose samples a step left out (guard.py), and the last such step."""
+        """The last step that left out samples of a worker (guard.py), by the worker's name."""
         self._rejected: list[list[TrainSample]] = []
-        """Groups of the open step that were rejected here."""
+        """Groups of the open step that this process rejected for equal rewards."""
         self._suspected: Counter[str] = Counter()
-        """Workers that wrote groups of the open step which were rejected for it, and how many."""
+        """How many groups of the open step were rejected because a worker in `_too_far` wrote them, by worker."""
 
     async def run(self, first_step: int = 0, last: StepReport | None = None, *, is_told: bool = False) -> str:
-        """Train to the end. Returns why it ended, in a line.
+        """Train until the run ends. Return the reason, in one line.
 
-        `last` is of the step before the first, which a process before this one made safe; `is_told`: and told of.
+        `last` is the report of the step before `first_step`, which an earlier process saved. `is_told`: and reported.
         """
         why = await self._run(first_step, last, is_told=is_told)
         if self._safety is not None:
@@ -167,7 +166,7 @@ class Loop:
         if last is not None and not is_told:
             await self._events.step_ended(last._replace(line=await self._line_of_the_past(last.step)))
         await self._publish(first_step)
-        await self._validate_if_due(first_step)  # a process before this one may have died before it did
+        await self._validate_if_due(first_step)  # an earlier process may have died before it validated this version
         if last is not None and (why := why_enough(recipe.train, last)):
             return why
         for step in range(first_step, recipe.train.steps):
@@ -188,7 +187,7 @@ class Loop:
             await self._validate(version)
 
     async def _settle_the_past(self, first_step: int) -> None:
-        """A process before this one may have died between making a step safe and saying so, or within a step."""
+        """Settle the steps that an earlier process left open: report those it saved as done, restart the others."""
         assert self._fleet.opened is not None
         for step in self._fleet.opened.open_steps:
             if step < first_step:
@@ -197,7 +196,7 @@ class Loop:
                 await self._fleet.restart_step(step)
 
     async def _line_of_the_past(self, step: int) -> StepLine | None:
-        """A manager that goes on does not know it where its journal has begun a new file since."""
+        """Return the manager's line of an earlier step. None if its journal has begun a new file since."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PAST_LINE_TIMEOUT_S):
                 return await self._fleet.line(step)
@@ -237,10 +236,10 @@ class Loop:
         return report._replace(line=line, seconds=seconds)
 
     async def _make_safe(self, report: StepReport, batches: list[list[list[TrainSample]]]) -> float:
-        """How long it took."""
+        """Save the step. Return how many seconds that took."""
         began = time.monotonic()
         if self._safety is not None:
-            await self._fleet.settled()  # what was taken is on file there, before it is on file here
+            await self._fleet.settled()  # the manager must have the groups on file as taken before this process does
             await self._safety.trained(report.step, batches, report.encode(), self._rejected)
         return time.monotonic() - began
 
@@ -254,8 +253,8 @@ class Loop:
             ) from error
 
     async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], RejectedGroups]:
-        """Train on the round's groups as they come; returns them by micro-batch, and those that were rejected, also by
-        a process before this one."""
+        """Train on the round's groups as they arrive. Return them by micro-batch, and the groups rejected for equal
+        rewards, including those that an earlier process rejected."""
         waiting: list[Group] = []
         batches: list[list[list[TrainSample]]] = []
         filtered = {} if self._safety is None else await self._safety.rejected_before(step)
@@ -272,8 +271,8 @@ class Loop:
         return batches, filtered
 
     async def _teaching(self, step: int, filtered: RejectedGroups) -> AsyncIterator[Group]:
-        """The round's groups; those that teach nothing go to `filtered`, and others come in their place. So it is with
-        those that a worker wrote for which the last steps left samples out."""
+        """Yield the groups of the round that are worth training on. Others are rejected, and the scheduler replaces
+        them: groups with equal rewards, which go to `filtered`, and groups that suspects wrote."""
         async for group in self._fleet.round(step):
             if suspects := self._suspects(group):
                 why = f"log-probabilities of {', '.join(suspects)} are too far from the trainer's"
@@ -282,14 +281,14 @@ class Loop:
             elif self._teaches_nothing(group):
                 rewards = filtered[group.id] = [one.reward for one in group.samples]
                 self._rejected.append(self._train_samples(group))
-                if self._safety is not None:  # before: who is rejected is not handed out again
+                if self._safety is not None:  # first, since a rejected group is not delivered again
                     await self._safety.rejected(step, group.id, rewards)
                 await self._fleet.reject(group, ZERO_VARIANCE)
             else:
                 yield group
 
     def _suspects(self, group: Group) -> list[str]:
-        """Writers of the group that were too far off in a step of late. The manager gives up who is named thrice."""
+        """Return the group's workers that were too far off recently. The manager gives up one named three times."""
         if not self._too_far:
             return []
         until = group.step - 1 - self._recipe.max_staleness
@@ -329,7 +328,7 @@ class Loop:
 
     async def _micro_batch(self, step: int, groups: list[Group]) -> list[list[TrainSample]]:
         batch = [self._train_samples(group) for group in groups]
-        await self._devices.until_my_turn()  # who takes before that would be seen to train, and only waits
+        await self._devices.until_my_turn()  # a group taken earlier would count as being trained
         await self._fleet.take(*groups)
         await self._devices.train(lambda: self._steps.add(batch))
         await self._fleet.micro_batch_done(step)
@@ -353,7 +352,7 @@ class Loop:
         ]
 
     async def _publish(self, version: int) -> float:
-        """How long it took."""
+        """Publish a version. Return how many seconds that took."""
         began = time.monotonic()
         offer = await self._publisher.publish(version)
         if self._safety is not None and await self._safety.offered(offer.version, offer.digest):
@@ -365,12 +364,12 @@ class Loop:
         if self._recipe.max_staleness:
             for step in range(version, min(version + self._recipe.max_staleness + 1, self._recipe.train.steps)):
                 await self._fleet.request(step)
-            await self._fleet.settled()  # a local engine that wakes before would sign with a version nobody heard of
+            await self._fleet.settled()  # the local engine must not wake with a version that is unknown there
         return time.monotonic() - began
 
 
 def why_enough(train: TrainSection, report: StepReport) -> str | None:
-    """Why a run ends with this step; None if it does not, for all that it was rewarded."""
+    """Return why the run ends here: the step's mean reward reached `train.stop_at_reward`. None if it goes on."""
     enough = train.stop_at_reward
     if enough is None or not report.rewards or float(np.mean(report.rewards)) < enough:
         return None
@@ -378,7 +377,7 @@ def why_enough(train: TrainSection, report: StepReport) -> str | None:
 
 
 def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, device_type: str) -> bool:
-    """Whether so much is worth a turn on the device. A GPU takes as long for a part of a pack as for all of it."""
+    """Return whether this much is worth a turn on the device. For a GPU, part of a pack takes as long as a full one."""
     if num_tokens >= train.micro_batch_tokens * train.ranks:
         return True
     least = train.min_micro_batch_samples
@@ -396,7 +395,7 @@ def _report(
 ) -> StepReport:
     samples = [sample for batch in batches for group in batch for sample in group]
     rewards = [one.reward for one in samples]
-    rewards += [reward for group in sorted(filtered) for reward in filtered[group]]  # in whatever order they came
+    rewards += [reward for group in sorted(filtered) for reward in filtered[group]]  # whatever their order of arrival
     return StepReport(
         stats.step,
         stats,
@@ -437,6 +436,6 @@ def _tokens_by_age(step: int, samples: Iterable[TrainSample]) -> dict[int, int]:
 
 
 async def _in_order(groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
-    """All of them, by number: whatever order they came in, floating point adds them up in this one."""
+    """Yield all groups in the order of their ids, so that floating-point sums do not depend on the order of arrival."""
     for group in sorted([group async for group in groups], key=lambda one: one.id):
         yield group

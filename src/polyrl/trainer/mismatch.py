@@ -1,10 +1,10 @@
-"""How far engines are from the trainer: KL of their log-probabilities, by kind of engine and by version.
+"""How far engines are from the trainer: the KL of their log-probabilities, by kind of engine and age of the version.
 
-For the weights that the trainer has now (age 0) it is the engine's own error: rounding, other kernels, or weights
-that did not arrive whole. For older ones it is that and how far the policy has moved since.
+At age 0, with the trainer's current weights, it is the engine's own error: rounding, other kernels, or weights that did
+not arrive intact. At higher ages it also includes how far the policy has moved since.
 
-Everything stays on the device: a mask a writer, no look at the numbers. The tally divides by all tokens of the step;
-`of_their_own` divides by a writer's own.
+Everything stays on the device: one mask per writer, and no number is read. The tally divides by all tokens of the step;
+`of_their_own` turns that into a division by the writer's own tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,27 @@ from polyrl.trainer.objectives import kl
 KL = "actor/mismatch_kl"
 ABS = "actor/mismatch_abs"
 _SHARE = "mismatch_share/"
-"""Beside it in the tally: how many of the tokens are this writer's; without a name, how many were compared at all."""
+"""The tally's name for the share of tokens that a writer wrote; without a writer, the share that was compared."""
 
 
 def of_tokens(
     ours: torch.Tensor, theirs: torch.Tensor, samples: Sequence[TrainSample], step: int, *, is_part: bool
 ) -> dict[str, torch.Tensor]:
-    """For the tally, of the samples' tokens, in order. `is_part`: others of the step are not told of."""
+    """Return the tally's numbers for the samples' tokens, in order. `is_part`: other tokens are not compared."""
     apart = kl.estimate(theirs, ours, "k3")
     told = {KL: apart, ABS: (ours - theirs).abs(), **by_writer(apart, samples, step)}
     return told | {_SHARE: torch.ones_like(apart)} if is_part else told
 
 
 def by_writer(apart: torch.Tensor, samples: Sequence[TrainSample], step: int) -> dict[str, torch.Tensor]:
-    """Of each writer, its tokens' numbers, and ones; zeros elsewhere. `apart` is of the samples' tokens, in order."""
+    """Return each writer's numbers and a mask of its tokens, zero elsewhere. `apart` is in the samples' order."""
     labels: dict[str, int] = {}
     marks: list[np.ndarray[Any, Any]] = []
     for sample in samples:
         names = [f"{segment.engine or 'unknown'}/{step - segment.version}" for segment in sample.written_by]
         numbers = [labels.setdefault(name, len(labels)) for name in names]
         mark = np.repeat(np.array(numbers, np.int64), [segment.num_tokens for segment in sample.written_by])
-        if len(mark) != len(sample.answer):  # nobody says who wrote it
+        if len(mark) != len(sample.answer):  # the writers of this sample are unknown
             mark = np.full(len(sample.answer), -1, np.int64)
         marks.append(mark)
     if not labels:
@@ -53,7 +53,7 @@ def by_writer(apart: torch.Tensor, samples: Sequence[TrainSample], step: int) ->
 
 
 def of_their_own(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The tally's means over all tokens, as means over each writer's tokens, and over those that were compared."""
+    """Turn the tally's means over all tokens into means over each writer's tokens, and over the tokens compared."""
     told: dict[str, float] = {}
     for name, number in metrics.items():
         share = metrics.get(_SHARE + name.removeprefix(f"{KL}/")) if name.startswith(f"{KL}/") else 1.0
@@ -65,7 +65,7 @@ def of_their_own(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def too_far(metrics: Mapping[str, float], bound: float) -> list[tuple[str, float]]:
-    """Kinds of engines that are further from the trainer than the bound, with the same weights."""
+    """Return the kinds of engines whose KL at age 0 exceeds the bound, each with its KL. NaN exceeds every bound."""
     if not bound:
         return []
     same = {name: number for name, number in metrics.items() if name.startswith(f"{KL}/") and name.endswith("/0")}

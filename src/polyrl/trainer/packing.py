@@ -1,10 +1,10 @@
-"""Samples into packs by tokens: rows without padding, each sample whole, none seeing another.
+"""Packs samples into micro-batches by tokens: no padding, every sample whole, no attention across samples.
 
-A sample that is longer than a pack may be gets one of its own.
+A sample that is longer than a pack gets a pack of its own.
 
-Several ranks take passes together: in each pass every rank has one pack, all of about as many tokens, since each layer
-waits for the slowest. Who would have none gets a *spare* one, of the shortest sample, which counts for nothing: the
-ranks meet in every pass, so all make the same number of them.
+Several ranks run passes together. In each pass every rank has one pack, all with about the same number of tokens, since
+each layer waits for the slowest rank. A rank left without a pack gets a *spare* one, of the shortest sample, which
+counts for nothing: the ranks meet in every pass, so all must run the same number of passes.
 """
 
 import heapq
@@ -20,38 +20,38 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Pack(NamedTuple):
-    """Flat rows of samples one after the other, and which of them predict answer tokens."""
+    """The rows of several samples, one row per token, and which rows predict answer tokens."""
 
     samples: tuple[int, ...]
-    """Which of the given ones, in the order of their rows."""
+    """The indices of the packed samples among those given, in the order of their rows."""
     tokens: Ints
     positions: Ints
     lengths: tuple[int, ...]
-    """Rows of each sample."""
+    """The number of rows of each sample."""
     predicting: Ints
-    """Rows whose next token is of an answer."""
+    """The rows whose next token belongs to an answer."""
     targets: Ints
-    """That token."""
+    """The answer token that each of these rows predicts."""
     sample: Ints
-    """Its sample's number within the pack."""
+    """The index, within the pack, of the sample that each target belongs to."""
     num_answer_tokens: Ints
-    """Of each sample."""
+    """The number of answer tokens of each sample."""
 
 
 class RankWork(NamedTuple):
-    """What one rank does in a pass."""
+    """The work of one rank in one pass."""
 
     pack: Pack
     is_spare: bool = False
-    """Some other rank counts its samples."""
+    """Whether the pack counts for nothing: another rank trains its sample."""
 
 
 Passes = list[list[list[int]]]
-"""For each pass, numbers of the samples in each rank's pack; a rank that has none gets a spare one."""
+"""For each pass and each rank, the indices of the samples in its pack. An empty list becomes a spare pack."""
 
 
 def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Numbers of samples for each pack: longest first, each into the first pack with room for it."""
+    """Return the sample indices of each pack: longest first, each into the first pack with room for it."""
     packs: list[list[int]] = []
     room: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
@@ -67,7 +67,7 @@ def plan_packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def plan_passes(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Passes:
-    """As few passes as the longest-first rule finds room in, and in each of them packs that are about equal."""
+    """Plan as few passes as the longest-first rule can fit the samples into, with packs of about equal size in each."""
     if num_ranks == 1:
         return [[members] for members in plan_packs(lengths, max_tokens)]
     if not lengths:
@@ -84,7 +84,7 @@ def plan_passes(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Pass
 
 
 def _spread(lengths: Sequence[int], num_packs: int) -> list[list[int]]:
-    """Longest first, each into the pack that has least."""
+    """Distribute the samples, longest first, each into the pack with the fewest tokens."""
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     loads = [(0, number) for number in range(num_packs)]
     for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
@@ -95,7 +95,7 @@ def _spread(lengths: Sequence[int], num_packs: int) -> list[list[int]]:
 
 
 def pack(samples: Sequence[TrainSample], members: Sequence[int]) -> Pack:
-    """The last token of an answer is predicted but predicts nothing: it gets no row."""
+    """Lay out one pack. The last token of an answer is predicted but predicts nothing, so it gets no row."""
     tokens: list[np.ndarray[Any, Any]] = []
     positions: list[Ints] = []
     predicting: list[Ints] = []
@@ -125,7 +125,7 @@ def pack(samples: Sequence[TrainSample], members: Sequence[int]) -> Pack:
 
 
 def num_rows(samples: Sequence[TrainSample]) -> list[int]:
-    """Of each sample in a pack."""
+    """Return the number of rows that each sample takes in a pack."""
     return [one.num_tokens - 1 for one in samples]
 
 
@@ -134,7 +134,7 @@ def make_packs(samples: Sequence[TrainSample], max_tokens: int) -> list[Pack]:
 
 
 def make_parts(samples: Sequence[TrainSample], passes: Passes, rank: int) -> list[RankWork]:
-    """The work of one rank, pass by pass."""
+    """Return the work of one rank, pass by pass."""
     rows = num_rows(samples)
     parts: list[RankWork] = []
     for pass_ in passes:

@@ -1,10 +1,10 @@
-"""From groups to samples that are ready for the loss: rewards less KL, what is scored beforehand, advantages.
+"""Prepares samples for the loss: rewards and their penalties, what is scored beforehand, and advantages.
 
-`prepare` looks at samples as they arrive and needs no sample but those given. `with_advantages` compares them: the
-samples of a group with each other, or, where the advantage needs it (`needs_step`), all those of the step.
-Those of `gae` are of each token, from a critic's values, and made white over the step's trained tokens.
+`prepare` handles samples as they arrive and needs no others. `with_advantages` compares them: the samples of a group
+with each other or, where the advantage needs it (`needs_step`), all samples of the step. The advantages of `gae` are
+per token, from a critic's values, and whitened over the step's trained tokens.
 
-Left out: which groups there are (filters decide before), and the loss.
+Left out: which groups there are (filters run earlier), and the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,29 +30,29 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Ready(NamedTuple):
-    """A sample, and what its loss needs beside the model."""
+    """A sample, with everything that its loss needs besides the model."""
 
     sample: TrainSample
     is_masked: bool
-    """Its siblings are compared with it; it is not trained on."""
+    """Whether the sample counts in its siblings' advantages but is not trained on."""
     reward: float
-    """Less the penalty for length, not yet less KL."""
+    """The reward minus the length penalty. The KL penalty is not subtracted yet."""
     kl: Floats | None = None
-    """Of each token, where it is taken off the reward."""
+    """The KL estimate of each token, where the reward pays for it."""
     reference: Logprobs | None = None
-    """Of the reference, where it was scored beforehand."""
+    """Log-probabilities by the reference, if scored beforehand."""
     values: Floats | None = None
-    """Of the critic, at the step's start."""
+    """The critic's values at the step's start."""
     returns: Floats | None = None
-    """What the critic learns, as soon as that is known."""
+    """The critic's regression targets, once they are known."""
     gains: Floats | None = None
-    """Advantages of each token, as soon as they are known."""
+    """The advantage of each token, once it is known."""
     number: int = -1
-    """Which one of the step it is, in order of arrival."""
+    """The position of the sample in the step, in order of arrival."""
 
 
 class Preparation:
-    """`beforehand`: what the loss compares with is scored now, since the weights will have moved when it is trained."""
+    """Prepares the samples of a step. `beforehand`: the reference scores them as they arrive, not in each pass."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class Preparation:
 
     @property
     def needs_step(self) -> bool:
-        """Whether no advantage is known before the step's last sample."""
+        """Whether advantages are known only after the step's last sample."""
         return self._of_group is None
 
-    # One by one
+    # Sample by sample
 
     def look_at(self, groups: Sequence[TrainGroup], guard: MismatchGuard, first: int) -> list[list[TrainSample]]:
-        """Score what the ratio starts from, for the weights will have moved when these groups are trained; and leave
-        out what the guard finds by it. `first` is the number of the first sample."""
+        """Score samples with the step's starting weights, and leave out those that the guard finds. This is the time to
+        score them: the weights will have moved when they are trained. `first` is the number of the first sample."""
         samples = [sample for group in groups for sample in group]
         if self._config.old_logprobs != "engine":
             samples = self.with_old_logprobs(samples)
@@ -123,7 +123,7 @@ class Preparation:
         return [[next(ready) for _ in group] for group in groups]
 
     def with_old_logprobs(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Those that bring them along keep theirs."""
+        """Return the samples with old log-probabilities. Samples that already have some keep them."""
         lacking = [number for number, one in enumerate(samples) if one.old_logprobs is None]
         scored = list(samples)
         found = self.logprobs(self._policy, [samples[number] for number in lacking])
@@ -132,11 +132,11 @@ class Preparation:
         return scored
 
     def logprobs(self, policy: Scorer, samples: Sequence[TrainSample]) -> list[Logprobs]:
-        """Of every sample's answer, without gradients."""
+        """Return the log-probabilities of every sample's answer tokens, without gradients."""
         return self.of_answers(lambda pack: policy.score_only(pack, self._temperature).logprobs, samples)
 
     def of_answers(self, score: Callable[[Pack], Tensor], samples: Sequence[TrainSample]) -> list[Floats]:
-        """What a model says of each answer token, sample by sample."""
+        """Return what a model gives for each answer token, sample by sample."""
         found: list[Floats] = [np.zeros(0, np.float32)] * len(samples)
         passes = plan_passes(num_rows(samples), self._max_tokens, self._peers.size)
         mine: list[int] = []
@@ -151,7 +151,7 @@ class Preparation:
         return found if self._peers.size == 1 else self._complete(found, mine)
 
     def _complete(self, found: list[Floats], mine: list[int]) -> list[Floats]:
-        """With what the other ranks have found."""
+        """Fill in the results of the other ranks."""
         told = msgspec.msgpack.encode({number: found[number].tobytes() for number in mine})
         for theirs in self._peers.exchange(told):
             for number, data in msgspec.msgpack.decode(theirs, type=dict[int, bytes]).items():
@@ -159,8 +159,10 @@ class Preparation:
         return found
 
     def _olds(self, samples: Sequence[TrainSample]) -> list[Logprobs]:
-        """What KL in the reward is of. With one update they are not kept for the ratio, which is 1 by the pass that
-        trains: other packs round otherwise, in bfloat16 by more than the clip of GSPO for every sixth sample.
+        """Return the log-probabilities that the KL penalty in the reward is measured from.
+
+        With one update the importance ratio does not use them: the pass that trains makes it exactly 1. Other packs
+        round differently, in bfloat16 by more than GSPO's clip for one sample in six.
         """
         if self._config.old_logprobs == "engine":
             return [one.logprobs for one in samples]
@@ -171,10 +173,10 @@ class Preparation:
         assert reference is not None, "scored above"
         return kl.estimate(torch.from_numpy(old), torch.from_numpy(reference), self._config.kl_estimator).numpy()
 
-    # Compared
+    # Advantages
 
     def with_advantages(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
-        """Of whole groups; of all of the step, where the advantage needs them."""
+        """Return whole groups with their advantages. If `needs_step`, the groups must be all groups of the step."""
         if self._of_group is None:
             return self._of_all(groups)
         name = self._config.advantage
@@ -191,7 +193,7 @@ class Preparation:
         return compared
 
     def _of_all(self, groups: Sequence[Sequence[Ready]]) -> list[list[Ready]]:
-        """One for each token of the step, shared out among the samples."""
+        """Compute the advantage of each token of the step, and give every sample its own."""
         flat = [one for group in groups for one in group]
         if not flat:
             return [[] for _ in groups]
@@ -205,7 +207,7 @@ class Preparation:
         return [[next(ready) for _ in group] for group in groups]
 
     def _by_critic(self, flat: Sequence[Ready]) -> tuple[list[Ready], Tensor]:
-        """With what the critic learns, and white advantages."""
+        """Return the samples with the critic's targets, and the whitened advantages."""
         critic, pairs = self._config.critic, []
         for one in flat:
             assert one.values is not None, "prepared"
@@ -232,7 +234,7 @@ class Preparation:
         return gains if len(gains) == num_tokens else gains.repeat_interleave(lengths)
 
     def _rewards(self, one: Ready) -> gae.Doubles:
-        """Of each token: the answer's is of the last one; KL, where the reward pays for it, of each."""
+        """Return the reward of each token: the sample's own at its last token, minus any KL penalty at each."""
         rewards = np.zeros(len(one.sample.answer))
         if one.kl is not None:
             rewards -= self._config.kl_coef * one.kl
@@ -244,7 +246,7 @@ class Preparation:
 
 
 def _trained_tokens(samples: Sequence[Ready]) -> Tensor:
-    """(tokens,) int64: 1, or 0 for those of masked samples."""
+    """Return (tokens,) int64: 1, or 0 for the tokens of masked samples."""
     return torch.from_numpy(
         np.concatenate([np.full(len(one.sample.answer), not one.is_masked, np.int64) for one in samples])
     )

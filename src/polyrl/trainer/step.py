@@ -1,26 +1,20 @@
-"""One step of training, as its groups arrive: add them up, then divide once, clip, and move the weights.
+"""One training step, streamed: add up gradients as groups arrive; then divide once, clip, and update the weights.
 
     steps.begin(step)
-    steps.add(groups)           as often as groups are complete
+    steps.add(groups)           whenever groups are complete
     stats = steps.finish()      or steps.abort(): as if nothing had been added
 
-Gradients of *sums* of weighted token losses are added up in float32; what they are divided by (tokens or samples) is
-known only when the last group is in. So the gradient is that of one big batch, to rounding, whatever the order of
-arrival and however samples were packed.
+Gradients are of *sums* of weighted token losses, in float32; the denominator (tokens or samples) is known only with the
+last group. So the gradient is that of one large batch, to rounding, for any order of arrival and any packing.
 
-`add` runs forward and backward, unless that cannot be: with several updates (`mini_batches`, `epochs`) the weights
-must not move before the last group is there, and some advantages compare all samples of a step. Then `add` scores what
-can be scored, holds the groups back, and `finish` trains. Which group is in which mini-batch is a function of the
-step and the groups' ids, not of the order in which they arrived.
+`add` runs forward and backward passes. With several updates (`mini_batches`, `epochs`), or an advantage that compares
+all samples of a step, it scores the groups and holds them back, and `finish` trains. The weights must not move before
+the last group is there. A group's mini-batch depends on the step and the group's id alone.
 
-Old log-probabilities are those of the step's starting weights. While a step has one update, these are the present
-weights, and the forward pass that trains has them for nothing. Otherwise `add` scores them. Blocking; whoever owns the
-event loop calls it from a thread.
+Old log-probabilities are those of the step's starting weights: free with one update, scored by `add` with several.
+Calls block: use a thread. Ranks make the same calls with the same groups, and each trains its share of the packs.
 
-Ranks make the same calls with the same groups. Each trains its part of the packs, and since all know all samples, each
-knows what everything is divided by.
-
-Left out: which groups (filters decide before), rewards and advantages (ready).
+Left out: which groups there are (filters run earlier), rewards and advantages (ready.py).
 """
 
 import logging
@@ -55,17 +49,17 @@ Tensor = torch.Tensor
 
 
 class Added(NamedTuple):
-    """What one call of `add` took in and trained. Groups that are held back are trained by `finish`."""
+    """The counts of one call of `add`. Groups that are held back are trained by `finish`."""
 
     num_groups: int = 0
     num_samples: int = 0
     num_masked: int = 0
-    """Of them, compared with but not trained on."""
+    """Samples that count in their group's advantages but are not trained on."""
     num_packs: int = 0
     num_tokens: int = 0
-    """Through the model, prompts included."""
+    """Tokens that went through the model, prompts included."""
     num_trained_tokens: int = 0
-    """Of answers, in the loss."""
+    """Answer tokens in the loss."""
 
     def plus(self, other: "Added") -> "Added":
         return Added(*(a + b for a, b in zip(self, other, strict=True)))
@@ -74,14 +68,13 @@ class Added(NamedTuple):
 class StepStats(NamedTuple):
     step: int
     added: Added
-    """In all."""
     metrics: dict[str, float]
     too_far: tuple[tuple[str, float], ...] = ()
-    """Workers with samples that were left out of the step for their log-probabilities (guard.py), and how far off."""
+    """Workers whose samples were left out for their log-probabilities (guard.py), each with its distance in nats."""
 
 
 class Steps(Protocol):
-    """A step of one process, or of all ranks."""
+    """The interface of a step, trained by one process or by all ranks."""
 
     @property
     def device_type(self) -> str: ...
@@ -94,9 +87,8 @@ class Steps(Protocol):
 
 
 class StepAccumulator:
-    """`max_tokens` go through the model at once (train.micro_batch_tokens). `reference` is for KL alone; `critic`
-    for the advantage `gae`, and trained beside the policy.
-    """
+    """Trains one step at a time; `max_tokens` go through the model at once (train.micro_batch_tokens). `reference` is
+    for the KL penalty only. `critic` is for the advantage `gae` only, and is trained along with the policy."""
 
     def __init__(
         self,
@@ -141,7 +133,7 @@ class StepAccumulator:
         return self._policy.device.type
 
     def begin(self, step: int, num_steps: int | None = None) -> None:
-        """`num_steps` were those of the whole run when the step was first trained, if it is trained again."""
+        """Begin a step. One that is trained again gets the `num_steps` that the run had when it was first trained."""
         if self._step is not None:
             raise RuntimeError(f"step {self._step} is not over")
         self._forget()
@@ -149,7 +141,7 @@ class StepAccumulator:
         self._guard = MismatchGuard(self._config.max_mismatch, step)
 
     def add(self, groups: Sequence[TrainGroup]) -> Added:
-        """Take in whole groups. Raises UserError, and aborts, when memory does not suffice."""
+        """Take in whole groups. Raises UserError, and aborts the step, when memory runs out."""
         if self._step is None:
             raise RuntimeError("no step was begun")
         groups = [group for group in groups if self._knows(group)]
@@ -160,7 +152,7 @@ class StepAccumulator:
         return self._take_in(groups, first)
 
     def _take_in(self, groups: Sequence[TrainGroup], first: int) -> Added:
-        """Train groups, or hold them back. `first` is the number of the first sample."""
+        """Train groups, or hold them back. `first` is the number of their first sample within the step."""
         with self._within_memory(self._of_tokens(self._max_tokens)):
             if self._config.has_several_updates:
                 groups = self._preparation.look_at(groups, self._guard, first)
@@ -177,8 +169,7 @@ class StepAccumulator:
         return added
 
     def _knows(self, group: TrainGroup) -> bool:
-        """Whether its tokens are of the model's vocabulary. The client rejects others; a log of earlier steps may hold
-        them, and no step can have been trained on them."""
+        """Return whether all tokens are in the vocabulary. The client rejects others, but a redo log may hold some."""
         vocab = self._policy.loaded.vocab
         for sample in group:
             for tokens in (sample.prompt, sample.answer):
@@ -191,10 +182,8 @@ class StepAccumulator:
         return True
 
     def finish(self) -> StepStats:
-        """Divide by what is known now, clip, update; for each mini-batch, where there are several.
-
-        Raises UserError when memory does not suffice. It aborts then, and the weights may be moved in part.
-        """
+        """Divide, clip and update, for each mini-batch. Raises UserError and aborts the step when memory runs out: some
+        weights may be updated then."""
         if self._step is None:
             raise RuntimeError("no step was begun")
         step = self._step
@@ -221,7 +210,7 @@ class StepAccumulator:
         return StepStats(step, self._added, metrics, tuple(too_far.items()))
 
     def abort(self) -> None:
-        """Forget what was added. Does nothing outside a step."""
+        """Forget all that was added. Does nothing outside a step."""
         self._step = None
         self._discard()
 
@@ -233,24 +222,21 @@ class StepAccumulator:
 
     def _forget(self) -> None:
         self._came: list[TrainGroup] = []
-        """Groups, as they came: those of a step with one update, which may be trained once more."""
+        """The groups of a step with one update. They are trained again if some samples have to be left out."""
         self._num_came = 0
         self._added = Added()
         self._held: list[list[Ready]] = []
         self._num_open_tokens = self._num_open_samples = 0
-        """Trained since the last update."""
         self._tally = Tally(self._policy.device)
         self._of_critic: dict[str, float] = {}
-        """What is told of it beside sums."""
         self._critic_norms: list[float] = []
-        """Of the gradient of every update of the step."""
         self._has_moved = False
-        """An update of this step is made."""
+        """Whether an update of this step was applied."""
 
     # Updates
 
     def _train_held(self, step: int) -> Iterator[None]:
-        """Train what was held back, a mini-batch at a time."""
+        """Train what was held back. Yields after each mini-batch."""
         if self._holds_back:
             for epoch, groups in self._mini_batches(step):
                 added = self._train(groups)
@@ -258,7 +244,7 @@ class StepAccumulator:
                 yield
 
     def _train_without(self, left_out: frozenset[int], step: int) -> None:
-        """Begin again, without these samples: what they did to the gradients of others cannot be taken back."""
+        """Train the step again without these samples: their effect on the gradients of others cannot be undone."""
         log.warning("step %d is trained once more, without %d samples", step, len(left_out))
         groups = without(self._came, left_out)
         self._discard()
@@ -267,7 +253,8 @@ class StepAccumulator:
         deque(self._train_held(step), maxlen=0)
 
     def _mini_batches(self, step: int) -> Iterator[tuple[int, list[list[Ready]]]]:
-        """Groups that were held back, in equal parts, in each epoch other ones; at least one, which may be empty."""
+        """Yield the epoch and groups of each mini-batch: equal parts, other ones in each epoch. The only one may be
+        empty."""
         held = sorted(self._held, key=lambda group: mix64(step, group[0].sample.group) if group else 0)
         groups = self._preparation.with_advantages(held)
         self._held = []
@@ -310,7 +297,7 @@ class StepAccumulator:
     # The loss
 
     def _train(self, groups: Sequence[Sequence[Ready]]) -> Added:
-        """Forward and backward, a pack at a time."""
+        """Run forward and backward passes, one pack at a time."""
         ready = [one for group in groups for one in group if not one.is_masked]
         samples = [one.sample for one in ready]
         rows = num_rows(samples)
@@ -366,7 +353,7 @@ class StepAccumulator:
         )
 
     def _policy_losses(self, batch: TokenBatch, tally: Tally) -> Tensor:
-        """Of each token, weighed for having been drawn by another policy, where that is wanted."""
+        """Return the loss of each token, weighted by the off-policy correction if there is one."""
         config = self._config
         losses, stats = checked_loss(self._loss(batch, config), len(batch.logprobs), config.loss)
         if config.correction not in (None, "none"):
@@ -407,10 +394,8 @@ class StepAccumulator:
         return torch.from_numpy(numbers).to(self._policy.device, non_blocking=True)
 
     def _ours(self, batch: TokenBatch) -> Tensor:
-        """By our own model: at the step's start, where these are known; otherwise by the present weights."""
+        """Return our own log-probabilities: at the step's start where these are known, else by the current weights."""
         return batch.logprobs.detach() if self._config.old_logprobs == "engine" else batch.old_logprobs
-
-    # What is told
 
     def _tell(self, batch: TokenBatch, scores: Scores, ready: Sequence[Ready], tally: Tally) -> None:
         told = {"actor/entropy": scores.entropy}
@@ -420,9 +405,8 @@ class StepAccumulator:
         tally.add(told | self._mismatch(batch, ready))
 
     def _mismatch(self, batch: TokenBatch, ready: Sequence[Ready]) -> dict[str, Tensor]:
-        """How far engines are from the weights at the step's start. By the engine's own ratio nobody knows these any
-        more once an update has moved them: then it is told of the first mini-batch alone.
-        """
+        """Return how far engines are from the step's starting weights. With `old_logprobs = "engine"` their
+        log-probabilities are unknown after an update: then only the first mini-batch is measured."""
         by_engine = self._config.old_logprobs == "engine"
         if by_engine and self._has_moved:
             return {}
@@ -445,7 +429,7 @@ class StepAccumulator:
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:
-        """`what` is done, and what would have it take less."""
+        """Turn running out of memory into a UserError. `what` names the work, and the setting that would shrink it."""
         try:
             yield
         except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""What is told of a step: sums that stay on the device while it trains, and one look at them when it is over.
+"""The metrics of a step: sums that stay on the device while it trains, and are read once when it is over.
 
-A loss is a mean of its update, by the update's own denominator, and then a mean over the step's updates. Everything
-else is a mean over the step's trained tokens, or a maximum. Ranks add theirs together when the step is over.
+A loss is divided by the denominator of its update, then averaged over the step's updates. Every other metric is a mean
+over the step's trained tokens, or a maximum. Ranks combine their metrics when the step is over.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ class Tally:
         self._sums: dict[str, Tensor] = {}
         self._peaks: dict[str, Tensor] = {}
         self._open: dict[str, Tensor] = {}
-        """Losses since the last update."""
+        """The losses since the last update."""
         self._closed: dict[str, Tensor] = {}
         self._num_closed = 0
 
     def add(self, told: Mapping[str, Tensor]) -> None:
-        """Numbers of tokens, whose mean over the step is told."""
+        """Add numbers of tokens. The metric is their mean over the step's trained tokens."""
         _add(self._sums, told)
 
     def add_losses(self, told: Mapping[str, Tensor]) -> None:
-        """Weighted sums, to be divided when their update is made."""
+        """Add weighted sums of losses, which are divided when their update is made."""
         _add(self._open, told)
 
     def peak(self, told: Mapping[str, Tensor]) -> None:
@@ -38,7 +38,7 @@ class Tally:
             self._peaks[name] = torch.maximum(self._peaks[name], most) if name in self._peaks else most
 
     def close(self, denominator: float) -> None:
-        """An update was made of the losses since the last one."""
+        """Note that an update was made from the losses since the last one, with this denominator."""
         _add(self._closed, {name: total / denominator for name, total in self._open.items()})
         self._open = {}
         self._num_closed += 1
