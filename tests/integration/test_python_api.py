@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.test_train import desk, model, processes_in
+from tests.integration.desks import bare_desk, model, processes_in
+from tests.integration.test_train import desk
 
 import polyrl
 
-__all__ = ["desk", "model"]  # fixtures
+__all__ = ["bare_desk", "desk", "model"]  # fixtures
 pytestmark = pytest.mark.timeout(300)  # several runs, of which each may take 100 s
 
 RUN = Path("runs/tiny")
