@@ -89,12 +89,19 @@ class WeightPeer:
             pull = WeightPull(self._shelf, self._dialer, self._number, stop, self.bad_sources, relayed=relayed)
             return pull.run(version, digest, addresses, deadline, on_progress)
 
-    def newest(self, addresses: Sequence[str], deadline_s: float, digest: str | None = None) -> BlobEntry:
-        """The newest version that these sources have or are getting; with a digest, that one. Raises TransferError."""
+    def offered(self, addresses: Sequence[str], deadline_s: float) -> list[BlobEntry]:
+        """Everything that these sources have or are getting. Raises TransferError when none of them answers."""
         with self._one_pull:
             pull = WeightPull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
-            entries = pull.offered(addresses, time.monotonic() + deadline_s)
-        full = [entry for entry in entries if entry.kind == "full" and digest in (None, entry.name)]
+            return pull.offered(addresses, time.monotonic() + deadline_s)
+
+    def newest(self, addresses: Sequence[str], deadline_s: float, digest: str | None = None) -> BlobEntry:
+        """The newest version that these sources have or are getting; with a digest, that one. Raises TransferError."""
+        full = [
+            entry
+            for entry in self.offered(addresses, deadline_s)
+            if entry.kind == "full" and digest in (None, entry.name)
+        ]
         if not full:
             raise TransferError(f"no source offers {'a version' if digest is None else digest}")
         return max(full, key=lambda entry: (entry.version, entry.complete, entry.name))
