@@ -1,7 +1,7 @@
-"""AdamW with moments of a byte an element, from torchao: blocks of 256 numbers, a scale each.
+"""AdamW with one-byte moments, from torchao: blocks of 256 numbers, with one scale each.
 
-Matrices of fewer than 4096 numbers, or of a number that blocks do not divide, keep float32 moments: torchao does that.
-On a GPU it compiles its update. On a CPU it runs as it is, so that no compiler is needed.
+torchao keeps float32 moments for matrices of fewer than 4096 numbers, or of a size that blocks do not divide. It
+compiles its update on a GPU; on a CPU the update runs uncompiled, so that no compiler is needed.
 """
 
 import importlib.util
@@ -18,7 +18,8 @@ _PARTS = ("codes", "scale")
 
 
 def make(groups: list[dict[str, Any]], **rule: Any) -> Any:
-    """An optimizer like torch's own, but that `lr` is a tensor to be filled. Raises UserError if torchao is missing."""
+    """Return an optimizer like torch's own, except that `lr` is a tensor to be filled. Raises UserError without
+    torchao."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError("optimizer.kind: \"adamw8bit\" needs torchao: pip install 'polyrl[adam8bit]'")
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  an extra
@@ -36,7 +37,7 @@ def make(groups: list[dict[str, Any]], **rule: Any) -> Any:
 
 
 def parts_of(moment: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a moment consists of, by what they add to its name."""
+    """Return the plain tensors that make up a moment, by the suffix that they add to its name."""
     if type(moment) is Tensor or sharding.is_part(moment):
         return {"": moment}
     return {f".{name}": getattr(moment, name) for name in _PARTS}

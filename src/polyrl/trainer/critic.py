@@ -1,13 +1,13 @@
-"""The critic: a copy of the model that says, before each answer token, how much reward is still to come.
+"""The critic: a copy of the model that predicts, before each answer token, the reward still to come.
 
     critic = Critic(Policy.load("DIR"), optimizer_config, num_steps)
     values = critic.values(pack)                    one for each answer token of the pack
 
-A decoder without its head over the vocabulary, and a linear head that starts at zero: at first every value is zero, and
-advantages are plain returns. It has its own AdamW, whose state holds all of its weights, so that a checkpoint needs
+It is a decoder without its vocabulary head, with a linear head that starts at zero: at first every value is zero, and
+advantages are plain returns. It has its own optimizer, whose state holds all of its weights, so a checkpoint needs
 nothing else.
 
-Left out: advantages (gae), and when it is trained (step): with the policy, mini-batch by mini-batch.
+Left out: advantages (gae.py), and when it is trained (step.py): along with the policy, mini-batch by mini-batch.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class ValueLosses(NamedTuple):
-    """Of each token."""
+    """The value loss of each token."""
 
     losses: Tensor
     clipped: Tensor
-    """Where the clip held the value back."""
+    """Whether the clipped loss is the larger one."""
 
 
 class Critic:
-    """`trunk` becomes the critic's: it has no vocabulary any more, and shares no parameter with the policy."""
+    """A value model. It takes over `trunk`, removes its vocabulary head, and shares no parameter with the policy."""
 
     def __init__(self, trunk: Policy, config: OptimizerConfig, num_steps: int, ranks: Ranks | None = None) -> None:
-        """`ranks` share the trunk, if it is shared."""
+        """`ranks` are those that share the trunk, if it is sharded."""
         self._trunk = trunk
         width = trunk.model.config.get_text_config().hidden_size
         trunk.model.set_output_embeddings(torch.nn.Identity())
@@ -56,7 +56,7 @@ class Critic:
         return parameters
 
     def values(self, pack: Pack) -> Tensor:
-        """(answer tokens,) float32, with gradients where torch has them enabled."""
+        """Return (answer tokens,) float32, with gradients if torch has them enabled."""
         return self._head(self._trunk.hidden(pack).float())[:, 0]
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ class Critic:
 
 
 def explained_variance(values: Sequence[Floats], returns: Sequence[Floats]) -> float:
-    """The share of the returns' variance, over tokens, that the values foretold. Zero where there is none."""
+    """Return the share of the returns' variance, over tokens, that the values explain. 0 if there is no variance."""
     if not values:
         return 0.0
     said, came = np.concatenate(values).astype(np.float64), np.concatenate(returns).astype(np.float64)
@@ -74,7 +74,7 @@ def explained_variance(values: Sequence[Floats], returns: Sequence[Floats]) -> f
 
 
 def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> ValueLosses:
-    """(v - R)^2 / 2; with a clip, the larger of that and the same of v held within `clip` of the old value."""
+    """Return (v - R)^2 / 2; with a clip, the larger of that and the same for v held within `clip` of the old value."""
     losses = 0.5 * (values - returns).square()
     if clip == 0:
         return ValueLosses(losses, torch.zeros_like(losses, dtype=torch.bool))

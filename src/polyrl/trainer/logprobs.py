@@ -1,11 +1,11 @@
 """Log-probabilities and entropies of given tokens from hidden states, without ever holding all logits.
 
-Logits are made a chunk of rows at a time, reduced to two numbers a row, and let go; the backward pass makes them again.
-Gradients, for p = softmax(z / T), entropy H:
+Logits are computed one chunk of rows at a time, reduced to two numbers per row, and freed; the backward pass computes
+them again. Gradients, for p = softmax(z / T) and entropy H:
 
     d log p_y / dz_v = (1[v = y] - p_v) / T          dH / dz_v = -p_v (log p_v + H) / T
 
-As the engine does it: logits in the model's precision, then divided by the temperature in float32.
+As in the engine, logits are in the model's precision, then divided by the temperature in float32.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ Tensor = torch.Tensor
 
 _GREEDY = 1e-5
 _CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
-"""Logits of a chunk. Large enough for matrix products at full speed, small beside everything else."""
+"""The size of a chunk's logits: large enough for matrix products at full speed, small compared with everything else."""
 _LEAST_ROWS = 128
 
 
 class HeadSettings(NamedTuple):
     temperature: float = 1.0
     softcap: float | None = None
-    """Of the logits, as some models have it."""
+    """The soft cap on the logits that some models have."""
     chunk_rows: int | None = None
-    """None: by memory."""
+    """None: chosen by memory."""
     compiled: bool = False
 
 
@@ -39,9 +39,9 @@ def of_tokens(
     *,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(rows, width) and (vocabulary, width) to log p(target) and entropy, (rows,) float32 each.
+    """Return log p(target) and entropy, (rows,) float32 each, for hidden (rows, width) and weight (vocabulary, width).
 
-    The entropy carries a gradient only where that is asked for.
+    The entropy has a gradient only with `entropy_grad`.
     """
     logprobs, entropy = _Head.apply(hidden, weight, targets, settings)
     return logprobs, entropy if entropy_grad else entropy.detach()
@@ -62,7 +62,7 @@ def _scaled(logits: Tensor, temperature: float, softcap: float | None) -> Tensor
 
 
 def _reduce(logits: Tensor, targets: Tensor, temperature: float, softcap: float | None) -> tuple[Tensor, ...]:
-    """Log-probability of the target, entropy, and the logarithm of the sum: (rows,) each."""
+    """Return the log-probability of the target, the entropy, and the log-sum-exp of the logits: (rows,) each."""
     scaled = _scaled(logits, temperature, softcap)
     total = torch.logsumexp(scaled, -1)
     logprobs = scaled - total.unsqueeze(-1)
@@ -80,7 +80,7 @@ def _gradient(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """Of the logits, in their precision."""
+    """Return the gradient of the logits, in their dtype."""
     scaled = _scaled(logits, temperature, softcap)
     logprobs = scaled - total.unsqueeze(-1)
     by = grad_logprob.unsqueeze(-1)
@@ -104,7 +104,7 @@ def _gradient_in_place(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """The same with fewer passes over memory, where nothing fuses them; it may overwrite the logits."""
+    """Do the same as `_gradient` with fewer passes over memory, where nothing fuses them. May overwrite the logits."""
     if grad_entropy is not None or softcap is not None or logits.dtype != torch.float32:
         return _gradient(logits, targets, total, entropy, grad_logprob, grad_entropy, temperature, softcap)
     if temperature != 1.0:
@@ -160,13 +160,13 @@ class _Head(torch.autograd.Function):
                 ctx.temperature, ctx.settings.softcap,
             )  # fmt: skip
             torch.mm(of_logits, weight, out=of_hidden[part])
-            if ctx.needs_input_grad[1]:  # a head that is frozen has no use for the largest matrix of all
+            if ctx.needs_input_grad[1]:  # a frozen head does not need the gradient of the largest matrix of all
                 of_weight = _add_product(of_weight, of_logits, hidden[part])
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
 
 
 def _add_product(total: Tensor | None, of_logits: Tensor, hidden: Tensor) -> Tensor:
-    """Chunks are added up in float32, from the second on."""
+    """Add a chunk's gradient of the head to the total, in float32 from the second chunk on."""
     if total is None:
         return of_logits.t() @ hidden
     if hidden.dtype in (torch.float32, torch.float64):

@@ -1,18 +1,18 @@
-"""LoRA, through peft: the model stays as it is, and low-rank changes to some of its matrices are trained.
+"""LoRA, through peft: the base model is frozen, and low-rank changes to some of its matrices are trained.
 
     policy = lora.load("DIR", "bfloat16", "cuda", config, seed=0)       a Policy like any other
     policy.reference                                                    the model without its changes: no second copy
 
-The trainer computes base and change side by side, as peft does. Engines run their sum. The local engine has a model of
-its own for that: the matrices that are changed are its own, everything else it shares with the trainer. That costs as
-much memory as the changed matrices, and an exact way of taking changes out again would cost the same: no copy, no
-exact way back. What is published is that sum ("merged"), or the changes alone ("adapter").
+The trainer computes base and change side by side, as peft does. Engines run their sum. For that the local engine has
+its own copy of the changed matrices, and shares everything else with the trainer. The alternative, merging into the
+base and undoing it, is exact only with a kept copy of the base, which takes the same memory. A version holds the sums
+("merged"), or the changes alone ("adapter").
 
-Rules kept here: the sum is always made by weights.adapters.merge, whose bits do not depend on the machine. Changes are
-float32, whatever the model is. Masks of dropout are a function of the tokens that they are drawn for, so that a
-run that goes on draws what it would have drawn.
+Rules kept here: sums are always made by weights.adapters.merge, whose bits do not depend on the machine. Changes are
+float32, whatever the model's dtype. Dropout masks are a function of the tokens that they are drawn for, so a resumed
+run draws the same masks.
 
-Left out: the output head and embeddings, experts that are no matrices, models of several ranks.
+Left out: the output head and embeddings, experts that are not single matrices, models sharded over ranks.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ from polyrl.weights.manifest import LORA_A, LORA_B, AdapterFacts
 Tensor = torch.Tensor
 
 _NAME = "default"
-"""What peft calls an adapter that nobody named. It is in the names of its parameters."""
+"""The name that peft gives an unnamed adapter. It is part of the names of its parameters."""
 _NUM_NAMED = 6
 
 
 class _Changed(NamedTuple):
-    """A matrix of the model, and its change."""
+    """A matrix of the base model, and its low-rank change."""
 
     layer: str
     base: Tensor
@@ -52,7 +52,10 @@ class _Changed(NamedTuple):
 
 
 def load(folder: str, dtype: str, device: str, config: LoraSection, *, seed: int, **settings: Any) -> "LoraPolicy":
-    """`settings` are those of Policy. Raises UserError, in a line that names the directory, the key or the layer."""
+    """Load a model, and prepare LoRA on it. `settings` are those of Policy.
+
+    Raises UserError, in a line that names the directory, the key or the layer.
+    """
     return LoraPolicy(load_model(folder, dtype, device), config, seed=seed, **settings)
 
 
@@ -66,7 +69,7 @@ class LoraPolicy(Policy):
         changed = {f"{layer}.weight" for layer in layers}
         shared = {id(one): one for name, one in parameters.items() if name not in changed}
         served = copy.deepcopy(loaded.model, shared)
-        with _seeded(seed, next(iter(parameters.values())).device):  # of the first changes
+        with _seeded(seed, next(iter(parameters.values())).device):  # for the initial changes
             self._peft = peft.get_peft_model(loaded.model, _peft_config(config, layers, loaded.name))
         super().__init__(loaded, **settings)
         self.loaded = loaded._replace(model=served)
@@ -76,7 +79,7 @@ class LoraPolicy(Policy):
         if not config.dropout:
             self._dropouts = []
         for one in self._dropouts:
-            one.train()  # all the time, for layers that run again in the backward pass
+            one.train()  # always on, for layers that run again in the backward pass
         if config.publish == "adapter":
             dtype = str(self.dtype).removeprefix("torch.")
             self.adapter = AdapterFacts(self.base_fingerprint, dtype, config.scaling)
@@ -110,21 +113,21 @@ class LoraPolicy(Policy):
     def reference(self) -> "Unchanged":
         return Unchanged(self, self._peft)
 
-    # What others are given of it
+    # For engines and workers
 
     def published(self) -> dict[str, Tensor]:
         return self.parameters() if self.adapter is not None else dict(self.loaded.model.named_parameters())
 
     @property
     def published_dtype(self) -> str:
-        """Changes travel as they are: what a worker makes of them has to be what we make of them."""
+        """Changes are sent in float32: a worker has to merge them into the same bits as the trainer."""
         return "float32" if self.adapter is not None else super().published_dtype
 
     def engine_writer(self) -> Callable[[], None]:
         return self.merge
 
     def merge(self) -> None:
-        """Make the sums that the engine runs."""
+        """Merge base and changes into the matrices that the engine runs."""
         for layer, base, a, b in self._changed:
             adapters.merge(base, a, b, self._config.scaling, self.loaded.model.get_submodule(layer).weight.data)
         if self.device.type == "cuda":
@@ -135,12 +138,12 @@ class LoraPolicy(Policy):
         self.loaded.model.save_pretrained(out)
 
     def save_adapter(self, out: Path) -> None:
-        """As peft has it."""
+        """Write the changes in peft's format."""
         self._peft.save_pretrained(str(out), save_embedding_layers=False)
 
 
 class Unchanged:
-    """The model that a policy's changes are to, as a reference."""
+    """The frozen base model of a LoRA policy, as a reference."""
 
     def __init__(self, policy: LoraPolicy, wrapped: Any) -> None:
         self._policy, self._wrapped = policy, wrapped
@@ -151,7 +154,7 @@ class Unchanged:
 
 
 def find_targets(model: Any, wanted: str | tuple[str, ...]) -> list[str]:
-    """The layers that are changed, in the order of the model. Raises UserError for one that cannot be."""
+    """Return the layers to change, in the order of the model. Raises UserError for a target that cannot be changed."""
     head = model.get_output_embeddings()
     modules: dict[str, nn.Module] = dict(model.named_modules())
     linear = [name for name, one in modules.items() if type(one) is nn.Linear and one is not head]
@@ -202,7 +205,7 @@ def _named(one: _Changed) -> Iterator[tuple[str, Tensor]]:
 
 
 def _peft_config(config: LoraSection, layers: list[str], base: str) -> Any:
-    """`scaling` is alpha / rank there too. Layers are named in full: an end of a name may fit others as well."""
+    """Return peft's settings. Its scaling is alpha / rank too. Layers are named in full: a suffix may fit others."""
     return _import_peft().LoraConfig(
         r=config.rank,
         lora_alpha=config.scaling * config.rank,
@@ -224,7 +227,7 @@ def _import_peft() -> Any:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws of torch depend on the seed within, and nobody else's depend on them."""
+    """Seed torch within this context. The random state outside is not affected."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -1,12 +1,12 @@
-"""The policy: a Hugging Face causal language model that trains on packs, with the very modules that the engine runs.
+"""The policy: a Hugging Face causal language model that trains on packs, with the same modules that the engine runs.
 
     policy = Policy.load("DIR", dtype="bfloat16", device="cuda")
     engine = BuiltinEngine(config, policy.loaded)         # no parameter is held twice
 
-A forward call takes a pack (packing.py) as one flat row and gives log-probabilities and entropies of its answer tokens.
-The model stays in evaluation mode: no dropout, so that trainer and engine compute the same function.
+A forward call takes a pack (packing.py) as one flat row and returns log-probabilities and entropies of its answer
+tokens. The model stays in evaluation mode, without dropout, so that trainer and engine compute the same function.
 
-Left out: who decides when the device generates and when it trains. Only one of both runs at a time.
+Left out: when the device generates and when it trains (devices.py). Only one of the two runs at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,36 +32,36 @@ T = TypeVar("T")
 
 _MAX_CPU_CACHE_TOKENS = 1 << 20
 _OPTIMIZER_BYTES = 16
-"""A parameter in float32, its gradient, and two moments."""
+"""The bytes of a parameter in float32, its gradient, and two moments."""
 _CACHE_SHARE = 0.6
 
 
 class Scores(NamedTuple):
-    """Of a pack's answer tokens, float32."""
+    """Numbers for each answer token of a pack, float32."""
 
     logprobs: Tensor
     entropy: Tensor
 
 
 class Divided(NamedTuple):
-    """A model that ranks share (sharding.py), in place of the one that is loaded."""
+    """A model that is sharded over ranks (sharding.py), used in place of the loaded one."""
 
     model: Any
     within: Callable[[Callable[[], Any]], Any]
-    """Runs something that needs parameters outside the layers."""
+    """Runs a function that needs parameters outside the layers."""
     dtype: torch.dtype
-    """That it computes in."""
+    """The dtype that the model computes in."""
     num_ranks: int
 
 
 class Scorer(Protocol):
-    """Whatever gives log-probabilities: a policy, or the reference that it is compared with."""
+    """A model that gives log-probabilities: a policy, or the reference that it is compared with."""
 
     def score_only(self, pack: Pack, temperature: float = 1.0) -> Scores: ...
 
 
 class Policy:
-    """`compile_layers` is for half precision on a GPU, and ignored elsewhere."""
+    """A model that is trained. `compile_layers` is for half precision on a GPU, and ignored elsewhere."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Policy:
         compile_layers: bool = False,
         divided: Divided | None = None,
     ) -> None:
-        """With `divided`, that is what is trained, and what is loaded is the engine's own copy."""
+        """With `divided`, the sharded model is trained, and `loaded` is the engine's own copy."""
         self.loaded = loaded
         self._divided = divided
         self.model: Any = (loaded.model if divided is None else divided.model).eval()
@@ -86,15 +86,15 @@ class Policy:
             and getattr(config, "attn_logit_softcapping", None) is None
             and packed.find_flash()
         )
-        self.compiled = compile_layers and self._flash  # buckets are of too many shapes to compile
+        self.compiled = compile_layers and self._flash  # without flash attention there are too many shapes to compile
         self._layers: list[Any] = list(self.model.model.layers)
         self._any_mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=self.device)
-        """A mask of four dimensions is passed on as it is; ours is never looked at."""
+        """transformers passes a mask of four dimensions on unchanged. Our attention never reads this one."""
         if self.compiled:
             self._compile_layers()
 
     base_fingerprint: str = ""
-    """Of the weights that stay as they are, where only changes to them are trained."""
+    """The fingerprint of the frozen base weights, if only low-rank changes to them are trained."""
 
     @classmethod
     def load(
@@ -106,7 +106,7 @@ class Policy:
         gradient_checkpointing: bool = False,
         compile_layers: bool = False,
     ) -> "Policy":
-        """Raises UserError, in a line that names the directory."""
+        """Load a model directory. Raises UserError, in a line that names the directory."""
         return cls(
             load_model(folder, dtype, device),
             gradient_checkpointing=gradient_checkpointing,
@@ -114,18 +114,18 @@ class Policy:
         )
 
     def freeze(self) -> "Policy":
-        """Make it a reference: nothing of it is ever trained."""
+        """Make the policy a reference: none of it is ever trained."""
         self.model.requires_grad_(False)
         return self
 
     def parameters(self) -> dict[str, Tensor]:
-        """What is trained, by name; tied ones once."""
+        """Return the trained parameters by name; tied ones appear once."""
         return dict(self.model.named_parameters())
 
-    # What others are given of it
+    # For engines and workers
 
     def published(self) -> dict[str, Tensor]:
-        """The tensors of a version. Ask anew each time: an engine may have moved them."""
+        """Return the tensors of a version. Call this anew each time: an engine may have moved them."""
         return self.parameters()
 
     @property
@@ -133,14 +133,16 @@ class Policy:
         return str(self.dtype).removeprefix("torch.")
 
     adapter: AdapterFacts | None = None
-    """Of versions that hold changes alone."""
+    """Facts about the base, for versions that hold low-rank changes only."""
 
     def engine_writer(self) -> Callable[[], None] | None:
-        """What puts the present weights where the local engine has its own; none: it shares them."""
+        """Return a function that writes the current weights into the local engine's own copy. None: the engine shares
+        ours."""
         return None
 
     def max_cache_tokens(self) -> int:
-        """Tokens that an engine on the same device may keep, beside the optimizer: it sleeps while we train."""
+        """Return how many tokens the KV cache of an engine on this device may hold, with room left for the optimizer.
+        The engine sleeps while we train."""
         if self.device.type != "cuda":
             return _MAX_CPU_CACHE_TOKENS
         num_parameters = sum(one.numel() for one in self.parameters().values())
@@ -150,7 +152,7 @@ class Policy:
         return max(1024, int(_CACHE_SHARE * free / self.loaded.token_bytes(self.dtype.itemsize)))
 
     def score(self, pack: Pack, temperature: float = 1.0, *, entropy_grad: bool = False) -> Scores:
-        """With gradients where torch has them enabled."""
+        """Score the answer tokens of a pack, with gradients if torch has them enabled."""
         settings = HeadSettings(temperature, self.loaded.logit_softcap, compiled=self.compiled)
 
         def score() -> Scores:
@@ -161,7 +163,7 @@ class Policy:
         return self._within(score)
 
     def hidden(self, pack: Pack) -> Tensor:
-        """(answer tokens, width): the last hidden states of the rows that predict them."""
+        """Return (answer tokens, width): the last hidden states of the rows that predict the answer tokens."""
         return self._within(lambda: self._hidden(pack))
 
     def _within(self, work: Callable[[], T]) -> T:
@@ -187,7 +189,7 @@ class Policy:
         return torch.from_numpy(numbers).to(self.device, non_blocking=True)
 
     def _compile_layers(self) -> None:
-        """One compilation serves all layers: nothing that they run depends on their number."""
+        """Compile the layers. One compilation serves all of them: nothing in a layer depends on its index."""
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for layer in self._layers:
             if layer._compiled_call_impl is None:
@@ -195,7 +197,8 @@ class Policy:
 
     @contextmanager
     def _checkpointing(self) -> Iterator[None]:
-        """Layers keep only their input, and run again in the backward pass. The engine never sees them so."""
+        """Let layers keep only their input, and run again in the backward pass. The engine never sees them in this
+        mode."""
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             yield
             return
@@ -210,13 +213,13 @@ class Policy:
 
 
 def is_about_memory(error: RuntimeError) -> bool:
-    """Whether torch says that there is none left, of a device, of the host, or of the host's that is pinned."""
+    """Return whether torch has run out of memory: of a device, of the host, or of pinned memory."""
     said = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in said or "out of memory" in said
 
 
 def load_model(folder: str, dtype: str, device: str) -> Loaded:
-    """Raises UserError, in a line that names the directory."""
+    """Load a model directory. Raises UserError, in a line that names the directory."""
     try:
         return models.load(folder, dtype, device)
     except EngineError as error:

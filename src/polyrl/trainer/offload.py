@@ -1,13 +1,13 @@
-"""AdamW whose state lies in the host's memory, and visits the device a piece at a time.
+"""AdamW whose state lies in host memory and visits the device one piece at a time.
 
-    device   weights in the model's dtype, gradient sums, a few pieces on their way
+    device   weights in the model's dtype, gradient sums, a few pieces in transit
     host     both moments, and the float32 masters of a half-precision model: 8 or 12 bytes a parameter, pinned
 
-A piece goes up, is updated by the kernel that would have updated it there anyway, and comes back; two pieces are under
-way at once, so that both directions of the bus are busy. The result is the same as without, to the last bit. On a CPU
-there is nothing to gain and nothing changes.
+A piece is copied up, updated by the same kernel that would have updated it there anyway, and copied back. Two pieces
+are under way at once, so that both directions of the bus are busy. The result is the same as without offloading, to the
+last bit. On a CPU offloading saves nothing and changes nothing.
 
-Left out: gradients. They are sums over a step's micro-batches, and would cross the bus with each of those.
+Left out: gradients. They are sums over a step's micro-batches, and would cross the bus with each of these.
 """
 
 import logging
@@ -30,13 +30,14 @@ _PIECE_ELEMENTS = 32 << 20
 
 
 class Sum:
-    """Gradients of a parameter whose master is elsewhere."""
+    """Holds the gradient sum of a parameter whose master is on another device."""
 
     grad: Tensor | None = None
 
 
 class HeldParameter(NamedTuple):
-    """A parameter of the model, its float32 master, and what has its gradient. Of a float32 model all are one."""
+    """A parameter, its float32 master, and the holder of its gradient. In a float32 model all three are the same
+    tensor."""
 
     parameter: Tensor
     master: Tensor
@@ -44,7 +45,7 @@ class HeldParameter(NamedTuple):
 
 
 class _Room(mmap.mmap):
-    """Memory that is unpinned before it is given back: else CUDA takes whatever comes there next for it."""
+    """Memory that is unpinned before it is freed. Otherwise CUDA would take whatever is mapped there next for it."""
 
     pinned_at = 0
 
@@ -54,7 +55,7 @@ class _Room(mmap.mmap):
 
 
 class HostMemory:
-    """One pinned block, handed out bit by bit: what CUDA allocates itself is rounded up to a power of two."""
+    """One pinned block, handed out in parts. CUDA would round each of its own allocations up to a power of two."""
 
     def __init__(self, num_elements: int) -> None:
         self._used = 0
@@ -67,13 +68,13 @@ class HostMemory:
                 log.warning("%d bytes of the optimizer's state cannot be pinned: copies will be slow", 4 * num_elements)
 
     def take(self, like: Tensor) -> Tensor:
-        """Zeros of its shape."""
+        """Return unused memory of the same shape, filled with zeros."""
         start, self._used = self._used, self._used + like.numel()
         return self._flat[start : self._used].view(like.shape)
 
 
 class OffloadedAdamW:
-    """Used like torch's own: `param_groups`, `state` by master, `step`."""
+    """AdamW with the interface of torch's own: `param_groups`, `state` by master, `step`."""
 
     def __init__(
         self, held: Sequence[HeldParameter], groups: list[dict[str, Any]], memory: HostMemory, **rule: Any
@@ -86,7 +87,7 @@ class OffloadedAdamW:
         self._moments: dict[Tensor, dict[str, Tensor]] = {}
 
     def new_moments(self, master: Tensor) -> dict[str, Tensor]:
-        """Where they lie, with whatever was there before."""
+        """Return the memory of a master's moments, with its old contents."""
         if master not in self._moments:
             self._moments[master] = {kind: self._memory.take(master) for kind in ("exp_avg", "exp_avg_sq")}
         return dict(self._moments[master])
@@ -107,7 +108,7 @@ class OffloadedAdamW:
                 self._update(*work)
         for stream in streams:
             stream.synchronize()
-        for one, _ in moving:  # not before: pieces on other streams may still have to read it
+        for one, _ in moving:  # only now: pieces on other streams may have had to read it
             self.state[one.master]["step"].add_(1)
 
     def _begin(self, one: HeldParameter) -> None:
@@ -145,7 +146,7 @@ class OffloadedAdamW:
 
 
 def _put_back(home: Tensor, piece: slice, tensor: Tensor) -> None:
-    """Nothing to do where it never left."""
+    """Copy a piece back to its place. Does nothing if it never left."""
     place = home.view(-1)[piece]
     if place.data_ptr() != tensor.data_ptr():
         place.copy_(tensor, non_blocking=True)

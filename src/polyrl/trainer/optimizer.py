@@ -1,12 +1,12 @@
-"""AdamW on float32 weights, or an optimizer of a person's own, and the gradients that wait for it.
+"""AdamW on float32 weights, or an optimizer of your own, and the gradient sums that it consumes.
 
-A float32 model is its own master copy, and torch adds its gradients up in place. A bfloat16 model has float32 masters
-beside it: after each backward pass its gradients are added to float32 sums and let go, and after each update the
+A float32 model is its own master copy, and torch accumulates its gradients in place. A bfloat16 model has separate
+float32 masters: after each backward pass its gradients are added to float32 sums and freed, and after each update the
 masters are rounded into the model. Gradients arrive as sums; one division makes them means.
 
-Where ranks share the model, all of this is of the parts of it: a part is float32, and its own master.
-With `offload`, masters and moments lie in the host's memory (offload.py); with `adamw8bit`, moments take a byte each.
-Between two steps no gradient holds memory. Weight decay is for matrices: not for norms and biases.
+If ranks share the model, all of this applies to each rank's shards: a shard is float32, and its own master. With
+`offload`, masters and moments are in host memory (offload.py); with `adamw8bit`, moments take one byte each. Between
+two steps no gradient holds memory. Weight decay applies to matrices, not to norms and biases.
 """
 
 import math
@@ -29,14 +29,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class Update(NamedTuple):
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
     lr: float
     applied: bool
-    """False where the gradient was not finite: the weights are as they were."""
+    """False if the gradient was not finite, or there was none: the weights did not change."""
 
 
 def lr_at(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    """Up in a straight line over the warm-up; then as it is, or down to zero after the last step."""
+    """Return the learning rate: a linear warm-up, then constant, or falling to zero after the last step."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -46,7 +46,7 @@ def lr_at(step: int, config: OptimizerConfig, num_steps: int) -> float:
 
 
 class Optimizer:
-    """`parameters` of the model by name; `num_steps` of the whole run, for the schedule."""
+    """Updates the model's parameters, given by name. `num_steps` is the length of the run, for the schedule."""
 
     def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig, num_steps: int) -> None:
         self._config, self._num_steps = config, num_steps
@@ -54,7 +54,7 @@ class Optimizer:
         memory = HostMemory(_num_host_elements(self._parameters)) if config.offload else None
         self._masters: dict[str, Tensor] = {}
         self._sums: dict[str, Any] = {}
-        """What has a master's gradient: the master itself, where both are on one device."""
+        """The holder of each master's gradient: the master itself, unless it is on another device."""
         for name, one in self._parameters.items():
             if one.dtype == torch.float32:
                 self._masters[name] = self._sums[name] = one
@@ -86,7 +86,7 @@ class Optimizer:
         return torch.optim.AdamW(groups, fused=True, **rule)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The sums so far, float32. Parameters that nothing reached are missing."""
+        """Return the float32 sums so far. Parameters without a gradient are missing."""
         return {name: one.grad for name, one in self._sums.items() if one.grad is not None}
 
     def discard(self) -> None:
@@ -96,7 +96,7 @@ class Optimizer:
             one.grad = None
 
     def how_to_take_less(self) -> str:
-        """Settings that leave more of the device's memory."""
+        """Return the settings that leave more of the device's memory free."""
         if any(map(sharding.is_part, self._masters.values())):
             return "share the model between more ranks (train.ranks)"
         if self._config.offload:
@@ -106,7 +106,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, step: int, denominator: float, num_steps: int | None = None) -> Update:
-        """Divide, clip, move the weights, and forget the gradients. `num_steps`: of the run, if not as it is now."""
+        """Divide, clip, move the weights, and forget the gradients. `num_steps` overrides the length of the run."""
         lr = lr_at(step, self._config, self._num_steps if num_steps is None else num_steps)
         sums = list(self.gradients().values())
         if not sums:
@@ -122,7 +122,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             _set_lr(group, lr)
         self._adamw.step()
-        if not self._config.offload:  # it has done so already, on its way
+        if not self._config.offload:  # offloading rounds each piece on its way back
             self._round_into_model()
         self.discard()
         return Update(norm, lr, applied=True)
@@ -135,10 +135,10 @@ class Optimizer:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Not copies. Keys are `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `updates/NAME`.
+        """Return the state, not copied. Keys are `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` and `updates/NAME`.
 
-        Moments that consist of several tensors have each as `exp_avg.PART/NAME`. An optimizer of a person's own has
-        other keys than moments (own_optimizer.py).
+        Moments made of several tensors have a key for each: `exp_avg.PART/NAME`. An optimizer of your own has other
+        keys instead of moments (own_optimizer.py).
         """
         if self._config.is_own:
             masters = {f"master/{name}": one.detach() for name, one in self._masters.items()}
@@ -154,7 +154,8 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copies. Raises UserError where names or shapes are not those of this model; then nothing is changed."""
+        """Copy a state into the optimizer and the model. Raises UserError if names or shapes do not fit the model;
+        nothing is changed then. Only the state of an optimizer of your own is checked after the masters are copied."""
         own = {key: one for key, one in state.items() if self._config.is_own and not key.startswith("master/")}
         state = {key: one for key, one in state.items() if key not in own}
         moments = {
@@ -198,7 +199,7 @@ def _flat(moments: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 
 def _num_host_elements(parameters: Mapping[str, Tensor]) -> int:
-    """Of moments, and of masters that are not the parameters themselves."""
+    """Return how many numbers the host holds: moments, and masters that are not the parameters themselves."""
     return sum((2 if one.dtype == torch.float32 else 3) * one.numel() for one in parameters.values())
 
 
@@ -209,14 +210,14 @@ def _master_of(parameter: Tensor, memory: HostMemory | None) -> Tensor:
 
 
 def _set_lr(group: dict[str, Any], lr: float) -> None:
-    if isinstance(group.get("lr"), Tensor):  # as torchao has it
+    if isinstance(group.get("lr"), Tensor):  # torchao keeps a tensor there
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr
 
 
 def _adder(total: Any) -> Any:
-    """Adds a parameter's new gradient to the sum so far, and lets it go."""
+    """Return a hook that adds a parameter's new gradient to the sum so far, and frees it."""
 
     def add(parameter: Tensor) -> None:
         new = parameter.grad

@@ -1,10 +1,10 @@
-"""An optimizer of a person's own, `optimizer.kind = "module:Class"`: any torch optimizer, and its state in checkpoints.
+"""An optimizer of your own, `optimizer.kind = "module:Class"`: any torch optimizer, with its state in checkpoints.
 
-It is called with two groups of float32 parameters, matrices and all others, each with its `weight_decay`; with
-`lr = optimizer.lr`; and with optimizer.args. Before every step each group's `lr` is set by the schedule.
+It is called with two groups of float32 parameters, matrices and all others, each with its `weight_decay`; with `lr =
+optimizer.lr`; and with optimizer.args. The schedule sets each group's `lr` before every step.
 
-Rules kept here: what it keeps for a parameter, and the numbers of its groups, are in the checkpoint; all of it must be
-tensors and numbers. Gradients come divided and clipped, and it may not change a parameter's shape.
+Rules kept here: the state of each parameter, and the numbers of the groups, go into the checkpoint; all of it must be
+tensors and numbers. Gradients arrive divided and clipped. The optimizer must not change a parameter's shape.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _OF_GROUPS = ("params", "lr", "weight_decay")
 
 
 def find_optimizer(config: OptimizerConfig) -> Any:
-    """Raises ConfigError."""
+    """Return the optimizer class that the recipe names. Raises ConfigError."""
     found = find(config.kind, _KEY, {}, also=("adamw", "adamw8bit"), what="Class", methods=("step",))
     if "lr" in config.args:
         raise ConfigError("optimizer.args.lr: is set by the schedule; expected optimizer.lr")
@@ -40,8 +40,8 @@ def make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Any:
 
 
 def state_of(optimizer: Any, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Not copies. Keys are `state/KEY/NAME` of parameters' tensors, `number/KEY/NAME` of numbers that it keeps beside
-    them, and `group/INDEX/KEY` of its groups' numbers."""
+    """Return the state, not copied. Keys are `state/KEY/NAME` for a parameter's tensors, `number/KEY/NAME` for its
+    numbers, and `group/INDEX/KEY` for the numbers of a group. Raises UserError for any other kind of state."""
     state: dict[str, Tensor] = {}
     for name, master in masters.items():
         for key, value in optimizer.state.get(master, {}).items():
@@ -58,7 +58,7 @@ def state_of(optimizer: Any, masters: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def restore(optimizer: Any, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copies. Raises UserError for state that is not of these parameters."""
+    """Copy a state into the optimizer. Raises UserError for state that does not belong to these parameters."""
     for one in masters.values():
         optimizer.state.pop(one, None)
     for place, value in state.items():

@@ -1,12 +1,12 @@
-"""How much better a sample is than others.
+"""Advantages: how much better a sample is than others.
 
-Most compare the samples of a group: a group's advantages need nothing but its rewards, and a group of one has nothing
-to be compared with, so that its advantage is zero. `reinforce_plus_plus` compares all samples of the step, so nothing
-is trained before the last one is there. Mean and standard deviation (n - 1) are over tokens that are trained: what goes
-into the loss has mean 0 and standard deviation 1, however long the answers are.
+Most functions compare the samples of a group. They need only the rewards of the group; a group of one has nothing to
+compare with, so its advantage is zero. `reinforce_plus_plus` compares all samples of the step, so nothing is trained
+before the last one arrives. Its mean and standard deviation (n - 1) are over trained tokens: advantages in the loss
+have mean 0 and standard deviation 1, however long the answers are.
 
-Where the reward pays for KL, an answer pays for all of its tokens, as verl and TRL have it. With `reinforce_plus_plus`
-a token pays for itself and for those after it, as its paper (2501.03262) and verl have it.
+With the KL penalty in the reward, an answer pays for all of its tokens, as in verl and TRL. With `reinforce_plus_plus`
+a token pays for itself and for the tokens after it, as in its paper (2501.03262) and in verl.
 """
 
 import torch
@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 @advantage("grpo")
 def grpo(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """(r - mean) / (std + 1e-6), with the standard deviation of a sample (n - 1)."""
+    """Return (r - mean) / (std + 1e-6), with the standard deviation of a sample (n - 1)."""
     if len(rewards) < 2:
         return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + _EPS)
@@ -29,26 +29,26 @@ def grpo(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
 
 @advantage("dr_grpo")
 def dr_grpo(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """r - mean. With aggregation `fixed` nothing is divided by what the answers happened to be."""
+    """Return r - mean. With aggregation `fixed`, no divisor depends on the answers."""
     return rewards - rewards.mean()
 
 
 @advantage("rloo")
 def rloo(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """r - the mean of the others."""
+    """Return r minus the mean of the others."""
     num = len(rewards)
     return torch.zeros_like(rewards) if num < 2 else (rewards - rewards.mean()) * (num / (num - 1))
 
 
 @batch_advantage("reinforce_plus_plus")
 def reinforce_plus_plus(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
-    """(x - mean) / (std + 1e-6) of the step's tokens, where x is what is still to come from a token on."""
+    """Return (x - mean) / (std + 1e-6) over the step's tokens, where x is the reward still to come at a token."""
     return whiten(batch.to_come, batch.is_trained)
 
 
 @batch_advantage("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(batch: RewardBatch, config: AlgorithmConfig) -> Tensor:
-    """x = r - the group's mean; then (x - mean) / (std + 1e-6) of the step's tokens."""
+    """Return (x - mean) / (std + 1e-6) over the step's tokens, where x is r minus the group's mean."""
     num_groups = int(batch.group.max()) + 1
     sums = torch.zeros(num_groups, dtype=batch.rewards.dtype).index_add(0, batch.group, batch.rewards)
     means = sums / torch.bincount(batch.group, minlength=num_groups)
@@ -56,7 +56,7 @@ def reinforce_plus_plus_baseline(batch: RewardBatch, config: AlgorithmConfig) ->
 
 
 def whiten(numbers: Tensor, counts: Tensor) -> Tensor:
-    """Less their mean, through their standard deviation, where each number is there `counts` times."""
+    """Subtract the mean and divide by the standard deviation, where each number counts `counts` times."""
     num = int(counts.sum())
     if num < 2:
         return torch.zeros_like(numbers)

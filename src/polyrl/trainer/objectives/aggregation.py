@@ -1,4 +1,4 @@
-"""From losses of tokens to one number: a weight for each token now, one denominator when all are known.
+"""From token losses to one number: a weight for each token now, one denominator when all samples are known.
 
 | aggregation           | a token's weight       | denominator                    |
 |-----------------------|------------------------|--------------------------------|
@@ -7,8 +7,8 @@
 | seq-mean-token-mean   | 1 / its sample's tokens | samples                        |
 | fixed                 | 1                      | samples x fixed_tokens         |
 
-Weights are known as soon as a sample is; so gradients of weighted sums can be added up while the round still runs, and
-divided once. Only samples that are trained count: a masked one is in no denominator.
+A token's weight is known as soon as its sample is. So gradients of weighted sums can be accumulated while the round
+still runs, and divided once. Only trained samples count: a masked sample is in no denominator.
 """
 
 import torch
@@ -19,14 +19,14 @@ Tensor = torch.Tensor
 
 
 def token_weights(sample: Tensor, num_tokens: Tensor, config: AlgorithmConfig) -> Tensor | None:
-    """(tokens,), from the number of each token's sample and the tokens of each sample. None: all are one."""
+    """Return each token's weight, (tokens,), from its sample's index and the tokens per sample. None: all are 1."""
     if config.aggregation != "seq-mean-token-mean":
         return None
     return num_tokens.float().reciprocal().index_select(0, sample)
 
 
 def denominator(num_tokens: int, num_samples: int, fixed_tokens: int, config: AlgorithmConfig) -> float:
-    """Of the whole step."""
+    """Return the denominator of one update."""
     if config.aggregation == "token-mean":
         return float(num_tokens)
     if config.aggregation == "fixed":

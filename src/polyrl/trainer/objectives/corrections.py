@@ -1,14 +1,14 @@
-"""Weights for tokens that another policy drew: an engine that rounds differently, or weights that were older.
+"""Weights for tokens that another policy drew: an engine that rounds differently, or older weights.
 
-With w = p_old / p_engine of a token, the weight of its loss, which has no gradient, is
+With w = p_old / p_engine of a token, its loss is multiplied by a weight without a gradient:
 
     tis-token       min(w, high)
     tis-sequence    min(product of w over the sample, high), for all its tokens
     icepop          w where low <= w <= high, otherwise 0
     sequence-mask   1 where the geometric mean of w over the sample is within low and high, otherwise 0
 
-Only the policy's loss is weighed: KL and entropy are not. A token without weight counts in denominators as before: they
-are known when its sample is, and say how much was drawn.
+Only the policy loss is weighted, not KL and entropy. A token of weight 0 still counts in the denominators: these are
+known as soon as its sample is, and say how much was drawn.
 """
 
 import torch
@@ -24,7 +24,7 @@ _MAX_LOG_RATIO = 20.0
 
 @torch.no_grad()
 def weigh(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """(tokens,) weights; what should have its mean told; and the ratios that were capped or masked."""
+    """Return the (tokens,) weights, the numbers whose means are metrics, and the ratios before any cap or mask."""
     low, high = config.correction_range
     log_ratio = batch.old_logprobs - batch.behaviour_logprobs
     if config.correction in ("tis-sequence", "sequence-mask"):

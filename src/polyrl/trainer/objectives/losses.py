@@ -1,11 +1,12 @@
-"""What is minimised, for each token. Sums and denominators are aggregation's.
+"""Policy losses of each token. Sums and denominators are in aggregation.py.
 
-With r = p / p_old and clip(r) = r held within 1 - low and 1 + high:
+With r = p / p_old and clip(r) = r clamped to between 1 - low and 1 + high:
 
     ppo_clip   max(-A r, -A clip(r)); for A < 0 at most -A c, with dual clip c
     gspo       the same with s, the geometric mean of a sample's r, in place of r. A token's s has the gradient of its
-               own log p alone (GSPO-token): with one A for a sample that is GSPO, and a token keeps its own weight
-    cispo      -A [clip(r)] log p, where what is in brackets has no gradient: clipped tokens pull too, but no harder
+               own log p only (GSPO-token): with one A per sample this is GSPO, and a token keeps its own weight
+    cispo      -A [clip(r)] log p, without a gradient through the brackets: clipped tokens still contribute, with a
+               bounded weight
 """
 
 import torch
@@ -16,11 +17,11 @@ from polyrl.trainer.objectives.registry import TokenBatch, loss
 Tensor = torch.Tensor
 
 _MAX_LOG_RATIO = 20.0
-"""A ratio beyond e^20 says that something is broken elsewhere; it must not become infinite here."""
+"""A ratio beyond e^20 means that something else is broken. It must not become infinite here."""
 
 
 def mean_of_samples(numbers: Tensor, batch: TokenBatch) -> Tensor:
-    """The mean over each token's sample, for each token."""
+    """Return, for each token, the mean over its sample."""
     sums = torch.zeros(len(batch.num_tokens), dtype=numbers.dtype, device=numbers.device)
     means = sums.index_add(0, batch.sample, numbers) / batch.num_tokens
     return means.index_select(0, batch.sample)
@@ -40,7 +41,7 @@ def ppo_clip(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[s
 
 @loss("gspo")
 def gspo(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Every token has its sample's ratio; with `seq-mean-token-mean` it is the paper's mean over samples."""
+    """Use the ratio of the sample for every token. With `seq-mean-token-mean` this is the paper's mean over samples."""
     log_ratio = (batch.logprobs - batch.old_logprobs).detach()
     of_token = mean_of_samples(log_ratio, batch) + (batch.logprobs - batch.logprobs.detach())
     losses, stats = _clipped(of_token, batch.advantages, config)

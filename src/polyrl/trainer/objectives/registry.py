@@ -1,7 +1,7 @@
-"""Advantages and losses by name: ours, those that a program registers, and `module:function` straight from a recipe.
+"""Advantages and losses by name: built in, registered by a program, or `module:function` directly from a recipe.
 
-A person's own is called with what it is computed from and with the algorithm's settings, and with the keyword
-arguments that the recipe has for it (`advantage_args`, `loss_args`).
+A function of your own is called with its input and the algorithm's settings, and with the keyword arguments that the
+recipe has for it (`advantage_args`, `loss_args`).
 
     from polyrl.trainer.objectives.registry import advantage
 
@@ -9,7 +9,7 @@ arguments that the recipe has for it (`advantage_args`, `loss_args`).
     def best_of(rewards, config):
         return (rewards == rewards.max()).float() - 1 / len(rewards)
 
-A recipe then says `algorithm.advantage = "my_module:best_of"`. `@batch_advantage` marks one of a whole step.
+A recipe then says `algorithm.advantage = "my_module:best_of"`. `@batch_advantage` marks an advantage of a whole step.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,47 +25,47 @@ Tensor = torch.Tensor
 
 
 class TokenBatch(NamedTuple):
-    """The input of a loss: the answer tokens of whole samples, one after the other. All are trained on."""
+    """The input of a loss: the answer tokens of whole samples, one after the other. All of them are trained on."""
 
     logprobs: Tensor
-    """(tokens,) float32, by the present weights; the only one with a gradient."""
+    """(tokens,) float32, by the current weights; the only field with a gradient."""
     old_logprobs: Tensor
-    """By the weights at the step's start, or by the engine: `algorithm.old_logprobs`."""
+    """Log-probabilities by the weights at the step's start, or by the engine: `algorithm.old_logprobs`."""
     behaviour_logprobs: Tensor
-    """By the engine that drew the tokens."""
+    """Log-probabilities by the engine that drew the tokens."""
     advantages: Tensor
-    """Of each token's sample."""
+    """The advantage of each token."""
     sample: Tensor
-    """(tokens,) int64: the number of each token's sample, from 0."""
+    """(tokens,) int64: the index of each token's sample, from 0."""
     num_tokens: Tensor
-    """(samples,) int64."""
+    """(samples,) int64: the number of answer tokens of each sample."""
 
 
 class RewardBatch(NamedTuple):
-    """The input of an advantage of the whole step: all its samples, group by group."""
+    """The input of a batch advantage: all samples of the step, group by group."""
 
     rewards: Tensor
-    """(samples,) float64, less the KL of the whole answer where the reward pays for it."""
+    """(samples,) float64: the reward, minus the KL of the whole answer if the reward pays for it."""
     group: Tensor
-    """(samples,) int64: the number of each sample's group, from 0."""
+    """(samples,) int64: the index of each sample's group, from 0."""
     num_tokens: Tensor
-    """(samples,) int64: answer tokens that are trained; 0 for a sample that its siblings alone are compared with."""
+    """(samples,) int64: the number of trained answer tokens; 0 for a masked sample, which only its siblings use."""
     to_come: Tensor
-    """(tokens,) float64, of all answer tokens, sample by sample: the reward, less the KL of this token and of those
-    after it."""
+    """(tokens,) float64, for all answer tokens, sample by sample: the reward, minus the KL of this token and the later
+    ones."""
     is_trained: Tensor
-    """(tokens,) int64: 1, or 0 for the tokens of a sample that its siblings alone are compared with."""
+    """(tokens,) int64: 1, or 0 for the tokens of a masked sample."""
 
 
 AdvantageFunction = Callable[[Tensor, AlgorithmConfig], Tensor]
-"""Rewards of one group, (n,) float64, to its advantages."""
+"""Maps the rewards of one group, (n,) float64, to its advantages."""
 BatchAdvantageFunction = Callable[[RewardBatch, AlgorithmConfig], Tensor]
-"""Rewards of a whole step to its advantages, (samples,) or (tokens,). Nothing is trained before its last sample."""
+"""Maps the rewards of a step to its advantages, (samples,) or (tokens,). Nothing is trained before the last sample."""
 LossFunction = Callable[[TokenBatch, AlgorithmConfig], tuple[Tensor, dict[str, Tensor]]]
-"""To the loss of each token, (tokens,); and anything worth a mean over tokens in the metrics, under `actor/`."""
+"""Returns the loss of each token, (tokens,), and numbers whose means over tokens become metrics under `actor/`."""
 
 BY_CRITIC = "gae"
-"""The advantage that is no function of rewards alone."""
+"""The advantage that needs a critic's values besides the rewards."""
 ADVANTAGES: dict[str, AdvantageFunction] = {}
 BATCH_ADVANTAGES: dict[str, BatchAdvantageFunction] = {}
 LOSSES: dict[str, LossFunction] = {}
@@ -87,7 +87,7 @@ def loss(name: str) -> Callable[[_F], _F]:
 
 
 def checked_loss(found: Any, num_tokens: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the result of the loss of this name for so many tokens. Raises UserError if it is not a loss."""
+    """Return the result of the loss `name`, checked. Raises UserError unless it has a number for each token."""
     match found:
         case (Tensor() as losses, dict() as told) if all(isinstance(one, Tensor) for one in told.values()):
             if losses.shape == (num_tokens,):
@@ -104,9 +104,9 @@ def checked_loss(found: Any, num_tokens: int, name: str) -> tuple[Tensor, dict[s
 
 
 def checked_advantages(found: Any, num_samples: int, name: str, what: str, num_tokens: int | None = None) -> Tensor:
-    """Return the result of the advantage of this name for `what` of so many samples, or tokens where that is allowed.
+    """Return the result of the advantage `name`, checked and detached. `what` is "a group" or "a step".
 
-    Raises UserError if it is none.
+    Raises UserError unless it has a number for each sample or, if `num_tokens` is given, for each token.
     """
     if isinstance(found, Tensor) and found.shape in ((num_samples,), (num_tokens,)):
         return found.detach()
@@ -129,12 +129,12 @@ def _register(known: dict[str, Any], name: str) -> Callable[[_F], _F]:
 
 
 def find_advantage(name: str, args: Mapping[str, Any] = _NONE) -> AdvantageFunction:
-    """Return the advantage of one group. Raises ConfigError."""
+    """Return the advantage of one group by name, with its arguments. Raises ConfigError."""
     return with_arguments(_find_any_advantage(name), args, "algorithm.advantage_args", 2)
 
 
 def find_batch_advantage(name: str, args: Mapping[str, Any] = _NONE) -> BatchAdvantageFunction | None:
-    """Return None if the name is of one that compares the samples of a group. Raises ConfigError."""
+    """Return the advantage of a step by name, with its arguments; None if it is one of a group. Raises ConfigError."""
     found = _find_any_advantage(name)
     if not any(found is one for one in BATCH_ADVANTAGES.values()):
         return None
@@ -146,12 +146,12 @@ def _find_any_advantage(name: str) -> Any:
 
 
 def find_loss(name: str, args: Mapping[str, Any] = _NONE) -> LossFunction:
-    """Raises ConfigError."""
+    """Return the loss by name, with its arguments. Raises ConfigError."""
     return with_arguments(find(name, "algorithm.loss", LOSSES), args, "algorithm.loss_args", 2)
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
-    """Raise ConfigError for a loss or an advantage that is not there, or does not take its arguments."""
+    """Raise ConfigError for a loss or an advantage that does not exist, or does not take its arguments."""
     find_loss(config.loss, config.loss_args)
     if config.advantage != BY_CRITIC:
         find_advantage(config.advantage, config.advantage_args)
