@@ -1,13 +1,13 @@
-"""Adapters: versions that hold low-rank changes to a base that everybody has already, and what they make of it.
+"""Adapters: versions that hold low-rank (LoRA) changes to a base model, and merging them with that base.
 
-    merge         base + scaling * (b @ a), in place: the one piece of arithmetic, for trainer and workers alike
-    fingerprint   of a model's numbers: an adapter names the base that it was trained on
-    pair_up       a model's tensors, each with what base and adapter make of it
+    merge         base + scaling * (b @ a), in place: the same arithmetic for the trainer and for workers
+    fingerprint   the digest of a model's numbers, by which an adapter names the base it was trained on
+    pair_up       a model's tensors, each with its new value from base and adapter
 
-Rules kept here: merging gives the same bits on every device. A library's matrix product does not: its order of addition
-is its own, and fused multiply-adds round once where others round twice. So products are added in the order of the
-rank, each multiplication and each addition rounded by itself, and the sum is rounded to the base's dtype once.
-An adapter for another base is refused (BadTensors).
+Rules kept here: merging gives the same bits on every device. A library's matrix product does not: it chooses its own
+order of addition, and a fused multiply-add rounds once where separate operations round twice. So products are added in
+the order of the rank, each multiplication and each addition is rounded by itself, and the sum is rounded once to the
+base's dtype. An adapter for another base is refused (BadTensors).
 """
 
 import hashlib
@@ -24,12 +24,15 @@ from polyrl.weights.manifest import AdapterFacts, Manifest, changes_in
 from polyrl.weights.tensors import BadTensors, entry_tensor
 
 _BLOCK_ELEMENTS = {"cuda": 4 << 20, "cpu": 64 << 10}
-"""Merged at a time: as much as stays in a cache over all ranks."""
+"""The number of elements merged at a time: few enough to stay in the cache while all ranks are added."""
 
 
 @torch.no_grad()
 def merge(base: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor) -> None:
-    """Write base + scaling * (b @ a) into `out`. `a` is (rank, columns), `b` (rows, rank); all on one device."""
+    """Write base + scaling * (b @ a) into `out`.
+
+    `a` is (rank, columns) and `b` is (rows, rank). All tensors are on one device.
+    """
     a, b = a.detach().float(), b.detach().float() * torch.tensor(scaling, dtype=torch.float32, device=b.device)
     num_rows = max(1, _BLOCK_ELEMENTS.get(base.device.type, 64 << 10) // max(1, base.shape[1]))
     product = torch.empty((min(num_rows, base.shape[0]), base.shape[1]), dtype=torch.float32, device=base.device)
@@ -44,7 +47,7 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scaling: float, out: Tensor) -> No
 
 
 def fingerprint(parameters: Mapping[str, Tensor]) -> str:
-    """Of names, shapes, dtypes and every number; tied tensors count once (`named_parameters` has them so)."""
+    """Return the digest of names, shapes, dtypes and every number. `named_parameters` lists tied tensors once."""
     facts = [(name, str(one.dtype), list(one.shape), _digest(one)) for name, one in sorted(parameters.items())]
     return hashlib.blake2b(msgspec.json.encode(facts), digest_size=32).hexdigest()
 
@@ -56,7 +59,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 class Base:
-    """What adapters are merged with, in this machine's memory. It costs as much as the model does."""
+    """The weights that adapters are merged with, in this machine's memory. They take as much memory as the model."""
 
     def __init__(self, parameters: Mapping[str, Tensor], name: str) -> None:
         self.parameters = {key: one.detach() for key, one in parameters.items()}
@@ -66,10 +69,10 @@ class Base:
     def pair_up(
         self, model: Mapping[str, Tensor], manifest: Manifest, view: View, *, changed_only: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The model's tensors, each with what it is to be, on the model's device. `changed_only`: those that an
-        adapter changes, for a model that has another adapter of the same base and layout already.
+        """Yield the model's tensors, each with its new value, on the model's device.
 
-        Everything is checked when the first one is asked for: raises BadTensors.
+        `changed_only` yields only the tensors that the adapter changes, for a model that already has another adapter of
+        the same base and layout. All checks are made when the first pair is asked for. Raises BadTensors.
         """
         assert manifest.adapter is not None
         self._check(manifest.adapter)

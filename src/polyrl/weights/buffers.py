@@ -1,8 +1,8 @@
-"""Shared memory without a name: it cannot be left behind, also not by a process that is killed.
+"""Anonymous shared memory: it has no name, so even a process that is killed leaves none of it behind.
 
-Page faults decide how fast bytes move, so a buffer is filled with pages when it is made and then kept. It is sealed:
-its owner writes through the mapping made here; nobody else can, also not who was handed the descriptor. One that is
-larger than the memory that is left is refused before the kernel looks for pages, and for somebody to kill.
+Page faults decide how fast bytes move, so a buffer gets all its pages when it is made, and is then kept. It is sealed:
+its owner writes through the mapping made here, and a process that was passed the descriptor can only read. A buffer
+larger than the available memory is refused here, before the kernel's OOM killer has to find a victim.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from polyrl.errors import UserError
 from polyrl.weights.huge_pages import map_file
 
 _SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1; Python names it from 3.13 on."""
+"""Available since Linux 5.1. Python names it from 3.13 on."""
 
 
 class Buffer:
-    """So many bytes in memory, as a view to write to and as a file to send from."""
+    """A fixed number of bytes in memory, as a view to write to and as a file to send from."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -43,7 +43,7 @@ class Buffer:
 
     @property
     def is_used(self) -> bool:
-        """Whether somebody reads it outside of any store: then it is neither closed nor written to."""
+        """Whether a reader outside of any store uses the buffer. A used buffer is neither closed nor written to."""
         return self._num_users > 0
 
     def use(self) -> None:
@@ -55,7 +55,7 @@ class Buffer:
             self._num_users -= 1
 
     def close(self) -> None:
-        """Give the memory back. One that still has users goes with the last of their views."""
+        """Give the memory back. The memory of a buffer that still has users is freed with the last of their views."""
         if self.is_used or self.fd < 0:
             return
         for prepare in self.before_close:
@@ -75,13 +75,13 @@ class Buffer:
 
 
 def available_bytes(processes: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may still take: of the machine's memory, and of its control group's."""
+    """Return the bytes that this process may still take, bounded by the machine's memory and by its control group's."""
     machine = _read_figures(processes / "meminfo")
     left = (machine["MemAvailable:"] + machine["SwapFree:"]) << 10
-    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+    with contextlib.suppress(OSError, ValueError):  # there is no such group, or the limit is "max"
         allowed = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
-        given_back = _read_figures(group / "memory.stat").get("inactive_file", 0)  # when somebody asks for it
+        given_back = _read_figures(group / "memory.stat").get("inactive_file", 0)  # freed by the kernel on demand
         left = min(left, max(0, allowed - used + given_back))
     return left
 

@@ -1,8 +1,8 @@
-"""The cheapest way from what a worker holds to the version it wants: a delta, several, or a full version first.
+"""The cheapest way from the version a worker holds to the one it wants: one delta, several, or a full version first.
 
-Versions are nodes, named by their digests; a delta is an edge that costs its bytes; a full version is an edge from
-nothing. The way with the fewest bytes is taken, among those the one with the fewest steps, and then the first by name,
-so that the choice is a function of what is offered.
+Versions are nodes, named by their digests. A delta is an edge whose cost is its bytes, and a full version is an edge
+from nothing. The path with the fewest bytes is taken; ties are broken by the fewest steps and then by name, so the
+choice depends only on the offers.
 
 Left out: where the bytes come from, and how fast.
 """
@@ -13,14 +13,14 @@ from typing import NamedTuple, TypeAlias
 
 
 class Full(NamedTuple):
-    """A version as it is."""
+    """A full version, which needs no base."""
 
     target: str
     num_bytes: int
 
 
 class Delta(NamedTuple):
-    """A blob that leads from one version to another."""
+    """A blob that turns one version into another."""
 
     blob: str
     base: str
@@ -32,14 +32,14 @@ ChainStep: TypeAlias = Full | Delta
 
 
 class Chain(NamedTuple):
-    """Steps in the order in which they are taken; none when the target is held already."""
+    """The steps in the order in which they are taken; empty when the target is held already."""
 
     steps: tuple[ChainStep, ...]
     num_bytes: int
 
 
 def cheapest(held: Iterable[str], target: str, offers: Iterable[ChainStep]) -> Chain | None:
-    """How to get to `target` from any version that is held, or from nothing. None: what is offered leads nowhere."""
+    """Return the cheapest chain to `target` from any held version, or from nothing; None if no offer leads there."""
     from_nothing: list[Full] = []
     leaving: dict[str, list[Delta]] = {}
     for offer in offers:
@@ -67,4 +67,4 @@ def cheapest(held: Iterable[str], target: str, offers: Iterable[ChainStep]) -> C
 
 
 _Reached: TypeAlias = tuple[tuple[int, int, str, tuple[str, ...]], tuple[ChainStep, ...]]
-"""A version that can be had: bytes, steps, its digest and the names on the way, which decide; and the way."""
+"""A version that can be reached: its sort key (bytes, steps, digest, names of the steps), and the steps to it."""

@@ -1,8 +1,8 @@
-"""One connection, plain or TLS, on which every wait has a deadline: whoever is late is cut.
+"""One connection, plain or TLS, on which every wait has a deadline. A peer that misses the deadline is cut off.
 
-Sockets block, and a `DeadlineWatch` shuts down those whose deadline has passed: that wakes a thread wherever it hangs,
-also in the middle of `sendfile`. The kernel counts what moved meanwhile, so that a thread may hand it a whole chunk: a
-peer that gave or took `PROGRESS_BYTES` since the last look goes on; one that trickles does not.
+Sockets block, and a `DeadlineWatch` shuts down those whose deadline has passed. That wakes a thread wherever it hangs,
+even inside `sendfile`. A thread can hand the kernel a whole chunk at once, because the kernel counts the bytes that
+move meanwhile: a peer that moved at least `PROGRESS_BYTES` since the last look gets more time, a slower one does not.
 """
 
 import contextlib
@@ -17,11 +17,13 @@ from collections.abc import Callable
 from ipaddress import ip_address
 
 PROGRESS_BYTES = 128 << 10
-"""Who moves so much until the deadline gets another one. Small: many streams may share a source's bandwidth."""
+"""A peer that moves this many bytes before its deadline gets a new deadline. It is small because many streams may
+share a source's bandwidth.
+"""
 _TCP_INFO_BYTES = 136
 _MOVED = struct.Struct("=QQ")
 _MOVED_AT = 120
-"""Where in the kernel's tcp_info the bytes are that were acknowledged and received."""
+"""The offset in the kernel's tcp_info of the counts of acknowledged and of received bytes."""
 _LOOPBACK_CONGESTION = "reno"
 
 
@@ -40,11 +42,11 @@ class Channel:
         self._guard = threading.Lock()
         self._num_moved = 0
         self.moved_at = -math.inf
-        """When it was last seen that enough went over it."""
+        """When the connection was last seen to have moved at least `PROGRESS_BYTES`."""
         self.deadline = time.monotonic() + stall_s
 
     def has_moved(self) -> bool:
-        """Whether enough went over it since this was last asked for."""
+        """Return whether at least `PROGRESS_BYTES` moved since the last call. Always False on a UNIX socket."""
         if self.is_on_host:
             return False
         try:
@@ -59,7 +61,7 @@ class Channel:
         return True
 
     def extend(self, seconds: float | None = None) -> None:
-        """The next thing is due in so long."""
+        """Set the deadline this many seconds from now; by default `stall_s`."""
         self.deadline = time.monotonic() + (self.stall_s if seconds is None else seconds)
 
     @property
@@ -75,7 +77,7 @@ class Channel:
         return self._socket.family == socket.AF_UNIX
 
     def take_files(self, num_bytes: int) -> tuple[bytes, list[int]]:
-        """Some bytes, and the descriptors that came with them."""
+        """Receive up to `num_bytes` bytes, and the file descriptors that came with them."""
         with self._failures("receiving"):
             data, fds, _, _ = socket.recv_fds(self._socket, num_bytes, 1)
         return data, fds
@@ -85,17 +87,17 @@ class Channel:
             socket.send_fds(self._socket, [data], [fd])
 
     def tune(self, congestion: str) -> None:
-        """No delay for small frames; on loopback a congestion control that does not pace."""
+        """Send small frames without delay; on loopback, use a congestion control that does not pace."""
         with self._failures("a fresh connection"):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not congestion and ip_address(self._socket.getpeername()[0]).is_loopback:
                 congestion = _LOOPBACK_CONGESTION
         if congestion:
-            with contextlib.suppress(OSError):  # a name that this system does not have or allow: keep its own choice
+            with contextlib.suppress(OSError):  # this system does not know or allow that name: keep its own choice
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
 
     def encrypt(self, wrap: Callable[[socket.socket], ssl.SSLSocket]) -> None:
-        """TLS from here on. `wrap` leaves the handshake to us, which puts it under the deadline too."""
+        """Switch to TLS. `wrap` must not do the handshake: it is done here, so that the deadline covers it too."""
         with self._failures("TLS"):
             with self._guard:
                 secure = self._socket = wrap(self._socket)
@@ -111,14 +113,17 @@ class Channel:
                 self._socket.sendall(data)
 
     def send_file(self, fd: int, start: int, num_bytes: int) -> None:
-        """Without the bytes passing through this process. They must stay as they are until the other side has them."""
+        """Send part of a file without copying it through this process.
+
+        The bytes must not change until the other side has received them.
+        """
         end, out = start + num_bytes, self._socket.fileno()
         with self._failures("sending"):
             while start < end:
                 start += self._sent(os.sendfile(out, fd, start, end - start))
 
     def receive(self, most: int) -> bytes:
-        """Some bytes, at least one."""
+        """Receive between one and `most` bytes."""
         with self._failures("receiving"):
             data = self._socket.recv(most)
         if not data:
@@ -126,7 +131,7 @@ class Channel:
         return data
 
     def receive_into(self, view: memoryview) -> None:
-        """All of it."""
+        """Fill the whole view."""
         flags = socket.MSG_WAITALL if self.is_plain else 0
         done, num_bytes = 0, len(view)
         with self._failures("receiving"):
@@ -139,16 +144,16 @@ class Channel:
         return data
 
     def cut(self, why: str) -> None:
-        """From any thread: whatever is under way fails, with this reason. Nothing is cut twice."""
+        """Shut down from any thread. Pending operations fail with this reason; later cuts are ignored."""
         with self._guard:
             if self._ended or self._why:
                 return
             self._why = why
-            with contextlib.suppress(OSError):  # the other side may have been faster
+            with contextlib.suppress(OSError):  # the other side may have closed it already
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """By the thread that uses it."""
+        """Close the socket. Only the thread that uses the channel may call this."""
         with self._guard:
             self._ended = True
             with contextlib.suppress(OSError):
@@ -170,7 +175,7 @@ class Channel:
 
 
 class DeadlineWatch:
-    """Cuts the channels whose deadline has passed. One thread looks after all of them."""
+    """Cuts the channels whose deadline has passed. One thread watches all of them."""
 
     def __init__(self, name: str) -> None:
         self._channels: list[Channel] = []
@@ -191,7 +196,7 @@ class DeadlineWatch:
             self._channels.remove(channel)
 
     def close(self) -> None:
-        """Cut all."""
+        """Cut all channels, and end the thread."""
         with self._guard:
             self._stop.set()
             channels = list(self._channels)

@@ -1,11 +1,11 @@
-"""A blob as fixed-size chunks with a digest each: what is verified, asked for again, and passed on.
+"""A blob as chunks of fixed size with a digest each: the unit that is verified, requested again and passed on.
 
-A blob is a run of bytes that has a name: a full version, or a delta. Two hashes. `xxh3-128` finds every fault of
-hardware and software at the speed of memory; it does not stop somebody who makes wrong bytes on purpose, which takes
-milliseconds. `blake3` does: what another machine's worker passes on is known by that alone.
+A blob is a named run of bytes: a full version, or a delta. There are two hashes. `xxh3-128` detects every hardware or
+software fault at the speed of memory, but a forged chunk with the same digest takes only milliseconds to make.
+`blake3` cannot be forged, so bytes relayed by a worker on another machine are accepted only under `blake3`.
 
-A table that does not fit its own numbers cannot be built, and so cannot be decoded. What a table belongs to, and who
-vouches for it, is the manifest's business.
+A table whose numbers do not agree cannot be built, and therefore cannot be decoded. The manifest says which blob a
+table belongs to, and who vouches for it.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _HASHES: dict[HashName, tuple[int, Callable[[View], bytes]]] = {"xxh3-128": (16,
 
 
 UNFORGEABLE: tuple[HashName, ...] = ("blake3",)
-"""Nobody can make other bytes of the same digest."""
+"""Hashes for which nobody can make other bytes with the same digest."""
 
 
 class ChunkTable(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
     chunk_bytes: int
     hash: HashName
     digests: bytes
-    """One after the other, 16 or 32 bytes each."""
+    """The digests one after the other, 16 or 32 bytes each."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_bytes <= MAX_BLOB_BYTES:
@@ -66,7 +66,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
         return -(-self.num_bytes // self.chunk_bytes)
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """First byte of a chunk, and the byte after its last."""
+        """Return the first byte of a chunk, and the byte after its last."""
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.num_bytes)
 
@@ -75,7 +75,7 @@ class ChunkTable(msgspec.Struct, frozen=True):
         return self.digests[index * size : (index + 1) * size]
 
     def holds(self, index: int, chunk: View) -> bool:
-        """Whether these are the bytes of that chunk."""
+        """Return whether `chunk` has the digest of the chunk at `index`."""
         return digest_function(self.hash)(chunk) == self.digest_of(index)
 
 
@@ -88,7 +88,7 @@ def digest_function(hash: HashName) -> Callable[[View], bytes]:
 
 
 def table_of(view: View, chunk_bytes: int = CHUNK_BYTES, hash: HashName = "xxh3-128", threads: int = 1) -> ChunkTable:
-    """Hash every chunk. The table is the same for any number of threads."""
+    """Hash every chunk. The table does not depend on the number of threads."""
     view = memoryview(view).cast("B")
     num_bytes, digest = view.nbytes, digest_function(hash)
     starts = range(0, num_bytes, chunk_bytes)
@@ -101,7 +101,7 @@ def table_of(view: View, chunk_bytes: int = CHUNK_BYTES, hash: HashName = "xxh3-
 
 
 def bad_chunks(view: View, table: ChunkTable, threads: int = 1) -> list[int]:
-    """The chunks whose bytes are not those of the table. A blob of another size has nothing right."""
+    """Return the chunks whose bytes do not match the table: all of them if the blob has another size."""
     view = memoryview(view).cast("B")
     if view.nbytes != table.num_bytes:
         return list(range(max(1, table.num_chunks)))

@@ -1,18 +1,18 @@
-"""The difference of two versions, without loss and in about a hundredth of the bytes.
+"""The difference between two versions, lossless and in about a hundredth of the bytes.
 
-A step of RL changes about one element in a hundred, mostly by one unit in the last place. So a tensor is cut into parts
-of PART_ELEMENTS, and a part is written in the smallest of these ways; one in which nothing changed is not written:
+A step of RL changes about one element in a hundred, mostly by one unit in the last place. So each tensor is cut into
+parts of PART_ELEMENTS, and each part is written in the smallest of these encodings. Unchanged parts are not written.
 
-    sparse   which elements: the number of unchanged ones before each, in bytes; 255 says 255 more, and go on.
-             by how much: the difference of the bits as an integer, zigzag (0 -1 1 -2 2 ...), in bytes; 255 says: wide.
-             Both through zstd, then the wide differences as they are.
-    planes   the zigzag differences of all elements, all their lowest bytes first; each plane through zstd
+    sparse   positions: the number of unchanged elements before each change, in bytes; 255 means 255 and more to come.
+             differences: those of the bits as integers, zigzag (0 -1 1 -2 2 ...), in bytes; 255 marks a wide one.
+             Both are compressed with zstd; the wide differences follow uncompressed.
+    planes   the zigzag differences of all elements, all their lowest bytes first; each plane is compressed with zstd
     raw      the new bytes
 
-Rules kept here: bits are integers and nothing else, so NaN payloads, signed zeros and denormals survive. The output is
-a function of the input, for any number of threads. Of a blob nothing is believed: sizes are checked before memory is
-taken, positions before they are written to. After BadDelta the target is neither version. Whether the result is the
-right one is decided by the chunk digests of the target's manifest, which the caller compares.
+Rules kept here: elements are treated as integers only, so NaN payloads, signed zeros and denormals survive. The output
+depends on the input alone, for any number of threads. Blobs are not trusted: sizes are checked before memory is
+allocated, and positions before they are written to. After BadDelta the target is neither version. The caller checks
+the result against the chunk digests of the target's manifest.
 """
 
 import struct
@@ -28,13 +28,13 @@ from polyrl.weights.chunks import CHUNK_BYTES, HashName, View, table_of
 from polyrl.weights.manifest import DeltaManifest, DeltaPart, Encoding, Layout, Manifest, TensorEntry, check_delta
 
 Bits: TypeAlias = np.ndarray[Any, Any]
-"""Elements as unsigned integers of their size."""
+"""Elements as unsigned integers of the same size."""
 
 PART_ELEMENTS = 1 << 21
-"""Large enough that a part's place costs nothing beside it, small enough that threads share the work evenly."""
+"""The elements of a part: enough that its header costs nothing beside it, few enough that threads share evenly."""
 _WORD_BYTES = 8
 _BLOCK_WORDS = 1 << 15
-"""Compared at once: old, new and the mask stay in a core's cache."""
+"""The words compared at once: old, new and the mask stay in a core's cache."""
 ESCAPE = 255
 ZSTD_LEVEL = 1
 _SPARSE = struct.Struct("<IIIII")
@@ -42,18 +42,18 @@ _PLANE = struct.Struct("<I")
 
 
 class BadDelta(ValueError):
-    """A blob that cannot be applied. The message says which part of which tensor, and why, in a line."""
+    """A blob that cannot be applied. The message names the part, the tensor and the reason, in one line."""
 
 
 class Piece(NamedTuple):
-    """Where a part comes from, before it is known how it will be written."""
+    """The place of a part in a version, before its encoding is chosen."""
 
     tensor: int
     first: int
     num_elements: int
     item_bytes: int
     start: int
-    """Its first byte in a version."""
+    """The piece's first byte in a version."""
 
 
 class Encoded(NamedTuple):
@@ -64,7 +64,7 @@ class Encoded(NamedTuple):
 
 
 def make(base: Manifest, target: Manifest, old: View, new: View, *, threads: int = 1) -> tuple[DeltaManifest, bytes]:
-    """The delta between two versions, ready to be offered."""
+    """Return the delta between two versions, with its digests. Raises ValueError if their layouts differ."""
     if base.layout.fingerprint != target.layout.fingerprint:
         raise ValueError("two versions of different layouts have no delta")
     encoded = encode(old, new, target.layout, threads=threads)
@@ -80,14 +80,14 @@ def seal(
     hash: HashName | None = None,
     threads: int = 1,
 ) -> tuple[DeltaManifest, bytes]:
-    """Put the segments together, with digests. The hash is the target's unless another is named."""
+    """Join the segments and compute their digests, with the target's hash unless another is given."""
     blob = b"".join(encoded.segments)
     chunks = table_of(blob, chunk_bytes, target.chunks.hash if hash is None else hash, threads)
     return DeltaManifest(base.digest, target.digest, target.layout.fingerprint, encoded.parts, chunks), blob
 
 
 def encode(old: View, new: View, layout: Layout, *, threads: int = 1, part_elements: int = PART_ELEMENTS) -> Encoded:
-    """What turns `old` into `new`, both versions of this layout."""
+    """Return the parts that turn `old` into `new`; both are versions of this layout."""
     old_bytes, new_bytes = _version_bytes(old, layout), _version_bytes(new, layout)
 
     def write(piece: Piece) -> tuple[Encoding, bytes] | None:
@@ -98,7 +98,7 @@ def encode(old: View, new: View, layout: Layout, *, threads: int = 1, part_eleme
 
 
 def assemble(pieces: Sequence[Piece], written: Iterable[tuple[Encoding, bytes] | None]) -> Encoded:
-    """Parts and segments, from how each piece was written; None is one in which nothing changed."""
+    """Combine the encoded pieces into parts and segments. None stands for an unchanged piece."""
     parts: list[DeltaPart] = []
     segments: list[bytes] = []
     for piece, one in zip(pieces, written, strict=True):
@@ -110,7 +110,7 @@ def assemble(pieces: Sequence[Piece], written: Iterable[tuple[Encoding, bytes] |
 
 
 def pieces_of(layout: Layout, part_elements: int = PART_ELEMENTS) -> Iterator[Piece]:
-    """How a layout is cut, in the order of its bytes."""
+    """Yield the pieces of a layout, in the order of their bytes."""
     for index, tensor in enumerate(layout.tensors):
         size = tensor.item_bytes
         for first in range(0, tensor.num_elements, part_elements):
@@ -119,9 +119,9 @@ def pieces_of(layout: Layout, part_elements: int = PART_ELEMENTS) -> Iterator[Pi
 
 
 def apply(delta: DeltaManifest, layout: Layout, blob: View, target: View, *, threads: int = 1) -> None:
-    """Turn the base in `target` into the version that the delta leads to, in place. Raises BadDelta, BadManifest.
+    """Turn the base in `target` into the delta's target version, in place. Raises BadDelta or BadManifest.
 
-    Digests are the caller's: those of the blob before, those of the target after.
+    The caller checks digests: those of the blob before this call, those of the target after it.
     """
     check_delta(delta, layout)
     blob = memoryview(blob).cast("B")
@@ -144,7 +144,7 @@ def apply(delta: DeltaManifest, layout: Layout, blob: View, target: View, *, thr
 
 
 def encode_piece(old: Bits, new: Bits) -> tuple[Encoding, bytes] | None:
-    """The smallest way to write one piece; None when nothing changed."""
+    """Return the smallest encoding of one piece, or None if nothing changed."""
     words = _unequal_words(old, new)
     num_words = new.nbytes // _WORD_BYTES
     if len(words) > num_words * 7 // 8 and np.count_nonzero(old != new) > len(new) // 2:
@@ -168,19 +168,22 @@ def _smallest(ways: list[tuple[Encoding, bytes]], new: Bits) -> tuple[Encoding, 
 
 
 def count_changes(old: View, new: View, tensor: TensorEntry) -> int:
-    """How many elements of a tensor differ between two versions."""
+    """Return how many elements of a tensor differ between two versions."""
     kind = f"<u{tensor.item_bytes}"
     before, after = (np.frombuffer(view, kind, tensor.num_elements, tensor.start) for view in (old, new))
     return int(np.count_nonzero(before != after))
 
 
 def is_surely_sparse(num_elements: int, num_changes: int, num_wide: int) -> bool:
-    """Few changes, and most of them small: planes need not be tried."""
+    """Return whether changes are so few and mostly so small that the planes encoding need not be tried."""
     return num_changes <= num_elements // 3 and num_wide <= num_changes // 8
 
 
 def _unequal_words(old: Bits, new: Bits) -> Bits:
-    """Which runs of eight bytes differ: most are equal, and this looks at several elements at once."""
+    """Return the indices of the 8-byte words that differ.
+
+    Most words are equal, and comparing words looks at several elements at once.
+    """
     num_words = new.nbytes // _WORD_BYTES
     old, new = (one.view(np.uint8)[: num_words * _WORD_BYTES].view(np.uint64) for one in (old, new))
     found = [np.empty(0, np.int64)]
@@ -191,7 +194,7 @@ def _unequal_words(old: Bits, new: Bits) -> Bits:
 
 
 def _changes_in(words: Bits, old: Bits, new: Bits) -> tuple[Bits, Bits]:
-    """Positions and zigzag differences of the elements that differ, in these words and behind the last whole one."""
+    """Return positions and zigzag differences of the changed elements in these words and after the last whole word."""
     per_word = _WORD_BYTES // old.itemsize
     head = len(new) // per_word * per_word
     old_near = old[:head].view(np.uint64).take(words).view(old.dtype)
@@ -208,7 +211,7 @@ def _changes_in(words: Bits, old: Bits, new: Bits) -> tuple[Bits, Bits]:
 
 
 def zigzag(differences: Bits) -> Bits:
-    """Unsigned differences, that wrap around, as small numbers: 0 -1 1 -2 2 is 0 1 2 3 4."""
+    """Map differences that wrap around to small unsigned numbers: 0 -1 1 -2 2 becomes 0 1 2 3 4."""
     signed = differences.view(f"i{differences.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * differences.itemsize - 1))).view(differences.dtype)
 
@@ -218,13 +221,13 @@ def unzigzag(codes: Bits) -> Bits:
 
 
 def split_wide(differences: Bits) -> tuple[Bits, Bits]:
-    """One byte each, and those that do not fit in one."""
+    """Return each difference as one byte, ESCAPE for a wide one, and the wide differences in full."""
     codes = np.minimum(differences, ESCAPE).astype(np.uint8)
     return codes, differences[codes == ESCAPE]
 
 
 def gap_bytes(positions: Bits) -> Bits:
-    """How many elements lie between one position and the next, in bytes: 255 for every 255 of them, then the rest."""
+    """Return the number of elements between changes in bytes: 255 for every 255 of them, then the rest."""
     gaps = np.empty(len(positions), np.int32)
     gaps[0] = positions[0]
     np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="same_kind")
@@ -301,7 +304,7 @@ _READERS: dict[Encoding, Callable[[memoryview, Bits], None]] = {
 
 
 class _Zstd(threading.local):
-    """A compressor may be used by one thread at a time."""
+    """One compressor and decompressor per thread, since neither may be shared between threads."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
@@ -316,7 +319,10 @@ def _compress(data: Bits) -> bytes:
 
 
 def _decompress(data: memoryview, num_bytes: int) -> Bits:
-    """A frame says how much it holds, and zstd takes the memory for it: so that is looked at first."""
+    """Decompress one zstd frame of exactly `num_bytes`. Raises BadDelta.
+
+    The frame states its own size, and zstd allocates that much, so the size is checked first.
+    """
     found = zstandard.get_frame_parameters(data).content_size
     if found != num_bytes:
         raise BadDelta(f"a frame of {found} bytes; expected {num_bytes}")
@@ -343,7 +349,7 @@ _Out = TypeVar("_Out")
 
 
 def _map(function: Callable[[_In], _Out], items: Sequence[_In], threads: int) -> list[_Out]:
-    """zstd and numpy let go of the interpreter, so threads help."""
+    """Apply the function to every item, in threads. zstd and numpy release the GIL, so threads help."""
     if threads <= 1 or len(items) <= 1:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:

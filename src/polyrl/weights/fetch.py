@@ -1,15 +1,16 @@
-"""Fetching one blob from several sources at once: who gives which chunk, and what happens when one dies or lies.
+"""Fetching one blob from several sources at once: which source gives which chunk, and what happens when one fails.
 
-The rule. Each stream takes a chunk that its source has and the fewest neighbours have, any one of those; from the
-trainer only what no neighbour has or is getting, unless the neighbours have given nothing for a while. With one source
-that is a chain: chunks come as the source gets them. With the trainer and all neighbours it is a swarm: each chunk
-leaves the trainer about once.
+Each stream takes a chunk that its source has and the fewest neighbours have, chosen at random among those. The trainer
+is only asked for chunks that no neighbour has or is getting, unless the neighbours have given nothing for a while. With
+one source this is a chain: chunks arrive as the source gets them. With the trainer and all neighbours it is a swarm:
+each chunk leaves the trainer about once.
 
-A chunk is verified in the thread that received it, while it is hot, and only then marked: from there on it is relayed
-and never written again. A stream that breaks gives its chunks back and is dialled again; a source that keeps breaking
-is dead. One cut may take down all streams of a source: those that were dialled before its last failure belong to that
-failure, and all wait before they dial again. A wrong chunk makes its source bad, unless the source says that the blob
-is gone: then it was overwritten under way (`store`). Fetching goes on while one source is alive.
+A chunk is verified by the thread that received it, while it is still in the cache, and only then marked as right. From
+then on it is relayed and never written again. A stream that breaks returns its chunks and is dialled again; a source
+that keeps breaking counts as dead. One cut may break all streams of a source: streams dialled before the source's last
+failure count towards that failure, and all of them wait before they dial again. A wrong chunk makes its source bad,
+unless the source says that it no longer has the blob: then the chunk was overwritten in transit (`store`). The fetch
+continues as long as one source is alive.
 """
 
 import math
@@ -28,17 +29,17 @@ from polyrl.weights.settings import TransferError
 from polyrl.weights.store import Blob, Store
 
 NUM_AHEAD = 2
-"""Requests of a stream that are under way at once. What is under way cannot be taken from another source."""
+"""The requests that a stream has in flight. A chunk in flight cannot be taken from another source."""
 REQUEST_BYTES = 16 << 20
-"""At most. Each request is a turn of Python on both sides, and wakes them."""
+"""The most bytes of a request. Each request costs Python time, and a wake-up, on both sides."""
 PATIENCE_S = 1.0
-"""The trainer is asked for what neighbours have after they have given nothing for so long."""
+"""The trainer is asked for chunks that neighbours have once the neighbours have given nothing for this long."""
 APPEAR_S = 20.0
-"""How long nothing may come before we give up."""
+"""How long nothing may arrive before the fetch gives up."""
 IDLE_S = 3600.0
-"""A connection may wait so long for something to ask; the source may end it earlier, and it is dialled again."""
+"""How long a connection may wait with nothing to ask. If the source ends it earlier, it is dialled again."""
 _MAX_FAILURES = 4
-"""Without a chunk in between."""
+"""The number of failures in a row, without a chunk in between, after which a source counts as dead."""
 _FIRST_PAUSE_S, _PAUSE_GROWTH = 0.1, 4.0
 _NUM_BITES = 32
 _HAVE_WAIT_S = 2.0
@@ -47,39 +48,39 @@ _MAX_HAVE_PAUSE_S = 0.05
 _PROGRESS_EVERY_S = 0.1
 
 OnProgress = Callable[[int, int], None]
-"""Is told the bytes that are verified, and all."""
+"""A callback that gets the number of verified bytes and the total."""
 
 
 Stream: TypeAlias = RemoteStream | HostStream | MooncakeStream
 
 
 class WrongChunk(Exception):
-    """A source gave bytes that are not those of their digest."""
+    """A source gave bytes that do not match their digest."""
 
 
 class ChunkSource:
-    """One process that may have chunks of the blob, reached at one address."""
+    """One process that may have chunks of the blob, at one address."""
 
     def __init__(self, address: str, node: bytes, *, origin: bool, complete: bool) -> None:
         self.address, self.node, self.origin, self.is_complete = address, node, origin, complete
         self.have = np.zeros(0, np.bool_)
         self.claimed = np.zeros(0, np.bool_)
-        """What it is getting from the trainer."""
+        """The chunks that the source is getting from the trainer."""
         self.is_followed = not complete
-        """Whether it still gets chunks, and is asked which."""
+        """Whether the source is still getting chunks, and is asked which it has."""
         self.failure = ""
-        """Why it is not asked any more."""
+        """Why the source is not asked any more; empty while it is."""
         self.is_bad = False
         self.lacks_mooncake = False
         self.num_failures = 0
-        """Since the last chunk."""
+        """The number of failures since the last chunk."""
         self.failed_at = self.dial_at = -math.inf
-        """When it failed last, and when it may be dialled again."""
+        """When the source last failed, and when it may be dialled again."""
         self.num_chunks_given = 0
 
 
 class Fetch:
-    """One blob, once. The caller's thread coordinates; every stream has a thread of its own."""
+    """The fetch of one blob. The caller's thread coordinates; every stream has a thread of its own."""
 
     def __init__(
         self,
@@ -91,7 +92,11 @@ class Fetch:
         *,
         relayed: bool = False,
     ) -> None:
-        """`relayed`: no source is the trainer, which has it too. So these must be fast enough."""
+        """Prepare the fetch.
+
+        `relayed` means that no source is the trainer. Then a minimum speed is required, because the trainer has the
+        blob too.
+        """
         self._relayed = relayed
         self._blob, self._store, self._dialer, self._stop = blob, store, dialer, stop
         num_chunks = blob.table.num_chunks
@@ -101,7 +106,7 @@ class Fetch:
             source.claimed = np.zeros(num_chunks, np.bool_)
         self._open = ~blob.right
         self._holders = np.zeros(num_chunks, np.int16)
-        bite = num_chunks // (_NUM_BITES * len(sources))  # small, so that there is something left to share
+        bite = num_chunks // (_NUM_BITES * len(sources))  # small, so that chunks are left to share among sources
         self._run_chunks = max(1, min(REQUEST_BYTES // blob.table.chunk_bytes, bite))
         self._changed = threading.Condition()
         self._over = False
@@ -111,7 +116,7 @@ class Fetch:
         self._count_holders()
 
     def run(self, deadline: float, on_progress: OnProgress | None = None) -> None:
-        """Returns when every chunk is verified. Raises TransferError."""
+        """Return when every chunk is verified. Raises TransferError."""
         if self._blob.complete:
             return
         num_streams = max(1, self._dialer.settings.streams // len(self._sources))
@@ -138,7 +143,7 @@ class Fetch:
                 target(source)
                 is_over = True
             finally:
-                if not is_over:  # a bug of ours: its traceback is printed, and the fetch does not wait for it
+                if not is_over:  # a bug of ours: its traceback is printed, and the fetch does not wait for this source
                     self._bury(source, "this side failed", is_bad=False)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
@@ -175,12 +180,12 @@ class Fetch:
                 raise self._failed(f"nothing came for {quiet_s:.0f} s")
 
     def _pace_bytes_per_s(self, left_s: float) -> float:
-        """Enough to be done while there is as much time again, for the trainer."""
+        """Return the rate that finishes in half of the time left, so that the trainer can still be tried after it."""
         left = (self._blob.table.num_chunks - self._blob.num_right) * self._blob.table.chunk_bytes
         return left / max(1.0, left_s / 2)
 
     def _least_bytes_per_s(self, pace: float, alive: Sequence[ChunkSource]) -> float:
-        """What relays must give. One that is still fetching itself is no faster than its own source."""
+        """Return the minimum rate of relays. A relay that is still fetching is no faster than its own source."""
         if not self._relayed:
             return 0.0
         floor = self._dialer.settings.min_relay_mb_s * 1e6
@@ -195,7 +200,7 @@ class Fetch:
     # What a source has.
 
     def _follow(self, source: ChunkSource) -> None:
-        """Learn which chunks a source has, until it has all."""
+        """Learn which chunks a source has, until it has all of them."""
         revision = 0
         while self._goes_on(source):
             began = self._wait_to_dial(source)
@@ -263,7 +268,7 @@ class Fetch:
             except SourceRefused as no:
                 self._was_refused(source, began, no)
             except (OSError, ProtocolError) as error:
-                source.lacks_mooncake = True  # if that was how; plain TCP is the next try
+                source.lacks_mooncake = True  # in case mooncake failed: the next try uses plain TCP
                 self._stumble(source, began, error)
             finally:
                 if link is not None:
@@ -276,7 +281,7 @@ class Fetch:
             return bool((self._open & source.have).any())
 
     def _wait_to_dial(self, source: ChunkSource) -> float:
-        """Wait out the pause after a failure. The time that it is then."""
+        """Wait out the pause after a failure, and return the time at its end."""
         with self._changed:
             while (now := time.monotonic()) < source.dial_at and self._goes_on(source):
                 self._changed.wait(source.dial_at - now)
@@ -290,7 +295,10 @@ class Fetch:
         return self._enter(source, link)
 
     def _reach_on_host(self, source: ChunkSource) -> SourceLink | None:
-        """A source on this host, in this network namespace, hands its buffer over. None: it is not, or does not."""
+        """Connect to a source on this host and in this network namespace, which then shares its buffer.
+
+        Return None if the source is elsewhere, is still getting chunks, or does not share.
+        """
         if not self._dialer.settings.shared_memory or not source.is_complete:
             return None
         try:
@@ -309,12 +317,12 @@ class Fetch:
     def _leave(self, link: SourceLink) -> None:
         with self._changed:
             self._links.pop(link, None)
-            link.look()  # it may have moved much since the watch looked
-            self._moved_at = max(self._moved_at, link.moved_at)  # parts of a chunk are something, too
+            link.look()  # bytes may have moved since the watch last looked
+            self._moved_at = max(self._moved_at, link.moved_at)  # a part of a chunk is progress, too
         link.close()
 
     def _drain(self, source: ChunkSource, link: SourceLink) -> None:
-        """Ask a few requests ahead, and read the answers, until there is nothing for this stream to do."""
+        """Keep a few requests in flight and read the answers, until there is nothing left for this stream."""
         asked: deque[range] = deque()
         stream = self._stream_over(link, source)
         try:
@@ -362,7 +370,10 @@ class Fetch:
                 self._changed.notify_all()
 
     def _choose(self, source: ChunkSource, most: int, *, can_wait: bool) -> list[range]:
-        """The next requests of a stream, taken for it. Waits for one if it has none; empty when there is no more."""
+        """Choose the next requests of a stream and reserve their chunks for it.
+
+        With `can_wait`, wait until there is one. Return an empty list when nothing is left.
+        """
         with self._changed:
             while True:
                 chosen: list[range] = []
@@ -400,10 +411,10 @@ class Fetch:
             if runs:
                 self._changed.notify_all()
 
-    # What goes wrong.
+    # Failures.
 
     def _suspect(self, source: ChunkSource, error: WrongChunk) -> None:
-        """A wrong chunk: did the source lie, or did it give the blob up while we read?"""
+        """Find out whether the source of a wrong chunk is bad, or gave the blob up while the chunk was read."""
         link: SourceLink | None = None
         try:
             link = self._reach(source)
@@ -419,7 +430,7 @@ class Fetch:
                 self._leave(link)
 
     def _was_refused(self, source: ChunkSource, began: float, no: SourceRefused) -> None:
-        """One that still gets chunks may have lost some; one that had all has given the blob up."""
+        """Handle a refusal. A source that still gets chunks may have lost some; a complete one gave the blob up."""
         if source.is_followed:
             self._forget(source)
             self._stumble(source, began, no)
@@ -427,7 +438,7 @@ class Fetch:
             self._bury(source, str(no), is_bad=False)
 
     def _stumble(self, source: ChunkSource, began: float, error: Exception) -> None:
-        """A connection that was begun then is of no more use. Dial again after a pause, but not for ever."""
+        """Handle a failed connection, dialled at `began`: dial again after a backoff, a few times at most."""
         is_nonsense = isinstance(error, ProtocolError)
         with self._changed:
             if self._over:
@@ -450,7 +461,7 @@ class Fetch:
         self._cut(source, why)
 
     def _cut(self, source: ChunkSource, why: str) -> None:
-        """Wake the threads that wait for it."""
+        """Cut all links to a source, which wakes the threads that wait on them."""
         with self._changed:
             links = [link for link, its in self._links.items() if its is source]
         for link in links:

@@ -1,12 +1,12 @@
-"""A version as a directory: safetensors in shards, as Hugging Face names them, and `manifest.json`.
+"""A version as a directory: safetensors in shards, named as Hugging Face names them, and `manifest.json`.
 
-For engines that load from disk, for shared directories and object stores, and for looking at versions by hand. A plain
-model directory, which has no manifest, can be read too: it is version 0 of itself.
+For engines that load from disk, for shared directories and object stores, and for inspecting versions by hand. A plain
+model directory, which has no manifest, can be read too: it counts as version 0.
 
-Rules kept here: a directory appears whole, under its name, or not at all. Nothing is believed: names of files are plain
-names, offsets lie in their file and do not overlap, and with a manifest every chunk is compared before bytes are handed
-out. What is wrong is one line with the path (BadFolder). The format is read and written here, without its library: that
-has no bfloat16 without torch. A test holds the two together. Left out: pickled weights.
+Rules kept here: a directory appears whole, under its final name, or not at all. Its content is not trusted: file names
+must be plain names, offsets must lie in their file and not overlap, and with a manifest every chunk is checked before
+bytes are returned. Errors are one line with the path (BadFolder). The format is read and written here, without the
+safetensors library, which supports bfloat16 only with torch; a test compares the two. Left out: pickled weights.
 """
 
 import json
@@ -64,14 +64,14 @@ class BadFolder(UserError):
 
 
 class Place(NamedTuple):
-    """Where a tensor's bytes are."""
+    """The place of a tensor's bytes."""
 
     file: Path
     offset: int
 
 
 class Found(NamedTuple):
-    """The tensors in a directory's safetensors, and where they lie."""
+    """The tensors in a directory's safetensors files, and their places."""
 
     specs: dict[str, Spec]
     places: dict[str, Place]
@@ -85,9 +85,9 @@ def write(
     beside: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a version into a new directory. `beside` are other small files: a config, a tokenizer.
+    """Write a version into a new directory. `beside` holds other small files: a config, a tokenizer.
 
-    Names that are tied are left out, as Hugging Face leaves them out. Raises BadFolder if there is something already.
+    Tied names are left out, as Hugging Face does. Raises BadFolder if the directory exists.
     """
     if folder.exists():
         raise BadFolder(f"{folder}: is there already; a version is written into a new directory")
@@ -115,7 +115,10 @@ def _write_shards(folder: Path, layout: Layout, view: memoryview, shard_bytes: i
 
 
 def _shards(layout: Layout, shard_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Tensors in order, a new shard where the next would not fit; one larger than a shard has its own."""
+    """Yield the tensors in order, with a new shard where the next tensor would not fit.
+
+    A tensor larger than a shard gets a shard of its own.
+    """
     shard: list[TensorEntry] = []
     num_bytes = 0
     for one in layout.tensors:
@@ -128,7 +131,7 @@ def _shards(layout: Layout, shard_bytes: int) -> Iterator[list[TensorEntry]]:
 
 
 def header_of(tensors: Iterable[Spec], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the beginning of a safetensors file that holds these tensors one after the other."""
+    """Return the header of a safetensors file that holds these tensors one after the other."""
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
     for name, dtype, shape in tensors:
@@ -149,7 +152,7 @@ def _write_file(path: Path, pieces: list[bytes | memoryview]) -> None:
 
 
 def read_manifest(folder: Path, digest: str | None = None) -> Manifest | None:
-    """The directory's manifest; None when it has none. With a digest it must be that one. Raises BadFolder."""
+    """Return the directory's manifest, or None if it has none. Raises BadFolder, also if the digest is not `digest`."""
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -160,7 +163,7 @@ def read_manifest(folder: Path, digest: str | None = None) -> Manifest | None:
 
 
 def layout_in(folder: Path, found: Found | None = None) -> Layout:
-    """The layout of a plain model directory, by its files' headers alone. Raises BadFolder."""
+    """Return the layout of a plain model directory, from its files' headers alone. Raises BadFolder."""
     specs = (scan(folder) if found is None else found).specs
     try:
         return lay_out(specs.values(), architecture=_architecture(folder))
@@ -169,9 +172,9 @@ def layout_in(folder: Path, found: Found | None = None) -> Layout:
 
 
 def read(folder: Path, digest: str | None = None, *, threads: int = 1) -> tuple[Manifest, bytearray]:
-    """A directory's version, compared with its manifest where it has one. Raises BadFolder.
+    """Read a directory's version, and check it against its manifest if there is one. Raises BadFolder.
 
-    Without a digest from somewhere else, this finds faults; somebody who changed files and manifest it does not find.
+    Without a digest from elsewhere this detects damage, but not a deliberate change of both files and manifest.
     """
     found = scan(folder)
     manifest = read_manifest(folder, digest)
@@ -190,7 +193,7 @@ def read(folder: Path, digest: str | None = None, *, threads: int = 1) -> tuple[
 
 
 def copy_into(layout: Layout, found: Found, folder: Path, view: View) -> None:
-    """Read every tensor of a layout into its place. The digests are the caller's to compare. Raises BadFolder."""
+    """Read every tensor of a layout into its place in `view`. The caller checks digests. Raises BadFolder."""
     out = memoryview(view).cast("B")
     for one in layout.tensors:
         spec = found.specs.get(one.name)
@@ -215,7 +218,7 @@ def _read_bytes(place: Place, out: memoryview) -> None:
 
 
 def scan(folder: Path) -> Found:
-    """All tensors in a directory's safetensors, from their headers. Raises BadFolder."""
+    """Return all tensors in a directory's safetensors files, from the headers. Raises BadFolder."""
     if not folder.is_dir():
         raise BadFolder(f"{folder}: no such directory")
     files = _files(folder)
@@ -232,7 +235,7 @@ def scan(folder: Path) -> Found:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that the index names, or all where there is none."""
+    """Return the files that the index names, or all safetensors files if there is no index."""
     index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
@@ -257,7 +260,7 @@ class _Entry(msgspec.Struct):
 
 
 def _scan_file(file: Path) -> Iterator[tuple[Spec, int]]:
-    """Tensors and where their bytes begin in the file."""
+    """Yield the tensors of a file, each with the offset of its first byte."""
     try:
         with file.open("rb") as opened:
             num_file_bytes = os.fstat(opened.fileno()).st_size
@@ -286,7 +289,7 @@ def _scan_file(file: Path) -> Iterator[tuple[Spec, int]]:
 
 
 def _architecture(folder: Path) -> str:
-    """Return the architecture that the directory's config names; empty where it names none."""
+    """Return the architecture that the directory's config names; empty if it names none."""
     names = read_or_nothing(folder, "config.json").get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 

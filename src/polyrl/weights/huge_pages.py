@@ -1,11 +1,12 @@
-"""A file in memory, mapped on huge pages where the kernel can give some.
+"""A file in memory, mapped on huge pages where the kernel provides them.
 
-Why: `sendfile` hands over page after page, and pages of one huge page leave as one piece. Both ends of a pull take a
-third less CPU time for it, and a buffer is filled ten times sooner. Kernels give shared memory none unless an
-administrator says so (`shmem_enabled`). But any process may ask for what it has mapped to be collapsed (Linux 6.1),
-range by range, if the mapping is aligned, which the standard library's is not, and if each range has a page already.
+The reason: `sendfile` hands over one page after the other, and the parts of a huge page leave as one piece. Both ends
+of a pull then take a third less CPU time, and a buffer is filled ten times sooner. Kernels give shared memory no huge
+pages unless an administrator allows it (`shmem_enabled`). But any process may ask for its mapping to be collapsed into
+huge pages (Linux 6.1), range by range, if the mapping is aligned, which the standard library's is not, and if each
+range already has a page.
 
-Where a kernel does less there are small pages, and nothing else changes.
+A kernel that supports less gives small pages, and nothing else changes.
 """
 
 import ctypes
@@ -14,9 +15,10 @@ import os
 import weakref
 
 HUGE_BYTES = 2 << 20
-"""On x86, and on arm with small pages of 4 KiB. Elsewhere this aligns too much or too little, and does no harm."""
+"""The size on x86, and on arm with 4 KiB pages. Elsewhere the alignment is too large or too small, which is harmless.
+"""
 _POPULATE_WRITE = 23
-"""Linux 5.14."""
+"""Available since Linux 5.14."""
 _COLLAPSE = 25
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
@@ -30,9 +32,9 @@ _UNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def map_file(fd: int, num_bytes: int) -> memoryview:
-    """An empty file, grown to so many bytes, filled with pages, writable. Raises OSError.
+    """Grow an empty file to `num_bytes`, give it all its pages, and return a writable view. Raises OSError.
 
-    The mapping lasts as long as the view, or a view of the view.
+    The mapping lasts as long as the view, or any view of it.
     """
     os.ftruncate(fd, num_bytes)
     address, view = _map_aligned(fd, num_bytes)
@@ -40,18 +42,21 @@ def map_file(fd: int, num_bytes: int) -> memoryview:
     for at in range(0, num_bytes, HUGE_BYTES):
         _ADVISE(address + at, min(mmap.PAGESIZE, num_bytes - at), _POPULATE_WRITE)
     _ADVISE(address, num_bytes, _COLLAPSE)
-    os.posix_fallocate(fd, 0, num_bytes)  # what is not there yet; the only one of these that must not fail
+    os.posix_fallocate(fd, 0, num_bytes)  # adds the missing pages; the only call here that must succeed
     _ADVISE(address, num_bytes, _POPULATE_WRITE)
     return view
 
 
 def _map_aligned(fd: int, num_bytes: int) -> tuple[int, memoryview]:
-    """Room for it and for a shift is taken first, without memory, so that nothing else is where the file goes."""
+    """Map the file at a multiple of HUGE_BYTES.
+
+    Address space for the file and the shift is reserved first, without memory, so that nothing else is mapped there.
+    """
     room = num_bytes + HUGE_BYTES
     start = _checked(_MAP(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
     address = -(-start // HUGE_BYTES) * HUGE_BYTES
     owner = (ctypes.c_ubyte * num_bytes).from_address(address)
-    weakref.finalize(owner, _UNMAP, start, room).atexit = False  # threads may be reading to the very end
+    weakref.finalize(owner, _UNMAP, start, room).atexit = False  # threads may be reading until the process ends
     access = mmap.PROT_READ | mmap.PROT_WRITE
     _checked(_MAP(address, num_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0))
     return address, memoryview(owner).cast("B")

@@ -1,7 +1,7 @@
 """The addresses of this machine that lie inside given networks.
 
-Link-local IPv6 is left out: its addresses mean nothing without an interface. So is loopback, unless a network names it
-or there is nothing else.
+Link-local IPv6 addresses are left out, because they mean nothing without an interface. Loopback is left out, unless a
+network names it or there is no other address.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def listening_addresses(networks: Sequence[str], key: str = "weights.interfaces") -> list[str]:
-    """Every local address inside the networks, in the order of the networks. Raises ConfigError if there is none."""
+    """Return the local addresses inside the networks, in their order. Raises ConfigError if one has none."""
     found = [one for one in local_addresses() if not one.is_link_local]
     if not networks:
         return [str(one) for one in found if not one.is_loopback] or ["127.0.0.1"]
@@ -36,7 +36,7 @@ def listening_addresses(networks: Sequence[str], key: str = "weights.interfaces"
 
 
 def local_addresses() -> list[Address]:
-    """All of them, also loopback's: those of IPv4 first, and interface by interface."""
+    """Return all local addresses, loopback included: IPv4 first, interface by interface."""
     found = [one for all_of_it in psutil.net_if_addrs().values() for one in all_of_it]
     kinds = (socket.AF_INET, socket.AF_INET6)
     texts = [one.address.partition("%")[0] for kind in kinds for one in found if one.family == kind]

@@ -1,4 +1,4 @@
-"""Facts about versions that lie in directories: what one consists of, whether it is whole, how two differ. No torch."""
+"""Facts about versions in directories: their content, their integrity, and the difference of two. No torch."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from polyrl.weights.manifest import Layout
 
 
 def inspect(directory: Path) -> dict[str, Any]:
-    """Of a model directory without a manifest, whatever a manifest would say is None."""
+    """Return the facts about a version. Without a manifest, the facts that only a manifest knows are None."""
     manifest = folder.read_manifest(directory)
     layout = folder.layout_in(directory) if manifest is None else manifest.layout
     num_elements: dict[str, int] = {}
@@ -37,7 +37,7 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 
 def verify(directory: Path, digest: str | None, *, threads: int) -> dict[str, Any]:
-    """Read every byte. Raises UserError when one is not the manifest's, or the manifest is not the `digest`'s."""
+    """Read and check every byte. Raises UserError if one does not match the manifest, or the manifest not `digest`."""
     if folder.read_manifest(directory, digest) is None:
         raise UserError(f"{directory}: no {folder.MANIFEST} there; expected a version to verify")
     manifest, _ = folder.read(directory, digest, threads=threads)
@@ -51,13 +51,13 @@ def verify(directory: Path, digest: str | None, *, threads: int) -> dict[str, An
 
 
 class VersionDifference(NamedTuple):
-    """`facts` is None between versions of different layouts, which have no delta."""
+    """The difference of two versions. `facts` is None if their layouts differ: such versions have no delta."""
 
     facts: dict[str, Any] | None
     changed: dict[str, tuple[int, int]]
-    """Of each tensor that changed: how many elements, and of how many."""
+    """For each changed tensor, the number of changed elements and the number of all."""
     layouts: dict[str, tuple[str | None, str | None]]
-    """Of each tensor whose dtype or shape differs: before, and after; None where it is not there."""
+    """For each tensor whose dtype or shape differs, the old and the new one; None where the tensor does not exist."""
 
 
 def compare(old_directory: Path, new_directory: Path, *, threads: int) -> VersionDifference:

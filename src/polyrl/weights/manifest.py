@@ -1,14 +1,13 @@
-"""What a weight version consists of, and what a delta consists of: canonical bytes, and one digest for the whole.
+"""The contents of a weight version and of a delta: canonical bytes, and one digest for the whole.
 
-    Layout          which tensors, at which bytes; the same for every version of a model
-    Manifest        a version: a layout, the digests of its chunks, its parent; of an adapter, also what it changes
-    DeltaManifest   a difference: from which version to which, its parts, the digests of its chunks
+    Layout          the tensors and their places in the bytes; the same for every version of a model
+    Manifest        a version: a layout, the digests of its chunks, its parent; for an adapter, also its base
+    DeltaManifest   a difference: base and target version, its parts, the digests of its chunks
 
-Rules kept here: a value has one encoding (JSON without spaces, fields in order), and `decode` refuses any other bytes
-for it, so that a digest names a value. Whatever is decoded has been checked: names are sorted and unique, every start
+Rules kept here: a value has one encoding (JSON without spaces, fields in order), and decoding refuses any other bytes
+for it, so that a digest names a value. Every decoded value has been checked: names are sorted and unique, every start
 follows from the sizes before it, ranges lie inside their tensors, all numbers are bounded. Bytes between tensors are
-zero. What is wrong is said in one line (BadManifest). Left out: the bytes of the tensors themselves, and who vouches
-for a digest.
+zero. Errors are one line (BadManifest). Left out: the bytes of the tensors themselves, and who vouches for a digest.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from polyrl.weights.chunks import ChunkTable
 
 FORMAT: Literal[1] = 1
 ALIGN_BYTES = 64
-"""Tensors start at multiples of it: a cache line, and enough for every instruction that loads vectors."""
+"""Tensors start at multiples of this: a cache line, and enough for every vector load instruction."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -47,7 +46,7 @@ MAX_MANIFEST_BYTES = 1 << 28
 MAX_TENSORS = 1 << 20
 MAX_PARTS = 1 << 22
 MAX_PART_ELEMENTS = 1 << 22
-"""What bounds the memory that applying one part takes, whoever wrote it."""
+"""The most elements of a part. It bounds the memory that applying a part takes, even if the delta is hostile."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -59,15 +58,15 @@ Encoding = Literal["raw", "planes", "sparse"]
 
 
 class BadManifest(ValueError):
-    """Bytes that are no manifest, or one that cannot be true. The message says what is wrong with it, in a line."""
+    """Bytes that are not a manifest, or a manifest that contradicts itself. The message is one line."""
 
 
 class WrongBytes(BadManifest):
-    """Not the bytes that were asked for: whoever gave them lied."""
+    """Bytes that are not those asked for. The source that gave them is at fault."""
 
 
 class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor in a version's bytes, row by row."""
+    """One tensor in a version's bytes, in row-major order."""
 
     name: Name
     dtype: str
@@ -89,48 +88,48 @@ class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Where the tensors of a model lie. Made by `lay_out`; the same for all of its versions."""
+    """The places of a model's tensors, made by `lay_out`; the same for all versions of the model."""
 
     architecture: Annotated[str, Meta(max_length=512)]
     tensors: Annotated[tuple[TensorEntry, ...], Meta(max_length=MAX_TENSORS)]
     tied: dict[Name, Name]
-    """Names without bytes of their own, and the tensor that they are another name of."""
+    """Names without bytes of their own, each with the tensor that it is tied to."""
     num_bytes: Count
 
     @cached_property
     def fingerprint(self) -> str:
-        """Two models with the same one can exchange weights."""
+        """The digest of the layout. Two models with the same fingerprint can exchange weights."""
         return _digest(msgspec.json.encode(self, order="deterministic"))
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
-        """Also under the names that are tied."""
+        """All tensors by name, tied names included."""
         found = {one.name: one for one in self.tensors}
         return {**found, **{alias: found[name] for alias, name in self.tied.items()}}
 
 
 class AdapterFacts(Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a version that holds low-rank changes alone (adapters.py): what they are to be added to, and how strongly."""
+    """What the low-rank changes of an adapter version are added to, and their scale (adapters.py)."""
 
     base: Hex
-    """The fingerprint of the weights that they change: numbers, not only shapes."""
+    """The fingerprint of the base's weights: of its numbers, not only of its shapes."""
     dtype: Name
-    """Of the base, and of the sum."""
+    """The dtype of the base, and of the sum."""
     scaling: Annotated[float, Meta(gt=0)]
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A weight version. Its digest is what a sample says wrote it."""
+    """A weight version. Each sample records the digest of the version that generated it."""
 
     version: Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
     layout: Layout
     chunks: ChunkTable
     parent: HexOrNone
-    """The digest of the version before it; empty for the first."""
+    """The digest of the previous version; empty for the first."""
     lossy: Literal[""] = ""
-    """Always empty: the tensors are the trainer's own numbers in the serving dtype. It is part of the digest."""
+    """Always empty: the tensors are the trainer's exact numbers in the serving dtype. It is part of the digest."""
     adapter: AdapterFacts | None = None
-    """None: the tensors are all of the model's."""
+    """None for a version that holds all of the model's tensors."""
     format: Literal[1] = FORMAT
 
     @cached_property
@@ -139,23 +138,23 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 class DeltaPart(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """So many elements of one tensor, and how they are written. What no part covers has not changed."""
+    """A range of elements of one tensor, and their encoding. Elements outside of all parts have not changed."""
 
     tensor: Annotated[int, Meta(ge=0, lt=MAX_TENSORS)]
     first: Count
     num_elements: Annotated[int, Meta(ge=1, le=MAX_PART_ELEMENTS)]
     encoding: Encoding
     num_bytes: Annotated[int, Meta(ge=1, le=MAX_VERSION_BYTES)]
-    """Of the blob; parts lie in it one after the other."""
+    """The number of bytes in the blob, where the parts lie one after the other."""
 
 
 class DeltaManifest(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """What turns one version's bytes into another's."""
+    """The change from one version's bytes to another's."""
 
     base: Hex
     target: Hex
     fingerprint: Hex
-    """Of the layout that both have."""
+    """The fingerprint of the layout of both versions."""
     parts: Annotated[tuple[DeltaPart, ...], Meta(max_length=MAX_PARTS)]
     chunks: ChunkTable
     format: Literal[1] = FORMAT
@@ -169,12 +168,12 @@ _TABLE = re.compile(r"(.*\.)?(embed_tokens|lm_head|wte)\.(weight|bias)")
 
 
 def is_table(name: str) -> bool:
-    """Whether a tensor has a row a token: embeddings, and the head."""
+    """Return whether a tensor has one row per token of the vocabulary: the embeddings, or the head."""
     return _TABLE.fullmatch(name) is not None
 
 
 class Spec(NamedTuple):
-    """A tensor before it has a place."""
+    """A tensor that has no place in a layout yet."""
 
     name: str
     dtype: str
@@ -182,7 +181,7 @@ class Spec(NamedTuple):
 
 
 def lay_out(specs: Iterable[Spec], *, architecture: str = "", tied: Mapping[str, str] | None = None) -> Layout:
-    """Give every tensor its place: by name, each at the next multiple of ALIGN_BYTES. Raises BadManifest."""
+    """Place every tensor, in the order of names, each at the next multiple of ALIGN_BYTES. Raises BadManifest."""
     entries: list[TensorEntry] = []
     start = 0
     for spec in sorted(specs):
@@ -195,12 +194,12 @@ def lay_out(specs: Iterable[Spec], *, architecture: str = "", tied: Mapping[str,
 
 
 def encode(value: Manifest | DeltaManifest) -> bytes:
-    """The canonical bytes."""
+    """Return the canonical bytes."""
     return msgspec.json.encode(value, order="deterministic")
 
 
 def decode_manifest(data: bytes | memoryview, digest: str | None = None) -> Manifest:
-    """Raises BadManifest: when its digest is another, when its bytes are not canonical, when it cannot be true."""
+    """Decode and check a manifest. Raises BadManifest for another digest, non-canonical bytes or a contradiction."""
     manifest = _decode(data, Manifest, digest)
     check_layout(manifest.layout)
     if manifest.chunks.num_bytes != manifest.layout.num_bytes:
@@ -211,14 +210,14 @@ def decode_manifest(data: bytes | memoryview, digest: str | None = None) -> Mani
 
 
 def decode_delta(data: bytes | memoryview, layout: Layout, digest: str | None = None) -> DeltaManifest:
-    """Raises BadManifest, also when it is not a delta between versions of this layout."""
+    """Decode and check a delta. Raises BadManifest, also if it is not a delta between versions of this layout."""
     delta = _decode(data, DeltaManifest, digest)
     check_delta(delta, layout)
     return delta
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises BadManifest. A layout that passes is what `lay_out` makes of the same tensors."""
+    """Check that the layout is what `lay_out` makes of its tensors. Raises BadManifest."""
     start, before = 0, ""
     for one in layout.tensors:
         if one.name <= before:
@@ -249,11 +248,11 @@ class Change(NamedTuple):
 
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""What an adapter's tensors are called, after the name of the layer that they change; as peft has it."""
+"""The suffixes of an adapter's tensors, after the name of the layer that they change, as in peft."""
 
 
 def changes_in(layout: Layout) -> list[Change]:
-    """What an adapter's layout holds. Raises BadManifest for tensors that are no pairs of a low-rank change."""
+    """Return the low-rank changes of an adapter's layout. Raises BadManifest for tensors that do not form pairs."""
     found: list[Change] = []
     for one in layout.tensors:
         layer = one.name.removesuffix(LORA_A).removesuffix(LORA_B)
@@ -268,7 +267,7 @@ def changes_in(layout: Layout) -> list[Change]:
 
 
 def check_delta(delta: DeltaManifest, layout: Layout) -> None:
-    """Raises BadManifest. Parts go forward through the tensors, do not overlap, and add up to the blob."""
+    """Check that parts are in order, do not overlap, and add up to the blob. Raises BadManifest."""
     if delta.fingerprint != layout.fingerprint:
         raise BadManifest("a delta of another layout")
     num_blob_bytes, place = 0, (0, 0)
@@ -286,7 +285,7 @@ def check_delta(delta: DeltaManifest, layout: Layout) -> None:
 
 
 def changed_tensors(deltas: Iterable[DeltaManifest], layout: Layout) -> frozenset[str]:
-    """The tensors that any of the deltas touches: what an engine has to load again."""
+    """Return the tensors that any of the deltas changes, which an engine has to load again."""
     return frozenset(layout.tensors[part.tensor].name for delta in deltas for part in delta.parts)
 
 
@@ -294,7 +293,7 @@ _Kind = TypeVar("_Kind", Manifest, DeltaManifest)
 _DECODERS: Mapping[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (Manifest, DeltaManifest)
 }
-"""Made once, here: msgspec 0.22 crashes when two threads are the first to decode a type."""
+"""Built once, at import: msgspec 0.22 crashes if two threads are the first to decode a type."""
 
 
 def _decode(data: bytes | memoryview, kind: type[_Kind], digest: str | None) -> _Kind:

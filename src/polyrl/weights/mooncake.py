@@ -1,11 +1,11 @@
-"""Reading a source's memory through mooncake's transfer engine: RDMA where there is some, its TCP mode where not.
+"""Reading a source's memory through mooncake's transfer engine: over RDMA where available, otherwise in its TCP mode.
 
-Only full versions go this way, chunk by chunk, and every chunk is verified as it is over our own TCP: mooncake does not
-check what it moves. Who has what is still asked over our own protocol, by whoever holds the key; a lease lasts as long
+Only full versions are read this way, chunk by chunk, and every chunk is verified as over our own TCP: mooncake does not
+check the bytes it moves. Requests still go over our own protocol, from peers that hold the key; a lease lasts as long
 as that connection.
 
-A warning that belongs in every guide: mooncake's own port listens on all interfaces and asks nobody for a key. Whoever
-reaches it can read what is registered, and write to it. Use it inside a network that you trust. It is off by default.
+A warning for every guide: mooncake's own port listens on all interfaces and does not ask for a key. Any process that
+reaches it can read and write the registered memory. Use it only inside a trusted network. It is off by default.
 """
 
 import threading
@@ -20,10 +20,10 @@ Mode = Literal["tcp", "rdma"]
 
 
 class Mooncake:
-    """One engine a process. Buffers are registered once and stay so until they are closed with the engine."""
+    """The transfer engine, one per process. A registered buffer stays registered until it or the engine is closed."""
 
     def __init__(self, mode: Mode, host: str, devices: str = "") -> None:
-        """`host` is where others reach this machine; `devices` names RDMA devices, all of them by default."""
+        """Start the engine. `host` is where others reach this machine; `devices` names RDMA devices (default: all)."""
         try:
             from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -36,7 +36,7 @@ class Mooncake:
         self.address = f"{host}:{self._engine.get_rpc_port()}"
 
     def place_of(self, buffer: Buffer) -> int:
-        """Where a buffer lies, for who reads it from afar."""
+        """Register a buffer if it is not registered yet, and return its address for remote readers. Raises OSError."""
         with self._guard:
             if buffer not in self._registered:
                 place = _address(buffer.view)
@@ -47,7 +47,7 @@ class Mooncake:
             return self._registered[buffer]
 
     def read(self, address: str, place: int, into: memoryview) -> None:
-        """`into` is part of a buffer that is registered here. Raises OSError."""
+        """Read remote memory into `into`, which must be part of a buffer registered here. Raises OSError."""
         if self._engine.transfer_sync_read(address, _address(into), place, len(into)):
             raise OSError(f"mooncake: reading from {address} failed")
 

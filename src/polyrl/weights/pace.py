@@ -1,13 +1,13 @@
-"""How long to wait before sending, so that a process stays below its bandwidth. Takes the time, and returns a time."""
+"""How long to wait before sending, so that a process keeps to its bandwidth limit. The time is an argument."""
 
 BURST_S = 0.05
-"""What was not sent in the last moments may be made up for; more may not."""
+"""How much unused sending time may be made up for."""
 _MIN_PIECE_BYTES = 4096
 
 
 class Pace:
     def __init__(self, bytes_per_s: float) -> None:
-        """0 is no limit."""
+        """Set the limit; 0 means no limit."""
         self._bytes_per_s = bytes_per_s
         self._free_at = float("-inf")
 
@@ -16,11 +16,11 @@ class Pace:
         return self._bytes_per_s > 0
 
     def piece_bytes(self, most: int) -> int:
-        """How much to send at once, so that many readers of a low bandwidth all get something often."""
+        """Return how much to send at once, so that many readers at a low bandwidth all get bytes often."""
         return int(min(most, max(_MIN_PIECE_BYTES, self._bytes_per_s * BURST_S))) if self.is_limited else most
 
     def reserve(self, num_bytes: int, now: float) -> float:
-        """Seconds to wait before these bytes may go."""
+        """Return the seconds to wait before these bytes may be sent."""
         if not self.is_limited:
             return 0.0
         start = max(self._free_at, now - BURST_S)

@@ -1,8 +1,8 @@
-"""A worker's side: holds the newest version that it verified, gets the next one, and passes on what it has.
+"""A worker's side: holds the newest version that it verified, pulls the next one, and relays what it has.
 
-Rules: `held` changes at the very end of a pull, so a version is visible whole or not at all; what is held stays
-readable, here and for neighbours, while the next one is built beside it. A full version that was broken off keeps its
-verified chunks for the next try, from whichever source.
+Rules: `held` changes at the very end of a pull, so a version is visible whole or not at all. The held version stays
+readable, here and for neighbours, while the next one is built beside it. If the pull of a full version fails, its
+verified chunks are kept for the next try, from any source.
 """
 
 import random
@@ -22,12 +22,12 @@ from polyrl.weights.store import Store
 
 
 class WeightPeer:
-    """One pull at a time; relaying goes on all the time."""
+    """A worker's weights. It makes one pull at a time, and relays all the time."""
 
     def __init__(
         self, settings: WeightSettings, key: bytes, tls: Tls | None = None, *, number: int | None = None
     ) -> None:
-        """`number` tells workers apart: it decides which of a source's addresses is used."""
+        """Start relaying. `number` tells workers apart, and decides which of a source's addresses is used."""
         self._number = random.randrange(1 << 20) if number is None else number
         self._store = Store()
         self._shelf = Shelf(self._store, settings.num_deltas, settings.grace_s)
@@ -41,11 +41,11 @@ class WeightPeer:
         self._stop = threading.Event()
         """Ends the pull that is under way."""
         self.bad_sources: dict[str, str] = {}
-        """Addresses that ever gave wrong bytes, and which."""
+        """The addresses that ever gave wrong bytes, each with the fault."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others can get what is here; none if TLS is on and there is no certificate to serve with."""
+        """The addresses at which others can pull from here; none if TLS is on and there is no server certificate."""
         return self._sender.addresses
 
     @property
@@ -54,7 +54,7 @@ class WeightPeer:
 
     @property
     def held(self) -> tuple[int, str] | None:
-        """Version and digest of what is held."""
+        """The version that is held, and its digest."""
         held = self._shelf.held
         return None if held is None else (held[1].version, held[1].digest)
 
@@ -69,12 +69,12 @@ class WeightPeer:
         relayed: bool = False,
         stop: threading.Event | None = None,
     ) -> HostCopy:
-        """Get a version, from any of these addresses: several of one source, or of several. Raises TransferError.
+        """Pull a version from these addresses, which may belong to one source or to several. Raises TransferError.
 
-        Blocks, so call it in a thread. Whatever happens, what was held is held until the new version is complete.
-        `relayed`: the sources are other workers, not the trainer. Then what they give must be known by a hash that they
-        cannot forge, and they must be fast enough: the trainer has it too.
-        `stop`, when it is set, breaks it off; what has come is there for the next one, from whichever source.
+        Blocks, so call it in a thread. The version held before stays held until the new one is complete.
+        `relayed`: the sources are other workers, not the trainer. Then the version's hash must be unforgeable, and the
+        sources must be fast enough, because the trainer has the version too.
+        `stop`: setting it ends the pull. The chunks that arrived are kept for the next pull, from any source.
         """
         deadline = time.monotonic() + deadline_s
         stop = threading.Event() if stop is None else stop
@@ -90,13 +90,16 @@ class WeightPeer:
             return pull.run(version, digest, addresses, deadline, on_progress)
 
     def offered(self, addresses: Sequence[str], deadline_s: float) -> list[BlobEntry]:
-        """Everything that these sources have or are getting. Raises TransferError when none of them answers."""
+        """Return everything that these sources have or are getting. Raises TransferError when none of them answers."""
         with self._one_pull:
             pull = WeightPull(self._shelf, self._dialer, self._number, self._closing, self.bad_sources)
             return pull.offered(addresses, time.monotonic() + deadline_s)
 
     def newest(self, addresses: Sequence[str], deadline_s: float, digest: str | None = None) -> BlobEntry:
-        """The newest version that these sources have or are getting; with a digest, that one. Raises TransferError."""
+        """Return the newest version that these sources have or are getting, or the one with `digest`.
+
+        Raises TransferError.
+        """
         full = [
             entry
             for entry in self.offered(addresses, deadline_s)
@@ -107,7 +110,7 @@ class WeightPeer:
         return max(full, key=lambda entry: (entry.version, entry.complete, entry.name))
 
     def close(self) -> None:
-        """Ends a pull that is under way."""
+        """End a pull that is under way, stop relaying, and free the buffers."""
         self._closing.set()
         self._stop.set()
         self._watch.close()

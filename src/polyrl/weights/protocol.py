@@ -1,4 +1,4 @@
-"""What two processes say to each other to move weights: frames, the handshake, and their limits. No sockets here.
+"""The messages of weight transfer: frames, the handshake, and their limits. No sockets here.
 
     client                                      server
     HELLO(nonce)                     ->
@@ -8,17 +8,17 @@
     MANIFEST(blob)                   ->         MANIFEST_IS(its canonical bytes)
     HAVE(blob, revision, wait)       ->         HAVE_IS(revision, bits of chunks), once there is news, or after `wait`
     GET(blob, first, count)          ->         DATA(the chunks' bytes)
-    PASS(blob)                       ->         PASSED, with the file's descriptor     (on a UNIX socket alone)
+    PASS(blob)                       ->         PASSED, with the file's descriptor     (on a UNIX socket only)
     LOCATE(blob)                     ->         LOCATED(where mooncake finds its memory)
                                                 or REFUSED(code, reason) to any of them
 
-A frame is a kind (one byte), a length (four, little endian) and that many bytes. Requests may be sent before earlier
-ones are answered; answers come in their order.
+A frame is a kind (one byte), a length (four bytes, little endian) and that many bytes. Requests may be sent before
+earlier ones are answered; answers come in the order of the requests.
 
-Both sides prove that they hold the key, by HMAC-SHA256 over both nonces, the server's node and their own role; the key
-never travels and a proof is worth nothing on another connection or in the other direction. Nothing but HELLO and PROOF
-is listened to before. What is said after it is not protected on plain TCP: bytes are checked against digests, and TLS
-is for who must not read along.
+Both sides prove that they hold the key, by HMAC-SHA256 over both nonces, the server's node and their own role. The key
+never travels, and a proof is useless on another connection or in the other direction. Until then only HELLO and PROOF
+are accepted. On plain TCP, later messages are not protected: bytes are checked against digests, and TLS keeps others
+from reading them.
 """
 
 import hmac
@@ -74,7 +74,7 @@ class FrameKind(IntEnum):
 
 
 class Code(IntEnum):
-    """Why something was refused."""
+    """Why a request was refused."""
 
     NOT_ALLOWED = 1
     NONSENSE = 2
@@ -86,7 +86,7 @@ class Code(IntEnum):
 
 
 Limits = Mapping[FrameKind, tuple[int, int]]
-"""Which frames are listened to, and how many bytes each has: at least, at most."""
+"""The accepted frame kinds, each with the least and the most bytes of its body."""
 
 BEFORE_HELLO: Limits = {FrameKind.HELLO: (_HELLO.size, _HELLO.size)}
 BEFORE_PROOF: Limits = {FrameKind.PROOF: (32, 32)}
@@ -111,7 +111,7 @@ ANSWERS: Limits = {
 
 
 class ProtocolError(Exception):
-    """The other side said what cannot be said here. The connection is of no more use."""
+    """The other side broke the protocol. The connection cannot be used any more."""
 
 
 class NotAllowed(ProtocolError):
@@ -119,7 +119,7 @@ class NotAllowed(ProtocolError):
 
 
 class SourceRefused(Exception):
-    """The other side understood, and said no."""
+    """The other side understood the request and refused it."""
 
     def __init__(self, code: Code, reason: str) -> None:
         super().__init__(reason)
@@ -132,7 +132,7 @@ class WeightFrame(NamedTuple):
 
 
 class Incoming:
-    """Bytes in, whole frames out, however they were cut. What is too long is refused before it is collected."""
+    """Bytes in, whole frames out. A frame that is too long is refused before its bytes are collected."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -142,7 +142,7 @@ class Incoming:
         self._pending += data
 
     def take(self) -> WeightFrame | None:
-        """The next frame, under the limits of now; None until it is whole. Raises ProtocolError."""
+        """Return the next frame under the current limits, or None until it is whole. Raises ProtocolError."""
         if len(self._pending) < HEADER.size:
             return None
         kind, num_bytes = read_header(self._pending[: HEADER.size], self.limits)
@@ -155,7 +155,7 @@ class Incoming:
 
 
 def read_header(data: bytes | bytearray, limits: Limits) -> tuple[FrameKind, int]:
-    """Kind and number of bytes of a frame. Raises ProtocolError for what is not listened to."""
+    """Return the kind and the length of a frame. Raises ProtocolError for a frame outside of the limits."""
     number, num_bytes = HEADER.unpack(data)
     try:
         kind = FrameKind(number)
@@ -179,7 +179,7 @@ def hello(nonce: bytes) -> bytes:
 
 
 def read_hello(body: bytes) -> bytes:
-    """The client's nonce."""
+    """Return the client's nonce."""
     magic, protocol, nonce = _HELLO.unpack(body)
     _check_magic(magic, protocol)
     return nonce
@@ -191,7 +191,7 @@ def welcome(key: bytes, theirs: bytes, ours: bytes, node: bytes) -> bytes:
 
 
 def read_welcome(key: bytes, ours: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """The server's node, and the frame that proves us to it. Raises NotAllowed when it did not prove itself."""
+    """Return the server's node, and the frame with our proof. Raises NotAllowed if the server's proof is wrong."""
     magic, protocol, theirs, node, proof = _WELCOME.unpack(body)
     _check_magic(magic, protocol)
     if not hmac.compare_digest(proof, _proof(key, "server", ours, theirs, node)):
@@ -231,19 +231,19 @@ class BlobEntry(Struct, frozen=True, array_like=True):
     complete: bool
     base: str = ""
     target: str = ""
-    """From which version to which; a delta's alone."""
+    """The versions that a delta leads from (`base`) and to; empty for a full version."""
 
 
 class Catalog(Struct, frozen=True, array_like=True):
     origin: bool
-    """The trainer's: asked last for what a neighbour has."""
+    """Whether this is the trainer's catalog. The trainer is asked last for chunks that a neighbour has."""
     blobs: Annotated[tuple[BlobEntry, ...], Meta(max_length=1024)]
     coming: Annotated[tuple[tuple[str, str], ...], Meta(max_length=1024)] = ()
-    """Deltas that are being made: from which version to which."""
+    """The deltas that are being made, as (base, target)."""
 
 
 _CATALOGS = msgspec.msgpack.Decoder(Catalog)
-"""Made once, here: msgspec 0.22 crashes when two threads are the first to decode a type."""
+"""Built once, at import: msgspec 0.22 crashes if two threads are the first to decode a type."""
 
 
 class Get(NamedTuple):
@@ -255,18 +255,18 @@ class Get(NamedTuple):
 class Have(NamedTuple):
     name: str
     revision: int
-    """What the client knows already."""
+    """The revision that the client knows already."""
     wait_s: float
 
 
 class Holdings(NamedTuple):
-    """Which chunks of a blob are somewhere, a bit each, the first one lowest."""
+    """The chunks of a blob that a process has, one bit each, the first chunk in the lowest bit."""
 
     revision: int
     right: bytes
-    """They are there, and verified."""
+    """Chunks that are there, and verified."""
     claimed: bytes
-    """They are on their way there from the trainer: no use in asking the trainer for them again."""
+    """Chunks that are on their way there from the trainer, which need not be asked for them again."""
 
 
 def catalog_is(catalog: Catalog) -> bytes:

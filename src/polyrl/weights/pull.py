@@ -1,8 +1,8 @@
-"""One pull: who has what, the cheapest chain from what is held, fetch, build, verify, swap.
+"""One pull: ask which source has what, choose the cheapest chain from the held version, fetch, build, verify, swap.
 
-Rules: nothing of a manifest is used before its digest is right. A delta's manifest is named by a source alone, so what
-it leads to is verified as a whole against the version's own manifest, which the manager vouches for; if it is wrong,
-the full version is fetched instead. How much memory is taken follows from manifests that were checked, within bounds.
+Rules: nothing in a manifest is used before its digest has been checked. Only a source vouches for a delta's manifest,
+so the result of the deltas is verified as a whole against the version's own manifest, for which the manager vouches. If
+it is wrong, the full version is fetched instead. Checked manifests decide how much memory is taken, within bounds.
 """
 
 import os
@@ -37,11 +37,11 @@ from polyrl.weights.shelf import HostCopy, Shelf
 from polyrl.weights.store import Blob
 
 SCOUT_S = 1.0
-"""Sources that answer so much later than the first are left out."""
+"""Sources that answer this much later than the first one are left out."""
 APPEAR_S = 20.0
-"""A source that was asked too early gets so long to hear of the version itself."""
+"""How long a source that was asked too early has to get hold of the version."""
 _ENCODE_BYTES_PER_S = 1e9
-"""What a trainer's delta encoder does at least: who needs the delta waits that long for it."""
+"""The least speed of a trainer's delta encoder. A pull that can use the delta waits for it accordingly."""
 _ASK_AGAIN_S = 0.05
 _COPY_BYTES = 64 << 20
 _MAX_THREADS = 8
@@ -50,10 +50,10 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Contact:
-    """A source that answered. Its connection may break between two questions: then it is dialled again."""
+    """A source that answered. If its connection breaks between two requests, it is dialled again."""
 
     def __init__(self, address: str, dialer: SourceDialer) -> None:
-        """Raises OSError, ProtocolError or SourceRefused."""
+        """Connect, and ask for the catalog. Raises OSError, ProtocolError or SourceRefused."""
         self.address, self._dialer = address, dialer
         self._link = dialer.dial(address)
         self.node = self._link.node
@@ -65,7 +65,7 @@ class Contact:
             raise
 
     def refresh(self) -> None:
-        """Ask for the catalog."""
+        """Ask for the current catalog."""
         self.catalog = self._ask(SourceLink.catalog)
 
     def manifest(self, name: str) -> bytes:
@@ -95,7 +95,7 @@ class Contact:
 
 
 class _BadDelta(Exception):
-    """The chain of deltas does not lead to the version that it should."""
+    """The chain of deltas does not lead to the wanted version."""
 
 
 class WeightPull:
@@ -113,7 +113,7 @@ class WeightPull:
         self._shelf, self._dialer, self._number, self._stop, self._bad = shelf, dialer, number, stop, bad_sources
         self._sources: list[Contact] = []
         self._lied: list[str] = []
-        """Addresses that gave wrong bytes during this pull."""
+        """The addresses that gave wrong bytes during this pull."""
 
     def run(
         self, version: int, digest: str, addresses: Sequence[str], deadline: float, on_progress: OnProgress | None
@@ -156,10 +156,10 @@ class WeightPull:
                 source.close()
         self._sources = [source for source in self._sources if source.address != address]
 
-    # Who is there.
+    # Who answers.
 
     def _scout(self, addresses: Sequence[str], deadline: float) -> list[Contact]:
-        """Ask all at once. Of several addresses of one source, the one that our number points to is used."""
+        """Ask all addresses at once. If a source has several, `number` decides which one is used."""
         answers: SimpleQueue[tuple[int, Contact | Exception]] = SimpleQueue()
         given_up = threading.Event()
         unique = list(dict.fromkeys(addresses))
@@ -221,7 +221,7 @@ class WeightPull:
         return chosen
 
     def _ask_again(self) -> None:
-        """The catalogs as they are now; who does not answer is left out."""
+        """Ask all sources for their current catalogs, and leave out those that do not answer."""
         alive: list[Contact] = []
         for source in self._sources:
             try:
@@ -233,7 +233,7 @@ class WeightPull:
         if not alive:
             raise self._error("no source answers any more")
 
-    # What there is.
+    # What they offer.
 
     def _find_manifest(self, version: int, digest: str, deadline: float) -> tuple[Manifest, bytes]:
         until = min(deadline, time.monotonic() + APPEAR_S)
@@ -247,7 +247,7 @@ class WeightPull:
                 except WrongBytes as error:
                     self._accuse(source.address, f"manifest of version {version}: {error}")
                     continue
-                except BadManifest as error:  # the manager vouches for these bytes: it is we who do not know them
+                except BadManifest as error:  # the manager vouches for these bytes: this side is too old
                     raise Unreadable(
                         f"version {version} is written in a form that PolyRL {polyrl.__version__} does not know "
                         f"({error}); install the PolyRL that the trainer runs"
@@ -259,7 +259,10 @@ class WeightPull:
             self._ask_again()
 
     def _check_hash(self, manifest: Manifest) -> None:
-        """By who could have touched the bytes. The manifest has the manager's word; chunks have that of their hash."""
+        """Refuse a version from relays if they could forge it.
+
+        The manager vouches for the manifest, the hash for chunks.
+        """
         hash = manifest.chunks.hash
         if self._relayed and hash not in UNFORGEABLE and not self._dialer.settings.one_machine:
             expected = ", ".join(UNFORGEABLE)
@@ -279,7 +282,7 @@ class WeightPull:
             return None
 
     def _find_chain(self, manifest: Manifest, deadline: float) -> Chain:
-        """Waits for a version that a source is just getting, and for a delta that one is just making."""
+        """Return the cheapest chain. Waits for versions that a source is getting and deltas that it is making."""
         held = [] if self._shelf.held is None else [self._shelf.held[1]]
         bases = [one.digest for one in held if one.layout.fingerprint == manifest.layout.fingerprint]
         worth_s = 1.0 + manifest.layout.num_bytes / _ENCODE_BYTES_PER_S
@@ -310,7 +313,7 @@ class WeightPull:
         if self._stop.wait(_ASK_AGAIN_S):
             raise TransferError("broken off")
 
-    # Getting it.
+    # Fetching and building.
 
     def _follow(
         self, chain: Chain, manifest: Manifest, canonical: bytes, deadline: float, on_progress: OnProgress | None
@@ -344,7 +347,7 @@ class WeightPull:
         return HostCopy(blob, manifest, base=before[1].digest, changed=changed)
 
     def _other_full(self, step: Full, layout: Layout) -> tuple[Manifest, bytes]:
-        """A version on the way to the one that is wanted."""
+        """Return the manifest of another full version, from which the deltas start."""
         for source in list(self._sources):
             canonical = self._manifest_from(source, step.target)
             if canonical is None:

@@ -1,7 +1,7 @@
-"""Reaching a source: dial it, prove ourselves, ask. And reading chunks from it, over TCP or out of shared memory.
+"""Connecting to a source: dial, prove that we hold the key, ask; and reading chunks, over TCP or from shared memory.
 
-A `SourceLink` is used by one thread. A broken connection raises OSError (try again), nonsense ProtocolError (give the
-source up), an answer of no SourceRefused.
+A `SourceLink` is used by one thread. A broken connection raises OSError (try again), a broken protocol ProtocolError
+(give the source up), and a refusal SourceRefused.
 """
 
 import os
@@ -24,7 +24,7 @@ CONNECT_S = 5.0
 
 
 class SourceDialer(NamedTuple):
-    """What it takes to reach a source."""
+    """The settings, keys and transports with which sources are reached."""
 
     settings: WeightSettings
     key: bytes
@@ -33,7 +33,7 @@ class SourceDialer(NamedTuple):
     mooncake: Mooncake | None = None
 
     def dial(self, address: str) -> "SourceLink":
-        """Raises OSError or ProtocolError."""
+        """Connect over TCP. Raises OSError or ProtocolError."""
         host, port = parse_address(address)
         connect_s = min(CONNECT_S, self.settings.stall_s)
         sock = socket.create_connection((host, port), timeout=connect_s)
@@ -49,7 +49,10 @@ class SourceDialer(NamedTuple):
             return self._greet(channel)
 
     def dial_on_host(self, node: bytes) -> "SourceLink":
-        """The same node, if it runs on this host, in this network namespace. Raises OSError or ProtocolError."""
+        """Connect to the node if it runs on this host and in this network namespace.
+
+        Raises OSError or ProtocolError.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         channel = Channel(sock, self.settings.stall_s)
         with self._closed_on_failure(channel):
@@ -80,7 +83,7 @@ class SourceDialer(NamedTuple):
 
 
 class SourceLink:
-    """A connection to a source that has proved itself."""
+    """A connection to a source that has proved that it holds the key."""
 
     def __init__(self, channel: Channel, node: bytes, watch: DeadlineWatch) -> None:
         self.node = node
@@ -95,11 +98,11 @@ class SourceLink:
         return self._channel.moved_at
 
     def look(self) -> None:
-        """Bring `moved_at` up to now, if enough moved since the last look."""
+        """Update `moved_at`, if enough bytes moved since the last look."""
         self._channel.has_moved()
 
     def cut(self, why: str) -> None:
-        """From any thread."""
+        """Shut the connection down, from any thread."""
         self._channel.cut(why)
 
     def close(self) -> None:
@@ -113,7 +116,7 @@ class SourceLink:
         return bytes(self._ask(protocol.ask(FrameKind.MANIFEST, name), FrameKind.MANIFEST_IS))
 
     def have(self, name: str, num_chunks: int, revision: int, wait_s: float) -> protocol.Holdings:
-        """Which chunks are there, as soon as that is newer than `revision`."""
+        """Return which chunks the source has, as soon as that is newer than `revision`, or after `wait_s`."""
         body = self._ask(protocol.have(name, revision, wait_s), FrameKind.HAVE_IS, wait_s)
         return protocol.read_holdings(bytes(body), num_chunks)
 
@@ -123,7 +126,7 @@ class SourceLink:
         self._channel.send(protocol.get(name, first, count))
 
     def expect(self, num_bytes: int) -> None:
-        """The head of the next answer: the bytes of chunks follow."""
+        """Read the header of the next answer, which the bytes of chunks follow."""
         self._channel.extend()
         found = _read_head(self._channel, FrameKind.DATA)
         if found != num_bytes:
@@ -134,7 +137,7 @@ class SourceLink:
         self._channel.receive_into(view)
 
     def take_file(self, name: str) -> int:
-        """The descriptor of the blob's buffer, on a UNIX socket. It may be read while this link stands."""
+        """Return the descriptor of the blob's buffer, over a UNIX socket. It may be read while this link is open."""
         self._channel.extend()
         self._channel.send(protocol.ask(FrameKind.PASS, name))
         head, fds = self._channel.take_files(HEADER.size)
@@ -153,11 +156,11 @@ class SourceLink:
         return fds[0]
 
     def locate(self, name: str) -> protocol.Located:
-        """Where mooncake finds the blob's memory. It may be read while this link stands."""
+        """Return where mooncake finds the blob's memory. It may be read while this link is open."""
         return protocol.read_located(bytes(self._ask(protocol.ask(FrameKind.LOCATE, name), FrameKind.LOCATED)))
 
     def keep(self, seconds: float) -> None:
-        """Nothing is expected for so long."""
+        """Extend the deadline: nothing is expected for this long."""
         self._channel.extend(seconds)
 
     def _ask(self, request: bytes, answer: FrameKind, wait_s: float = 0.0) -> bytearray:
@@ -167,7 +170,7 @@ class SourceLink:
 
 
 class RemoteStream:
-    """Chunks of one blob over a link."""
+    """The chunks of one blob over a link."""
 
     def __init__(self, link: SourceLink, name: str, table: ChunkTable) -> None:
         self._link, self._name, self._table = link, name, table
@@ -182,11 +185,11 @@ class RemoteStream:
         self._link.read(into)
 
     def close(self) -> None:
-        """The link stays."""
+        """Do nothing: the link stays open."""
 
 
 class HostStream:
-    """Chunks of one blob out of a neighbour's buffer. They are copied and verified like any others."""
+    """The chunks of one blob from a neighbour's buffer. They are copied and verified like all others."""
 
     def __init__(self, link: SourceLink, name: str, table: ChunkTable) -> None:
         self._table = table
@@ -208,7 +211,7 @@ class HostStream:
 
 
 class MooncakeStream:
-    """Chunks of one blob out of a source's memory, by mooncake. They are verified like any others."""
+    """The chunks of one blob from a source's memory, through mooncake. They are verified like all others."""
 
     def __init__(self, link: SourceLink, name: str, blob: Blob, mooncake: Mooncake) -> None:
         self._table, self._mooncake = blob.table, mooncake
@@ -226,15 +229,15 @@ class MooncakeStream:
         self._mooncake.read(self._remote.address, self._remote.place + start, into)
 
     def close(self) -> None:
-        """The link stays."""
+        """Do nothing: the link stays open."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """HOST:PORT, an IPv6 host in brackets. Raises ProtocolError."""
+    """Split HOST:PORT, with an IPv6 host in brackets. Raises ProtocolError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
-        host.encode("idna")  # as who resolves it would, without saying so in an OSError
+        host.encode("idna")  # the resolver does this too, but its UnicodeError is not an OSError
     except UnicodeError as error:
         raise ProtocolError(f"{address!r}; expected HOST:PORT, and a name or an address as HOST") from error
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

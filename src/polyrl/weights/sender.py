@@ -1,11 +1,12 @@
-"""Serves a store to whoever holds the key: a thread a connection, a port a group, `sendfile` from the buffers.
+"""Serves a store to peers that hold the key: a thread per connection, a port per group, `sendfile` from the buffers.
 
-The trainer and every worker run one; a worker's passes on what it has verified. Rules: nobody is listened to before the
-proof; no request makes it allocate by what the other side says; whoever stalls, trickles or talks nonsense is cut, told
-why if it listens, and counted. A reader never holds up the owner of the store.
+The trainer and every worker run one; a worker's sender relays the chunks that the worker has verified. Rules: no
+request is read before the proof; no request makes the sender allocate memory of a size that the peer chose; a peer that
+stalls, trickles or breaks the protocol is cut, told why if it still listens, and counted. A reader never holds up the
+owner of the store.
 
-On the same host a neighbour may ask for the buffer itself, over a UNIX socket in the abstract namespace (no file; not
-visible from another network namespace). It gets a descriptor that can only be read from.
+A neighbour on the same host may ask for the buffer itself, over a UNIX socket in the abstract namespace (no file, and
+not visible from another network namespace). It gets a read-only descriptor.
 """
 
 import contextlib
@@ -32,14 +33,14 @@ MAX_CONNECTIONS = 1024
 HANDSHAKE_S = 5.0
 IDLE_S = 60.0
 PASSED_S = 900.0
-"""A neighbour may read a buffer that it was handed for so long."""
+"""How long a neighbour may read a buffer that was passed to it."""
 _PIECE_BYTES = 256 << 10
 _RECEIVE_BYTES = 16 << 10
 _LOOK_S = 0.1
 
 
 def check_that_it_can_listen(settings: WeightSettings) -> None:
-    """Raises UserError or ConfigError if a sender could not be started now. Mooncake is not tried."""
+    """Raise UserError or ConfigError if a sender could not listen now. Mooncake is not tried."""
     for host in listening_addresses(settings.interfaces):
         for group in range(settings.groups):
             _listener(settings, host, group).close()
@@ -74,9 +75,9 @@ class Sender:
         self.addresses: tuple[str, ...] = ()
         self.num_bytes_sent = 0
         self.cuts: Counter[str] = Counter()
-        """Why connections ended, where it was not the other side's wish."""
+        """Why connections ended, counted, unless the other side closed them."""
         self.coming: tuple[tuple[str, str], ...] = ()
-        """Deltas that are being made: from which version to which."""
+        """The deltas that are being made, as (base, target)."""
         self.mooncake: Mooncake | None = None
         self._store, self._settings, self._key, self._tls, self._origin = store, settings, key, tls, origin
         self._pace = Pace(settings.egress_mb_s * 1e6)
@@ -84,12 +85,12 @@ class Sender:
         self._closing = threading.Event()
         self._threads: dict[threading.Thread, None] = {}
         self._unproven: dict[Channel, None] = {}
-        """Those who have connected and not proved yet that they hold the key, the oldest first."""
+        """The connections that have not proved yet that they hold the key, the oldest first."""
         self._listeners: list[socket.socket] = []
         self._watch: DeadlineWatch | None = None
 
     def start(self) -> None:
-        """Raises UserError or ConfigError if it cannot listen where it is told to."""
+        """Start to listen. Raises UserError or ConfigError if it cannot listen at the configured addresses."""
         self._watch = DeadlineWatch("weights-watch")
         addresses: list[str] = []
         try:
@@ -160,7 +161,7 @@ class Sender:
                     self._count(f"accept: {error.strerror}")
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         self._make_room()
-                    self._closing.wait(0.1)  # also where a connection was gone before it was taken
+                    self._closing.wait(0.1)  # the connection may also have gone away before it was accepted
                 continue
             if len(self._threads) > MAX_CONNECTIONS and not self._make_room():
                 self._count("too many connections")
@@ -169,7 +170,7 @@ class Sender:
             self._run(self._serve, sock, "weights-serve")
 
     def _make_room(self) -> bool:
-        """Whoever has no key fills no port: of those who have not proved theirs, the oldest makes way."""
+        """Cut the oldest connection without a proof, so that peers without the key cannot fill a port."""
         with self._guard:
             oldest = next(iter(self._unproven), None)
             if oldest is None:
@@ -263,7 +264,7 @@ class Sender:
             if span.num_bytes > protocol.MAX_DATA_BYTES:
                 raise SourceRefused(Code.NONSENSE, f"{span.num_bytes} bytes at once; at most {protocol.MAX_DATA_BYTES}")
             channel.extend()
-            with self._guard:  # Before, so that whoever has the bytes finds them counted. Cut streams count in full.
+            with self._guard:  # before sending: a peer that has the bytes must find them counted, even if cut
                 self.num_bytes_sent += span.num_bytes
             channel.send(protocol.data_header(span.num_bytes), more=True)
             if channel.is_plain and not self._pace.is_limited:
@@ -272,7 +273,7 @@ class Sender:
                 self._send_slowly(channel, name, span.fd, span.start, span.num_bytes)
 
     def _send_slowly(self, channel: Channel, name: str, fd: int, start: int, num_bytes: int) -> None:
-        """Under TLS, or under a limit: piece by piece."""
+        """Send piece by piece, as TLS or a bandwidth limit requires."""
         blob = self._store.find(name)
         piece_bytes = self._pace.piece_bytes(_PIECE_BYTES)
         for at in range(start, start + num_bytes, piece_bytes):
@@ -289,14 +290,14 @@ class Sender:
                 channel.send(blob.buffer.view[at : at + size])
 
     def _pause(self, channel: Channel, seconds: float) -> None:
-        """A reader that is cut meanwhile does not keep its lease until its turn."""
+        """Wait, but end at once if the channel is cut: a cut reader must not keep its lease."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if channel.is_cut or self._closing.wait(min(left, _LOOK_S)):
                 raise Cut("closing")
 
     def _pass_file(self, channel: Channel, name: str) -> None:
-        """The lease lasts until the other side hangs up, or is cut."""
+        """Pass the buffer's descriptor. The lease lasts until the other side hangs up, or is cut."""
         blob = self._store.find(name)
         if blob is None or not blob.table.num_chunks:
             raise SourceRefused(Code.GONE, "this version or delta is not held here")
@@ -307,7 +308,7 @@ class Sender:
         raise ProtocolError("a request where a file was passed")
 
     def _locate(self, channel: Channel, name: str) -> None:
-        """Like passing a file: the lease lasts as long as the connection."""
+        """Say where mooncake finds the memory. As with a passed file, the lease lasts as long as the connection."""
         blob = self._store.find(name)
         if self.mooncake is None or blob is None or blob.kind != "full" or not blob.table.num_chunks:
             raise SourceRefused(Code.GONE, "mooncake does not find it here")

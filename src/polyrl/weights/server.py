@@ -1,9 +1,9 @@
-"""The trainer's side: takes a new version into a free buffer, offers it, and makes its delta while it already serves.
+"""The trainer's side: copies a new version into a free buffer, offers it, and makes its delta while it is being served.
 
-`publish` costs the trainer what filling and hashing cost. Buffers are few and kept (`num_full`, two by default): a new
-version goes where the oldest was, whose readers get a short grace and are cut. The delta from the version before is
-made in a thread of its own and offered when it is ready; a publish that comes earlier ends it, for it needs the buffer.
-Who fills the buffer may know what changed, and then that is the delta.
+`publish` takes as long as filling and hashing take. Buffers are few and reused (`num_full`, two by default): a new
+version replaces the oldest, whose readers get a short grace period and are then cut. Deltas from the kept versions are
+made in a thread and offered when they are ready. The next publish ends that thread, because it needs the buffer.
+If the function that fills the buffer knows what changed, its answer becomes the delta.
 """
 
 import logging
@@ -29,11 +29,11 @@ log = logging.getLogger("polyrl.weights")
 _MAX_THREADS = 8
 
 Fill: TypeAlias = Callable[[memoryview], codec.Encoded | None]
-"""Writes all tensors of a version. Who knows what that changed in the version published before says it."""
+"""Writes all tensors of a version. Returns the changes since the version published before, if it knows them."""
 
 
 class Offer(NamedTuple):
-    """What the workers are told."""
+    """A published version, as workers are told of it."""
 
     version: int
     digest: str
@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
 
 
 class WeightServer:
-    """One thread publishes; workers pull whenever they like."""
+    """The trainer's versions. One thread publishes; workers pull at any time."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class WeightServer:
         tls: Tls | None = None,
         prepare: Callable[[Buffer], object] | None = None,
     ) -> None:
-        """`prepare` is given each buffer of versions when it is new."""
+        """`prepare` is called with each new buffer."""
         self._settings, self._prepare = settings, prepare
         self._store = Store()
         self._sender = Sender(self._store, settings, key, None if tls is None else tls.server, origin=True)
         self._kept: list[_Kept] = []
-        """The newest last."""
+        """The versions that are kept, the newest last."""
         self._free: list[Buffer] = []
         self._deltas: list[str] = []
         self._encoder: threading.Thread | None = None
@@ -80,7 +80,7 @@ class WeightServer:
 
     @property
     def cuts(self) -> dict[str, int]:
-        """Why connections were ended from here, and how often."""
+        """The reasons for which this side cut connections, with their counts."""
         return dict(self._sender.cuts)
 
     def publish(
@@ -92,9 +92,9 @@ class WeightServer:
         parent: str | None = None,
         adapter: AdapterFacts | None = None,
     ) -> Offer:
-        """Offer a version. What `fill` raises is raised here, and nothing is offered.
+        """Offer a version. If `fill` raises, nothing is offered, and the error is raised here.
 
-        The parent is the version that was published before, unless it is given.
+        The parent is the version published before, unless `parent` is given.
         """
         self._end_encoding()
         buffer = self._free_buffer(layout.num_bytes)
@@ -124,7 +124,7 @@ class WeightServer:
         return Offer(version, manifest.digest, layout.num_bytes, self.addresses)
 
     def wait_for_deltas(self, timeout_s: float) -> bool:
-        """Whether the deltas of the newest version are on offer."""
+        """Wait until no delta of the newest version is being made any more; return False if the time is up first."""
         if self._encoder is not None:
             self._encoder.join(timeout_s)
         return not self._sender.coming
@@ -140,7 +140,7 @@ class WeightServer:
         self._kept.clear()
 
     def _free_buffer(self, num_bytes: int) -> Buffer:
-        """One of the right size that nobody reads."""
+        """Return a buffer of this size that nobody reads, if need be that of the oldest version."""
         while len(self._kept) >= self._settings.num_full:
             oldest = self._kept.pop(0)
             self._store.give_up(oldest.manifest.digest, self._settings.grace_s)
@@ -156,8 +156,10 @@ class WeightServer:
         return buffer
 
     def _encode(self, bases: list[_Kept], target: _Kept, changes: codec.Encoded | None) -> None:
-        """In a thread of its own. The nearest version first: most workers hold that one, and its changes may be known
-        already. However it ends, nobody waits for a delta that does not come.
+        """Make and offer the deltas to the target, in a thread of its own.
+
+        The version published last comes first: most workers hold it, and its changes may be known already. `coming` is
+        emptied at the end in any case, so that no pull waits for a delta that will not come.
         """
         try:
             for base in bases:
@@ -181,7 +183,7 @@ class WeightServer:
                 old.buffer.close()
 
     def _changes(self, base: _Kept, target: _Kept) -> codec.Encoded | None:
-        """None when a publish came in between."""
+        """Compare two versions. Return None if a publish came in between."""
         pieces = list(codec.pieces_of(target.manifest.layout))
 
         def write(piece: codec.Piece) -> tuple[Encoding, bytes] | None:
@@ -212,7 +214,7 @@ class WeightServer:
 
 
 def _clear_padding(layout: Layout, view: memoryview) -> None:
-    """What lies between tensors is zero, also where another layout was before."""
+    """Set the bytes between tensors to zero; the buffer may have held another layout before."""
     starts = [*(one.start for one in layout.tensors[1:]), layout.num_bytes]
     for one, start in zip(layout.tensors, starts, strict=True):
         view[one.end : start] = bytes(start - one.end)

@@ -1,7 +1,7 @@
-"""What a worker keeps of weights: the version it holds, the one before, the one that is being built, a few deltas.
+"""The weights that a worker keeps: the held version, the previous one, the one being built, and a few deltas.
 
-Two buffers of a version's size. The version before the held one stays on offer until its buffer is needed for the next.
-A buffer that somebody outside still reads (`HostCopy`) is left to him, and another one is made.
+There are two buffers of a version's size. The previous version stays on offer until its buffer is needed for the next
+one. A buffer that is still read outside of the store (`HostCopy`) is left to its reader, and a new one is made.
 """
 
 from polyrl.weights.buffers import Buffer
@@ -10,14 +10,17 @@ from polyrl.weights.store import Blob, Store
 
 
 class HostCopy:
-    """A verified version in memory. Its bytes stay as they are; close it once it is installed, to have them reused."""
+    """A verified version in memory.
+
+    Its bytes do not change; close it after the install, so that its buffer is reused.
+    """
 
     def __init__(
         self, blob: Blob, manifest: Manifest, *, base: str = "", changed: frozenset[str] | None = None
     ) -> None:
         self.manifest = manifest
         self.base = base
-        """The version it was built from by deltas; empty when it came in full."""
+        """The digest of the version that it was built from by deltas; empty when it came in full."""
         self.changed = changed
         """The tensors that differ from `base`; None when that is not known."""
         self.view = blob.view.toreadonly()
@@ -26,18 +29,18 @@ class HostCopy:
 
     @property
     def fd(self) -> int:
-        """The file that `view` is of, to be mapped by another process."""
+        """The file behind `view`, which another process may map."""
         if self._buffer is None:
             raise ValueError("this copy is closed")
         return self._buffer.fd
 
     def tensor(self, name: str) -> memoryview:
-        """Its bytes, also under a name that is tied."""
+        """Return a tensor's bytes. Tied names work too."""
         entry = self.manifest.layout.by_name[name]
         return self.view[entry.start : entry.end]
 
     def close(self) -> None:
-        """Its memory may be written to again."""
+        """Release the buffer, which may then be written to again."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self.view = memoryview(b"")
@@ -51,7 +54,7 @@ class HostCopy:
 
 
 class Shelf:
-    """Used by one pull at a time. Neighbours read through the store, whenever they like."""
+    """A worker's buffers. One pull at a time uses them; neighbours read through the store at any time."""
 
     def __init__(self, store: Store, num_deltas: int, grace_s: float) -> None:
         self.store = store
@@ -63,7 +66,7 @@ class Shelf:
         self._deltas: list[Blob] = []
 
     def build(self, manifest: Manifest, canonical: bytes) -> Blob:
-        """A full version that is to be filled. One that was broken off goes on where it was."""
+        """Return a full version to be filled. A build of the same version that was broken off is continued."""
         if self._building is not None and self._building.name == manifest.digest:
             return self._building
         buffer = self.take_buffer(manifest.layout.num_bytes)
@@ -73,14 +76,14 @@ class Shelf:
         return blob
 
     def take_built(self) -> Buffer:
-        """The buffer of a full version that is not the one that is wanted, only on the way to it."""
+        """Return the buffer of the full version that was just built, from which deltas lead to the wanted one."""
         assert self._building is not None
         blob, self._building = self._building, None
         self.store.give_up(blob.name, self._grace_s)
         return blob.buffer
 
     def take_buffer(self, num_bytes: int) -> Buffer:
-        """Memory to build a version in, which nobody reads."""
+        """Return a buffer that nobody reads, to build a version in."""
         candidates: list[Buffer] = []
         for blob in (self._building, self._before):
             if blob is not None:
@@ -97,12 +100,14 @@ class Shelf:
         return fitting[0] if fitting else Buffer(num_bytes)
 
     def return_buffer(self, buffer: Buffer) -> None:
-        """What was built in it came to nothing."""
+        """Keep a buffer for later, after what was built in it proved wrong."""
         self._spare = buffer
 
     def add_delta(self, delta: DeltaManifest, canonical: bytes, version: int) -> Blob:
-        """One that is to be filled, or is here already. It stays for as long as the pull that wants it: a chain may be
-        longer than what is kept of it."""
+        """Return a delta that is to be filled, or is here already.
+
+        It stays at least for the pull that wants it: a chain may be longer than the number of deltas that are kept.
+        """
         known = self.store.find(delta.digest)
         if known is not None:
             return known
@@ -114,7 +119,7 @@ class Shelf:
         return blob
 
     def trim_deltas(self) -> None:
-        """Before a pull: those of pulls before it are here for neighbours, and few are kept."""
+        """Drop all but the newest deltas of earlier pulls, which are kept for neighbours. Called before a pull."""
         while len(self._deltas) > self._num_deltas:
             self.drop_delta(self._deltas[0])
 
@@ -125,7 +130,7 @@ class Shelf:
             blob.buffer.close()
 
     def swap(self, manifest: Manifest, buffer: Buffer | None = None) -> Blob:
-        """This version is complete and verified: what was built here, or what lies in `buffer`. Now it is held."""
+        """Hold this complete and verified version: the one built here, or the one in `buffer`."""
         if buffer is None:
             assert self._building is not None and self._building.complete
             blob, self._building = self._building, None

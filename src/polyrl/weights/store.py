@@ -1,11 +1,11 @@
-"""What a process holds of weights: blobs, which of their chunks are right, and who is reading them.
+"""The blobs that a process holds, which of their chunks are right, and who reads them.
 
-A blob is here from the moment its manifest is known; chunks are marked as they are verified, and only marked ones are
-ever read, so that a relay passes on what it has while the rest is coming. Readers hold a lease for one answer. Giving a
-blob up is in the owner's hands: no new leases, a short grace for those who read, then they are cut.
+A blob is here as soon as its manifest is known. Chunks are marked when they are verified, and only marked chunks are
+read, so a relay passes on what it has while the rest still arrives. A reader holds a lease for one answer. The owner
+decides when a blob is given up: there are no new leases, current readers get a short grace period and are then cut.
 
-After that its memory may be written to. Bytes that `sendfile` has queued but the reader has not taken can then change
-under way: a reader finds a wrong chunk, asks whether the blob is still held, and learns that it is gone.
+After that the blob's memory may be written to. Bytes that `sendfile` has queued but the reader has not received can
+then change in transit: the reader finds a wrong chunk, asks whether the blob is still held, and learns that it is gone.
 """
 
 import threading
@@ -22,7 +22,7 @@ from polyrl.weights.protocol import BlobEntry, Code, Holdings, SourceRefused
 
 
 class Blob:
-    """A full version's bytes or a delta's, in a buffer, with the chunks of them that are right."""
+    """A full version's bytes or a delta's, in a buffer, and which of its chunks are right."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Blob:
         self.right = np.full(table.num_chunks, complete, dtype=np.bool_)
         self.num_right = table.num_chunks if complete else 0
         self.claimed = np.zeros(table.num_chunks, dtype=np.bool_)
-        """Chunks that this process is just getting from the trainer."""
+        """The chunks that this process is getting from the trainer."""
         self.revision = 1
 
     @property
@@ -66,7 +66,7 @@ class Blob:
 
 
 class FileSpan(NamedTuple):
-    """Bytes of a file that may be read while the lease lasts."""
+    """The bytes of a file that may be read while the lease lasts."""
 
     fd: int
     start: int
@@ -97,7 +97,7 @@ class Store:
             return tuple(blob.entry() for blob in self._blobs.values())
 
     def announce(self, name: str, manifest: bytes) -> None:
-        """The one version that will be here, by whichever way: who waits for it may know what it is."""
+        """Make known the manifest of the one version that is on its way here, so that waiting peers can read it."""
         with self._changed:
             self._manifests = {name: manifest}
 
@@ -107,7 +107,7 @@ class Store:
             return self._held(name).manifest if announced is None else announced
 
     def mark(self, blob: Blob, index: int) -> None:
-        """This chunk's bytes are right, and stay as they are."""
+        """Mark a chunk as verified. Its bytes must not change from now on."""
         with self._changed:
             if not blob.right[index]:
                 blob.right[index] = True
@@ -116,7 +116,7 @@ class Store:
                 self._note(blob)
 
     def claim(self, blob: Blob, run: range, *, claimed: bool) -> None:
-        """These chunks are on their way here from the trainer, or are not any more."""
+        """Note that these chunks are on their way here from the trainer, or are not any more."""
         with self._changed:
             place = slice(run.start, run.stop)
             blob.claimed[place] = ~blob.right[place] if claimed else False
@@ -127,7 +127,7 @@ class Store:
         self._changed.notify_all()
 
     def have(self, name: str, revision: int, wait_s: float) -> Holdings:
-        """What is here of a blob: as soon as it is newer than `revision`, or after `wait_s`."""
+        """Return which chunks are here, as soon as that is newer than `revision`, or after `wait_s`."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:
@@ -140,7 +140,7 @@ class Store:
 
     @contextmanager
     def lease(self, name: str, first: int, count: int, cut: Callable[[str], None]) -> Iterator[FileSpan]:
-        """Read these chunks. `cut` is called when the blob is given up and the reader is not through in time."""
+        """Lease chunks for reading. `cut` is called if the blob is given up and the reader does not finish in time."""
         with self._changed:
             blob = self._held(name)
             if count < 1 or first + count > blob.table.num_chunks:
@@ -159,7 +159,7 @@ class Store:
                 self._changed.notify_all()
 
     def give_up(self, name: str, grace_s: float) -> Blob | None:
-        """Nobody reads the blob when this returns. Readers get `grace_s` to end, and are cut then."""
+        """Remove a blob, and return when nobody reads it any more. Readers are cut after `grace_s`."""
         with self._changed:
             blob = self._blobs.pop(name, None)
             if blob is None:

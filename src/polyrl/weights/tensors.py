@@ -1,11 +1,11 @@
-"""A model's weights into the bytes of a version, and back into a model. It and `tensors_gpu` know torch, nobody else.
+"""A model's weights into the bytes of a version, and back into a model, with torch.
 
-    layout_of   which bytes a model's tensors will have, in the serving dtype; tensors that share memory once
-    snapshot    a model's tensors, cast, into the bytes of a version
-    load_into   the bytes of a version into a model's tensors, in place; all of them, or those that changed
+    layout_of   the places of a model's tensors in the serving dtype; tensors that share memory appear once
+    snapshot    cast a model's tensors, and copy them into the bytes of a version
+    load_into   copy the bytes of a version into a model's tensors, in place: all of them, or those that changed
 
 Rules kept here: everything is checked before the first byte is written, so a model is loaded whole or left alone
-(BadTensors). A dtype is never converted on the way in: what an engine computes with is what the manifest says.
+(BadTensors). A dtype is never converted on loading: an engine computes with the dtype that the manifest states.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _STAGING_BYTES = 64 << 20
 
-# A host copy may be mapped for reading only. Tensors over it are only read.
+# A host copy may be mapped read-only. Tensors over it are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
@@ -34,10 +34,10 @@ class BadTensors(ValueError):
 
 
 def layout_of(state: Mapping[str, Tensor], dtype: str = "bfloat16", *, architecture: str = "") -> Layout:
-    """The layout of a model's versions, from its state dict or `named_parameters`.
+    """Return the layout of a model's versions, from its state dict or `named_parameters`.
 
-    Floating-point tensors take the serving dtype, others keep theirs. Of names that share memory the first one counts;
-    a tensor without memory of its own, whose parts are at several ranks, shares none.
+    Floating-point tensors take the serving dtype, others keep theirs. Of several names that share memory, the first
+    owns the bytes and the others are tied to it. A tensor sharded over ranks has no memory of its own, and is not tied.
     """
     specs: list[Spec] = []
     tied: dict[str, str] = {}
@@ -63,11 +63,11 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def snapshot(state: Mapping[str, Tensor] | Iterator[tuple[str, Tensor]], layout: Layout, out: View) -> None:
-    """Write a model's tensors into the bytes of a version. They are all there when it returns.
+    """Write a model's tensors into the bytes of a version. The copies are complete when it returns.
 
-    They may come one after the other: no more than one is held at a time. The bytes between tensors are not touched:
-    the buffer is zero where nobody wrote. From a GPU, the cast is done there and the copy goes through pinned memory,
-    or straight into `out` where that is pinned (see `pin`).
+    Given an iterator, it holds one tensor at a time. The bytes between tensors are not touched: a new buffer is zero.
+    From a GPU, the cast is done on the device, and the copy goes through pinned memory, or straight into `out` if that
+    is pinned (see `pin`).
     """
     if isinstance(state, Mapping):
         given = ((entry, source_of(entry, state)) for entry in layout.tensors)
@@ -97,7 +97,7 @@ def _one_by_one(state: Iterator[tuple[str, Tensor]], layout: Layout) -> Iterator
 
 
 def source_of(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:
-    """Return a state's tensor for an entry of a layout, not yet cast. Raises BadTensors."""
+    """Return the model's tensor for an entry of a layout, not yet cast. Raises BadTensors."""
     if entry.name not in state:
         raise BadTensors(f"{entry.name}: not in the model; expected {entry.dtype} {list(entry.shape)}")
     tensor = state[entry.name].detach()
@@ -109,9 +109,10 @@ def source_of(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:
 def load_into(
     state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """Copy a version's tensors into a model's, in place, and say which. `changed`: only these, and those tied to them.
+    """Copy a version's tensors into a model's, in place, and return their names.
 
-    Raises BadTensors before anything is written: when a tensor is missing, or has another shape or dtype.
+    `changed` restricts it to these tensors and those tied to them. Raises BadTensors before anything is written, if a
+    tensor is missing or has another shape or dtype.
     """
     plan = _plan(state, layout, view, changed)
     with torch.no_grad():
@@ -125,7 +126,7 @@ def load_into(
 def pair_up(
     state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """A model's tensors, each with what a version has for it: `load_into` without the copying."""
+    """Return a model's tensors, each with the version's tensor for it: `load_into` without the copying."""
     plan = _plan(state, layout, view, changed)
     return [(one, entry_tensor(entry, view)) for entry, destinations in plan for one in destinations]
 
@@ -140,7 +141,7 @@ def _plan(
 
 
 def _destinations(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layout) -> list[Tensor]:
-    """The model's tensors under this name and those tied to it, each once."""
+    """Return the model's tensors under this name and the names tied to it, each once."""
     names = [entry.name, *(alias for alias, name in layout.tied.items() if name == entry.name)]
     found: dict[tuple[object, ...], Tensor] = {}
     for name in names:
@@ -158,7 +159,7 @@ def _destinations(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layou
 
 
 def entry_tensor(entry: TensorEntry, view: View) -> Tensor:
-    """A tensor of a version where it lies, without a copy."""
+    """Return a tensor of a version in place, without a copy."""
     return entry_bytes(entry, view).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
@@ -169,9 +170,9 @@ def entry_bytes(entry: TensorEntry, view: View) -> Tensor:
 
 
 def pin(view: View) -> bool:
-    """Have CUDA copy straight to and from a buffer, which must live until it is unpinned, or as long as the process.
+    """Page-lock a buffer, so that CUDA copies straight to and from it. Return False if there is no CUDA or it refuses.
 
-    False where there is no CUDA, or it will not.
+    The buffer must live until it is unpinned, or until the process ends.
     """
     if not torch.cuda.is_available():
         return False
@@ -179,13 +180,13 @@ def pin(view: View) -> bool:
     runtime: Any = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), 0)) == 0:
         return True
-    with contextlib.suppress(RuntimeError):  # CUDA tells whoever launches a kernel next: let that be us
+    with contextlib.suppress(RuntimeError):  # CUDA reports it at the next kernel launch: clear it here
         torch.ones(1, device="cuda").add_(1)
     return False
 
 
 def pin_buffer(buffer: Buffer) -> bool:
-    """As `pin` does, until it is closed."""
+    """Pin a buffer until it is closed. Return whether that worked."""
     if not buffer.num_bytes or not pin(buffer.view):
         return False
     address = torch.frombuffer(buffer.view, dtype=torch.uint8).data_ptr()
@@ -194,7 +195,7 @@ def pin_buffer(buffer: Buffer) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Before the memory of the buffer that begins there is given back."""
+    """Undo `pin` for the buffer at this address. Call it before the memory is given back."""
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)
 
@@ -215,7 +216,7 @@ class _Slot(NamedTuple):
 
 
 class _Staging:
-    """Through two pinned buffers: the device fills one while the host empties the other."""
+    """Copies through two pinned buffers: the device fills one while the host empties the other."""
 
     def __init__(self, device: torch.device) -> None:
         pinned = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]

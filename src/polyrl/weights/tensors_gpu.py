@@ -1,12 +1,12 @@
-"""Deltas made where the weights are: the device compares, gathers and counts, the host only compresses.
+"""Deltas made on the device: it compares, gathers and counts, and the host only compresses.
 
-The encoder holds the previous version's serving weights on the device. A new state is cast, compared with them and put
-in their place, a slab at a time; what leaves the device are gaps and differences in bytes, about a hundredth of the
-weights. Host threads compress those of one slab while the device works on the next.
+The encoder keeps the previous version's serving weights on the device. A new state is cast, compared with them and
+stored in their place, one slab at a time. Only gaps and differences leave the device, as bytes: about a hundredth of
+the weights. Host threads compress one slab while the device works on the next.
 
-Rules kept here: the delta is that of `delta.encode`, byte for byte, so nobody can tell where it was made. A piece with
-many or wide changes is fetched and encoded by the host. All of it is plain torch and runs on any device. On a GPU it
-has a stream of its own: the host asks for counts all the time, and would wait behind whatever else runs there.
+Rules kept here: the delta equals that of `delta.encode`, byte for byte, so it does not matter where it was made. A
+piece with many or wide changes is copied to the host and encoded there. The code is plain torch and runs on any device.
+On a GPU it has a stream of its own: the host often waits for counts, and would otherwise wait for all other work there.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,14 +32,14 @@ from polyrl.weights.manifest import Encoding, Layout
 from polyrl.weights.tensors import TORCH_DTYPES, source_of
 
 SLAB_ELEMENTS = 1 << 28
-"""Compared at once: enough to fill a device, little beside a model."""
+"""The elements compared at once: enough to fill a device, few compared with a model."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Written: TypeAlias = tuple[Encoding, bytes] | None
 
 
 class _Slab(NamedTuple):
-    """Pieces that lie side by side and have elements of one size."""
+    """Neighbouring pieces whose elements have the same size."""
 
     pieces: list[Piece]
 
@@ -54,7 +54,7 @@ class _Slab(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """What changed in a slab, on the host. The changes of piece k are those from bounds[k] to bounds[k + 1]."""
+    """The changes in a slab, on the host. The changes of piece k are those from bounds[k] to bounds[k + 1]."""
 
     bounds: list[int]
     gap_bounds: list[int]
@@ -65,7 +65,7 @@ class _Changes(NamedTuple):
 
 
 class GpuDeltaEncoder:
-    """Keeps the newest version's weights on the device, and says what each new state changes."""
+    """Keeps the newest version's weights on the device, and returns what each new state changes."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class GpuDeltaEncoder:
             self._fill(slab, state, self._held_bytes(slab))
 
     def encode(self, state: Mapping[str, Tensor]) -> Encoded:
-        """What turns the version that is held into this state, which is held from now on."""
+        """Return the delta from the held version to this state, which is then the held one."""
         if self._stream is None:
             return self._encode(state)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -95,7 +95,7 @@ class GpuDeltaEncoder:
             with torch.cuda.stream(self._stream):
                 return self._encode(state)
         finally:
-            self._stream.synchronize()  # what it writes to may be another's soon
+            self._stream.synchronize()  # the memory it writes to may be reused afterwards
 
     def _encode(self, state: Mapping[str, Tensor]) -> Encoded:
         waiting: list[Future[Written] | Written] = []
@@ -116,7 +116,7 @@ class GpuDeltaEncoder:
         return self._held[slab.start : slab.start + slab.num_bytes]
 
     def _fill(self, slab: _Slab, state: Mapping[str, Tensor], out: Tensor) -> None:
-        """Write the state's tensors where the slab has them, in the layout's dtype."""
+        """Write the state's tensors to their places in the slab, in the layout's dtype."""
         for tensor, pieces in _by_tensor(slab):
             entry = self._layout.tensors[tensor]
             first, last = pieces[0], pieces[-1]
@@ -175,7 +175,10 @@ def _by_tensor(slab: _Slab) -> Iterator[tuple[int, list[Piece]]]:
 
 
 def _find_changes(slab: _Slab, old: Tensor, new: Tensor) -> _Changes | None:
-    """Both as integers. Between pieces both are zero, so every change belongs to a piece."""
+    """Compare two slabs, given as integers; None if they are equal.
+
+    Both are zero between pieces, so every change belongs to a piece.
+    """
     positions = torch.nonzero(old != new).view(-1)
     if not len(positions):
         return None
@@ -184,7 +187,7 @@ def _find_changes(slab: _Slab, old: Tensor, new: Tensor) -> _Changes | None:
     bounds = torch.searchsorted(positions, starts)
     gaps = torch.empty_like(positions)
     gaps[1:] = positions[1:] - positions[:-1] - 1
-    inside = bounds < len(positions)  # the first change at or after a piece's start, where there is one
+    inside = bounds < len(positions)  # pieces that have a change at or after their start
     firsts = bounds[inside]
     gaps[firsts] = positions[firsts] - _latest_start(positions[firsts], starts)
     codes, wide_mask, wide = _differences(old[positions], new[positions])
@@ -210,7 +213,7 @@ def _latest_start(positions: Tensor, starts: Tensor) -> Tensor:
 
 
 def _differences(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zigzag in bytes, which of them are wide, and the wide ones in full."""
+    """Return the zigzag differences as bytes, which of them are wide, and the wide ones in full."""
     difference = new - old
     bits = 8 * difference.element_size()
     zigzag = (difference << 1) ^ (difference >> (bits - 1))
@@ -227,5 +230,5 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor, item_bytes: int) -> np.ndarray[Any, Any]:
-    """A copy: what it was made of is written over while it is encoded."""
+    """Return the bits as a host copy, because the device's memory is overwritten while the piece is encoded."""
     return tensor.to("cpu", copy=True).numpy().view(f"<u{item_bytes}")
