@@ -1,12 +1,13 @@
-"""Whose turn it is on the trainer's own devices: the engine's, or training's. Inside a step they change hands.
+"""Takes turns on the trainer's own devices: the engine generates, or the trainer trains. Turns change within a step.
 
-    the scheduler says so -> a local worker's agent calls `set_duty` -> the engine sleeps or wakes
+    the scheduler decides -> a local worker's agent calls `set_duty` -> the engine sleeps or wakes
     the loop calls `train(work)` -> waits for training's turn -> runs it in a thread
-    the loop validates -> `for_validation` -> the engine is awake, whosever turn it is
+    the loop validates -> `for_validation` -> the engine is awake, whatever the turn
 
-Rules kept here: the two never run at the same time, and whoever works ends first, also if cancelled. What moves
-the weights keeps its turn (`held`) until they have their new version's name, and for good if they never get it: the
-engine never wakes to weights that are called something else. Without a local worker it is always training's turn.
+Rules kept here: the two never run at the same time, and running work ends before the turn changes, even if its caller
+is cancelled. An update of the weights keeps its turn (`held`) until the weights have their new version's number, and
+for good if they never get it: the engine never wakes with weights of another version than it names. Without a local
+worker it is always training's turn.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 
 class Sleeper(Protocol):
-    """An engine that can give its memory back and have it again."""
+    """An engine that can free its memory and take it back."""
 
     async def sleep(self) -> None: ...
 
@@ -31,7 +32,8 @@ class Sleeper(Protocol):
 
 
 class Devices:
-    """`engine` is on these devices, if there is one; `generates`: for the fleet too, and takes turns with training."""
+    """The turns of these devices. `engine` runs on them, if there is one; `generates`: it also serves the fleet, and
+    takes turns with training."""
 
     def __init__(self, engine: Sleeper | None = None, *, generates: bool = True) -> None:
         self._engine = engine
@@ -41,7 +43,7 @@ class Devices:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self.duty: Duty = "training"
         self._turns_s = 0.0
-        """Of training's turns that are over."""
+        """The seconds of training's past turns."""
         self._turn_began = 0.0
         self.trained_s = 0.0
         if engine is not None and generates:
@@ -51,7 +53,7 @@ class Devices:
 
     @property
     def turn_s(self) -> float:
-        """How long it has been training's turn, in all; what of it is not in `trained_s` it had nothing to train."""
+        """The seconds that have been training's turn. Those beyond `trained_s` had nothing to train."""
         return self._turns_s + (time.monotonic() - self._turn_began if self._may_train.is_set() else 0.0)
 
     def _begin_turn(self) -> None:
@@ -64,7 +66,7 @@ class Devices:
         self._may_train.clear()
 
     async def set_duty(self, duty: Duty) -> None:
-        """Returns when the devices do that."""
+        """Change the turn. Returns when the devices have changed over."""
         if self._engine is None:
             return
         if duty == "training":
@@ -79,11 +81,11 @@ class Devices:
             await self._engine.wake()
 
     async def until_my_turn(self) -> None:
-        """Wait for training's turn. It may pass again before anything is done with it."""
+        """Wait for training's turn. The turn may have passed again before the caller uses it."""
         await self._may_train.wait()
 
     async def train(self, work: Callable[[], T]) -> T:
-        """Run `work`, which moves no weights, in the trainer's thread when it is training's turn."""
+        """Run `work` in the trainer's thread, in training's turn. It must not change the weights."""
         await self._take_turn()
         try:
             return await self.run(work)
@@ -92,7 +94,7 @@ class Devices:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Training's turn, as soon as it is, and for as long as this lasts. Broken off, it is nobody's turn again."""
+        """Wait for training's turn, and keep it within this context. After an exception it is never given back."""
         await self._take_turn()
         yield
         self._at_work.release()
@@ -106,7 +108,7 @@ class Devices:
             self._at_work.release()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in the trainer's thread. It is training's turn: `held`."""
+        """Run `work` in the trainer's thread. The caller holds training's turn (`held`)."""
         began = time.monotonic()
         try:
             return await finish_first(asyncio.get_running_loop().run_in_executor(self._thread, work))
@@ -115,7 +117,8 @@ class Devices:
 
     @asynccontextmanager
     async def for_validation(self) -> AsyncIterator[None]:
-        """The engine stays awake for as long as this lasts, and nothing may be trained; a turn that comes is noted."""
+        """Keep the engine awake within this context. Nothing may be trained meanwhile; a change of turn takes effect
+        after it."""
         assert self._engine is not None
         self._validates = True
         try:

@@ -1,6 +1,6 @@
-"""Writing a checkpoint as a Hugging Face directory, or its LoRA changes as a directory of peft's: whole, or not at all.
+"""Exports a checkpoint as a Hugging Face directory, or its LoRA changes as a peft directory: complete, or not at all.
 
-It is written under another name beside the one that it gets, so that a disk that is full leaves nothing in the way.
+The directory is written under a temporary name next to its final one, so that a full disk leaves nothing behind.
 """
 
 import shutil
@@ -24,7 +24,7 @@ _COPIED = (*TOKENIZER_FILES, "generation_config")
 
 
 def choose(run_dir: Path, step: int | None) -> Path:
-    """The newest checkpoint, or that of a step. Raises UserError."""
+    """Return the newest checkpoint, or that of a step. Raises UserError if there is none."""
     found = checkpoint.found(run_dir)
     if not found:
         raise UserError(f"{run_dir}: no checkpoint there; expected the directory of a run that `polyrl train` began")
@@ -38,9 +38,9 @@ def choose(run_dir: Path, step: int | None) -> Path:
 
 
 def export(folder: Path, recipe: Recipe, out: Path, *, adapter: bool = False) -> None:
-    """The model's own directory says what it is, and has the tokenizer; the checkpoint has its weights.
+    """Write the model with the checkpoint's weights, and with the config and tokenizer of the recipe's model.
 
-    `adapter`: only the changes of LoRA, as peft has them; otherwise they are merged. Raises UserError.
+    `adapter`: write only the LoRA changes, in peft's format; otherwise they are merged. Raises UserError.
     """
     state, tensors = checkpoint.load(folder)
     if not tensors:

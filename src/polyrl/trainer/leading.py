@@ -1,13 +1,13 @@
-"""Rank zero leads: what it is asked to do it has all ranks do.
+"""Rank zero leads: each call on it is carried out by all ranks.
 
     leader.begin(step); leader.add(groups); leader.finish()      what the loop calls, as with one rank
     leader.weights(), leader.whole_state()                       whole tensors, one at a time
-    leader.stop()                                                the others may go
+    leader.stop()                                                the other ranks may exit
 
     follow(ranks, learner)                                          every other rank, until it is told to stop
 
-Rank zero alone has a client, a manager, rewards and files. The others hear one command at a time, as bytes, and do the
-same as it does, in the same order: that is what makes their collectives meet.
+Only rank zero has a client, a manager, rewards and files. The other ranks receive one command at a time, as bytes, and
+carry out the same work in the same order. That is what makes their collectives match.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 
 class Learner(NamedTuple):
-    """What every rank holds its part of."""
+    """The models and optimizers that every rank holds its shards of."""
 
     policy: Policy
     optimizer: Optimizer
@@ -39,18 +39,18 @@ class Learner(NamedTuple):
     steps: StepAccumulator
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds; of several ranks, this one's part."""
+        """Return the tensors of a checkpoint; with several ranks, this rank's shards."""
         tensors = {f"policy/{name}": one for name, one in self.optimizer.state_dict().items()}
         if self.critic is not None:
             tensors |= {f"critic/{name}": one for name, one in self.critic.optimizer.state_dict().items()}
         return tensors
 
     def whole_state(self) -> Iterable[tuple[str, Tensor]]:
-        """What a checkpoint holds, of the only rank. Not copies."""
+        """Return the tensors of a checkpoint, for a single rank. They are not copies."""
         return self.state().items()
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """From a checkpoint, of however many ranks. Raises UserError if it is of another model."""
+        """Load the tensors of a checkpoint of any number of ranks. Raises UserError if it is of another model."""
         self.optimizer.load_state_dict(_of("policy/", state))
         if self.critic is not None:
             self.critic.optimizer.load_state_dict(_of("critic/", state))
@@ -89,9 +89,8 @@ RankCommand = Begin | Add | Finish | GatherWeights | GatherState | StopRanks
 
 
 class Leader:
-    """Keeps the contract of `Steps`; one thread at a time. `lost` is asked when something fails: which rank is gone, in
-    a line, or None if that is not why.
-    """
+    """Implements `Steps` for all ranks, for one thread at a time. When something fails, `lost` returns which rank is
+    gone, in one line, or None if no rank is."""
 
     def __init__(self, ranks: Ranks, learner: Learner, lost: Callable[[RuntimeError], str | None]) -> None:
         self._ranks, self._crew, self._lost = ranks, learner, lost
@@ -113,7 +112,7 @@ class Leader:
             return self._crew.steps.finish()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """In the precision that they are served in. The engine's own copy takes each as it passes."""
+        """Yield whole weights in the precision that they are served in, and copy each into the engine's own copy."""
         policy = self._crew.policy
         served: dict[str, Tensor] = {}
         if policy.loaded.model is not policy.model:
@@ -126,12 +125,12 @@ class Leader:
                 yield name, one
 
     def whole_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint holds. Not copies, where nothing had to be gathered."""
+        """Yield the tensors of a checkpoint, whole. Tensors that did not have to be gathered are not copies."""
         with self._all(GatherState()):
             yield from sharding.gather(self._crew.state())
 
     def stop(self) -> None:
-        """Whoever is gone already need not be told."""
+        """Tell the other ranks to exit. Ranks that are gone already are not an error."""
         try:
             with self._all(StopRanks()):
                 pass
@@ -151,7 +150,7 @@ class Leader:
 
 
 def follow(ranks: Ranks, learner: Learner) -> None:
-    """Do as rank zero does. Raises RuntimeError when it is gone."""
+    """Carry out rank zero's commands until it says stop. Raises RuntimeError when rank zero is gone."""
     while True:
         match msgspec.msgpack.decode(ranks.broadcast(), type=RankCommand):
             case Begin(step, num_steps):

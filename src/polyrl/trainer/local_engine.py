@@ -1,7 +1,7 @@
 """The builtin engine on the trainer's own model: parameters are shared, nothing is copied.
 
-It serves two: a local worker, which is a member of the fleet, and the trainer itself, which validates between rounds.
-Leases of the trainer's own are negative; the fleet never sees them.
+It has two users: a local worker, which is a member of the fleet, and the trainer itself, which validates between
+rounds. The trainer's own leases are negative; the fleet never sees them.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from polyrl.wire.frames import Sampling
 
 
 class LocalPrompt(NamedTuple):
-    """One answer that the trainer wants for itself."""
+    """A request of the trainer itself for one answer."""
 
     prompt: list[int]
     max_tokens: int
@@ -28,7 +28,7 @@ class LocalPrompt(NamedTuple):
 class LocalAnswer(NamedTuple):
     tokens: list[int]
     finish: str
-    """stop or length; otherwise why there is none."""
+    """"stop" or "length"; otherwise the reason why there is no complete answer."""
 
     @property
     def is_whole(self) -> bool:
@@ -36,7 +36,7 @@ class LocalAnswer(NamedTuple):
 
 
 class _Nobody:
-    """A sink for an engine that is no worker's."""
+    """The sink of an engine that no worker hosts."""
 
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
         pass
@@ -46,7 +46,7 @@ class _Nobody:
 
 
 class LocalEngine:
-    """Keeps the contract of an engine, so that a worker can host it."""
+    """Implements the contract of an engine, so that a worker can host it."""
 
     def __init__(self, config: BuiltinConfig, loaded: Loaded) -> None:
         self._engine = BuiltinEngine(config, loaded)
@@ -93,7 +93,7 @@ class LocalEngine:
                 waiting.set_exception(EngineError(why))
         await self._engine.close()
 
-    # What the engine says
+    # For the engine: it is its own sink
 
     def tokens(self, lease: LeaseId, tokens: Sequence[int], logprobs: Sequence[float], version: Version) -> None:
         if lease < 0:
@@ -110,7 +110,7 @@ class LocalEngine:
     # For the trainer
 
     async def answer(self, questions: Sequence[LocalPrompt]) -> list[LocalAnswer]:
-        """All of them, in order. Nobody else may be using the devices. Raises EngineError if the engine fails."""
+        """Return the answers, in order. Nothing else may use the devices. Raises EngineError if the engine fails."""
         await self.wake()
         loop = asyncio.get_running_loop()
         leases: list[LeaseId] = []

@@ -1,12 +1,12 @@
-"""Offering the trainer's present weights as a version: to the local engine, which shares them, and to the fleet.
+"""Offers the trainer's current weights as a version: to the local engine, which shares them, and to the fleet.
 
-Rules kept here: the snapshot is taken in a thread, while nobody changes the weights, and ends before who waits for it
-leaves: what it writes into is not closed under it. The layout is the model's, and never changes; tied tensors are sent
-once, in the dtype that they are served in. An engine with weights of its own (lora.py) is given them first: what is
-sent may be read from there.
+Rules kept here: the snapshot is taken in a thread, while the weights do not change. It ends before its caller goes on,
+even if cancelled, so that the buffer it writes into is not closed under it. The layout is the model's, and never
+changes; tied tensors are sent once, in the dtype that they are served in. An engine with its own copy of the weights
+(lora.py) is written first: the snapshot may be read from there.
 
-What changed since the version before is found on the host, by whoever serves it, or on the device, if that is asked for
-and there is room. What the device holds is always the version that was offered last, or it is let go.
+The difference to the previous version is computed on the host, by the weight server, or on the device, if that is asked
+for and there is room. The device's copy is always the version offered last, or it is dropped.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = logging.getLogger("polyrl.trainer")
 
 
 class Publishing:
-    """`engine` is the local one, if there is one."""
+    """Publishes versions. `engine` is the local one, if there is one."""
 
     def __init__(
         self,
@@ -42,10 +42,9 @@ class Publishing:
         *,
         encodes: bool = False,
     ) -> None:
-        """`known` are digests of versions that a process before this one published: one of them is a parent. `gather`
-        gives weights that several ranks hold, one after the other, and has the local engine's copy take them.
-        `encodes`: deltas are made where the weights are.
-        """
+        """`known` are the digests of versions that an earlier process published: the next version's parent may be one
+        of them. `gather` yields weights that several ranks hold, one by one, and updates the local engine's copy with
+        them. `encodes`: compute deltas on the device."""
         assert gather is None or not encodes, "what comes one after the other is compared by the host"
         self._gather = gather
         self._policy, self._server, self._engine = policy, server, engine
@@ -66,7 +65,7 @@ class Publishing:
         except BaseException:
             self._encoder = None
             raise
-        if self._gather is not None:  # it was gathered on the way
+        if self._gather is not None:  # gathering has updated the engine's copy
             await self._install(version)
         self._known = {version: offer.digest}
         return offer

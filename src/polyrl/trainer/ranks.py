@@ -1,16 +1,16 @@
-"""Ranks: processes on one host that train one model together, each with a part of it and a part of every batch.
+"""Ranks: processes on one host that train one model together, each with a shard of it and a part of every batch.
 
-    ranks = Ranks.join(RankInfo(rank, size))     every process says which one it is; returns when all are there
+    ranks = Ranks.join(RankInfo(rank, size))     every process says which rank it is; returns when all are there
     ranks.broadcast(data)                    rank zero's bytes, at every rank
-    ranks.exchange(data)                     everybody's bytes, at every rank
-    ranks.use("cuda")                        where the model is to be; a GPU for each
+    ranks.exchange(data)                     every rank's bytes, at every rank
+    ranks.use("cuda")                        where the model is to be; one GPU per rank
 
-Rules kept here: what ranks say to each other are bytes in tensors, which nobody unpickles. It goes over gloo on the CPU
-and waits for as long as it takes: between two steps the others wait for rank zero, which waits for answers. A rank that
-is gone closes its connections, and whoever waits for it is told at once. Tensors of the model travel by gloo between
-CPUs and by NCCL between GPUs, one GPU a rank.
+Rules kept here: ranks exchange bytes in tensors, which are never unpickled. These go over gloo on the CPU, practically
+without a timeout: between two steps the other ranks wait for rank zero, which waits for answers. A rank that is gone
+closes its connections, and a rank waiting for it fails at once. Tensors of the model travel by gloo between CPUs and by
+NCCL between GPUs, with one GPU per rank.
 
-Left out: what is said (leading), how a model is divided (sharding), and who starts the processes.
+Left out: the commands (leading.py), sharding a model (sharding.py), and starting the processes.
 """
 
 import os
@@ -26,7 +26,7 @@ from polyrl.errors import UserError
 
 _PATIENCE = timedelta(days=365)
 _MEETING_S = 600.0
-"""For all to be there, and for a pass that all make together."""
+"""The timeout for all ranks to join, and for a pass that all ranks run together."""
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -34,11 +34,11 @@ class RankInfo(NamedTuple):
     rank: int
     size: int
     meeting_point: str = ""
-    """A file that all of them can reach; empty: what the environment says, as torchrun leaves it."""
+    """A file that all ranks can reach. Empty: take the environment variables that torchrun sets."""
 
 
 class Peers(Protocol):
-    """All that most of the trainer must know of the others."""
+    """The view of the other ranks that most of the trainer needs."""
 
     @property
     def rank(self) -> int: ...
@@ -47,7 +47,7 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What everybody said, in the order of ranks."""
+        """Return every rank's bytes, in the order of ranks."""
         ...
 
 
@@ -70,7 +70,7 @@ class Ranks:
 
     @classmethod
     def join(cls, info: RankInfo) -> "Ranks":
-        for name, value in _LOOPBACK.items():  # nobody beyond this machine takes part
+        for name, value in _LOOPBACK.items():  # all ranks are on this machine
             os.environ.setdefault(name, value)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         patience = timedelta(seconds=_MEETING_S)
@@ -84,7 +84,7 @@ class Ranks:
         return cls(info, talk)
 
     def use(self, device: str) -> None:
-        """cpu or cuda. Raises UserError where there are not as many GPUs."""
+        """Choose the device type, cpu or cuda. Raises UserError if there are fewer GPUs than ranks."""
         if device == "cuda":
             check_gpus(self.size)
             self.device = torch.device(device, self.rank)
@@ -98,7 +98,7 @@ class Ranks:
         return self._mesh
 
     def broadcast(self, data: bytes = b"") -> bytes:
-        """Rank zero's. What others give is not looked at."""
+        """Return rank zero's bytes. The `data` of other ranks is ignored."""
         length = torch.tensor([len(data)])
         dist.broadcast(length, 0, group=self._talk)
         told = _tensor(data) if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
@@ -114,7 +114,7 @@ class Ranks:
         return [one.numpy().tobytes()[: int(length)] for one, length in zip(told, lengths, strict=True)]
 
     def break_off(self) -> None:
-        """Have whoever waits for another rank fail, from another thread. Over gloo they fail by themselves."""
+        """Make ranks that wait for another rank fail; called from another thread. Over gloo they fail by themselves."""
         if self.device.type == "cuda":
             dist.distributed_c10d._abort_process_group()
 

@@ -1,11 +1,12 @@
-"""A model divided between ranks with FSDP2: each holds a part of every tensor; a layer is whole only while it runs.
+"""A model sharded over ranks with FSDP2: each rank holds a part of every tensor; a layer is whole only while it runs.
 
-    whole = shard(model, ranks, torch.bfloat16)      in place: its parameters are now parts
-    whole(lambda: model(...))                        within this, what belongs to no layer is whole too
+    whole = shard(model, ranks, torch.bfloat16)      in place: its parameters are now shards
+    whole(lambda: model(...))                        within this, parameters outside the layers are whole too
     for name, tensor in gather(parameters): ...      one whole tensor at a time, at every rank
 
-Parts are float32, and computed with in the model's own precision: they are the masters that the optimizer moves.
-Gradients of ranks are added, not averaged; whoever knows all samples divides once, as with one rank.
+Trained shards are float32, and computed with in the model's own precision: they are the masters that the optimizer
+updates. Gradients of ranks are summed, not averaged. They are divided once, when all samples are known, as with one
+rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class WholeEnds(torch.nn.Module):
-    """What runs in here finds embedding, last norm and head whole."""
+    """Runs a function with the embedding, the last norm and the head gathered."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class WholeEnds(torch.nn.Module):
 
 
 def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
-    """A decoder of transformers, in place. It may be on the CPU: layers go to the device one by one, as parts."""
+    """Shard a decoder of transformers in place. It may be on the CPU: layers go to the device one by one, as shards."""
     is_trained = any(one.requires_grad for one in model.parameters())
     if is_trained:
         model.float()
@@ -47,19 +48,19 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> WholeEnds:
 
 
 def shard_head(head: torch.nn.Module, ranks: Ranks) -> None:
-    """A module of its own, in float32 throughout."""
+    """Shard a separate module, which computes in float32."""
     _shard(head, ranks, MixedPrecisionPolicy())
 
 
 def _shard(module: Any, ranks: Ranks, precision: MixedPrecisionPolicy) -> None:
-    # The root too is parted again after a forward pass: whole, it would not hear of the next update.
+    # The root too is resharded after a forward pass: kept whole, it would miss the next update.
     fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=True)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
 def gather(named: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor whole, in another precision if that is wanted; all ranks must go through it to the end together."""
+    """Yield each tensor whole, in `dtype` if that is given. All ranks must iterate to the end together."""
     for name, one in named.items():
         part = one.detach()
         if dtype is not None and part.is_floating_point():
@@ -72,17 +73,17 @@ def is_part(tensor: Tensor) -> bool:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """A number that is known in parts."""
+    """Return the value of a number that may be spread over ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(value: Tensor, other: Tensor) -> Tensor:
-    """A copy of a whole tensor, as the other one is: in its precision, on its device, and parted if that is."""
+    """Return a copy of a whole tensor, with the dtype, the device and the sharding of another one."""
     kind: dict[str, Any] = {"device": other.device, "dtype": other.dtype}
     if not isinstance(other, DTensor):
         return value.to(**kind, copy=True)
     mesh = other.device_mesh
-    rows = -(-value.shape[0] // mesh.size())  # as torch.chunk does it
+    rows = -(-value.shape[0] // mesh.size())  # as torch.chunk splits
     first = min(mesh.get_local_rank() * rows, value.shape[0])
     part = value[first : first + rows].to(**kind, copy=True)
     shape, stride = value.shape, value.contiguous().stride()

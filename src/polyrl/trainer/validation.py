@@ -1,7 +1,7 @@
-"""Validation: answers to prompts that are not trained on, scored like all others. Reported as mean reward and pass@k.
+"""Validation: answers to prompts that are not trained on, scored like all others. Reports the mean reward and pass@k.
 
-pass@k of a prompt with n attempts, c of them right, is the chance that at least one of k drawn from the n is right:
-1 - C(n - c, k) / C(n, k); no estimate of it from the same n attempts is better and unbiased.
+pass@k of a prompt with n attempts, c of them right, is the chance that at least one of k drawn from the n is right: 1 -
+C(n - c, k) / C(n, k). No unbiased estimate from the same n attempts has a lower variance.
 """
 
 import math
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 
 def pass_at(k: int, num_attempts: int, num_right: int) -> float:
-    """Of one prompt."""
+    """Return pass@k of one prompt. Raises ValueError if there are fewer than k attempts."""
     if num_attempts < k:
         raise ValueError(f"pass@{k} needs at least {k} attempts; there are {num_attempts}")
     return 1.0 - math.comb(num_attempts - num_right, k) / math.comb(num_attempts, k)
 
 
 def report(rewards: Sequence[Sequence[float | None]], ks: Sequence[int], solved_above: float) -> dict[str, float]:
-    """Return means over prompts: `reward/mean`, of a prompt's mean reward, and `pass@k`.
+    """Return means over prompts: `reward/mean`, of each prompt's mean reward, and `pass@k`.
 
-    An attempt whose reward failed is left out, and so is a prompt with too few attempts.
+    Attempts whose reward failed are left out, and so are prompts with too few attempts.
     """
     known = [[one for one in attempts if one is not None] for attempts in rewards]
     means = [sum(attempts) / len(attempts) for attempts in known if attempts]

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: checkpoints, the log of steps that can be trained again, and when each is written."""
+"""The state that a run keeps on disk: checkpoints, the redo log of steps, and when each is written."""

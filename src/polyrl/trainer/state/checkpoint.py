@@ -1,4 +1,4 @@
-"""Checkpoints: everything that the trainer alone knows, on disk, whole or not at all.
+"""Checkpoints: everything that only the trainer knows, on disk, complete or not there at all.
 
     RUN/checkpoints/step-000012/     state.json              the next step, and the digest of the other file
                                      optimizer.safetensors   float32 weights and both moments; none before step 0
@@ -6,13 +6,13 @@
     RUN/checkpoints/published.json   the digests of the versions published last
     RUN/checkpoints/best.json        which step validated best so far
     RUN/checkpoints/data-ended       the step that there was no data for, once that is known
-    RUN/checkpoints/run-id           whose all that is
+    RUN/checkpoints/run-id           the run that all this belongs to
 
 Data order, deferred prompts, the open round and the ledger are in the manager's journal, and are not repeated here.
 
-Rules kept here: a checkpoint is written beside the others under another name, flushed, and then renamed: killed at any
-moment, the last one is whole. It is verified when it is read. A disk that is full leaves the old ones usable. Old ones
-go by rule (`Keep`), after the new one is there.
+Rules kept here: a checkpoint is written next to the others under a temporary name, flushed, and then renamed: whenever
+the process is killed, the last checkpoint is complete. It is verified when it is read. A full disk leaves the old ones
+usable. Old ones are removed by a rule (`Keep`), only after the new one is there.
 """
 
 import contextlib
@@ -55,34 +55,34 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Somebody has no use for it any more."""
+    """Raised when a write was stopped because its result is no longer needed."""
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
-    """What is not tensors."""
+    """The part of a checkpoint that is not tensors."""
 
     next_step: int
     run: str = ""
-    """Drawn when the run began: of the weights of another one its journal knows nothing."""
+    """The run's id, drawn when it began. A journal knows nothing of the weights of another run."""
     fingerprint: str = ""
-    """Of what is trained: its tensors' names and shapes."""
+    """The fingerprint of the trained model: the names and shapes of its tensors."""
     base: str = ""
-    """Of LoRA: the fingerprint of the weights that are changed. They are not in the checkpoint."""
+    """With LoRA, the fingerprint of the base weights, which are not in the checkpoint."""
     tokenizer: str = ""
-    """Of the tokenizer's files."""
+    """The digest of the tokenizer's files."""
     prompts: tuple[str, ...] = ()
-    """Of each domain's prompts, in their order: the journal knows them by number."""
+    """The digest of each domain's prompts, in order: the journal refers to prompts by number."""
     models: str = ""
-    """Of the files of all models that the run began with, where they are what it goes on from: before step 0."""
+    """The digest of all model files. Set before step 0 only, where a run still continues from these files."""
     reference: str = ""
-    """Of the files of the model that KL is measured against, where it is: no checkpoint holds its weights."""
+    """The digest of the KL reference's files, if there is a reference: no checkpoint holds its weights."""
     files: dict[str, str] = {}
     format: int = _FORMAT
 
 
 class Keep(NamedTuple):
-    """Which checkpoints stay: the `last` ones, those of every so many steps, and the best. And so many bytes of what
-    older steps were trained on."""
+    """Which checkpoints stay: the `last` ones, one in every `every` steps, and the best. `samples_bytes` bounds what is
+    kept of the samples of older steps."""
 
     last: int = 2
     every: int | None = None
@@ -93,7 +93,7 @@ class Keep(NamedTuple):
 
 
 class Best(Struct, frozen=True):
-    """The checkpoint that did best."""
+    """The step whose version validated best."""
 
     step: int
     metric: str
@@ -108,13 +108,13 @@ class _Sealed(Struct, frozen=True):
 def save(
     run_dir: Path, state: TrainerState, tensors: Mapping[str, Tensor], *, stop: threading.Event | None = None
 ) -> Path:
-    """Write a checkpoint. `tensors` are in this machine's memory, if any.
+    """Write a checkpoint. `tensors` are in host memory; there may be none.
 
-    Raises OSError, or Stopped when `stop` is set before all is written; the old ones are whole then.
+    Raises OSError, or Stopped if `stop` is set before all is written. The old checkpoints stay complete.
     """
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    for rest in folder.glob(".step-*"):  # of a process that was killed
+    for rest in folder.glob(".step-*"):  # left by a process that was killed
         shutil.rmtree(rest, ignore_errors=True)
     final = folder / name_of(state.next_step)
     fresh = folder / f".{final.name}"
@@ -136,7 +136,7 @@ def save(
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], stop: threading.Event | None) -> str:
-    """In safetensors' format, whose own writer makes a second copy of everything. Returns the file's digest."""
+    """Write a safetensors file, and return its digest. The library's writer would copy everything once more."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each is aligned
     specs = (Spec(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in ordered.items())
     hashing = blake3.blake3()
@@ -148,13 +148,13 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], stop: threading.Ev
             rest = piece
             while rest:
                 rest = rest[file.write(rest) :]
-            # Gigabytes that wait in memory for the disk would have the log's few, which a step waits for, wait too.
+            # Gigabytes queued for the disk would delay the few megabytes of the redo log, which a step waits for.
             os.fdatasync(file.fileno())
     return hashing.hexdigest()
 
 
 def _pieces(beginning: bytes, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """At most so large that a disk has each in a moment. Small tensors are sent together."""
+    """Yield the file in pieces small enough for a disk to take each quickly. Small tensors are joined."""
     small = bytearray(beginning)
     for one in tensors.values():
         data: Any = one.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -171,7 +171,7 @@ def _pieces(beginning: bytes, tensors: Mapping[str, Tensor]) -> Iterator[memoryv
 
 
 def kept(steps: Sequence[int], keep: Keep, best: int | None) -> list[int]:
-    """Of all steps that have a checkpoint, in order, those whose checkpoint stays."""
+    """Return the steps whose checkpoints stay, out of all that have one, oldest first."""
     return [
         step
         for number, step in enumerate(steps)
@@ -180,7 +180,7 @@ def kept(steps: Sequence[int], keep: Keep, best: int | None) -> list[int]:
 
 
 def prune(run_dir: Path, keep: Keep) -> None:
-    """Let go of those no longer wanted."""
+    """Remove the checkpoints that `keep` does not ask for."""
     known, best = found(run_dir), read_best(run_dir)
     wanted = kept([step_of(one) for one in known], keep, best and best.step)
     for one in known:
@@ -189,7 +189,8 @@ def prune(run_dir: Path, keep: Keep) -> None:
 
 
 def note_best(run_dir: Path, candidate: Best) -> bool:
-    """Whether it is better than all before, by the same metric. It stays then. Raises OSError."""
+    """Record the candidate if it is better than the best so far, by the same metric. Return whether it is. Raises
+    OSError."""
     before = read_best(run_dir)
     if before is not None and before.metric == candidate.metric and before.value >= candidate.value:
         return False
@@ -198,7 +199,7 @@ def note_best(run_dir: Path, candidate: Best) -> bool:
 
 
 def read_best(run_dir: Path) -> Best | None:
-    """None where there is none that can be read, or its checkpoint is gone."""
+    """Return the best step. None if its record cannot be read, or its checkpoint is gone."""
     with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         best = msgspec.json.decode((run_dir / FOLDER / _BEST).read_bytes(), type=Best)
         if is_there(run_dir, best.step):
@@ -207,13 +208,13 @@ def read_best(run_dir: Path) -> Best | None:
 
 
 def note_run(run_dir: Path, run: str) -> None:
-    """Raises OSError."""
+    """Record the run's id. Raises OSError."""
     (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
     write_whole(run_dir / FOLDER / _RUN_ID, f"{run}\n".encode())
 
 
 def check_run(run_dir: Path, state: TrainerState) -> None:
-    """Raises UserError if a checkpoint is not of the run whose directory it is in."""
+    """Raise UserError if a checkpoint does not belong to the run whose directory it is in."""
     path = run_dir / FOLDER / _RUN_ID
     ours = path.read_bytes().decode(errors="replace").strip() if path.exists() else ""
     if state.run != ours:
@@ -222,26 +223,25 @@ def check_run(run_dir: Path, state: TrainerState) -> None:
 
 
 def note_data_ended(run_dir: Path, step: int) -> None:
-    """There was nothing left to train this step on. Raises OSError."""
+    """Record that there was no data left for this step. Raises OSError."""
     write_whole(run_dir / FOLDER / _DATA_ENDED, f"{step}\n".encode())
 
 
 def has_data_ended(run_dir: Path, step: int) -> bool:
-    """Whether this step is known to have none; who has lost that file finds out again."""
+    """Return whether there is known to be no data for this step. If the file is lost, the run finds out again."""
     with contextlib.suppress(OSError, ValueError):
         return int((run_dir / FOLDER / _DATA_ENDED).read_bytes()) == step
     return False
 
 
 def note_published(run_dir: Path, digests: Mapping[int, tuple[str, ...]]) -> None:
-    """All that each version was published as, the newest last: more than one if it came out otherwise when its steps
-    were trained again. Raises OSError.
-    """
+    """Record the digests that each version was published with, the newest last. A version has several if it came out
+    differently when its steps were trained again. Raises OSError."""
     write_whole(run_dir / FOLDER / _PUBLISHED, _seal({str(version): one for version, one in digests.items()}))
 
 
 def read_published(run_dir: Path) -> dict[int, tuple[str, ...]]:
-    """Empty before the first version is published. Raises UserError."""
+    """Return the published digests by version; none before the first. Raises UserError."""
     path = run_dir / FOLDER / _PUBLISHED
     return _unseal(path, dict[int, tuple[str, ...]]) if path.exists() else {}
 
@@ -251,12 +251,12 @@ def is_there(run_dir: Path, step: int) -> bool:
 
 
 def found(run_dir: Path) -> list[Path]:
-    """Those that were finished, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     return [one for one in entries.found(run_dir / FOLDER) if (one / _STATE).is_file()]
 
 
 def load(folder: Path) -> tuple[TrainerState, dict[str, Tensor]]:
-    """A checkpoint, verified. Raises UserError for one that is cut short, damaged, or none of ours."""
+    """Read and verify a checkpoint. Raises UserError if it is cut short, damaged, or not a checkpoint of ours."""
     state = read_state(folder)
     for name, digest in state.files.items():
         path = folder / name
@@ -298,13 +298,13 @@ def _unseal(path: Path, kind: type[T]) -> T:
 
 
 def fingerprint(parameters: dict[str, Tensor]) -> str:
-    """Of a model's shape."""
+    """Return the digest of a model's tensor names and shapes."""
     facts: list[Any] = sorted((name, list(one.shape)) for name, one in parameters.items())
     return digest_of(msgspec.json.encode(facts))
 
 
 def check_model(state: TrainerState, policy: "Policy", name: str) -> None:
-    """Raises UserError where a checkpoint is not of this model, which is said to be that of `name`."""
+    """Raise UserError if a checkpoint does not fit this model. `name` is the model's name in the message."""
     if state.fingerprint != fingerprint(policy.parameters()):
         raise UserError(f"the checkpoint is of another model than {name}: names or shapes of its tensors differ")
     if state.base != policy.base_fingerprint:

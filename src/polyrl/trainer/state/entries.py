@@ -1,10 +1,11 @@
-"""What a step was trained on, as a file: an entry of the redo log, and afterwards a page of the run's samples.
+"""The samples that a step was trained on, as a file: an entry of the redo log, and later a page of the run's samples.
 
-    RUN/checkpoints/redo/step-000012     while a run that goes on may have to train the step again (redo.py)
-    RUN/samples/step-000012              after that, for whoever looks at answers (`polyrl samples`)
+    RUN/checkpoints/redo/step-000012     while a resumed run may have to train the step again (redo.py)
+    RUN/samples/step-000012              after that, for people who look at answers (`polyrl samples`)
 
-Rules kept here: a file is verified when it is read. An entry that nobody trains again is moved, and copied only to
-another disk; when all of them together are larger than they may be, the oldest go. Nothing here knows a model.
+Rules kept here: a file is verified when it is read. An entry that is no longer needed for training is moved; it is
+copied only if the samples are on another disk. When all samples together exceed their limit, the oldest are removed.
+Nothing here knows a model.
 """
 
 import errno
@@ -29,26 +30,26 @@ _STEP = "step-"
 
 
 class Entry(Struct, frozen=True):
-    """One step."""
+    """The log entry of one step."""
 
     step: int
     num_steps: int
-    """Of the whole run, as it was then: the learning rate may depend on it."""
+    """The length of the run at that time: the learning rate may depend on it."""
     batches: list[bytes]
-    """What each call of `Steps.add` was given (batch.encode_groups)."""
+    """The groups of each call of `Steps.add` (batch.encode_groups)."""
     report: bytes = b""
-    """What is told of the step when it is done (loop.StepReport): who dies before leaves it to the next process."""
+    """The step's report (loop.StepReport). If the process dies before it is told, the next process tells it."""
     rejected: bytes = b""
-    """Groups that came and taught nothing (batch.encode_groups). Nobody trains on them."""
+    """Groups that arrived but were rejected for equal rewards (batch.encode_groups). They are never trained on."""
 
     def groups(self) -> list[TrainGroup]:
-        """All that came of the step, trained or not."""
+        """Return all groups of the step that arrived, trained or not."""
         parts = [*self.batches, *([self.rejected] if self.rejected else [])]
         return [group for part in parts for group in decode_groups(part)]
 
 
 class Damaged(UserError):
-    """A file is not what was written."""
+    """Raised when a file is not what was written."""
 
 
 def make(
@@ -63,7 +64,7 @@ def encode(entry: Entry) -> bytes:
 
 
 def read(path: Path) -> Entry:
-    """Raises Damaged, and OSError."""
+    """Read and verify an entry. Raises Damaged, and OSError."""
     data = path.read_bytes()
     head = len(_FIRST_LINE)
     body = data[head + _DIGEST_BYTES :]
@@ -81,19 +82,20 @@ def step_of(path: Path) -> int:
 
 
 def found(folder: Path) -> list[Path]:
-    """In order."""
+    """Return the entries of a folder, ordered by step."""
     names = (one for one in folder.glob(f"{_STEP}*") if one.name.removeprefix(_STEP).isdecimal())
     return sorted(names, key=step_of)
 
 
 def of_run(run_dir: Path) -> dict[int, Path]:
-    """All that is kept of a run's steps, by step."""
+    """Return all entries that a run has, in its samples and its redo log, by step."""
     files = (*found(run_dir / SAMPLES_FOLDER), *found(run_dir / REDO_FOLDER))
     return dict(sorted((step_of(one), one) for one in files))
 
 
 def retire(run_dir: Path, paths: Sequence[Path], most_bytes: int) -> None:
-    """Nobody trains these again: they are looked at, if at all. 0: they go. Raises OSError."""
+    """Move entries that are not trained again to the run's samples, and remove the oldest beyond `most_bytes`. With 0,
+    all are removed. Raises OSError."""
     folder = run_dir / SAMPLES_FOLDER
     if most_bytes and paths:
         folder.mkdir(exist_ok=True)
@@ -110,7 +112,7 @@ def retire(run_dir: Path, paths: Sequence[Path], most_bytes: int) -> None:
 
 
 def _move(path: Path, target: Path) -> None:
-    """RUN/samples may be a link to another disk, where a file is copied: whole, or not at all."""
+    """Move a file. RUN/samples may be a link to another disk: then it is copied, complete or not at all."""
     try:
         path.replace(target)
     except OSError as error:

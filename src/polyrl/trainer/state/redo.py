@@ -1,18 +1,18 @@
-"""The redo log: what each step was trained on, so that a step is safe for a few megabytes.
+"""The redo log: what each step was trained on. Writing a few megabytes makes a step safe.
 
     RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added; and what will
                                          be told of it
     RUN/checkpoints/redo/rejected-000013 of the open step: the rewards of groups that were rejected. They are part of
-                                         what is told of it, and the manager hands them out no more
+                                         what is told of it, and the manager does not deliver them again
 
-A checkpoint and the entries from its step on are one state: who trains them again is where the run was. On a CPU to the
-last bit; on a GPU, whose sums have no fixed order, to rounding.
+A checkpoint and the entries from its step on are one state: training the entries again brings the run back to where it
+was. On a CPU the result is the same to the last bit; on a GPU, whose sums have no fixed order, to rounding.
 
-Rules kept here: an entry is on the disk, whole, before anyone is told that its step is done. It is verified when it is
-read, and a step that is missing among them is an error: nobody goes on from half of a run. Entries go when two
-checkpoints cover them, where two are kept, so that one of them may be damaged (saving.py); they are kept among the
-run's samples then (entries.py). A rejection is on file
-before the manager hears of it; it is not flushed, since a machine that loses its power costs a figure, and no step.
+Rules kept here: an entry is on disk, complete, before anyone is told that its step is done. It is verified when it is
+read, and a missing step in between is an error: a run does not continue from half of its state. Entries leave the log
+when two checkpoints cover them (one, if only one is kept), so that one may turn out damaged (saving.py); they then move
+to the run's samples (entries.py). A rejection is on file before the manager hears of it. It is not flushed: a power
+failure costs a metric, not a step.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def append(
     report: bytes = b"",
     rejected: Sequence[TrainGroup] = (),
 ) -> None:
-    """Raises OSError; what is there is whole then."""
+    """Write the entry of a step. Raises OSError; existing entries stay complete then."""
     folder = _folder(run_dir)
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -52,7 +52,7 @@ def append(
 
 
 def read(run_dir: Path, first_step: int) -> list[Entry]:
-    """The steps from this one on. Raises UserError if one is damaged, or missing among them."""
+    """Return the entries from this step on. Raises UserError if one is damaged, or missing in between."""
     found = [one for one in _found(run_dir) if checkpoint.step_of(one) >= first_step]
     for step, path in enumerate(found, first_step):
         if checkpoint.step_of(path) != step:
@@ -62,9 +62,9 @@ def read(run_dir: Path, first_step: int) -> list[Entry]:
 
 
 def report_of(run_dir: Path, step: int) -> bytes:
-    """What was to be told of a step; empty where that is not known."""
+    """Return the encoded report of a step; empty if it is not known."""
     if has(run_dir, step):
-        with contextlib.suppress(UserError):  # nobody needs the step to go on
+        with contextlib.suppress(UserError):  # the run can go on without it
             return _read(_folder(run_dir) / checkpoint.name_of(step), run_dir).report
     return b""
 
@@ -74,32 +74,32 @@ def has(run_dir: Path, step: int) -> bool:
 
 
 def num_after(run_dir: Path, checkpoint_step: int) -> int:
-    """Steps that the checkpoint of this step does not cover."""
+    """Return how many logged steps the checkpoint of this step does not cover."""
     return sum(checkpoint.step_of(one) >= checkpoint_step for one in _found(run_dir))
 
 
 def forget(run_dir: Path, before: int, samples_bytes: int = entries.DEFAULT_SAMPLES_BYTES) -> None:
-    """The steps before this one are not trained again: let them go to the run's samples. Raises OSError."""
+    """Move the entries before this step, which are not trained again, to the run's samples. Raises OSError."""
     entries.retire(run_dir, [one for one in _found(run_dir) if checkpoint.step_of(one) < before], samples_bytes)
 
 
 class Rejection(Struct, frozen=True):
-    """A group of the open step."""
+    """A rejected group of the open step."""
 
     group: int
     rewards: list[float]
 
 
 def note_rejection(run_dir: Path, step: int, rejection: Rejection) -> None:
-    """Raises OSError."""
+    """Append a rejection to the file of the open step. Raises OSError."""
     path = _rejections_of(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:  # a line begins anew, whatever a process that was killed left of its own
+    with path.open("ab") as file:  # on a new line, since a killed process may have left half of one
         file.write((b"\n" if file.tell() else b"") + msgspec.json.encode(rejection))
 
 
 def read_rejections(run_dir: Path, step: int) -> list[Rejection]:
-    """What a process before this one rejected of a step. A line that is cut short is of a group that comes again."""
+    """Return the rejections of a step by an earlier process. The group of a truncated line is delivered again."""
     try:
         lines = _rejections_of(run_dir, step).read_bytes().splitlines()
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def read_rejections(run_dir: Path, step: int) -> list[Rejection]:
 
 
 def forget_rejections(run_dir: Path, step: int) -> None:
-    """The step's entry has them. Raises OSError."""
+    """Remove the rejections of a step, which its entry has now. Raises OSError."""
     _rejections_of(run_dir, step).unlink(missing_ok=True)
 
 
@@ -126,7 +126,8 @@ async def train_again(
     say: Callable[[str], None],
     after: Callable[[int], Awaitable[None]] | None = None,
 ) -> None:
-    """Move the weights as they were moved before. Nobody else uses the devices meanwhile, but `after` each step."""
+    """Repeat the logged steps, so that the weights change as they did before. `after` runs after each step. Nothing
+    else may use the devices meanwhile."""
     if not log:
         return
     first, last = log[0].step, log[-1].step

@@ -1,12 +1,12 @@
-"""Making a run safe while it goes on: a line in the redo log for each step, and now and then a checkpoint beside it.
+"""Saves a run while it goes on: an entry in the redo log for each step, and now and then a checkpoint.
 
     step t ends -> log (a few megabytes, at once) -> the step is done
-                -> every k steps: copy to the host's memory, at once; write that to the disk while the next steps run
+                -> every k steps: copy to host memory, at once; write that to disk while the next steps run
 
-Rules kept here: a step is on the disk before anyone is told that it is done, and a version's digest before anyone is
-told of the version. One checkpoint is written at a time. One that is due meanwhile waits, and is then made of
-the step that is newest; but a step whose own checkpoint was asked for has the run wait for the former. A write that
-fails ends the run: `failed` says why. What was not written is in the log.
+Rules kept here: a step is on disk before anyone is told that it is done, and a version's digest before anyone is told
+of the version. Only one checkpoint is written at a time. If one falls due meanwhile, it is taken afterwards, from the
+newest step. A step that must have its own checkpoint makes the run wait for the one being written. A write that fails
+ends the run: `failed` says why. Steps without a checkpoint are in the log.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from polyrl.weights.tensors import pin, unpin
 Tensor = torch.Tensor
 
 _PINNED_BYTES = 1 << 20
-"""From this size on: smaller ones share pages, which CUDA pins only once."""
+"""The size from which on memory is pinned. Smaller tensors share pages, and CUDA pins a page only once."""
 
 
 class Rules(NamedTuple):
-    """When a checkpoint is written. `validates_every` so many steps one may turn out the best; 0: never."""
+    """When a checkpoint is written. Every `validates_every` steps, a checkpoint may turn out the best; 0: never."""
 
     every: int
     keep: Keep
@@ -42,18 +42,18 @@ class Rules(NamedTuple):
         return step - newest >= self.every
 
     def is_asked_for(self, step: int) -> bool:
-        """Of this step, and no other would do."""
+        """Return whether this very step must have a checkpoint."""
         may_be_best = self.validates_every > 0 and step % self.validates_every == 0
         return may_be_best or self.keep.is_for_good(step)
 
 
 class Snapshot:
-    """Tensors in the host's memory, as they were at one moment. The memory is kept for the next one."""
+    """Copies of tensors in host memory, all from one moment. The memory is reused for the next snapshot."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._pinned: list[int] = []
-        """Where."""
+        """The addresses of pinned memory."""
 
     def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, one in named:
@@ -66,7 +66,7 @@ class Snapshot:
 
     def _make_room(self, like: Tensor) -> Tensor:
         room = torch.empty(like.shape, dtype=like.dtype)
-        if like.is_cuda and room.nbytes >= _PINNED_BYTES:  # a copy into other memory is several times slower
+        if like.is_cuda and room.nbytes >= _PINNED_BYTES:  # copies into pageable memory are several times slower
             data: Any = room.view(-1).view(torch.uint8).numpy()
             if pin(memoryview(data)):
                 self._pinned.append(room.data_ptr())
@@ -80,9 +80,9 @@ class Snapshot:
 
 
 class Saver:
-    """`about` says what is trained, and the step that the run goes on at; `newest` is the newest checkpoint's step,
-    `num_steps` are those of the run. `gather` gives all tensors of a checkpoint, whole; `write` puts them on the disk.
-    """
+    """Saves a run. `about` describes the trained models and has the step that the run goes on at; `newest` is the step
+    of the newest checkpoint, `num_steps` the length of the run. `gather` yields all tensors of a checkpoint, whole;
+    `write` puts them on disk."""
 
     def __init__(
         self,
@@ -103,20 +103,21 @@ class Saver:
         self._next_step = about.next_step
         self._published = checkpoint.read_published(run_dir)
         self._candidate: Best | None = None
-        """A version that may be the best, whose checkpoint is still on its way."""
+        """A version that may be the best, and whose checkpoint may still be on its way to disk."""
         self._snapshot = Snapshot()
         self._copying: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._stop, self._broken = threading.Event(), asyncio.Event()
 
     async def begin(self) -> None:
-        """Before the first step: the run is the recipe's models and nothing else. Raises UserError."""
+        """Save the run before its first step, when it is just the recipe's models. Raises UserError."""
         with _disk(f"{self._run_dir}: the run's state cannot be written"):
             checkpoint.note_run(self._run_dir, self._about.run)
             await asyncio.to_thread(checkpoint.save, self._run_dir, self._about, {})
 
     async def offered(self, version: int, digest: str) -> bool:
-        """A version is about to be told of. Returns whether it was another before. Raises UserError."""
+        """Record a version's digest, before anyone is told of it. Return whether it had another digest before. Raises
+        UserError."""
         before = self._published.get(version, ())
         if before and before[-1] == digest:
             return False
@@ -128,12 +129,12 @@ class Saver:
         return bool(before)
 
     async def rejected(self, step: int, group: int, rewards: list[float]) -> None:
-        """A group is about to be rejected. Raises UserError if the disk does not take it."""
+        """Record a rejection, before the manager hears of it. Raises UserError if the disk fails."""
         with _disk(f"{self._run_dir}: what was rejected of step {step} cannot be written"):
             redo.note_rejection(self._run_dir, step, redo.Rejection(group, rewards))
 
     async def rejected_before(self, step: int) -> dict[int, list[float]]:
-        """What a process before this one rejected of a step: rewards by group. Raises UserError."""
+        """Return the rewards of the groups of a step that an earlier process rejected, by group. Raises UserError."""
         with _disk(f"{self._run_dir}: what was rejected of step {step} cannot be read"):
             return {one.group: one.rewards for one in redo.read_rejections(self._run_dir, step)}
 
@@ -144,9 +145,9 @@ class Saver:
         report: bytes = b"",
         rejected: Sequence[TrainGroup] = (),
     ) -> None:
-        """Make a step safe; nobody moves the weights meanwhile. Raises UserError if the disk does not take it.
+        """Save a step. Nothing may change the weights meanwhile. Raises UserError if the disk fails.
 
-        `report` is what will be told of it; `rejected` came and was not trained on.
+        `report` is what will be told of the step; `rejected` are the groups that arrived and were not trained on.
         """
         with _disk(f"{self._run_dir}: what step {step} was trained on cannot be written"):
             await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches, report, rejected)
@@ -160,50 +161,48 @@ class Saver:
             await self._checkpoint()
 
     async def trained_again(self, step: int) -> None:
-        """A step of the log: whoever logged it may have died before its checkpoint, if one was asked for, was written.
-
-        Raises UserError if the disk does not take it.
-        """
+        """Note a step that was trained again from the log. Write its own checkpoint if it must have one and has none:
+        the process that logged the step may have died too early. Raises UserError if the disk fails."""
         self._next_step = step + 1
         if self._rules.is_asked_for(self._next_step) and not checkpoint.is_there(self._run_dir, self._next_step):
             await self._written()
             await self._checkpoint()
 
     async def data_ended(self, step: int) -> None:
-        """There is nothing left to train this step on. Raises UserError if the disk does not take it."""
+        """Record that there is no data left for this step. Raises UserError if the disk fails."""
         with _disk(f"{self._run_dir}: that the data has ended cannot be written"):
             checkpoint.note_data_ended(self._run_dir, step)
 
     async def finish(self) -> None:
-        """The run is over: its last step has a checkpoint, on the disk. Raises UserError."""
+        """End the run with a checkpoint of its last step on disk. Raises UserError."""
         await self._written()
         if self._newest < self._next_step:
             await self._checkpoint()
         await self._written()
         with _disk(f"{self._run_dir}: what nobody needs any more cannot be removed"):
-            await asyncio.to_thread(tidy, self._run_dir, self._rules.keep)  # the best may be another since
+            await asyncio.to_thread(tidy, self._run_dir, self._rules.keep)  # another step may be the best since
 
     async def failed(self) -> None:
-        """Waits for as long as all is well; raises UserError when a checkpoint could not be written."""
+        """Wait while all is well. Raises UserError when a checkpoint could not be written."""
         await self._broken.wait()
         await self._written()
 
     async def stop(self) -> None:
-        """Break off what is being written: the log has it."""
+        """Stop the write in progress. Nothing is lost: the redo log has its steps."""
         self._stop.set()
         running = [one for one in (self._copying, self._writing) if one is not None]
         await asyncio.gather(*running, return_exceptions=True)
         self._snapshot.close()
 
     def validated(self, version: int, rates: Mapping[str, float]) -> None:
-        """Raises UserError if the disk does not take it."""
+        """Note the validation of a version, which may make it the best. Raises UserError if the disk fails."""
         if self._metric in rates:
             self._candidate = Best(version, self._metric, rates[self._metric])
             if self._writing is None or self._writing.done():
                 self._note_best()
 
     def _note_best(self) -> None:
-        """A checkpoint that is not on the disk is not the best."""
+        """Record the candidate as the best if it is. A version without a checkpoint on disk cannot be the best."""
         candidate, self._candidate = self._candidate, None
         if candidate is None or not checkpoint.is_there(self._run_dir, candidate.step):
             return
@@ -213,7 +212,7 @@ class Saver:
     async def _checkpoint(self) -> None:
         self._newest = self._next_step
         self._copying = asyncio.create_task(asyncio.to_thread(lambda: self._snapshot.take(self._gather())))
-        await asyncio.shield(self._copying)  # who is interrupted waits for it in `stop`: it uses the devices
+        await asyncio.shield(self._copying)  # if cancelled, `stop` waits for the copy, which uses the devices
         self._writing = asyncio.create_task(self._write(), name="writing a checkpoint")
 
     async def _write(self) -> None:
@@ -233,23 +232,23 @@ class Saver:
         tidy(self._run_dir, self._rules.keep)
 
     async def _written(self) -> None:
-        """Wait for what is being written. Raises what it failed of."""
+        """Wait for the write in progress. Raises its error if it failed."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
 
 def tidy(run_dir: Path, keep: Keep) -> None:
-    """Let go of checkpoints and entries that nobody needs: who was killed may not have come to it. Raises OSError."""
+    """Remove checkpoints and entries that are no longer needed: a killed process may have left some. Raises OSError."""
     checkpoint.prune(run_dir, keep)
     steps = [checkpoint.step_of(one) for one in checkpoint.found(run_dir)]
-    if steps:  # the last entry stays, whatever covers it: what it says of its step may still be untold
+    if steps:  # the last entry stays even if it is covered: its report may still be untold
         covered = min(steps[-min(2, keep.last, len(steps))], steps[-1] - 1)
         redo.forget(run_dir, covered, keep.samples_bytes)
 
 
 @contextmanager
 def _disk(what: str) -> Iterator[None]:
-    """A disk that is full, or worse, is one line."""
+    """Turn an error of the disk, such as a full one, into a UserError of one line."""
     try:
         yield
     except OSError as error:
