@@ -53,7 +53,7 @@ class Devices:
 
     @property
     def turn_s(self) -> float:
-        """The seconds that have been training's turn. Those beyond `trained_s` had nothing to train."""
+        """The seconds that have been training's turn. Seconds beyond `trained_s` had nothing to train."""
         return self._turns_s + (time.monotonic() - self._turn_began if self._may_train.is_set() else 0.0)
 
     def _begin_turn(self) -> None:

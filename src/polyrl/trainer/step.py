@@ -133,7 +133,7 @@ class StepAccumulator:
         return self._policy.device.type
 
     def begin(self, step: int, num_steps: int | None = None) -> None:
-        """Begin a step. One that is trained again gets the `num_steps` that the run had when it was first trained."""
+        """Begin a step. A repeated step gets the `num_steps` that the run had when it was first trained."""
         if self._step is not None:
             raise RuntimeError(f"step {self._step} is not over")
         self._forget()
