@@ -125,7 +125,7 @@ class Policy:
     # For engines and workers
 
     def published(self) -> dict[str, Tensor]:
-        """Return the tensors of a version. Call this anew each time: an engine may have moved them."""
+        """Return the tensors of a version. Call this every time: an engine may have moved them."""
         return self.parameters()
 
     @property

@@ -38,7 +38,7 @@ class Entry(Struct, frozen=True):
     batches: list[bytes]
     """The groups of each call of `Steps.add` (batch.encode_groups)."""
     report: bytes = b""
-    """The step's report (loop.StepReport). If the process dies before it is told, the next process tells it."""
+    """The step's report (loop.StepReport). If the process dies before it reports the step, the next process does."""
     rejected: bytes = b""
     """Groups that arrived but were rejected for equal rewards (batch.encode_groups). They are never trained on."""
 

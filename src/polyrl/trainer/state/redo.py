@@ -1,9 +1,9 @@
 """The redo log: what each step was trained on. Writing a few megabytes makes a step safe.
 
-    RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added; and what will
-                                         be told of it
+    RUN/checkpoints/redo/step-000012     all that step 12 was trained on, in the order that it was added; and the
+                                         step's report
     RUN/checkpoints/redo/rejected-000013 of the open step: the rewards of groups that were rejected. They are part of
-                                         what is told of it, and the manager does not deliver them again
+                                         its report, and the manager does not deliver them again
 
 A checkpoint and the entries from its step on are one state: training the entries again brings the run back to where it
 was. On a CPU the result is the same to the last bit; on a GPU, whose sums have no fixed order, to rounding.

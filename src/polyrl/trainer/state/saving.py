@@ -147,7 +147,7 @@ class Saver:
     ) -> None:
         """Save a step. Nothing may change the weights meanwhile. Raises UserError if the disk fails.
 
-        `report` is what will be told of the step; `rejected` are the groups that arrived and were not trained on.
+        `report` is the encoded StepReport; `rejected` are the groups that arrived and were not trained on.
         """
         with _disk(f"{self._run_dir}: what step {step} was trained on cannot be written"):
             await asyncio.to_thread(redo.append, self._run_dir, step, self._num_steps, batches, report, rejected)
