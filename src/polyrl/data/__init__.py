@@ -1,1 +1,1 @@
-"""Data: where prompts come from, what they look like to the model, and the task that is generated here."""
+"""Data: where prompts come from, what the model sees of them, and the arithmetic task that is generated here."""

@@ -1,15 +1,15 @@
-"""The arithmetic task: sums that are worked out a term at a time, generated here, with answers that can be checked.
+"""The arithmetic task: sums worked out one term at a time, generated here, with answers that can be checked.
 
-    a3b5c4d2=           the prompt: terms, each behind its letter
-    b5=8c4=12d2=14      the answer: every further term is copied, and after its equals sign stands the sum so far
+    a3b5c4d2=           the prompt: terms, each after its letter
+    b5=8c4=12d2=14      the answer: each further term is copied, and the running sum follows its equals sign
 
-The number after the last equals sign is what is checked. An answer has about five characters a term, and there are more
-problems of few terms than of many: most answers are short and some are long.
+The number after the last equals sign is checked. An answer has about five characters per term, and there are more
+problems with few terms than with many: most answers are short and some are long.
 
-Rules kept here: a problem is a function of (task, seed, split, index), on every machine. Whether a problem belongs to
-training or to validation is a function of its terms alone, so the splits never overlap, whatever seeds, sizes and
-numbers of terms they are drawn with.
-Left out: tokens (data/characters.py), and who learns from it (starters/arithmetic.py).
+Rules kept here: a problem is a function of (task, seed, split, index), on every machine. The terms alone decide whether
+a problem belongs to training or to validation, so the splits never overlap, whatever seeds, sizes and numbers of terms
+they are drawn with.
+Left out: tokens (data/characters.py), and the model that learns the task (starters/arithmetic.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ Split = Literal["train", "validation"]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NUM_TRAIN = 100_000
-"""Problems in an epoch, unless the recipe says otherwise."""
+"""The number of problems in an epoch, unless the recipe sets it."""
 NUM_VALIDATION = 1_000
 _VALIDATION_SHARE = 0.1
 _SPLIT_KEY = 0x5B117
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
     @property
     def as_written(self) -> str:
-        """For a model that has read more than our letters."""
+        """The sum in the usual notation, for pretrained models."""
         return " + ".join(map(str, self.terms))
 
     @property
@@ -51,21 +51,21 @@ class Problem(NamedTuple):
         return "".join(self.working(len(self.terms) - 1))
 
     def working(self, num_steps: int) -> Sequence[str]:
-        """The first steps of the solution: copy a term, write the sum so far."""
+        """Return the first steps of the solution: each copies a term and writes the running sum."""
         return [
             f"{LETTERS[place]}{self.terms[place]}={sum(self.terms[: place + 1])}" for place in range(1, num_steps + 1)
         ]
 
 
 def draw_problem(task: ArithmeticTask, seed: int, split: Split, index: int) -> Problem:
-    """The problem at this place of the split. Raises UserError when the task leaves the split without a problem."""
+    """Return the problem at this index of the split. Raises UserError if the task has no problem for the split."""
     for problem in draw_problems(task, seed, split, index):
         return problem
     raise UserError(f"data.arithmetic: no {split} problem was found; expected more terms, or a larger max_term")
 
 
 def draw_problems(task: ArithmeticTask, seed: int, split: Split, index: int) -> Iterator[Problem]:
-    """Problems for this place of the split: who cannot use the first takes the next. There is an end to them."""
+    """Yield candidate problems for this index of the split, so that a caller can skip one. There are finitely many."""
     num_lengths = task.max_terms - task.min_terms + 1
     key = mix64(seed, index, 1 if split == "validation" else 0)
     for attempt in range(_MAX_DRAWS):
@@ -81,5 +81,5 @@ def split_of(terms: tuple[int, ...]) -> Split:
 
 
 def is_correct(answer_text: str, expected: str) -> bool:
-    """Whether what stands after the last equals sign is the expected number, but for spaces and a full stop."""
+    """Return whether the text after the last equals sign is the expected number, ignoring spaces and a full stop."""
     return answer_text.rpartition("=")[2].strip().removesuffix(".") == expected

@@ -1,8 +1,8 @@
-"""The arithmetic task's tokenizer: a token a character, saved as a Hugging Face directory has it.
+"""The arithmetic task's tokenizer: one token per character, saved in Hugging Face's format.
 
-Rules kept here: ids never change, so that a model made today reads tomorrow's prompts. A character that is not in the
-alphabet is the unknown token.
-Left out: everybody else's tokenizers, which transformers reads (data/tokens.py).
+Rules kept here: token ids never change, so that a model made today can read tomorrow's prompts. A character outside of
+the alphabet becomes the unknown token.
+Left out: all other tokenizers, which transformers reads (data/tokens.py).
 """
 
 import json
@@ -22,7 +22,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: list[int]) -> str:
-    """The text, without the marks that are no character of it."""
+    """Return the text, without special tokens."""
     return "".join(VOCABULARY[token] for token in tokens if UNKNOWN_ID < token < len(VOCABULARY))
 
 
@@ -35,7 +35,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """In the words of the tokenizers library: split between all characters, look each one up, and join."""
+    """Return the tokenizer in the tokenizers library's format: split into characters, look each one up, join."""
     marks = [
         {
             "id": _ID_OF[mark],

@@ -1,13 +1,13 @@
-"""Public data sets, as they are published, to our JSON lines: {"prompt": ..., "answer": ...}, and what else is kept.
+"""Convert published data sets to our JSON lines: {"prompt": ..., "answer": ...}, and other columns worth keeping.
 
 | layout | what is read | prompt | answer |
 |---|---|---|---|
 | openr1 | OpenR1-Math: a Parquet file, or a directory of them | `problem` | `answer` |
-| gsm8k | GSM8K: JSON lines, or a directory of Parquet files | `question` | what follows `####` in `answer` |
+| gsm8k | GSM8K: JSON lines, or a directory of Parquet files | `question` | the text after `####` in `answer` |
 | FILE | anything that the loaders read | the first column of `prompt`, `problem`, `question` | `answer` |
 
-Rules kept here: nothing is downloaded. Rows without what is needed are left out, and counted; a file without any row
-that can be used is an error. The file appears when it is complete.
+Rules kept here: nothing is downloaded. Rows without the needed columns are left out and counted; a source without any
+usable row is an error. The output file appears only when it is complete.
 """
 
 import os
@@ -23,7 +23,7 @@ from polyrl.errors import UserError
 PROMPT_COLUMNS = ("prompt", "problem", "question")
 _MARK = "####"
 _KEPT = ("problem_type", "source", "uuid")
-"""Columns of OpenR1-Math that are of use afterwards; its generated solutions are most of its bytes."""
+"""The columns of OpenR1-Math that are useful later. Most of its bytes are generated solutions, which are dropped."""
 ANY_FILE = "FILE"
 _EXPECTED = {
     "openr1": "texts in the columns problem and answer",
@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(layout: str, source: Path, out: Path) -> Prepared:
-    """`layout` is one of LAYOUTS, or ANY_FILE. Raises UserError."""
+    """Convert `source` into `out`. `layout` is one of LAYOUTS, or ANY_FILE. Raises UserError."""
     if out.exists():
         raise UserError(f"{out}: is there already, expected a new file")
     if out.suffix != ".jsonl":
@@ -77,7 +77,7 @@ def _rows(source: Path) -> Iterator[Row]:
 
 
 def _shards(source: Path) -> list[Path]:
-    """The Parquet files of a directory, or of `data` in it, by name. Of several splits, the one for training."""
+    """Return the Parquet files of a directory, or of `data` in it, by name: only the training split, if it is named."""
     for folder in (source, source / "data"):
         found = sorted(folder.glob("*.parquet")) if folder.is_dir() else []
         if found:

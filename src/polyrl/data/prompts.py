@@ -1,12 +1,12 @@
-"""From a row to a prompt: which column, which template, which chat messages; and what its answer should be.
+"""From a row to a prompt: which column, which template, which chat messages; and the expected answer.
 
     template = "Question: {prompt}\\nAnswer:"      text with {prompt}, and any other column, in braces
     answer_key = "reward_model.ground_truth"      a column within a column
     chat = true                                   wrapped as a user's message, after `system` if there is one
-    a list of messages in the column              taken as it is: roles and contents
+    a list of messages in the column              used unchanged: roles and contents
 
-Rules kept here: a row without a prompt, or with something else in its place, is an error that names file and line.
-So is a column for answers that a recipe names and no row has: its reward would compare with nothing, and say nothing.
+Rules kept here: a row whose prompt is missing or of the wrong type is an error that names the file and the line.
+So is an answer column that the recipe names and no row has: the reward would silently compare with nothing.
 Left out: tokens (tokens.py).
 """
 
@@ -30,10 +30,10 @@ _USUAL_ANSWER_KEY = DomainFields().answer_key
 
 
 class Task(NamedTuple):
-    """One prompt, before it is tokens, and what its reward needs."""
+    """One prompt before it is tokenized, and the data that its reward needs."""
 
     prompt: str | Messages
-    """Text as the model is to see it, or messages for the tokenizer's chat template."""
+    """The text that the model is to see, or messages for the tokenizer's chat template."""
     expected: str
     fields: Fields
 
@@ -41,9 +41,10 @@ class Task(NamedTuple):
 def read_tasks(
     source: str, domain: DomainFields, *, needs_answer: bool, key: str = "data", validates: bool = False
 ) -> Iterator[Task]:
-    """The rows of a source as tasks. `needs_answer`: a row without one is an error. `key` names the settings.
+    """Yield the rows of a source as tasks.
 
-    `validates`: the source is one of `validation`, not of `source`.
+    With `needs_answer`, a row without an answer is an error. `key` names the section of settings. `validates` means
+    that the source is one of `validation`, not the one in `source`.
     """
     args, place = (domain.validation_args, "validation") if validates else (domain.source_args, "source")
 
@@ -63,13 +64,13 @@ def to_task(row: Row, domain: DomainFields, *, needs_answer: bool, key: str = "d
 
 @lru_cache
 def template_columns(template: str) -> list[str]:
-    """Which columns a template names, beside the prompt. The recipe has checked it."""
+    """Return the columns that a template names, besides the prompt. The recipe has checked the template."""
     names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     return [name for name in dict.fromkeys(names) if name != "prompt"]
 
 
 def column(fields: Fields, name: str) -> Any:
-    """A column by its name, or by the way to it: `reward_model.ground_truth`. MISSING where there is none."""
+    """Return a column by its name, or by a path such as `reward_model.ground_truth`; MISSING if there is none."""
     if name in fields:
         return fields[name]
     found: Any = fields
@@ -105,7 +106,7 @@ def _prompt(row: Row, domain: DomainFields, key: str) -> str | Messages:
 
 
 def _check_answer_key(rows: Iterator[Row], name: str, key: str) -> None:
-    """Reads up to the first row that has the column; mostly that is the first."""
+    """Raise DataError if no row has the column. Reads up to the first row that has it, which mostly is the first."""
     first = next(rows, None)
     if first is not None and all(column(row.fields, name) is MISSING for row in chain([first], rows)):
         raise _no_column(first, name, f"{key}.answer_key")
@@ -125,7 +126,7 @@ def _fill(template: str, columns: Fields, key: str) -> str:
 
 
 def _parts(template: str, columns: Fields) -> Iterator[str]:
-    """As `str.format` does it; but `a.b` is the column b within a, and never an attribute."""
+    """Fill the template as `str.format` does, except that `a.b` is the column b within a, and never an attribute."""
     for text, name, spec, conversion in string.Formatter().parse(template):
         yield text
         if name is not None:
@@ -143,7 +144,7 @@ def _messages(place: str, name: str, value: list[Any]) -> Messages:
 
 
 def _expected(row: Row, name: str, *, needs_answer: bool) -> str:
-    """A number is its text. What is neither is for the person's own reward, as JSON."""
+    """Return the expected answer as text. Values that are neither texts nor numbers become JSON, for custom rewards."""
     value = column(row.fields, name)
     match value:
         case str() if value.strip() or not needs_answer:

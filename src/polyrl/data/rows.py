@@ -1,14 +1,13 @@
-"""Rows of a data file (JSON lines, JSON, CSV, Parquet), or of a directory of them or saved by the `datasets` library.
+"""Rows of a data file (JSON lines, JSON, CSV, Parquet), or of a directory of them or saved by `datasets`.
 
     rows.jsonl  rows.json  rows.csv  rows.parquet     a file
     data/gsm8k                                        a directory: its split `train`
     data/gsm8k#test                                   another split of it
-    my_module:problems                                a function of a person's own, which gives dicts
+    my_module:problems                                a user's own function, which returns dicts
 
-Rules kept here: a row is plain data (texts, numbers, lists, tables), and knows its place, so that whoever finds fault
-with it can say where: `file:line` in JSON lines and CSV, `file: row N`, counted from 1, elsewhere. Files are read as
-they are asked for, and never changed.
-Left out: what the columns mean (prompts.py), and downloading (config/places.py).
+Rules kept here: a row is plain data (texts, numbers, lists, tables) and knows its place, so that errors can name it:
+`file:line` in JSON lines and CSV, `file: row N`, counted from 1, elsewhere. Files are read lazily, and never changed.
+Left out: the meaning of the columns (prompts.py), and downloading (config/places.py).
 """
 
 import base64
@@ -35,7 +34,7 @@ _BATCH_ROWS = 1024
 _SPLIT = "train"
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _MAX_CELL = 1 << 26
-"""Characters of one cell of CSV: its own limit is below a long prompt."""
+"""The most characters in a cell of CSV: the csv module's own limit is too low for a long prompt."""
 
 
 class Row(NamedTuple):
@@ -50,9 +49,9 @@ class DataError(UserError):
 def read_rows(
     source: str | Path, limit: int | None = None, args: Mapping[str, Any] | None = None, key: str = "data.source"
 ) -> Iterator[Row]:
-    """The rows in order, the first `limit` of them. Raises DataError.
+    """Yield the rows in order, at most `limit` of them. Raises DataError.
 
-    `args` are keyword arguments of a person's own function, `key` the setting that names it.
+    `args` are keyword arguments for a user's own function, and `key` is the setting that names it.
     """
     if is_own(str(source)):
         yield from islice(_own_rows(str(source), args or {}, key), limit)
@@ -83,7 +82,7 @@ def _own_rows(name: str, args: Mapping[str, Any], key: str) -> Iterator[Row]:
 
 
 def _split_of(source: str) -> tuple[Path, str | None]:
-    """`DIR#SPLIT`; a name with that sign in it is a name where there is such a file."""
+    """Split `DIR#SPLIT`. If a file of the whole name exists, the `#` is part of its name."""
     place, sign, split = source.rpartition("#")
     return (Path(place), split) if sign and not Path(source).exists() else (Path(source), None)
 
@@ -103,7 +102,7 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _read_array(path: Path) -> Iterator[Row]:
-    """A list of objects; or, as some name it, JSON lines."""
+    """Read a list of objects, or JSON lines in a file that is called .json."""
     try:
         data = path.read_bytes().removeprefix(BOM_UTF8)
     except OSError as error:
@@ -123,7 +122,7 @@ def _read_array(path: Path) -> Iterator[Row]:
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """The first line names the columns; every cell is a text."""
+    """Read a CSV file. The first line names the columns; every cell is a text."""
     csv.field_size_limit(_MAX_CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -146,7 +145,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
-    """Empty lines are counted, and skipped; so is the mark that some editors put before UTF-8."""
+    """Read JSON lines. Empty lines are counted but skipped, and so is a UTF-8 byte order mark."""
     decoder = msgspec.json.Decoder()
     try:
         with path.open("rb") as file:
@@ -166,9 +165,10 @@ def _read_lines(path: Path) -> Iterator[Row]:
 
 
 def _read_directory(path: Path, split: str | None) -> Iterator[Row]:
-    """`Dataset.save_to_disk` writes state.json, which names its Arrow files; a DatasetDict has one such for a split.
+    """Read a directory saved by `datasets`, or a directory of files.
 
-    A directory of files, as the hub has them, has its splits in their names.
+    `Dataset.save_to_disk` writes state.json, which names its Arrow files; a DatasetDict has one directory per split.
+    A directory of files, as on the hub, has the splits in the file names.
     """
     wanted = _SPLIT if split is None else split
     if (path / "dataset_dict.json").is_file():
@@ -193,7 +193,7 @@ def _read_directory(path: Path, split: str | None) -> Iterator[Row]:
 
 
 def _read_files(path: Path, split: str) -> Iterator[Row]:
-    """`train.jsonl`, or `train-00000-of-00002.parquet` and so on, there or in one folder below."""
+    """Read `train.jsonl`, or `train-00000-of-00002.parquet` and so on, from one folder, `path` or any below it."""
     found = sorted(one for suffix in _SUFFIXES for one in path.rglob(f"*{suffix}"))
     files = [one for one in found if one.stem == split or one.stem.startswith(f"{split}-")]
     if not files:
@@ -268,7 +268,7 @@ def _plain(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """A value as a message names it."""
+    """Describe a value for an error message."""
     match value:
         case None:
             return "null"

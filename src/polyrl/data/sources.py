@@ -1,8 +1,8 @@
-"""A domain's prompts by number, as tokens: from a file, a function of a person's own, or the arithmetic task.
+"""A domain's prompts by number, as tokens: from a file, a user's own function, or the arithmetic task.
 
-Rules kept here: rows are read, checked and tokenised at the start, so that a mistake in them is found before anything
-runs; rows with a prompt that is too long are left out, and counted in one line. Arithmetic problems are drawn when they
-are asked for, and again where one is too long. A source may be asked from any thread.
+Rules kept here: rows are read, checked and tokenized at the start, so that an error in them is found before anything
+runs. Rows whose prompt is too long are left out, and one log line counts them. Arithmetic problems are drawn on demand,
+and drawn again if one is too long. A source may be used from any thread.
 """
 
 import logging
@@ -24,7 +24,10 @@ log = logging.getLogger("polyrl.data")
 
 _BATCH_PROMPTS = 1000
 _PROMPTS_AT_HAND = 4096
-"""Problems that are kept: of the rounds under way. Any other is drawn again, the same."""
+"""The number of problems kept in memory, enough for the rounds under way.
+
+Any other is drawn again, with the same result.
+"""
 
 
 class Source(Protocol):
@@ -34,13 +37,13 @@ class Source(Protocol):
     def task(self, prompt: int) -> Task: ...
 
     def written(self, prompt: int) -> str:
-        """As the model sees it."""
+        """Return the prompt as the model sees it."""
         ...
 
     def tokens(self, prompt: int) -> TokenIds: ...
 
     def digest(self) -> str:
-        """Of all prompts, in their order; empty where the recipe says what they are."""
+        """Return a digest of all prompts in their order; empty if the recipe alone determines them."""
         ...
 
 
@@ -54,8 +57,10 @@ class FileSource:
         enough: int | None = None,
         chat: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises DataError; also if nothing is left. `enough`: no more is read when so many prompts are found. `chat`
-        is what the chat template is given beside messages."""
+        """Read and tokenize the tasks. Raises DataError, also if none can be used.
+
+        Reading stops once `enough` prompts are found. `chat` holds further arguments of the chat template.
+        """
         self._tokenizer, self._chat = tokenizer, {} if chat is None else chat
         self._tasks: list[Task] = []
         self._tokens: list[TokenIds] = []
@@ -105,7 +110,7 @@ class ArithmeticSource:
         num_prompts: int,
         max_tokens: int | None,
     ) -> None:
-        """Raises UserError for a task without problems, or with none that is short enough."""
+        """Check that there are problems. Raises UserError if the task has none, or none that is short enough."""
         self._domain = structs.replace(domain, answer_key="answer")
         self._tokenizer, self._seed, self._num_prompts, self._max_tokens = tokenizer, seed, num_prompts, max_tokens
         self._split: Split = split
@@ -167,9 +172,8 @@ def open_training(
 ) -> Source:
     """Open the prompts that a domain trains on.
 
-    `max_tokens` of a prompt, if there is a limit. `key` names the domain's settings.
-
-    `enough`: of a file, no more is read when so many prompts are found; none: all of it.
+    `max_tokens` limits the length of a prompt; None: no limit. `key` names the domain's settings. Reading a file stops
+    once `enough` prompts are found; None: all of it is read.
     """
     assert domain.source is not None
     if domain.source == ARITHMETIC:

@@ -1,7 +1,7 @@
-"""Texts to tokens and back, with the tokenizer that lies beside a model's weights.
+"""Text to tokens and back, with the tokenizer in a model's directory.
 
-Rules kept here: nothing is downloaded. A chat is written by the tokenizer's own template, up to where the answer
-begins; plain text gets what the tokenizer puts around any text. An answer is read without the token that ends it.
+Rules kept here: nothing is downloaded. A chat is written with the tokenizer's own template, up to where the answer
+begins; plain text gets the tokenizer's usual special tokens. An answer is decoded without the token that ends it.
 """
 
 import logging
@@ -20,37 +20,37 @@ from polyrl.errors import ConfigError
 TokenIds = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "added_tokens", "chat_template")
-"""How the names begin of all files that say what a text's tokens are."""
+"""The prefixes of the names of all files that determine the tokens of a text."""
 _KEY = "model.path"
 _NOTHING: Mapping[str, Any] = {}
 
 
 class ModelTokenizer:
     def __init__(self, folder: str) -> None:
-        """Raises ConfigError for a directory without a tokenizer that can be used."""
+        """Load the tokenizer. Raises ConfigError for a directory without a usable tokenizer."""
         self._folder = folder
         self._tokenizer = _load(folder)
-        self._tokenizer("")  # sets truncation and padding aside, once: while it does, no other thread may use it
+        self._tokenizer("")  # resets truncation and padding, once: no other thread may use the tokenizer meanwhile
         self._decode = _decoder(self._tokenizer)
         facts, own_end = read_facts(folder), self._tokenizer.eos_token_id
         self._end_ids = facts.known_end_ids | (frozenset() if own_end is None else {own_end})
         self._vocabulary = facts.vocab
         self.max_context: int | None = facts.max_context
-        """What the model can, as its config.json says it."""
+        """The model's context length, from its config.json."""
 
     def written(self, prompt: str | Messages, chat: Mapping[str, Any] = _NOTHING) -> str:
-        """The prompt as the model sees it. `chat` is what the chat template is given beside messages."""
+        """Return the prompt as the model sees it. `chat` holds further arguments of the chat template."""
         if isinstance(prompt, str):
             return prompt
         if not self._tokenizer.chat_template:
             raise ConfigError(f"{_KEY}: {self._folder}: its tokenizer has no chat template; expected one, for messages")
         try:
             return self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **chat)
-        except Exception as error:  # a template is a program, and refuses roles in its own words
+        except Exception as error:  # a template is a program, and raises errors of its own for roles that it refuses
             raise DataError(f"{self._folder}: its chat template refuses the messages: {_line(error)}") from error
 
     def tokens(self, prompts: Sequence[str | Messages], chat: Mapping[str, Any] = _NOTHING) -> list[TokenIds]:
-        """Of many prompts at once, which is faster than of one after the other."""
+        """Tokenize many prompts at once, which is faster than one by one."""
         texts = [self.written(prompt, chat) for prompt in prompts]
         plain = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str)]
         chats = [place for place, prompt in enumerate(prompts) if not isinstance(prompt, str)]
@@ -63,7 +63,10 @@ class ModelTokenizer:
         return [found[place] for place in range(len(prompts))]
 
     def _check(self, found: Iterable[TokenIds]) -> None:
-        """Some tokenizers know tokens that their model lacks; what matters is whether the data has them."""
+        """Raise ConfigError for a token outside of the model's vocabulary.
+
+        Some tokenizers know tokens that their model lacks, so only tokens that occur in the data matter.
+        """
         largest = max((int(one.max()) for one in found if len(one)), default=0)
         if self._vocabulary is not None and largest >= self._vocabulary:
             raise ConfigError(
@@ -72,7 +75,7 @@ class ModelTokenizer:
             )
 
     def text(self, answer: Sequence[int]) -> str:
-        """What an answer says, without the tokens that end it."""
+        """Decode an answer, without the tokens that end it."""
         num = len(answer)
         while num and answer[num - 1] in self._end_ids:
             num -= 1
@@ -80,8 +83,9 @@ class ModelTokenizer:
 
 
 def check_same_tokens(path: str, other: str, key: str) -> None:
-    """Raises ConfigError where `other`, which `key` names, does not know every token of the model in `path` by the same
-    number. Of one without a tokenizer, only how many tokens it has is known.
+    """Check that `other`, which the setting `key` names, has every token of the model in `path` under the same id.
+
+    If it has no tokenizer, only the sizes of the vocabularies are compared. Raises ConfigError.
     """
     check_model_dir(other, key)
     ours: dict[str, int] = _load(path).get_vocab()
@@ -117,13 +121,16 @@ def _load(folder: str, key: str = _KEY) -> Any:
         raise ConfigError(f"{key}: {folder}: no tokenizer there; expected tokenizer.json beside the weights")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever is wrong with it, in transformers' many words
+    except Exception as error:  # transformers raises many kinds of errors here
         raise ConfigError(f"{key}: {folder}: its tokenizer cannot be used: {_line(error)}") from error
 
 
 def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
-    """From tokens to text. Around the tokenizer's own function transformers looks at every token in Python, which takes
-    several times as long as the function."""
+    """Return a function from tokens to text.
+
+    It calls the backend directly: transformers' wrapper looks at every token in Python, which takes several times as
+    long as the decoding.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda tokens: tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

@@ -1,1 +1,1 @@
-"""Rewards: what an answer is worth, computed beside generation by functions that are named in the recipe."""
+"""Rewards: the score of an answer, computed beside generation by functions that the recipe names."""

@@ -1,9 +1,9 @@
-"""The trainer's end of one process of the pool: starts it, asks it, and ends it at the first thing it should not say.
+"""The trainer's end of one process of the pool: starts it, sends requests, and kills it if it breaks the protocol.
 
-Rules kept here: a reply repeats the nonce of a question that waits for it; whatever else comes, a surplus byte
-included, ends the process. What a process may make us hold is bounded. A process is the head of a group, and ends with
-all that it started. Its environment has nothing that looks like a key or a token but what the recipe names. The clock
-of an answer starts when its function is called: not while modules are imported.
+Rules kept here: a reply repeats the nonce of a pending request; anything else, even one surplus byte, ends the process.
+The memory that a process can make the trainer hold is bounded. A process leads a process group, and is killed with
+everything that it started. Its environment lacks all variables that look like a key or a token, except those that the
+recipe names. The time limit of an answer starts when its function is called, not while modules are imported.
 Left out: which process is asked (pool.py), files and network (a sandbox comes later), children that leave the group.
 """
 
@@ -41,28 +41,28 @@ from polyrl.rewards.process import STACK_SIGNAL
 from polyrl.rewards.reward import RewardFailed, RewardInput
 
 START_TIMEOUT_S = 60.0
-"""For a process to start and to import a function."""
+"""The time for a process to start and to import a function."""
 _GRACE_S = 2.0
-"""An async function ends by itself at its limit, unless something keeps its loop from it."""
+"""An async function ends by itself at its limit, unless something blocks its event loop for this much longer."""
 _STACK_S = 0.1
-"""To write down where it hangs."""
+"""The time for a process to write its stack to the log before it is killed."""
 _MAX_LOG_BYTES = 16 << 20
 _LOOK_EVERY = 64
-"""Answers of a process: then the log may have grown."""
+"""The number of answers of a process after which the size of its log is checked again."""
 _SECRET = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|COOKIE|_KEY$|_PAT$", re.I
 )
 
 
 class Surroundings(NamedTuple):
-    """What all processes of a pool have in common."""
+    """The settings that all processes of a pool share."""
 
     log: Path | None = None
-    """Where what they print goes; none: nowhere."""
+    """The file for the processes' output; None: it is discarded."""
     memory_bytes: int = 0
-    """What each may have; 0: any."""
+    """The most memory of each process; 0: no limit."""
     environment: tuple[str, ...] = ()
-    """Variables that they get although they look like secrets."""
+    """The variables that processes get although they look like secrets."""
 
     def withheld(self, variables: Iterable[str]) -> list[str]:
         return [one for one in variables if _SECRET.search(one) and one not in self.environment]
@@ -76,7 +76,7 @@ class RewardCall(NamedTuple):
 
 
 class ProcessBroke(Exception):
-    """The process is gone before it answered. `is_own`: no other answer can be to blame."""
+    """The process ended before it answered. `is_own` means that no other answer can have caused it."""
 
     def __init__(self, reason: str, *, is_own: bool, timed_out: bool = False) -> None:
         super().__init__(reason)
@@ -84,7 +84,7 @@ class ProcessBroke(Exception):
 
 
 class _Waiting:
-    """A question that is not answered."""
+    """A request without a reply yet."""
 
     def __init__(self, call: RewardCall, answer: "asyncio.Future[RewardScored | Failed]") -> None:
         self.call, self.answer = call, answer
@@ -93,7 +93,7 @@ class _Waiting:
 
 
 class RewardProcess(asyncio.Protocol):
-    """One process. `tell` hears of each function that begins, and whether it is async."""
+    """One process. `tell` is called for each function that begins, with whether it is async."""
 
     def __init__(self, surroundings: Surroundings, tell: Callable[[str, bool], None]) -> None:
         self._surroundings, self._tell = surroundings, tell
@@ -105,13 +105,13 @@ class RewardProcess(asyncio.Protocol):
         self._waiting: dict[bytes, _Waiting] = {}
         self._num_answered = 0
         self._broken = ""
-        """Why nobody can ask it any more."""
+        """Why the process cannot be asked any more; empty while it can."""
         self.num_asking = 0
-        """Answers that the pool has given it, by its own count."""
+        """The number of answers that the pool has assigned to it."""
         self.is_alone = False
-        """It has one answer, and is to have no other beside it."""
+        """Whether it has one answer, and may get no other beside it."""
         self.is_shared = False
-        """It runs async functions, any number of them."""
+        """Whether it runs async functions, several at a time."""
         self._started = self._loop.create_task(self._start())
 
     @property
@@ -123,11 +123,14 @@ class RewardProcess(asyncio.Protocol):
         return not self._broken
 
     def running(self) -> list[tuple[float, RewardCall]]:
-        """Since when which functions run."""
+        """Return the functions that are running, each with its start time."""
         return [(one.began_at, one.call) for one in self._waiting.values() if one.began_at is not None]
 
     async def ask(self, call: RewardCall) -> RewardScored | Failed:
-        """Raises ProcessBroke; RewardFailed if it cannot be started, or the question cannot be asked."""
+        """Score one answer.
+
+        Raises ProcessBroke; RewardFailed if the process cannot start or the row is not plain data.
+        """
         await asyncio.shield(self._started)
         if self._broken:
             raise ProcessBroke(self._broken, is_own=False)
@@ -145,7 +148,7 @@ class RewardProcess(asyncio.Protocol):
         return await waiting.answer
 
     async def end(self) -> None:
-        """Now, with everything in its group."""
+        """Kill the process and everything in its group."""
         self._break("it was ended", is_over=True)
         await asyncio.gather(self._started, return_exceptions=True)
         self._kill()
@@ -188,7 +191,7 @@ class RewardProcess(asyncio.Protocol):
             yield file
 
     def _trim_log(self) -> None:
-        """They append to it: whatever it holds can be let go at any time."""
+        """Empty a log that is too large. Processes append to it, so it may be truncated at any time."""
         path = self._surroundings.log
         with contextlib.suppress(OSError):
             if path is not None and path.stat().st_size > _MAX_LOG_BYTES:
@@ -201,11 +204,11 @@ class RewardProcess(asyncio.Protocol):
         return kept
 
     async def _watch(self, process: Process) -> None:
-        """What it forked may hold the line open when it is gone."""
+        """Wait for the process itself: its forked children may keep the connection open after it ends."""
         code = await process.wait()
         self._break(f"its process ended: {'exit code' if code >= 0 else 'signal'} {abs(code)}")
 
-    # Hearing
+    # Receiving
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.WriteTransport", transport)
@@ -226,7 +229,7 @@ class RewardProcess(asyncio.Protocol):
             self._break("its process said more than was asked for")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._loop.call_later(1.0, self._break, "its process hung up")  # how it ended is known in a moment
+        self._loop.call_later(1.0, self._break, "its process hung up")  # the exit code is known in a moment
 
     def _hear(self, reply: Reply) -> None:
         waiting = self._waiting.get(reply.nonce)
@@ -257,7 +260,7 @@ class RewardProcess(asyncio.Protocol):
 
     def _not_begun(self, nonce: bytes) -> None:
         waiting = self._waiting[nonce]
-        if any(one.began_at is not None for one in self._waiting.values()):  # it waits for somebody else's turn to end
+        if any(one.began_at is not None for one in self._waiting.values()):  # another function runs first
             waiting.timer = self._loop.call_later(START_TIMEOUT_S, self._not_begun, nonce)
             return
         self._break(f"its process was not ready within {START_TIMEOUT_S:g} s", timed_out=True)
@@ -270,11 +273,14 @@ class RewardProcess(asyncio.Protocol):
 
     def _give_up(self, nonce: bytes) -> None:
         waiting = self._waiting.get(nonce)
-        if waiting is not None:  # it was not answered meanwhile
+        if waiting is not None:  # no reply came meanwhile
             self._break(f"took longer than {waiting.call.timeout_s:g} s", timed_out=True)
 
     def _break(self, reason: str, *, timed_out: bool = False, is_over: bool = False) -> None:
-        """All who wait hear of it. Of those whose functions ran, nobody knows who did it, unless it was one alone."""
+        """End the process, and fail all pending requests.
+
+        If several functions were running, it is unknown which of them broke it; `is_own` is set only if there was one.
+        """
         if self._broken:
             return
         self._broken = reason

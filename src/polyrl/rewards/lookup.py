@@ -1,5 +1,6 @@
-"""Whether a recipe's functions are there, and take their arguments: asked of a process, before the run, since no
-function's module is imported into the trainer.
+"""Check before the run that a recipe's reward functions exist and take their arguments.
+
+Users' functions are checked in a separate process, since their modules are never imported into the trainer.
 """
 
 import os
@@ -16,7 +17,7 @@ from polyrl.rewards.reward import OURS, check_reward, find_reward
 
 
 def check_functions(functions: Mapping[str, WeightedReward], environment: tuple[str, ...] = ()) -> None:
-    """`functions`: by the setting that names them. Raises ConfigError, which starts with that, for one that is none."""
+    """Check the functions, given by the setting that names each. Raises ConfigError, which starts with that setting."""
     theirs = {key: one for key, one in functions.items() if one.function not in OURS and ":" in one.function}
     for key, one in functions.items():
         if key not in theirs:

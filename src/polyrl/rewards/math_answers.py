@@ -1,9 +1,9 @@
-"""The reward of mathematics: 1 if math-verify finds the last answer of the text equal to the expected one, otherwise 0.
+"""The mathematics reward: 1 if math-verify finds the text's last answer equal to the expected one, otherwise 0.
 
-Rules kept here: an answer without anything that can be read is wrong, a 0. An expected answer that cannot be read is
-the data's fault, and fails. math-verify's own time limits are off, since what they cut short counts as wrong there. An
-answer may take so many seconds of CPU time instead (9^9^9^9 is such a one), and then there is no reward; the process
-lives, and is not started anew. The library is imported by the first answer.
+Rules kept here: an answer in which nothing can be parsed is wrong and scores 0. An expected answer that cannot be
+parsed is a fault of the data, and the reward fails. math-verify's own time limits are off, because it counts a
+comparison that it cuts short as wrong. Instead, a comparison gets a limit of CPU time (9^9^9^9 exceeds it), and beyond
+that there is no reward; the process survives and need not be restarted. The first answer imports the library.
 """
 
 import importlib.util
@@ -22,18 +22,18 @@ if importlib.util.find_spec("math_verify") is None:
     raise ImportError("math-verify is missing: pip install 'polyrl[train]'")
 
 _AGAIN_S = 0.5
-"""A library that catches everything is interrupted once more."""
+"""The interval of further interrupts, in case the library catches the first one."""
 
 
 class _TooLong(BaseException):
-    """No Exception: libraries catch those."""
+    """Derives from BaseException because libraries catch Exception."""
 
 
 def score(given: RewardInput, *, limit_s: float = 5.0) -> float:
-    """`limit_s` is CPU time."""
+    """Compare the answer with the expected one, in at most `limit_s` of CPU time."""
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every limit that is off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about every limit that is off
     expected = _read_expected(given.expected)
     try:
         with _limited(limit_s):
@@ -47,7 +47,10 @@ def score(given: RewardInput, *, limit_s: float = 5.0) -> float:
 
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
-    """Raises _TooLong within. Signals are the main thread's: in another one, whoever runs it has to end it."""
+    """Raise _TooLong inside the block after `limit_s` of CPU time.
+
+    Only the main thread gets signals. In another thread there is no limit here, and the caller has to enforce one.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,7 +69,7 @@ def _limited(limit_s: float) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def _read_expected(text: str) -> Any:
-    """As it is, if it says by itself where the formula is; otherwise all of it is one."""
+    """Parse the expected answer: unchanged if it marks its formula, otherwise all of it as one formula."""
     from math_verify import parse
 
     marked = text if "$" in text or "\\boxed" in text else f"${text}$"

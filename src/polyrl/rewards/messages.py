@@ -1,7 +1,8 @@
-"""What the trainer and a process of the pool say to each other: msgspec, never pickle; size first.
+"""The messages between the trainer and a process of the pool: msgspec, never pickle; the size first.
 
-Rules kept here: every question has a nonce that nobody can guess, and only a reply that repeats it is one. A reply is
-small: a process that announces a larger one is not believed. Functions are named, inputs are plain data.
+Rules kept here: every request has an unguessable nonce, and only a message that repeats the nonce is a reply. Replies
+are small: a process that announces a larger one has broken the protocol. Functions are sent by name, inputs as plain
+data.
 """
 
 import struct
@@ -19,18 +20,18 @@ _SIZE = struct.Struct("<I")
 
 
 class RewardSetup(Struct, frozen=True, tag=True, array_like=True):
-    """Said once, first."""
+    """The first message, sent once."""
 
     folders: list[str]
-    """Where modules are found, beside where they are found anyway."""
+    """Directories to add to the module search path."""
     memory_bytes: int
-    """What a process may have at most; 0: any."""
+    """The most memory that a process may take; 0: no limit."""
 
 
 class Ask(Struct, frozen=True, tag=True, array_like=True):
     nonce: bytes
     key: str
-    """The setting that names the function: what is said of it begins with that."""
+    """The setting that names the function. Error messages begin with it."""
     function: str
     arguments: dict[str, Any]
     given: RewardInput | None
@@ -39,7 +40,7 @@ class Ask(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Began(Struct, frozen=True, tag=True, array_like=True):
-    """The function is there, and is called now: its time runs."""
+    """The function was found and is called now: its time limit starts."""
 
     nonce: bytes
     is_async: bool
@@ -67,17 +68,20 @@ decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class TooLarge(Exception):
-    """A message announces more than it may have."""
+    """A message announces more bytes than allowed."""
 
 
 def encode(message: RewardRequest | Reply) -> bytes:
-    """With its size before it. Raises TypeError, ValueError or OverflowError for what is no plain data."""
+    """Encode a message, with its size first. Raises TypeError, ValueError or OverflowError if it is not plain data."""
     body = _encoder.encode(message)
     return _SIZE.pack(len(body)) + body
 
 
 def take_messages(buffer: bytearray, max_bytes: int = 0) -> Iterator[bytes]:
-    """The whole messages at the beginning of a buffer, which are taken out of it. Raises TooLarge; 0 is no bound."""
+    """Remove the whole messages at the start of a buffer, and yield them.
+
+    Raises TooLarge; `max_bytes` 0 is no bound.
+    """
     while len(buffer) >= _SIZE.size:
         (size,) = _SIZE.unpack_from(buffer)
         if max_bytes and size > max_bytes:

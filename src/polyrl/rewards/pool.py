@@ -1,16 +1,16 @@
-"""A bounded pool of processes that rewards run in, beside generation, each answer with a time limit.
+"""A bounded pool of processes in which rewards run, beside generation, each answer with a time limit.
 
     pool = RewardPool(processes=2, timeout_s=30.0)
     reward = await pool.score("math", given)          # or RewardFailed
     await pool.close()
 
-No function of a person's runs in the trainer. A plain one has a process to itself; async ones share a process, so many
-at a time. Processes are started when they are first needed. Of our own, those that cannot take long run right here.
+No user function runs in the trainer. A plain function has a process to itself; async functions share a process, up to
+a limit. Processes are started on demand. Those of our own functions that cannot take long run in the trainer.
 
-Rules kept here: a function that hangs is killed with its process, and one that takes its process along hurts its own
-answer only: whoever else was there is asked again, alone, in a new process. So is an answer whose process broke after
-it had scored others, since what those left behind may have done it. An answer that took too long by itself is not asked
-again. An answer that nobody waits for any more is finished all the same: starting a process anew would cost more.
+Rules kept here: a function that hangs is killed with its process. A function that crashes its process harms only its
+own answer: the other answers in that process are scored again, each alone in a new process. So is an answer whose
+process broke after it had scored others, since their leftovers may be the cause. An answer that itself took too long is
+not tried again. An answer that nobody waits for any more is still finished: restarting a process would cost more.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from polyrl.rewards.messages import Failed, RewardScored
 from polyrl.rewards.reward import Reward, RewardFailed, RewardFunction, RewardInput, RewardTimedOut, check_value
 
 QUICK: dict[str, RewardFunction] = {"arithmetic": arithmetic.score}
-"""Ours, that compare two texts and nothing else."""
+"""Functions of ours that only compare two texts, and run in the trainer."""
 
 
 class PoolState(NamedTuple):
-    """What the pool does now."""
+    """The pool's current load."""
 
     running: int
     waiting: int
     longest_s: float
-    """How long the one that has run longest has."""
+    """For how long the longest-running function has run."""
     longest: str
-    """Its function."""
+    """The name of that function."""
 
 
 class RewardPool:
-    """`together`: so many async functions run at once in a process."""
+    """The processes and their queue. At most `together` async functions run in a process at once."""
 
     def __init__(
         self, processes: int, timeout_s: float, *, together: int = 8, surroundings: Surroundings | None = None
@@ -53,10 +53,10 @@ class RewardPool:
         self._asking: set[asyncio.Task[Reward]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_async: dict[str, bool] = {}
-        """Functions that were called, and what they turned out to be."""
+        """Whether each function that was called is async."""
 
     async def score(self, name: str, given: RewardInput, arguments: Mapping[str, object] | None = None) -> Reward:
-        """Raises RewardFailed; ConfigError if there is no such function."""
+        """Score one answer. Raises RewardFailed; ConfigError if there is no such function."""
         if name in QUICK and not arguments:
             return check_value(QUICK[name](given))
         call = RewardCall(name, dict(arguments or {}), given, self._timeout_s)
@@ -74,11 +74,11 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes there are now."""
+        """The ids of the current processes."""
         return [one.pid for one in self._processes if one.pid is not None]
 
     async def close(self) -> None:
-        """No process is left, nor anything that it started."""
+        """Kill all processes, and everything that they started."""
         asking = list(self._asking)
         for task in asking:
             task.cancel()
@@ -114,7 +114,7 @@ class RewardPool:
         return "" if log is None else f"; {log} has what it printed"
 
     def _hint(self, reason: str) -> str:
-        """What a person would look for in vain."""
+        """Return an explanation for failures whose cause is a setting, which the error itself does not show."""
         limit = self._surroundings.memory_bytes
         if limit and reason.startswith("MemoryError"):
             return f"; rewards.memory_gb = {limit / (1 << 30):g} is what a process may have"
@@ -122,7 +122,10 @@ class RewardPool:
         return f"; {named[0]} is withheld from rewards: name it in rewards.environment" if named else ""
 
     async def _ask(self, call: RewardCall, *, alone: bool = False) -> RewardScored | Failed:
-        """`alone`: in a process that has answered nothing, and answers nothing else meanwhile."""
+        """Send a request to a free process.
+
+        `alone`: a process that has answered nothing before, and answers nothing else meanwhile.
+        """
         place = _Place(call.function, asyncio.get_running_loop().create_future(), alone=alone)
         self._queue.append(place)
         self._fill()
@@ -137,10 +140,10 @@ class RewardPool:
         finally:
             self._give_back(process)
 
-    # Places
+    # Assigning processes
 
     def _fill(self) -> None:
-        """Give out the places that are free, first come first served."""
+        """Assign free processes to waiting requests, first come first served."""
         while self._queue:
             place = self._queue[0]
             if not place.process.done():
@@ -196,11 +199,11 @@ class RewardPool:
     def _forget(self, task: asyncio.Task[Reward]) -> None:
         self._asking.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked may be gone: then nobody hears of it
+            task.exception()  # mark the exception as retrieved: the caller may be gone
 
 
 class _Place:
-    """Somebody who waits for a process."""
+    """A request that waits for a process."""
 
     def __init__(self, name: str, process: "asyncio.Future[RewardProcess]", *, alone: bool) -> None:
         self.name, self.process, self.alone = name, process, alone

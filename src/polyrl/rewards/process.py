@@ -1,15 +1,15 @@
-"""A process of the pool: reads which function to call on what, calls it, says what came of it, again and again.
+"""A process of the pool: it reads which function to call on which input, calls it, and sends the result, repeatedly.
 
     python -P -m polyrl.rewards.process FD          FD: a socket to the trainer
 
-Plain functions are called one at a time, with no event loop around them. Async ones run beside each other on a loop of
-their own, for as long as any of them is under way.
+Plain functions are called one at a time, without an event loop. Async functions run concurrently on an event loop, for
+as long as any of them is under way.
 
-Rules kept here: nothing heavy is imported but what a function imports itself. The line to the trainer is at a number
-that nobody knows, and is closed in whatever a function forks or starts; what is printed goes to the log that the pool
+Rules kept here: nothing heavy is imported, except by a function itself. The socket to the trainer has an unpredictable
+descriptor, and is closed in everything that a function forks or starts; printed output goes to the log that the pool
 opened as standard output. The process ends with the trainer, however that ends. A function that raises leaves its
-traceback in that log, and its last line of the person's own code in the reply.
-Left out: ending whoever takes too long and does not let go. The pool does, with all that they started.
+traceback in that log, and the last line of the user's own code in the reply.
+Left out: ending functions that exceed their time and do not yield. The pool kills them, with everything they started.
 """
 
 import faulthandler
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
     import asyncio
 
 STACK_SIGNAL = signal.SIGUSR1
-"""Has the process write where it is into its log."""
+"""The signal at which the process writes its stack to its log."""
 _READ_BYTES = 1 << 18
 _MAX_FILE_BYTES = 4 << 30
 _FIRST_HIDDEN, _LAST_HIDDEN = 200, 900
-"""Between these the line is, somewhere: a number that a program does not stumble over."""
+"""The range of the socket's descriptor: high enough that no program uses it by accident."""
 
 
 class RewardServer:
-    """Answers until the other side is gone."""
+    """Answers requests until the other side is gone."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -68,7 +68,7 @@ class RewardServer:
         self._pid = os.getpid()
         self._functions: dict[str, RewardFunction] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Of the async functions, which may keep what belongs to it from one answer to the next."""
+        """The event loop of the async functions. It is kept, since they may keep objects that belong to it."""
         self._next: deque[Ask] = deque()
 
     def serve(self) -> None:
@@ -117,7 +117,10 @@ class RewardServer:
         return function
 
     async def _answer_together(self, ask: Ask, function: RewardFunction) -> None:
-        """This one, and others that are asked for before the last has ended. The pool mixes no plain ones in."""
+        """Run this async function, and others that are requested before the last one has ended.
+
+        The pool does not mix plain functions in.
+        """
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -130,17 +133,17 @@ class RewardServer:
                 its = self._find(other)
                 if its is not None and is_async(its):
                     running.add(loop.create_task(self._wait_for(other, its)))
-                elif its is not None:  # what is asked next: the last one has said its reply, and ends now
+                elif its is not None:  # asked after the last reply was sent: it runs when this loop has ended
                     self._next.append(other)
 
         def hear() -> None:
             data = self._line.recv(_READ_BYTES)
             if not data:
-                os._exit(0)  # there is nobody to answer
+                os._exit(0)  # there is nobody left to answer
             self._buffer += data
             begin_all()
 
-        begin_all()  # those that came together with the first: nothing more may come before it has ended
+        begin_all()  # requests that came together with the first one: no further message may arrive before it ends
         loop.add_reader(self._line, hear)
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -159,12 +162,12 @@ class RewardServer:
             reply = _reply(ask, value)
         except TimeoutError as error:
             reply = _timed_out(ask) if limit.expired() else _failure(ask, error)
-        except BaseException as error:  # noqa: BLE001  as of a plain one
+        except BaseException as error:  # noqa: BLE001  as for a plain function
             reply = _failure(ask, error)
         self._say(reply)
 
     def _say(self, reply: Reply) -> None:
-        if os.getpid() != self._pid:  # a child that the function forked and let return
+        if os.getpid() != self._pid:  # a child that the function forked, and that returned
             os._exit(0)
         self._line.sendall(encode(reply))
 
@@ -203,7 +206,7 @@ def _failure(ask: Ask, error: BaseException) -> Failed:
 
 
 def _where(trace: TracebackType | None) -> str:
-    """The innermost place that is no library's: what a person can mend."""
+    """Return the innermost place outside of libraries, which the user can fix."""
     places = [one for one in traceback.extract_tb(trace) if one.filename != __file__]
     own = [one for one in places if not any(f"{os.sep}{part}" in one.filename for part in _LIBRARIES)]
     if not places:
@@ -229,7 +232,7 @@ def _limit(what: int, most: int) -> None:
 
 
 def _hide(number: int) -> socket.socket:
-    """The line at another number, which neither children nor programs that they start have."""
+    """Move the socket to another descriptor, which neither children nor programs that they start inherit."""
     hidden = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, random.SystemRandom().randint(_FIRST_HIDDEN, _LAST_HIDDEN))
     os.close(number)
     line = socket.socket(fileno=hidden)

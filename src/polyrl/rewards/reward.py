@@ -1,13 +1,13 @@
-"""What a reward is: a function of one answer, named in the recipe, plain or async, that returns a finite number.
+"""A reward: a function of one answer, named in the recipe, plain or async, that returns a finite number.
 
     def shorter_is_better(given: RewardInput) -> float:
         return 1.0 / (1 + given.num_tokens)
 
 A recipe says `reward = "my_module:shorter_is_better"`, or names one of ours (config/plugins.py). A function may also
-return named parts: as a dict, whose sum is the score unless it has a `score` of its own, or as a Reward.
+return named parts: a dict, whose sum is the score unless it has a `score` of its own, or a Reward.
 
-Rules kept here: whatever goes wrong (an exception, NaN, a text where a number belongs) is a RewardFailed. It is never a
-zero: a zero would teach the policy something false. Parts are few and their names short: they travel with the sample.
+Rules kept here: every fault (an exception, NaN, a text instead of a number) is a RewardFailed. It is never a zero: a
+zero would teach the policy something false. Parts are few and their names short, because they travel with the sample.
 Left out: where functions run and for how long (pool.py), and several of them for one answer (weighing.py).
 """
 
@@ -23,37 +23,37 @@ from polyrl.errors import NoReward, shorten
 
 OURS = {"arithmetic": "polyrl.rewards.arithmetic:score", "math": "polyrl.rewards.math_answers:score"}
 SCORE = "score"
-"""What a dict of parts calls the reward itself, where that is not the sum of the parts."""
+"""The key of the reward itself in a dict of parts, if it is not the sum of the parts."""
 MAX_PARTS = 32
 _PART_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class RewardInput(NamedTuple):
-    """What a reward is told of an answer."""
+    """The facts about an answer that a reward function gets."""
 
     prompt: str
-    """As the model saw it."""
+    """The prompt as the model saw it."""
     answer: str
-    """The text, without the token that ends it."""
+    """The text of the answer, without the token that ends it."""
     expected: str
-    """The row's answer, as text; empty where it has none."""
+    """The row's answer, as text; empty if it has none."""
     row: dict[str, Any]
     """All columns of the row."""
     finish: str
-    """stop, or length: it was cut off."""
+    """`stop`, or `length` if the answer was cut off."""
     num_tokens: int
-    """Of the answer, with the token that ends it."""
+    """The number of answer tokens, the end token included."""
 
 
 class Reward(NamedTuple):
-    """What an answer is worth, and what that is made of."""
+    """The score of an answer, and the parts that it is made of."""
 
     score: float
     parts: Mapping[str, float] = {}
 
 
 RewardFunction = Callable[..., float | Mapping[str, float] | Reward | Awaitable[Any]]
-"""Of a RewardInput, and of the arguments that the recipe gives it by name."""
+"""Called with a RewardInput, and with the arguments that the recipe gives by name."""
 
 
 class RewardFailed(NoReward):
@@ -61,16 +61,16 @@ class RewardFailed(NoReward):
 
 
 class RewardTimedOut(RewardFailed):
-    """There is none because it took too long."""
+    """There is no reward because scoring took too long."""
 
 
 def find_reward(name: str, key: str = "reward") -> RewardFunction:
-    """The function of that name. Raises ConfigError, which starts with `key`, the setting that names it."""
+    """Return the function of that name. Raises ConfigError, which starts with `key`, the setting that names it."""
     return cast("RewardFunction", find(name, key, OURS))
 
 
 def check_reward(function: RewardFunction, arguments: Mapping[str, Any], key: str) -> None:
-    """Raise ConfigError for arguments that it does not take; `key` is the setting that names the function."""
+    """Raise ConfigError for arguments that the function does not take; `key` is the setting that names the function."""
     check_arguments(function, arguments, f"{key.removesuffix('.function')}.args", 1)
 
 
@@ -79,7 +79,7 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def check_value(value: Any) -> Reward:
-    """What a function returned. Raises RewardFailed."""
+    """Convert a function's return value to a Reward. Raises RewardFailed if it is not valid."""
     if inspect.isawaitable(value):
         raise RewardFailed("returned an awaitable; a function that waits is to be an `async def`")
     if isinstance(value, Reward):

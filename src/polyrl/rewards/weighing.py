@@ -1,8 +1,8 @@
-"""Several rewards for one answer: each function's score times its weight, added up; each is told of by its name.
+"""Several rewards for one answer: the weighted sum of the functions' scores, each also reported under its name.
 
-Rules kept here: a function that fails leaves the answer without a reward, whatever the others say. A function that is
-the only one, and has no name in the recipe, is the reward: its parts keep their own names. Otherwise a function's score
-is the part with its name, before it is weighted, and its own parts are `name/part`.
+Rules kept here: if one function fails, the answer has no reward, whatever the others return. A function that is the
+only one, and has no name in the recipe, is the reward itself: its parts keep their own names. Otherwise a function's
+unweighted score is the part with its name, and its own parts are called `name/part`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from polyrl.rewards.reward import Reward, RewardFailed, RewardInput
 
 
 async def score(pool: RewardPool, functions: Sequence[WeightedReward], given: RewardInput) -> Reward:
-    """Raises RewardFailed."""
+    """Call all functions on one answer, and combine their scores. Raises RewardFailed."""
     if len(functions) == 1:
         found = [await _score_one(pool, functions[0], given)]
     else:
@@ -39,5 +39,5 @@ async def _score_one(pool: RewardPool, one: WeightedReward, given: RewardInput) 
         return await pool.score(one.function, given, one.args)
     except RewardFailed as error:
         raise type(error)(f"{one.function}: {error}") from error
-    except ConfigError as error:  # it was there when the run began
+    except ConfigError as error:  # the function existed when the run began
         raise RewardFailed(str(error)) from error
