@@ -121,7 +121,7 @@ class FakeWorker:
         self.wake.set()
 
 
-async def work(dialer: Dialer, worker: FakeWorker, rate: float, flush_s: float) -> None:
+async def work(dialer: Dialer, worker: FakeWorker, rate: float, flush_s: float) -> None:  # noqa: C901 (a case for each kind)
     request = JoinRequest(name=worker.name, protocol=frames.PROTOCOL, engine="none", slots=worker.slots, version=0)
     reply = await dialer.post("/v1/join", request, JoinReply)
     socket = await dialer.stream("/v1/worker", reply.session, frames.MAX_TRAINER_FRAME_BYTES)

@@ -460,7 +460,7 @@ def test_a_gpu_that_is_not_there_is_one_line(desk: Path, capsys: pytest.CaptureF
         (["model.path=gone"], "model.path: gone: no config.json there"),
         (["fleet.settings.model=x"], "fleet.settings.model: workers have that of model.path; expected none"),
         (["fleet.settings.kv_tokens=16"], "fleet.settings.kv_tokens: got 16, expected at least block_tokens=32"),
-        (["fleet.settings={ slot = 3 }"], "fleet.settings.slot: unknown key; did you mean fleet.settings.slots?"),
+        (["fleet.settings={ slot = 3 }"], "fleet.settings.slot: unknown key; did you mean slots?"),
         (["fleet.settings.slots=many"], 'fleet.settings.slots: got "many", expected an integer >= 1 and <= 4096'),
         (["fleet.settings.in_sleep=of"], 'fleet.settings.in_sleep: got "of", expected one of "keep", "offload"'),
     ],

@@ -163,7 +163,7 @@ class Books:
             case _:
                 return isinstance(event, WorkerNews) and self.alive.get(event.worker) != event.incarnation
 
-    def note(self, scheduler: Scheduler, event: e.Event) -> None:
+    def note(self, scheduler: Scheduler, event: e.Event) -> None:  # noqa: C901 (a case for each kind)
         cap = self.config.max_new_tokens
         match event:
             case e.WorkerJoined():
@@ -281,7 +281,7 @@ class Books:
         ledger.late_news += 1
         law(same, f"late news was believed: {event}")
 
-    def check_command(self, scheduler: Scheduler, command: c.Command, commands: list[c.Command]) -> None:
+    def check_command(self, scheduler: Scheduler, command: c.Command, commands: list[c.Command]) -> None:  # noqa: C901 (a case for each kind)
         fleet = scheduler.desk.state.fleet
         match command:
             case c.Generate():

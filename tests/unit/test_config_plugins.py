@@ -53,7 +53,7 @@ class Part:
         width: float = 0.2,
         *,
         names: list[str] | None = None,
-        call: "Unknown | None" = None,  # noqa: F821
+        call: "Unknown | None" = None,  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
     ) -> None: ...
 
 
