@@ -5,7 +5,7 @@
     await pool.close()
 
 No user function runs in the trainer. A plain function has a process to itself; async functions share a process, up to
-a limit. Processes are started on demand. Those of our own functions that cannot take long run in the trainer.
+a limit. Processes are started on demand. Built-in functions that cannot take long run in the trainer.
 
 Rules kept here: a function that hangs is killed with its process. A function that crashes its process harms only its
 own answer: the other answers in that process are scored again, each alone in a new process. So is an answer whose

@@ -109,7 +109,7 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 class AdapterFacts(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the low-rank changes of an adapter version are added to, and their scale (adapters.py)."""
+    """The base and the scale of the low-rank changes in an adapter version (adapters.py)."""
 
     base: Hex
     """The fingerprint of the base's weights: of its numbers, not only of its shapes."""
