@@ -96,10 +96,11 @@ Called in a thread, one prompt after the other, so it may be slow. Workers wait 
 waited for `fleet_rules.stall_timeout_s` and half as long again is given up.
 """
 RewardOf = Callable[[Sample], Awaitable[float | RewardResult]]
-"""One that raises or returns no finite number has failed: tried again, then the sample is dropped. One that takes too
-long, or raises NoReward, is not tried again.
+"""A reward function. A call that raises, or returns no finite number, has failed: it is tried again, then the sample is
+dropped. A call that takes too long, or raises NoReward, is not tried again.
 
-It never counts as a zero. A judge that finds an answer wanting, because it crashed its test for example, returns that.
+A failure never counts as a zero. A wrong answer, for example one that crashed its test, is no failure: return a reward
+for it.
 """
 
 

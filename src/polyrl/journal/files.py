@@ -62,7 +62,7 @@ class JournalWriter:
 
     @property
     def digest(self) -> str:
-        """Of all records so far."""
+        """The digest of all records so far."""
         return self._digest.hex()
 
     def flush(self) -> None:

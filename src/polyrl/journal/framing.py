@@ -3,8 +3,8 @@
     a frame         length u32, crc32 of the length u32, crc32 of the payload u32 (little endian), payload
 
 Rules kept here: a length has its own checksum. Without it a damaged length looks like the end of the file, and
-recovery, which drops a frame that was cut short, would drop everything behind it. Whatever is wrong is said in one
-line, with the frame's number and its offset.
+recovery, which drops a frame that was cut short, would drop everything behind it. Every error is one line,
+with the frame's number and its offset.
 """
 
 import struct

@@ -5,8 +5,8 @@
     records         a frame each: [now, event, digest of the commands]
 
 Rules kept here: a record holds all that is needed to ask the scheduler again. When it reaches the disk is the writer's
-matter. A long run has several journals, each starting from the state that the one before ended with. Whatever is wrong
-is said in one line, with the record's number and its offset.
+matter. A long run has several journals, each starting from the state that the one before ended with. Every error is one
+line, with the record's number and its offset.
 
 Left out: files (journal/files.py), and tokens: payload stays with the driver. Fields added to the end of a record
 or a header are skipped by older readers of the same format.
@@ -47,7 +47,7 @@ class JournalHeader(msgspec.Struct, frozen=True, array_like=True):
     about: dict[str, str] = {}
     """Facts of the driver: scenario, host, version. Nothing depends on them."""
     saved: bytes = b""
-    """What `Scheduler.save` gave where this journal starts; empty where the run does."""
+    """The state from `Scheduler.save` at the start of this journal; empty at the start of the run."""
     rules: int = 0
     """By which the run decides (desk.RULES), where the journal starts with it. A saved state knows its own."""
 
@@ -201,14 +201,14 @@ class Difference(msgspec.Struct, frozen=True):
     """The digest in the journal."""
     got: str
     commands: tuple[Command, ...]
-    """What the scheduler asks for now. The journal holds no more of its own than their digest."""
+    """The commands that the scheduler gives now. Of the original ones the journal holds only the digest."""
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
     num_records: int
     """How many were replayed: all, or those up to and with the first difference."""
     digest: str
-    """Of those records."""
+    """The digest of those records."""
     first_difference: Difference | None
 
 
@@ -292,4 +292,4 @@ _ADDED = frozenset(
 )
 """Fields that the state of an older version may lack."""
 _DROPPED = frozenset({"tp_by_kind"})
-"""What it may have that is kept no longer: of the parallelism planner, which no live run has."""
+"""Fields that it may have and that are no longer kept: the parallelism planner's, which no live run has."""

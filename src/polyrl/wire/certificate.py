@@ -10,11 +10,11 @@ from polyrl.errors import UserError
 from polyrl.wire.credentials import client_tls, server_tls
 
 _MAX_FLIGHTS = 4
-"""Of messages each way; TLS needs two."""
+"""The most message flights in each direction of a handshake; TLS needs two."""
 
 
 class Certificate:
-    """One that can be served with, and that whoever trusts `ca`, or what the system trusts, believes."""
+    """A server certificate that clients accept if they trust `ca`, or the system's authorities if `ca` is None."""
 
     def __init__(self, cert: str, key: str, ca: str | None) -> None:
         """Raises UserError for files that cannot be read, or do not belong together."""
@@ -34,7 +34,7 @@ class Certificate:
         self.names = tuple(str(name) for _, name in said.get("subjectAltName", ()))
 
     def is_of(self, host: str) -> bool:
-        """Whether those who dial this name or address believe it."""
+        """Return whether clients that dial this name or address accept the certificate."""
         try:
             _shake_hands(self.server, self.client, host)
         except (ssl.SSLError, ValueError):
@@ -43,7 +43,7 @@ class Certificate:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> dict[str, Any]:
-    """What the client learns of the server's certificate. Raises ssl.SSLError if it does not believe it."""
+    """Return the server's certificate as the client sees it. Raises ssl.SSLError if the client rejects it."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     near = client.wrap_bio(down, up, server_hostname=host or None)
     far = server.wrap_bio(up, down, server_side=True)

@@ -96,7 +96,7 @@ def unpack_column(kind: str, packed: bytes) -> list[int]:
 
 
 def check(leases: bytes, offsets: bytes, counts: bytes, versions: bytes, cells: bytes) -> Columns:
-    """Read the columns of a frame, and check that they fit each other. What is in cells, `check_cells` looks at.
+    """Read the columns of a frame, and check that they fit each other. `check_cells` checks the content of cells.
 
     Raises BadColumns.
     """
@@ -122,7 +122,7 @@ class Vocabulary:
     def __init__(self, size: int = ANY_ID) -> None:
         self.size = size
         self._place = (max(1, size - 1).bit_length() - 1) // 8
-        """Of the highest byte that an id of it can have; those above are 0."""
+        """The place of the highest byte that an id can use; the bytes above it are 0."""
         self._surely_below = bytes(range(size >> 8 * self._place))
         """Values of that byte by which an id is surely below the size. With another one, ids are compared whole."""
         self._empty = tuple(range(self._place + 1, 4))

@@ -1,4 +1,4 @@
-"""What is said over HTTP, as JSON: joining, opening a run, status. manager/routes.py has the routes."""
+"""The messages over HTTP, as JSON: joining, opening a run, status. manager/routes.py has the routes."""
 
 from typing import Annotated, Any, Literal
 
@@ -47,7 +47,7 @@ class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class JoinReply(Struct, frozen=True, kw_only=True):
     worker: str
     session: str
-    """What its connection is dialled with, now and after every break."""
+    """The session that it dials its connection with, now and after every break."""
     heartbeat_interval_s: float
     flush_interval_s: float
     flush_phase_s: float
@@ -69,7 +69,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class AnswerRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What answers of the run's model can be. A worker whose tokens break them is refused."""
+    """The rules that answers of the run's model keep. A worker whose tokens break them is refused."""
 
     vocab: Annotated[int, Meta(ge=1, le=1 << 31)]
     """Token ids are below it."""
@@ -89,7 +89,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     has_weights: bool = False
     """Versions come with weights: no worker may write before it has fetched them."""
     caveat: Annotated[str, Meta(max_length=200, pattern=PRINTABLE)] = ""
-    """What every output on the run repeats, since nobody should read its numbers without it."""
+    """A warning that every output on the run repeats: its numbers should not be read without it."""
     trains: bool = False
     """A model is trained on what they write: nobody may take part whose engine has none."""
     answers: AnswerRules | None = None
@@ -132,13 +132,13 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """Seconds since anything came from it."""
     usd: float
     duty: str = "generating"
-    """Of devices that train too: stopping, to_training, training, to_generating."""
+    """Devices that also train pass through stopping, to_training, training and to_generating."""
     pulling: int = -1
     """The version that it pulls; -1: none."""
     source: str = ""
-    """Who it pulls from, if not from the trainer."""
+    """The worker that it pulls from; empty: the trainer."""
     tokens_running: int = 0
-    """Of the samples that it runs, so far."""
+    """The number of tokens so far of the samples that it runs."""
 
 
 class RoundStatus(Struct, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class RoundStatus(Struct, frozen=True, kw_only=True):
     groups_delivered: int
     closed: bool
     longest_tokens: int = 0
-    """Of the samples that run."""
+    """The length of the longest running sample."""
     longest_on: str = ""
     """The worker that runs it."""
 
@@ -177,7 +177,7 @@ class TurnedAway(Struct, frozen=True, kw_only=True):
 
 
 class RewardsStatus(Struct, frozen=True, kw_only=True):
-    """What the trainer's reward functions do, as it said a moment ago."""
+    """The state of the trainer's reward functions, as it reported last."""
 
     running: int
     """Functions that run at this moment; `queues` counts the answers."""
@@ -189,7 +189,7 @@ class RewardsStatus(Struct, frozen=True, kw_only=True):
     failed: int
     """Answers without a reward since the trainer started."""
     why: str
-    """Of the last of them."""
+    """The reason of the last answer without a reward."""
 
 
 class Status(Struct, frozen=True, kw_only=True):
@@ -211,7 +211,7 @@ class Status(Struct, frozen=True, kw_only=True):
     waits: tuple[WaitStatus, ...]
     ledger: dict[str, Any]
     refused: dict[str, int]
-    """What was refused, by reason."""
+    """The number of refusals, by reason."""
     turned_away: list[TurnedAway] = []
     """The last of them, the newest last."""
     caveat: str = ""
@@ -242,7 +242,7 @@ class ErrorReply(Struct, frozen=True, kw_only=True):
 
 
 def other_protocol(of_manager: int, of_peer: int) -> str:
-    """What who speaks another protocol is told."""
+    """Return the error message for a peer that speaks another protocol."""
     return f"this manager speaks protocol {of_manager}, not {of_peer}: install the same PolyRL"
 
 
@@ -253,6 +253,6 @@ class DescriptionInfo(Struct, frozen=True, kw_only=True):
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What tells a manager by its openapi.json."""
+    """The part of openapi.json by which a manager is recognised."""
 
     info: DescriptionInfo

@@ -32,13 +32,13 @@ class AccessTokens:
         self._tokens: dict[Scope, bytes] = {scope: token.encode() for scope, token in tokens.items()}
 
     def scope_of(self, token: str) -> Scope | None:
-        """What a token may do; None for one that we do not know. Takes as long for a wrong one as for a right one."""
+        """Return the scope of a token; None for an unknown one. A wrong token takes as long to check as a right one."""
         given = token.encode(errors="replace")
         fits: list[Scope] = [scope for scope, token in self._tokens.items() if hmac.compare_digest(given, token)]
         return fits[-1] if fits else None
 
     def weights_key(self) -> str:
-        """Of the run, and the same after a restart of the manager. It tells nothing about the tokens."""
+        """The run's key for weights, the same after a restart of the manager. It reveals nothing about the tokens."""
         return weights_key_of(self._tokens["worker"].decode()).hex()
 
 
@@ -53,7 +53,7 @@ def ensure_tokens(run_dir: Path) -> AccessTokens:
 
 
 def _ensure(path: Path) -> str:
-    """Nobody else writes it: whoever asks holds the run's directory."""
+    """Read a token, made first if it is missing. No other process writes it: the caller holds the run's directory."""
     if not path.exists():
         write_whole(path, f"{secrets.token_urlsafe(_TOKEN_BYTES)}\n".encode(), 0o600)
     return read_token_file(path)

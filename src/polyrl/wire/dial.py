@@ -1,8 +1,8 @@
 """How a worker, a trainer or the command line reaches the manager: requests, streams, and trying again.
 
-Rules kept here: every wait has a deadline. What cannot get better by waiting (a wrong token, another protocol,
-something that is no manager) is a UserError at once; what can (nobody listens, a broken connection, a proxy whose
-manager is away) is `Unreachable`, and the caller tries again.
+Rules kept here: every wait has a deadline. A problem that waiting cannot solve (a wrong token, another protocol,
+something that is no manager) is a UserError at once. A problem that may pass (no listener, a broken connection, a proxy
+whose manager is away) is `Unreachable`, and the caller tries again.
 """
 
 import asyncio

@@ -97,7 +97,7 @@ class Hello(Frame, frozen=True, tag="hello"):
     draining: PeerText = ""
     """Why it wants to go, if it does."""
     digest: Digest = ""
-    """Of the version that it runs, if it was fetched."""
+    """The digest of the version that it runs; empty if that was not fetched."""
     weight_addresses: Addresses = ()
     """Where others may fetch weights from it."""
     down: PeerText = ""
@@ -330,7 +330,7 @@ class Rejected(Frame, frozen=True, tag="rejected"):
     group: Natural
     reason: PeerText
     workers: Annotated[tuple[PeerText, ...], Meta(max_length=MAX_REPLACED)] = ()
-    """Whose tokens it is rejected for. A worker of which that is said again and again is given up."""
+    """The workers whose tokens it is rejected for. A worker that is named again and again is given up."""
 
     def __post_init__(self) -> None:
         _make_plain(self, "reason")
@@ -374,7 +374,7 @@ class RewardsTold(Frame, frozen=True, tag="rewards"):
     failed: Natural
     """Answers without a reward so far."""
     why: PeerText
-    """Of the last of them."""
+    """The reason of the last answer without a reward."""
 
     def __post_init__(self) -> None:
         _make_plain(self, "function", "why")
@@ -424,7 +424,7 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     version: int
     worker: str
     digest: str = ""
-    """Of the version; empty where versions are only numbers."""
+    """The digest of the version; empty where versions are only numbers."""
     engine: str = ""
     """The kind of engine that the worker says it has."""
 
@@ -522,7 +522,7 @@ ToTrainer = (
 )
 
 DecodeError = msgspec.DecodeError
-"""What a frame that is none raises; its subclass ValidationError is one with a wrong field."""
+"""Raised for bytes that are no frame; its subclass ValidationError is raised for a frame with a wrong field."""
 NO_FRAME = (DecodeError, UnicodeDecodeError, RecursionError)
 """All that decoding can raise: what a peer nests deeper than Python counts is no DecodeError."""
 

@@ -125,7 +125,7 @@ class WorkerAgent:
         self._num_outages = 0
         self._session: JoinReply | None = None
         self._session_before = "" if options.session_file is None else _read_session(options.session_file)
-        """What we show for our name."""
+        """The earlier session, which proves that our name is ours."""
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._welcomed = False
         self._draining = ""

@@ -40,7 +40,7 @@ class Installer:
         self.version: Version | None = None
         """The version that the engine runs."""
         self._digests: dict[Version, str] = {}
-        """Of the versions that were fetched last."""
+        """The digests of the versions that were fetched last."""
         self._ordered: frames.PullOrder | None = None
         """The last that it was told to fetch."""
         self._pull: asyncio.Task[None] | None = None
@@ -49,7 +49,7 @@ class Installer:
 
     @property
     def digest(self) -> str:
-        """Of what the engine runs; empty for what nobody fetched."""
+        """The digest of the version that the engine runs; empty for a version that was not fetched."""
         return "" if self.version is None else self._digests.get(self.version, "")
 
     def restarted(self, version: Version | None) -> None:

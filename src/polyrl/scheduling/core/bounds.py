@@ -9,9 +9,9 @@ from typing import Annotated
 from msgspec import Meta
 
 _MOST = 1e9
-"""Of seconds (thirty years), dollars and ratios."""
+"""The upper bound of seconds (thirty years), dollars and ratios."""
 MAX_TOKENS = 1 << 24
-"""Of a prompt or an answer: offsets of tokens have 32 bits on the wire."""
+"""The most tokens of a prompt or an answer: token offsets have 32 bits on the wire."""
 
 Positive = Annotated[float, Meta(gt=0, le=_MOST)]
 NotNegative = Annotated[float, Meta(ge=0, le=_MOST)]

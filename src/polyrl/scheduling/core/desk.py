@@ -118,7 +118,7 @@ class State(Struct):
     rules: int = 0
     """The number of the rules (`RULES`) that it is made by."""
     last_line: StepLine | None = None
-    """Of the step that was trained last: a trainer that was away has not heard it."""
+    """The line of the step trained last, kept for a trainer that was away and has not received it."""
     deadlines: dict[Wait, Seconds] = {}
 
 

@@ -189,7 +189,7 @@ class SampleStopped(EventStruct, frozen=True, tag=True):
 
 
 class GroupWithdrawn(EventStruct, frozen=True, tag=True):
-    """Nobody waits for this asked group any longer."""
+    """The asker no longer waits for this asked group."""
 
     group: GroupId
     reason: str
@@ -262,7 +262,7 @@ class PlacingResumed(EventStruct, frozen=True, tag=True):
 
 
 class TrainerLeft(EventStruct, frozen=True, tag=True):
-    """Nobody scores, and nobody says what prompts are, until it is back. Nobody else is to blame for that."""
+    """The trainer is away: until it is back, nothing is scored and no prompt is given. No worker is blamed for it."""
 
     away_s: Seconds = 0.0
     """How long ago it was last heard of, by a driver that was away itself."""

@@ -33,7 +33,7 @@ MAX_DEPARTED = 1000
 """Names that are remembered after they went."""
 NUM_ACCUSERS = 2
 _FIXED_SHARE = 0.5
-"""Of a decode step's time, as long as no smaller number of samples has been seen."""
+"""The share of a decode step's time taken as fixed, beyond the smallest and largest number of samples seen."""
 
 
 UNBOUNDED = 1 << 30
@@ -107,7 +107,7 @@ class Worker(Struct):
     """To pull the newest version: it gets that from the trainer."""
     relays: bool = True
     failed_groups: list[GroupId] = []
-    """Groups of which it failed samples since its last answer. Whose fault that is, is not known yet (failures.py)."""
+    """Groups of which it failed samples since its last answer. The fault is not yet assigned (failures.py)."""
     num_faults: int = 0
     """Such groups that another worker has answered."""
     num_rejected: int = 0
@@ -146,8 +146,8 @@ class Worker(Struct):
 
     @property
     def may_relay(self) -> bool:
-        """Others may be sent to it for weights. One worker's word against it is not enough: that one may lie, or be at
-        fault itself."""
+        """Whether other workers may be sent to it for weights. A single accuser does not rule it out: the accuser may
+        lie, or be at fault itself."""
         return self.relays and not self.bad_source and len(self.accused_by) < NUM_ACCUSERS
 
     @property

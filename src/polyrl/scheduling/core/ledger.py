@@ -8,10 +8,11 @@ Sums that must hold at any moment (invariants.py checks them):
     a worker's seconds by activity add up to its time in the fleet; dollars are seconds times its price
     the trainer's seconds are those of the run, without those in which its process was gone
 
-*Answered* is what somebody beside the trainer asked for and got (asking.py); it is no prompt of the data.
-`prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Tokens are
-those that reached us; what a dying worker had not yet sent was never counted. Who is out of sight and comes back was
-there, and is paid; who never does, or in another process, is paid up to the last moment that it was seen.
+*Answered* counts what a client other than the trainer asked for and got (asking.py); it is no prompt of the data.
+`prompts started` counts first turns only: a deferred prompt is started once, however often it is tried. Only
+tokens that reached us are counted, so tokens that a dying worker had not yet sent never are. A worker that is out of
+sight and comes back is paid for the time between. A worker that never comes back, or comes back as another process, is
+paid up to the last moment it was seen.
 """
 
 from typing import Literal
@@ -57,18 +58,18 @@ class StepLine(Struct, frozen=True, omit_defaults=True):
     train_s: Seconds
     seed_window_s: Seconds
     seed_window_why: str
-    """What the seeding rule learned in this step."""
+    """A line on what the seeding rule learned in this step."""
     mean_workers: float
     num_moves: int
     usd: float
-    """Of the run so far."""
+    """The cost of the run so far."""
     predicted_s: Seconds | None = None
     """From the round's opening to its closing, as the parallelism planner expected it; none where it does not plan."""
 
 
 class WorkerLine(Struct):
     price_usd_per_hour: float
-    """Of its present life; earlier ones may have cost something else."""
+    """The price of its present life; earlier lives may have cost something else."""
     seconds: dict[str, float] = {}
     usd: float = 0.0
     num_joins: int = 0

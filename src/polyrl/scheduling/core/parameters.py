@@ -1,6 +1,7 @@
 """Every knob of the scheduler, typed, with its default. A live recipe and a scenario read the same structs.
 
-What can be measured is no knob: speeds, plateaus, length distributions, seeding windows and time limits are learned.
+Quantities that can be measured are no knobs: speeds, plateaus, length distributions, seeding windows and time limits
+are learned.
 """
 
 import math
@@ -96,7 +97,7 @@ class FleetRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class WeightDeliveryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who fetches weights from whom; docs/concepts/weight-delivery.md."""
+    """How workers fetch weights, and from which source; docs/concepts/weight-delivery.md."""
 
     relay: bool = True
     trainer_uploads: AtLeastOne = 4
@@ -163,8 +164,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"domains: a round would start more than {MAX_SAMPLES_PER_ROUND} samples")
 
     def with_rules_of(self, other: "SchedulerConfig") -> "SchedulerConfig":
-        """This configuration with those parts of another that a run may change while it is open: how long is waited for
-        whom, how many at once, who is chosen. What rounds are made of stays."""
+        """Return this configuration with those parts of another that may change while a run is open: timeouts, limits
+        on concurrency, and the choice of workers. The composition of rounds stays."""
         rewards = structs.replace(other.rewards, as_finished=self.rewards.as_finished)
         fleet_rules = structs.replace(other.fleet_rules, migrate=self.fleet_rules.migrate)
         return structs.replace(

@@ -50,7 +50,7 @@ class TrackedSample(Struct, gc=False):
     target: int = -1
     """The seat of the worker that balancing wants to have it."""
     attempt: int = 0
-    """Of scoring it. Only the answer to the latest one counts."""
+    """The number of the scoring attempt. Only the answer to the latest attempt counts."""
     num_failures: int = 0
     """How often a worker failed it. A sample that failed waits in a queue of its own (failures.py)."""
     writer: int = -1

@@ -6,11 +6,11 @@
 Rules kept here:
 - An asked group is in no round: no step waits for it, and nothing of it is scored, delivered, deferred or learned from.
 - It is placed before what rounds have waiting, and never on the trainer's own devices: those train. How much may be
-  asked at once is for the driver to bound (it says so to whoever asks); the rest of the fleet is training's.
-- It moves when its worker goes, never to balance loads: whoever reads along would see a pause.
+  asked at once is for the driver to bound (it tells the asker); the rest of the fleet is training's.
+- It moves when its worker goes, never to balance loads: a client that reads the stream would see a pause.
 - Any version may write it, and weights may change beneath it: a worker that pulls goes on with it.
 - Tokens of it that arrived are never taken back: they were shown already.
-- What an engine refuses of it is the asker's fault; the worker is not blamed.
+- If an engine refuses it, the asker is at fault; the worker is not blamed.
 """
 
 from polyrl.ids import GroupId, PromptId, Seconds

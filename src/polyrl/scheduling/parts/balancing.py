@@ -36,11 +36,12 @@ def learn_speed(worker: Worker, num_running: int, num_steps: int, now: Seconds) 
 
 
 def learn_plateau(desk: Desk, worker: Worker, num_waiting: int) -> None:
-    """An engine that holds samples back has too many; one that runs all it has may be given a few more.
+    """Learn how many samples an engine can run: fewer if it holds some back, a few more if it runs all it has.
 
-    What it runs at once depends on its cache and on how long contexts are now, and it is the one who knows. But samples
-    also wait while it computes prompts, or compiles: so it counts as full only when it held some back at the report
-    before too, brought tokens since, and runs no more than then. A report of more held back than it has is old news.
+    The number it can run at once depends on its cache and on the current context lengths, which only the engine knows.
+    But samples also wait during prefill and compilation. So an engine counts as full only if it also held samples back
+    at the previous report, has sent tokens since, and runs no more than then. A report of more waiting samples than the
+    worker has is out of date, and does not count.
     """
     num = len(worker.leases)
     num_running = num - num_waiting
@@ -73,7 +74,7 @@ def balance(desk: Desk, now: Seconds) -> None:
 
 
 def _relieve(desk: Desk, workers: list[Worker], now: Seconds) -> bool:
-    """Whether anything was asked back. Who gets it is not known yet, and with it how loaded anybody will be."""
+    """Return whether any sample was asked back. Its next worker, and so the load of every worker, is not known yet."""
     given = migration.relieve_waiting(workers)
     for worker, num in given:
         for lease in list(worker.leases)[-num:]:

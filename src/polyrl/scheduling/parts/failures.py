@@ -1,4 +1,4 @@
-"""Whose fault it is that a lease failed: the worker's, the group's or the sample's.
+"""Assign the fault for a failed lease: to the worker, the group or the sample.
 
     a sample fails on a worker --> it waits for one that has not failed its group, if such a one can write
         it is handed over, and nobody asked             --> a failure too: it would come back at once, for ever
@@ -9,9 +9,9 @@
         the sample fails `max_failures` times           --> the sample's: its group goes on without it
     the trainer rejects `max_failures` groups for what a worker wrote --> the worker's: given up
 
-Rules kept here: a failure is held against a worker once a group, and only when somebody else has answered the group;
-an answer of its own clears it of all. So neither a prompt that engines refuse nor weights that give no numbers cost
-anybody its place. What an engine's death takes along is held against nobody, unless the engine dies again and again
+Rules kept here: a failure is held against a worker once per group, and only when another worker has answered the group;
+an answer of its own clears all its failures. So neither a prompt that engines refuse nor weights that give NaN cost a
+worker its place. Samples lost with an engine's death are held against no worker, unless the engine dies repeatedly
 (membership.py).
 """
 
@@ -24,7 +24,7 @@ from polyrl.scheduling.rules.staleness import oldest_version
 
 
 def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
-    """A worker failed a sample of this group. Whose fault that is, shows later."""
+    """Note that a worker failed a sample of this group. The fault is assigned later."""
     if worker.seat not in group.failed_on:
         group.failed_on.append(worker.seat)
     if group.id not in worker.failed_groups:
@@ -79,10 +79,10 @@ def others(desk: Desk, group: TrackedGroup) -> list[Worker]:
 
 
 def choose(desk: Desk, sample: TrackedSample, group: TrackedGroup) -> Worker | None:
-    """The worker for a sample that failed; None when all that should have it are full.
+    """Return the worker for a sample that failed; None when all candidates are full.
 
-    Who has failed nothing comes before who has not failed this group, and that before anybody: several workers that
-    fail everything are the least loaded ones, and would have it one after the other.
+    Workers without any failure come first, then workers that have not failed this group, then all others. Without this
+    order, several workers that fail everything would be the least loaded and get the sample one after the other.
     """
     willing = others(desk, group)
     willing = [one for one in willing if not one.is_doubtful] or willing or _able(desk, group)

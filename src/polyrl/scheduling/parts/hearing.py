@@ -30,7 +30,7 @@ from polyrl.scheduling.parts import balancing, credit, membership
 from polyrl.scheduling.parts.leases import note_tokens
 
 MS_A_TICK = 10
-"""Of `FleetReported.heard_ago`."""
+"""The unit of `FleetReported.heard_ago`, in milliseconds."""
 _WAITS = ("heartbeat", "unheard", "stall", "switch", "drain", "notice")
 """Reasons for which a worker may end all its leases at once."""
 

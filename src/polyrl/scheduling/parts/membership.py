@@ -1,9 +1,10 @@
 """Workers come, go, drain and are given up; weights reach them.
 
 Rules kept here: a worker that is gone, however we learned it, gives its samples back at once, each after its last token
-that arrived. A join that is older than what we know is refused. Nobody waits for a dead peer's weights: who pulled from
-it gets another source. A worker counts as active only while it holds a version that some step may still be trained on.
-After the driver was away, nobody is given anything, or paid for the absence, before it is heard of: it may be dead.
+that arrived. A join that is older than what we know is refused. No worker waits for a dead peer's weights: its pullers
+get another source. A worker counts as active only while it holds a version that some step may still be
+trained on. After the driver was away, a worker gets no samples, and no pay for the absence, until it is heard of again:
+it may be dead.
 """
 
 import math
@@ -106,10 +107,10 @@ def _was_there(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 
 def nobody_was_late(desk: Desk, away_s: Seconds, grace_s: Seconds, left_at: Seconds, now: Seconds) -> None:
-    """We heard nothing for a while because we were away: move every deadline, and be patient with heartbeats.
+    """Move every deadline, and wait longer for heartbeats: nothing was heard for a while because we were away.
 
-    Whoever went meanwhile is given up when that patience ends. Who was not heard of yet gets nothing, and keeps what it
-    has until another can go on with it.
+    A worker that left meanwhile is given up when this grace period ends. A worker not yet heard of gets no samples, and
+    keeps those it has until another worker can continue them.
     """
     desk.deadlines.postpone(max(0.0, away_s))
     desk.state.fleet.skip(now - left_at)
@@ -214,9 +215,11 @@ def engine_down(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 
 def _dies_too_often(desk: Desk, worker: Worker, now: Seconds) -> bool:
-    """Note a death that takes samples along. Whoever brings no answer between many of them is given up: it would be
-    the least loaded worker each time, and have the same samples again. That of an honest engine has a reason which
-    ends with its sample, after `max_failures` of them (failures.py)."""
+    """Note a death with samples, give the worker up if there were too many, and return whether it was given up.
+
+    A worker that dies `MOST_DEATHS` times without an answer in between would be the least loaded one each time, and get
+    the same samples again. If a sample kills a sound engine, the sample is dropped after `max_failures` deaths
+    (failures.py)."""
     if desk.state.rules < 2 or worker.local or not worker.leases:
         return False
     worker.num_deaths += 1
@@ -362,11 +365,11 @@ def weights_installed(desk: Desk, worker: Worker, event: WeightsInstalled, now: 
 
 
 def weights_failed(desk: Desk, worker: Worker, event: WeightsFailed, now: Seconds) -> None:
-    """The worker keeps what it has and tries again later; at the trainer, if it was with a peer, and at once if it was
+    """Let the worker keep its version and retry later: at the trainer if it pulled from a peer, and at once if it was
     not even sent there.
 
-    Nobody is sent to that peer once another worker has failed with it too. A worker that fails with several sources
-    accuses the last one alone, and one that fails with the trainer accuses nobody: it has itself to blame.
+    No worker is sent to that peer once a second worker has failed with it. A worker that fails with several sources
+    accuses only the last one. A worker that fails with the trainer accuses no source: the fault is its own.
     """
     if worker.pulling != event.version:
         desk.ledger.late_news += 1

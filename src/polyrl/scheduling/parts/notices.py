@@ -5,7 +5,7 @@ Rules kept here:
   not ended by then moves, at its current token. A notice shorter than the margin, or none, drains at once.
 - It gets samples like any other until so little time is left that moving them again would cost what it writes of
   them (the rule of a move: `routing.move_gain_s` beyond its cost); from then on it gets none, and serves no weights.
-- What it says last counts: a notice that is said again moves the moment, in either direction.
+- The latest notice counts: a repeated notice moves the moment, in either direction.
 
 So a notice costs the fleet the margin, where a death without one costs the tokens not yet sent and the time until it
 is missed. Draining at once, or giving it nothing new from the notice on, leaves a machine idle that is there and

@@ -90,7 +90,7 @@ def fit(desk: Desk, why: str) -> None:
 
 
 def postpone(desk: Desk, seconds: Seconds) -> None:
-    """Nobody could answer for so long."""
+    """Move the scoring deadlines by `seconds`, a time in which no answer could arrive."""
     running = desk.scoring.running
     for sample_id in running:
         running[sample_id] += seconds

@@ -54,7 +54,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class LocalDevices(msgspec.Struct, frozen=True):
     num_devices: int
     memory_bytes: int
-    """Of one device."""
+    """The memory of one device."""
     fraction: float
     """The share of it that an engine may use."""
     max_tp: int = 8
@@ -112,7 +112,7 @@ class ParallelismConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     speed: DecodeSpeed | None = None
     """Decode speed of one device; without it nothing is planned."""
     memory_gb: Positive = 80.0
-    """Of one device."""
+    """The memory of one device."""
     memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.85
     """The share of it that an engine may use."""
 
@@ -156,12 +156,12 @@ class ParallelismState(msgspec.Struct):
     times_by_kind: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
     """Predicted seconds of the last round of each kind, by the widths that come into question."""
     num_samples_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
-    """Of the last round of each kind."""
+    """The number of samples in the last round of each kind."""
     min_tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
     """Widths that preemptions have shown to be too narrow are not planned again."""
     watches: dict[str, PreemptionWatch] = msgspec.field(default_factory=dict)
     num_preemptions: int = 0
-    """Of the local engines, when the last step was trained."""
+    """The preemptions of the local engines, as counted when the last step was trained."""
 
 
 def kv_bytes_per_token(shape: ModelShape) -> int:

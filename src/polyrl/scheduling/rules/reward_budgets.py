@@ -1,7 +1,7 @@
 """Reward budgets: how long one test case may run, and which reward to run first.
 
-A fixed limit of 30 s is what 5% of all sandbox runs use up, while 93% end in about a second. What a case needs is known
-once a correct answer has run it.
+With a fixed limit of 30 s, 5% of all sandbox runs use all of it, while 93% end in about a second. The time a case needs
+is known once a correct answer has run it.
 
 Rules kept here:
 - The limit of a case is 1.5 times the longest CPU time of a CORRECT run of it so far (its anchor), from `t_min_s` to

@@ -84,7 +84,7 @@ class TailBatching(Struct):
     history: dict[int, float] = msgspec.field(default_factory=dict)
     """Mean length of a prompt's earlier turns, by `prompt * num_domains + domain`; kept in predicted mode only."""
     means: LengthModel = msgspec.field(default_factory=LengthModel)
-    """Of the values in `history`."""
+    """The length model of the values in `history`."""
     correlation: Correlation = msgspec.field(default_factory=Correlation)
 
 
