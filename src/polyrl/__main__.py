@@ -1,7 +1,7 @@
 """The `polyrl` command, and `python -m polyrl`.
 
-A command that has returned has closed what it opened. What is left of the interpreter's end, taking torch apart object
-by object, takes seconds, during which somebody who pressed Ctrl+C watches nothing happen: it is left out.
+A command closes what it opened before it returns. The rest of the interpreter's shutdown, in which torch is freed
+object by object, takes seconds in which a user who pressed Ctrl+C sees nothing happen: it is skipped.
 """
 
 import atexit

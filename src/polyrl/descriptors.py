@@ -1,7 +1,7 @@
-"""File descriptors: as many as the system grants, and some kept back for what must not fail for want of one.
+"""File descriptors: raise the limit to the system's maximum, and reserve some for work that must not run out of them.
 
-Whoever dials us costs one, with or without a token. Connections are bounded where they are accepted (manager/http.py);
-what is kept back here covers the moments in which the system accepts faster than anybody can count.
+Every incoming connection takes one, with or without a token. Connections are bounded where they are accepted
+(manager/http.py); the reserve covers moments in which the system accepts them faster than they can be counted.
 """
 
 import os
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _MOST = 1 << 20
-"""Where the hard limit is none: a table of descriptors takes memory."""
+"""The limit where the system has none: a table of descriptors takes memory."""
 
 
 def raise_limit() -> int:
-    """Raise the soft limit of this process to the hard one; returns how many descriptors it may have."""
+    """Raise the soft limit of this process to the hard one. Return the number of descriptors it may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -24,13 +24,13 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """How many descriptors this process may have open."""
+    """Return the number of descriptors that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else soft
 
 
 class Spare:
-    """Descriptors that nobody else can take."""
+    """A reserve of descriptors, held open so that nothing else can take them."""
 
     def __init__(self, num: int) -> None:
         self._num = num
@@ -44,7 +44,7 @@ class Spare:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Have them free while this lasts. In the thread of the event loop: nothing is accepted meanwhile."""
+        """Free the reserve inside a `with` block. Call it in the event loop's thread: nothing is accepted meanwhile."""
         self.close()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Files that are on the disk, not in somebody's buffer: there whole, or not at all."""
+"""Write files and folders atomically and synced: after a crash each is complete, or absent."""
 
 import os
 import secrets
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A new folder to write in, which gets its name at the end, or is removed. Raises OSError.
+    """Yield a new folder to write in. At the end it is synced and renamed to `path`; on an error it is removed.
 
-    Until then its name is one that nobody else has: a user may well have a `.cache` beside `cache`. A process that is
-    killed leaves it behind.
+    Until then it has a random name, since a user may well have a `.cache` beside `cache`. A process that is killed
+    leaves the unfinished folder behind. Raises OSError.
     """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     fresh.mkdir(parents=True)
@@ -30,9 +30,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_files(folder: Path) -> None:
-    """What was written before the disk was full, from a folder that had been empty: half a file may look whole.
+    """Remove the files of a folder that was empty before a failed write: half a file may look complete.
 
-    For where `whole_folder` cannot be: a mount point and the current directory take no other folder's name.
+    For folders that `whole_folder` cannot replace by a rename: a mount point, and the current directory.
     """
     with suppress(OSError):
         for path in folder.iterdir():
@@ -40,9 +40,9 @@ def remove_files(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """In place of what is there, if anything. Raises OSError; then that is as it was.
+    """Write a file atomically, in place of an earlier one. Raises OSError; a failed write leaves the earlier one.
 
-    For the directories of runs, whose `.NAME` are all ours: what a killed process left there is written over.
+    For run directories, where every `.NAME` is PolyRL's own: one that a killed process left there is overwritten.
     """
     fresh = path.with_name(f".{path.name}")
     try:
@@ -62,7 +62,7 @@ def write_synced(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A file that is on the disk is lost all the same if its name is not."""
+    """Sync a folder. Without it the name of a synced file may be missing after a crash, and the file with it."""
     _sync(folder)
 
 

@@ -1,14 +1,14 @@
-"""Who raises, who catches.
+"""The exceptions of PolyRL, and the part that catches each.
 
 PolyrlError                 everything we raise on purpose
 ├── UserError               the person can fix it: one line, exit code 2, no traceback   (caught by cli)
 │   ├── ConfigError         a key or a value of a TOML file or an override
 │   └── JournalError        a journal that cannot be read
 ├── RunFailed               a run that Python started died of a bug, or was killed; it can be resumed
-├── NoReward                an answer has none, and would have none if it were asked for again (caught by client)
-├── RequestError            somebody asked the manager for what cannot be: they are told so (caught by manager)
-│   └── Refused             a peer said what cannot be true: it is told, and counted
-└── LawViolation            we are wrong: an invariant of the scheduler does not hold      (caught by nobody)
+├── NoReward                an answer has no reward, and another attempt would end the same (caught by client)
+├── RequestError            a request that the manager cannot fulfil: the sender is told why (caught by manager)
+│   └── Refused             a peer sent something that cannot be true: it is told, and counted
+└── LawViolation            a bug of ours: an invariant of the scheduler does not hold     (never caught)
 """
 
 EXIT_BAD_INPUT = 2
@@ -20,7 +20,7 @@ class PolyrlError(Exception):
 
 
 class UserError(PolyrlError):
-    """The person can fix it. The message is one line: what was wrong, where, what was expected."""
+    """An error that the user can fix. The message is one line: what was wrong, where, and what was expected."""
 
 
 class ConfigError(UserError):
@@ -32,7 +32,7 @@ class JournalError(UserError):
 
 
 class RunFailed(PolyrlError):
-    """A run's process was killed, or has a bug. The message ends with what it said last."""
+    """A run's process was killed, or has a bug. The message ends with the last output of the process."""
 
 
 class NoReward(PolyrlError):
@@ -40,11 +40,11 @@ class NoReward(PolyrlError):
 
 
 class RequestError(PolyrlError):
-    """Somebody asked the manager for what cannot be. The asker is told; everything else goes on."""
+    """A request that the manager cannot fulfil. The sender is told why; everything else goes on."""
 
 
 class Refused(RequestError):
-    """A peer said what cannot be true. `kind` is the name under which refusals are counted."""
+    """A peer sent something that cannot be true. `kind` is the name under which refusals are counted."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(plain(reason)[:_MAX_REASON])
@@ -60,16 +60,16 @@ _MAX_REASON = 2000
 
 
 def one_line(error: BaseException) -> str:
-    """What somebody else's code raised, as a line: `TypeName: what it says`, cut where it is long."""
+    """Return an exception of foreign code as one line, `TypeName: message`, shortened if it is long."""
     text = plain(" ".join(str(error).split()))
     return shorten(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def plain(text: str) -> str:
-    """A stranger's words as one line that every terminal shows as it is: what is not printable is written out.
+    """Return untrusted text as one line that is safe in a terminal: whitespace becomes a space, the rest is escaped.
 
-    A newline would begin a line of a log that nobody wrote, an escape sequence moves the cursor, a mark of direction
-    shows what follows backwards.
+    Otherwise a newline could forge a line of a log, an escape sequence could move the cursor, and a direction mark
+    could show the following text backwards.
     """
     if text.isprintable():
         return text

@@ -1,16 +1,16 @@
-"""The names of things. Each id is a distinct type, so a lease is never passed for a sample.
+"""The names of things. Each id is a distinct type, so that a lease cannot be passed for a sample.
 
-Samples are numbered inside their group: a sample's id holds its group's, and either can be read from it. That keeps one
-integer a sample in memory and on the wire, and lets a person write `12/3` for the fourth sample of group 12.
+Samples are numbered inside their group: a sample's id holds its group's, and either can be read from it. That takes one
+integer per sample in memory and on the wire, and lets a person write `12/3` for the fourth sample of group 12.
 """
 
 from typing import NewType
 
 WorkerName = NewType("WorkerName", str)
-"""What a person calls a worker. It outlives restarts; together with an incarnation it names one process."""
+"""The name that a person gave a worker. It outlives restarts; together with an incarnation it names one process."""
 
 Incarnation = NewType("Incarnation", int)
-"""Which life of a worker: grows each time a worker of that name joins."""
+"""The number of a worker's life: it grows each time a worker of that name joins."""
 
 PromptId = NewType("PromptId", int)
 """A row of a domain's data set."""
@@ -28,10 +28,10 @@ Step = NewType("Step", int)
 """One trainer update. Step t trains on the round of the same number and makes version t + 1."""
 
 Version = NewType("Version", int)
-"""A weight version. Version 0 is what the run starts from."""
+"""A weight version. The run starts from version 0."""
 
 Seconds = float
-"""A moment or a span, in seconds. Moments count from wherever the driver's clock starts."""
+"""A moment or a duration, in seconds. Moments count from the start of the driver's clock."""
 
 MAX_SAMPLES_PER_GROUP = 1024
 
@@ -53,7 +53,7 @@ def show_sample(sample: SampleId) -> str:
 
 
 def parse_sample(text: str) -> SampleId:
-    """Read `12/3`. Raises ValueError when it is not one."""
+    """Parse a sample's id, written `12/3`. Raises ValueError for any other text."""
     group, slash, index = text.partition("/")
     if not slash or not group.isdecimal() or not index.isdecimal() or int(index) >= MAX_SAMPLES_PER_GROUP:
         raise ValueError(f"a sample is written GROUP/INDEX, for example 12/3; got {text!r}")

@@ -1,9 +1,9 @@
-"""What is wrong with a configuration, in one line for the person who wrote it.
+"""Explain a mistake in a configuration, in one line for the person who wrote it.
 
 msgspec says `` Expected `int` >= 0 - at `$.domains[0].quota` ``. This module says
-`domains.0.quota: got -3, expected an integer >= 0`. It reads from msgspec's message only where the mistake is and of
-which kind; what was found comes from the tree, what was expected from the types.
-Left out: custom types. A type that has no words here is explained in msgspec's.
+`domains.0.quota: got -3, expected an integer >= 0`. From msgspec's message it takes only the place
+and the kind of the mistake; the value found comes from the tree, the value expected from the types.
+Left out: custom types. A type that this module cannot describe keeps msgspec's message.
 """
 
 import difflib
@@ -170,7 +170,7 @@ def _alternatives(kind: inspect.Type | None) -> list[inspect.Type]:
 
 
 def _narrowed(kinds: Iterable[inspect.Type], value: Any) -> list[inspect.Type]:
-    """Of tagged structs only the one that the value names."""
+    """Keep only the tagged struct that the value names; types without a tag all stay."""
 
     def fits(kind: inspect.Type) -> bool:
         if not isinstance(kind, inspect.StructType) or kind.tag_field is None:

@@ -15,7 +15,7 @@ _ONE = (
 
 
 def inert(config: AlgorithmConfig) -> list[str]:
-    """Of a config as the recipe resolved it."""
+    """Return a line for each setting without effect, in a config whose derived keys the recipe has resolved."""
     return [
         f"algorithm.{key}: has no effect: {why}"
         for key, why in (*_of_ratio(config), *_of_kl(config), *_of_rest(config))

@@ -5,10 +5,10 @@ A name is fetched once, and from then on it is a directory here.
     Qwen/Qwen3-0.6B              a model
     openai/gsm8k/main#test       a data set: a folder of it, and a split, where it has several
 
-Rules kept here: what is there as a file or a directory is that, whatever it is called; so is what lies in a folder that
-is there, since that is a mistyped path. All else that looks like a name of the hub is asked for there, once, before
-anything is started. What cannot be had is one line. `huggingface_hub` keeps what it has fetched (HF_HOME), and knows
-tokens and mirrors (HF_TOKEN, HF_ENDPOINT).
+Rules kept here: a name that exists as a file or a directory means that file or directory. A name within an existing
+folder is a mistyped path, and is not asked for on the hub. Anything else that looks like a name of the hub is fetched
+there, once, before anything is started. A failure is reported in one line. `huggingface_hub` caches downloads
+(HF_HOME), and knows tokens and mirrors (HF_TOKEN, HF_ENDPOINT).
 """
 
 import os
@@ -82,13 +82,13 @@ def with_whole_paths(recipe: Recipe) -> Recipe:
 
 
 def check_model_dir(folder: str, key: str) -> None:
-    """Raises ConfigError where `key` names no model directory. What it holds is looked at by its loader."""
+    """Check that `key` names a model directory. Raises ConfigError. Its loader checks the content."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"{key}: {folder}: no config.json there; expected a Hugging Face model directory")
 
 
 def shown_model(path: str) -> str:
-    """What somebody on another machine writes for a model: its name on the hub, where it came from there."""
+    """Return how another machine names a model: by its name on the hub if it came from there, else by its path."""
     found = _SNAPSHOT.fullmatch(path)
     return path if found is None else f"{found[1]}/{found[2]}"
 

@@ -1,9 +1,9 @@
-"""What a recipe may say: one typed tree, its defaults, and what is refused. `polyrl train` reads it.
+"""The settings of a recipe: one typed tree with defaults and validation. `polyrl train` reads it.
 
 docs/reference/recipes.md explains every key. The sections `rounds`, `routing`, `seeding`, `hand_back`, `fleet_rules`,
-`weight_delivery` and `scaling` are the scheduler's own configuration, the very same structs that a scenario reads.
+`weight_delivery` and `scaling` are the scheduler's own configuration: the same structs that a scenario reads.
 
-Left out: whether files and registered names exist. Those who open and look them up say so.
+Not checked here: whether files and registered names exist. The code that opens them or looks them up reports that.
 """
 
 import math
@@ -36,7 +36,7 @@ FloatTokens = Annotated[float, Meta(ge=1, le=1e9)]
 ARITHMETIC = "arithmetic"
 """The data source, and the reward, that ship with the package."""
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Those that compare the samples of a group with each other."""
+"""Advantages that compare the samples of a group with each other."""
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed"]
 KlEstimator = Literal["k1", "k2", "k3"]
 SERVERS = ("vllm", "sglang")
@@ -48,11 +48,11 @@ DERIVED = (
     "algorithm.old_logprobs",
     "algorithm.correction",
 )
-"""Keys whose defaults follow from other keys. A run writes down what they were, and which of them nobody had set."""
+"""Keys whose defaults depend on other keys. A run records their values, and which of them the user had not set."""
 _OF_CHATS = ("conversation", "messages", "add_generation_prompt", "tokenize", "return_tensors", "return_dict")
 _USUAL_CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 _USUAL_AGGREGATIONS: dict[str, Aggregation] = {"gspo": "seq-mean-token-mean", "dr_grpo": "fixed"}
-"""Of the loss, or else of the advantage, where its paper has another than the mean over tokens."""
+"""The aggregation of a loss, or else of an advantage, whose paper does not use the mean over tokens."""
 _USUAL_CORRECTIONS = {
     "tis-token": (0.0, 2.0),
     "tis-sequence": (0.0, 2.0),
@@ -69,15 +69,15 @@ class ModelSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gradient_checkpointing: bool = False
     max_context: Annotated[int, Meta(ge=2)] | None = None
-    """Prompt and answer together; none: what the model can."""
+    """The most tokens of prompt and answer together; none: the model's own limit."""
 
 
 class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["synchronous", "streaming", "async"] = "streaming"
     """`synchronous` generates all, then scores all, then trains; `streaming` does each as soon as it can; `async` also
-    generates for later steps while it trains, with weights that are `max_staleness` versions behind at the most."""
+    generates for later steps while it trains, with weights that are at most `max_staleness` versions behind."""
     max_staleness: AtLeastOne | None = None
-    """Of mode `async`; none: 1."""
+    """The most versions that weights may be behind, in mode `async`; none: 1."""
     steps: AtLeastOne = 100
     seed: Seed = 0
     run_dir: str | None = None
@@ -85,27 +85,27 @@ class TrainSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     micro_batch_tokens: AtLeastOne = 16_384
     """Tokens that go through the model at once while it trains."""
     min_micro_batch_samples: AtLeastOne | None = None
-    """A micro-batch starts when so many samples are complete, or `micro_batch_tokens`, or the round; none: 16 on a
-    CPU, and on a GPU only tokens count."""
+    """A micro-batch starts when this many samples, or `micro_batch_tokens` tokens, or the whole round are complete;
+    none: 16 samples on a CPU; on a GPU only tokens count."""
     ranks: AtLeastOne = 1
-    """Processes on this machine that share the model, a GPU each."""
+    """The number of processes on this machine that share the model, each with one GPU."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    """Of the CPU, for a model that is trained on it; none: one for each core that the process may use, less those of
-    `fleet.workers` and one for everything else; a single one for less than ten million parameters."""
+    """CPU threads for a model that is trained on the CPU; none: one for each core that the process may use, less those
+    of `fleet.workers` and one for everything else; a single thread below ten million parameters."""
     local_generation: bool | None = None
-    """The trainer's own device generates too. With no workers it is the only one that does. None: it does, but for
-    `ranks` whose GPU has no room for a whole model beside its part."""
+    """Whether the trainer's own device generates too. Without workers nothing else does. None: true, except for
+    `ranks` whose GPU has no room for a whole model beside its shard."""
     mismatch_warning: NotNegative = 0.01
-    """Warn when an engine's log-probabilities are so many nats from the trainer's for the same weights
+    """Warn when an engine's log-probabilities are this many nats from the trainer's for the same weights
     (`actor/mismatch_kl/<engine>/0`); 0: never."""
     stop_at_reward: float | None = None
     """End when a step's mean reward reaches this."""
     price_usd_per_hour: NotNegative = 0.0
-    """Of the trainer's machine, for the ledger."""
+    """The price of the trainer's machine, for the ledger."""
 
 
 class CriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of advantage = "gae": a second model, which learns how much reward is still to come."""
+    """The critic for advantage = "gae": a second model, which learns how much reward is still to come."""
 
     path: str = ""
     """A Hugging Face directory that it starts from; empty: model.path."""
@@ -115,7 +115,7 @@ class CriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gamma: Annotated[float, Meta(gt=0, le=1)] = 1.0
     gae_lambda: Share = 1.0
     value_clip: NotNegative = 0.5
-    """A value that moves further than this within a step pulls no further; 0: it does."""
+    """The clip of the value loss: a value that moved further than this in a step gets no more gradient; 0: no clip."""
 
 
 class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,10 +135,10 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """None: 0.2; 0.0004 for gspo; 4 for cispo. Larger than `clip_low`: clip-higher."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     aggregation: Aggregation | None = None
-    """None: as the paper has it, which is "seq-mean-token-mean" for loss gspo, "fixed" for advantage dr_grpo with
+    """None: as in the paper, which is "seq-mean-token-mean" for loss gspo, "fixed" for advantage dr_grpo with
     another loss, otherwise "token-mean"."""
     fixed_tokens: AtLeastOne | None = None
-    """What the sum of a sample's losses is divided by, with aggregation `fixed`; none: rollout.max_new_tokens."""
+    """The divisor of a sample's summed loss, with aggregation `fixed`; none: rollout.max_new_tokens."""
     kl: Literal["none", "loss", "reward"] = "none"
     kl_estimator: KlEstimator | None = None
     """None: "k1" in the reward, where the gradient of k3 is nearly zero close to the reference; in the loss "k3", or
@@ -147,32 +147,33 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reference: str = ""
     """A Hugging Face directory that KL is measured against; empty: the starting weights."""
     zero_variance: Literal["filter", "keep"] | None = None
-    """What becomes of a group whose samples all have the same reward. None: "filter" where the advantage compares a
-    group's samples with each other, since it teaches nothing then; otherwise, and with kl = "reward", "keep"."""
+    """The treatment of a group whose samples all have the same reward. None: "filter" where the advantage compares a
+    group's samples with each other, since such a group teaches nothing; otherwise, and with kl = "reward", "keep"."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
-    """What becomes of an answer that was cut off at rollout.max_new_tokens."""
+    """The treatment of an answer that was cut off at rollout.max_new_tokens."""
     overlong_buffer_tokens: AtLeastOne | None = None
-    """With `penalty`: the last so many tokens before the cap cost more and more, up to `overlong_penalty`."""
+    """With `penalty`: over this many tokens before the cap, the penalty rises to `overlong_penalty`."""
     overlong_penalty: NotNegative = 1.0
     old_logprobs: Literal["recompute", "engine"] | None = None
     """The denominator of the importance ratio: the trainer's own log-probabilities, or the engine's. None: "engine"
     with train.mode "async", where clips then act on how far the policy has moved, unless a correction is chosen;
     otherwise "recompute"."""
     correction: Literal["none", "tis-token", "tis-sequence", "icepop", "sequence-mask"] | None = None
-    """What is done about the trainer's old log-probabilities not being the engine's. None: "tis-token" with train.mode
-    "async" and `recompute`, since the engine's are of older weights there; otherwise "none"."""
+    """The correction for the trainer's old log-probabilities differing from the engine's. None: "tis-token" with
+    train.mode "async" and `recompute`, since the engine's come from older weights there; otherwise "none"."""
     correction_low: Annotated[float, Meta(ge=0, le=1)] | None = None
     """With a mask, the lowest ratio that is trained on; none: 0.5 for icepop, 0.8 for sequence-mask."""
     correction_high: Annotated[float, Meta(ge=1)] | None = None
     """The cap of tis, the highest ratio with a mask; none: 2 for tis, 5 for icepop, 1.25 for sequence-mask."""
     max_mismatch: NotNegative = 3.0
-    """Leave a sample out of the step, and name its worker, where its log-probabilities are on average more nats a token
-    from the trainer's than this, times one more for each version that the worker's weights were behind; 0: no bound."""
+    """The largest mean distance per token, in nats, between a sample's log-probabilities and the trainer's. It is
+    multiplied by 1 + the number of versions that the worker's weights were behind. A sample beyond it is left out of
+    the step, and its worker is named; 0: no bound."""
     entropy_coef: NotNegative = 0.0
     mini_batches: AtLeastOne = 1
-    """Updates in one pass over a step's groups, each with its share of them."""
+    """Optimizer updates in one pass over a step's groups; each trains on its share of the groups."""
     epochs: AtLeastOne = 1
-    """Passes over a step's groups (verl's ppo_epochs, TRL's num_iterations), each with as many updates."""
+    """Passes over a step's groups (verl's ppo_epochs, TRL's num_iterations), each with `mini_batches` updates."""
     critic: CriticConfig = CriticConfig()
 
     def __post_init__(self) -> None:
@@ -224,13 +225,13 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """`clip_low` and `clip_high`, or what is usual with the loss."""
+        """`clip_low` and `clip_high`, or the defaults of the loss."""
         low, high = _USUAL_CLIPS.get(self.loss, (0.2, 0.2))
         return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
     @property
     def correction_range(self) -> tuple[float, float]:
-        """`correction_low` and `correction_high`, or what is usual with the correction."""
+        """`correction_low` and `correction_high`, or the defaults of the correction."""
         low, high = _USUAL_CORRECTIONS.get(self.correction or "none", (0.0, math.inf))
         return (
             low if self.correction_low is None else self.correction_low,
@@ -239,7 +240,7 @@ class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What moves the float32 weights: AdamW, or an optimizer of your own."""
+    """The optimizer of the float32 weights: AdamW, or one of your own."""
 
     kind: str = "adamw"
     """adamw; adamw8bit, which keeps the moments in a byte an element and needs `pip install 'polyrl[adam8bit]'`; or a
@@ -247,7 +248,7 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     args: dict[str, Any] = {}
     """Keyword arguments of an optimizer of your own, beside `lr`."""
     offload: bool = False
-    """Keep moments, and float32 copies of half-precision weights, in the host's memory: slower, the same result."""
+    """Keep moments, and float32 copies of half-precision weights, in host memory: slower, with the same result."""
     lr: Positive = 1e-6
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: Positive = 1e-8
@@ -256,7 +257,7 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The largest norm of a gradient; 0: any."""
     warmup_steps: Count = 0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After the warm-up: as it is, or down to zero at train.steps."""
+    """The learning rate after the warm-up: constant, or falling to zero at train.steps."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("adamw", "adamw8bit") and not is_own(self.kind):
@@ -270,23 +271,23 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a person's own."""
+        """Whether `kind` names an optimizer of the user's own."""
         return is_own(self.kind)
 
 
 class LoraSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Train low-rank changes to some matrices, and leave the model as it is; docs/concepts/lora.md."""
+    """LoRA: train low-rank changes to some matrices, and leave the base weights unchanged; docs/concepts/lora.md."""
 
     rank: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Of the changes. 0: no LoRA, all weights are trained."""
+    """The rank of the changes. 0: no LoRA, all weights are trained."""
     alpha: Positive | None = None
     """Changes are scaled by alpha / rank; none: twice the rank."""
     dropout: BelowOne = 0.0
-    """Of what goes into the changes, while they are trained."""
+    """The dropout on the input of the changes during training."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Which layers are changed, by the end of their names; or all matrices but the embedding and the head."""
+    """The layers to change, by the end of their names; or all matrices but the embedding and the head."""
     publish: Literal["merged", "adapter"] = "merged"
-    """What travels to the fleet: whole weights, or the changes alone, which workers merge with their own base."""
+    """Send the fleet whole weights, or only the changes, which workers merge with their own base."""
 
     def __post_init__(self) -> None:
         if not self.rank and any((self.alpha, self.dropout, self.targets != "all-linear", self.publish != "merged")):
@@ -305,7 +306,7 @@ class ImposedLengthsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kind: Literal["off", "lognormal", "quantiles"] = "off"
     median: FloatTokens = 650.0
     sigma: Annotated[float, Meta(ge=0, le=10)] = 0.9
-    """Of the logarithm, for `lognormal`."""
+    """The standard deviation of the length's logarithm, for `lognormal`."""
     quantiles: tuple[tuple[Share, FloatTokens], ...] = ()
     """[probability, tokens], both rising, for `quantiles`. Lengths above rollout.max_new_tokens are cut to it."""
     correlation: Share = 0.2
@@ -338,7 +339,7 @@ class RolloutSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ArithmeticTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the generated problems are like; docs/concepts/data.md."""
+    """The size of the generated problems; docs/concepts/data.md."""
 
     min_terms: Annotated[int, Meta(ge=2, le=26)] = 3
     max_terms: Annotated[int, Meta(ge=2, le=26)] = 8
@@ -369,7 +370,7 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prompt_key: str = "prompt"
     """The column with the prompt, or with a list of chat messages; `a.b` is column b within column a."""
     answer_key: str = "answer"
-    """The column with what the reward compares with; `a.b` is column b within column a."""
+    """The column with the expected answer, which the reward compares with; `a.b` is column b within column a."""
     template: str = "{prompt}"
     """The prompt as the model sees it: text with {prompt} and any other column in braces."""
     chat: bool = False
@@ -377,15 +378,15 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     system: str = ""
     """A system message before the prompt; needs `chat`."""
     chat_template_kwargs: dict[str, Any] = {}
-    """What the tokenizer's chat template is given beside the messages: enable_thinking = false, for example."""
+    """Arguments of the tokenizer's chat template beside the messages: enable_thinking = false, for example."""
     max_prompt_tokens: AtLeastOne | None = None
-    """Rows with a longer prompt are left out, and counted; none: what the context leaves beside an answer."""
+    """Rows with a longer prompt are left out, and counted; none: the context less the longest answer."""
     num_prompts: AtLeastOne | None = None
-    """Only the first so many rows; none: all of them, or as many problems as "arithmetic" has."""
+    """Use only this many rows, from the first; none: all of them, or as many problems as "arithmetic" has."""
     arithmetic: ArithmeticTask = ArithmeticTask()
 
     def check(self) -> None:
-        """Raises ValueError, `key: reason`, for what takes more than one key to see."""
+        """Check the rules that involve several keys. Raises ValueError, `key: reason`."""
         if not self.source:
             raise ValueError('source: missing, expected a file, a directory or "arithmetic"')
         if self.source_args and not is_own(self.source):
@@ -415,7 +416,7 @@ class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def validation_sets(self) -> dict[str, str]:
-        """Places of prompts for validation, by their names in metrics: a single one has the domain's."""
+        """The sources of validation prompts, by their names in metrics. A single source has the domain's name."""
         if isinstance(self.validation, dict):
             return self.validation
         place = ARITHMETIC if self.validation is None and self.source == ARITHMETIC else self.validation
@@ -423,13 +424,13 @@ class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A single domain with its keys right here, or several as `[[data.domains]]`."""
+    """A single domain, with its keys in this section, or several as `[[data.domains]]`."""
 
     domains: tuple[DomainSection, ...] = ()
     shuffle_seed: Seed | None = None
     """None: train.seed."""
     num_epochs: AtLeastOne | None = None
-    """How often the data is gone through; the run ends with it. None: as often as the steps need."""
+    """The number of passes over the data; the run ends after the last. None: as many as the steps need."""
 
     def __post_init__(self) -> None:
         if not self.domains:
@@ -456,18 +457,18 @@ class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answers to prompts that are not trained on, now and then."""
+    """Validation every few steps, on prompts that are not trained on."""
 
     every_steps: Count = 0
-    """0: at the start alone, if `at_start`."""
+    """0: only at the start, if `at_start`."""
     at_start: bool | None = None
     """Also before the first step. None: true; with several ranks, as train.local_generation."""
     num_prompts: AtLeastOne = 64
-    """Of each set, the first ones."""
+    """The number of prompts from each set; the first ones are used."""
     solved_above: float = 0.5
     """pass@k counts an answer as right if its reward is above this."""
     pass_at: tuple[AtLeastOne, ...] = (1,)
-    """The k of pass@k. Each prompt is answered as often as the largest says, or `num_samples`."""
+    """The values of k for pass@k. Each prompt gets `num_samples` answers, or as many as the largest k."""
     num_samples: AtLeastOne | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     """None: rollout.temperature."""
@@ -493,14 +494,14 @@ class FleetSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine: str = "builtin"
     """builtin, vllm, sglang, or an engine of your own: `module:Class`."""
     engine_python: str = ""
-    """Of vllm and sglang: the environment, or its Python, that the server is installed in; empty: ours, or the one that
-    `make engines` installs."""
+    """For vllm and sglang: the environment, or its Python, with the server installed; empty: PolyRL's own, or the one
+    that `make engines` installs."""
     settings: dict[str, Any] = {}
-    """Of the engine, as `polyrl worker --engine-config` takes them; keyword arguments of an engine of your own."""
+    """Engine settings, as for `polyrl worker --engine-config`; keyword arguments of an engine of your own."""
     wait: bool = False
-    """Begin when all of them have joined, not at once. For runs that are to be compared."""
+    """Start training only when all of these workers have joined. For runs that are to be compared."""
     price_usd_per_hour: NotNegative = 0.0
-    """Of one worker, for the ledger."""
+    """The price of one worker, for the ledger."""
     spot: bool = False
 
     def __post_init__(self) -> None:
@@ -514,17 +515,17 @@ class ManagerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host: str = "127.0.0.1"
     """0.0.0.0 for workers on other machines."""
     port: Annotated[int, Meta(ge=0, le=65535)] | None = None
-    """0: any that is free. None: 5000, or any that is free where another run has that."""
+    """0: any free port. None: 5000, or any free port if another run has 5000."""
     tls_cert: str = ""
-    """A file with the certificate (PEM) that workers know this machine by; empty: all of it travels in clear."""
+    """The file of the TLS certificate (PEM) that workers verify; empty: no encryption."""
     tls_key: str = ""
-    """Its key."""
+    """The file of the certificate's private key."""
     ca: str = ""
-    """A file with whom to trust, for a certificate that the system's authorities do not vouch for."""
+    """A file of certificate authorities to trust, for a certificate that the system's authorities did not sign."""
     max_price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 1000.0
-    """A worker that says it costs more is refused."""
+    """A worker that reports a higher price is refused."""
     max_starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 3600.0
-    """At most so much time before a worker joined is in the ledger, however long its start was by its own word."""
+    """The most startup time before joining that the ledger counts for a worker, however long the worker reports."""
 
     def __post_init__(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -538,36 +539,36 @@ class WeightsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How weights travel to the fleet."""
 
     interfaces: tuple[str, ...] = ()
-    """Networks, written as CIDR, on whose local addresses weights are served; empty: wherever the manager is."""
+    """Networks, written as CIDR, on whose local addresses weights are served; empty: where the manager listens."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """The first of `groups`; 0: any that are free."""
+    """The first of `groups` consecutive ports; 0: any free ports."""
     groups: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Ports an interface, that workers are spread over."""
+    """The number of ports per interface. Workers are spread over them."""
     egress_mb_s: Positive | None = None
-    """At most so many megabytes a second leave this process; none: all it can."""
+    """The most megabytes a second that this process sends; none: no limit."""
     hash: Literal["xxh3-128", "blake3"] = "xxh3-128"
-    """What chunks are known by, where they come from the trainer alone or stay on its machine. Where workers pass them
-    on to other machines it is blake3, whatever stands here: the other one can be forged."""
+    """The checksum of chunks that come from the trainer alone or stay on its machine. Where workers relay chunks to
+    other machines the checksum is always blake3, since xxh3-128 can be forged."""
     mooncake: Literal["", "tcp", "rdma"] = ""
     """Offer full versions through mooncake's transfer engine too, to workers that are started with --mooncake."""
     encode_on: Literal["host", "device"] = "host"
-    """Where deltas are made. The trainer's GPU is ten times as fast, needs memory for one more copy of the weights, and
-    has the trainer wait; the host makes them beside training."""
+    """Where deltas are encoded. The trainer's GPU is ten times as fast, but needs memory for one more copy of the
+    weights, and the trainer waits for it; the host encodes while training goes on."""
 
 
 class CheckpointSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run goes on from after its trainer was killed; docs/concepts/checkpoints.md."""
+    """Checkpoints, from which a run resumes after its trainer was killed; docs/concepts/checkpoints.md."""
 
     enabled: bool = True
-    """Off: a trainer that dies takes its run with it."""
+    """Off: a run cannot be resumed after its trainer died."""
     every_steps: AtLeastOne = 10
-    """A full checkpoint, written while the next steps run. In between, a log has what each step was trained on, and a
-    run that goes on trains those steps again."""
+    """Steps between full checkpoints, which are written while the next steps run. In between, a log records what each
+    step was trained on, and a resumed run trains those steps again."""
     keep_last: AtLeastOne = 2
     keep_every: AtLeastOne | None = None
-    """Also those after every so many steps, for good."""
+    """Also keep every checkpoint whose step is a multiple of this."""
     keep_best: str = ""
-    """Also the one that does best by a metric of validation, validation/reward/mean for example."""
+    """Also keep the checkpoint that is best by a validation metric, validation/reward/mean for example."""
 
 
 class OwnTracker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -576,11 +577,11 @@ class OwnTracker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tracker: str
     """`module:Class`: called with the run's directory and the first step, it has `log(step, metrics)` and `close()`."""
     args: dict[str, Any] = {}
-    """Keyword arguments of it."""
+    """Keyword arguments of the tracker."""
 
 
 class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who else is told the metrics. metrics.jsonl is always written."""
+    """Trackers that receive the metrics, beside metrics.jsonl, which is always written."""
 
     tensorboard: bool = False
     wandb: Literal["off", "offline", "online"] = "off"
@@ -588,14 +589,14 @@ class TrackSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     trackers: tuple[OwnTracker, ...] = ()
     """Trackers of your own."""
     samples_gb: NotNegative = 1.0
-    """How much is kept of what older steps were trained on, for `polyrl samples`; the oldest go first. 0: nothing."""
+    """Disk space for the samples of older steps, for `polyrl samples`; the oldest are deleted first. 0: keep none."""
 
 
 class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     about: str = ""
     modules: str = ""
-    """A folder that `module:name` is looked for in, after Python's own places; empty: that of the recipe's file."""
+    """A folder in which `module:name` is looked up, after Python's own path; empty: the folder of the recipe's file."""
     model: ModelSection
     train: TrainSection = TrainSection()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -641,10 +642,10 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         self._check_price()
         self._check_rewards()
 
-    # What was not said is said here, so that whoever prints the recipe sees it.
+    # Defaults that depend on other keys are filled in here, so that a printed recipe shows them.
 
     def _choose_who_generates(self) -> None:
-        """Of several ranks, memory decides (run/plan.py)."""
+        """Fill in `local_generation` and `at_start`. With several ranks, memory decides (run/plan.py)."""
         train, validation = self.train, self.validation
         if train.local_generation is None and (train.ranks == 1 or train.mode == "synchronous"):
             force_setattr(self, "train", replace(train, local_generation=True))
@@ -809,7 +810,7 @@ def _of_attempts(validation: ValidationSection) -> list[str]:
 
 
 def _is_loopback(network: str) -> bool:
-    """Of a host, or of a network written as CIDR."""
+    """Return whether a host, or a network written as CIDR, is loopback."""
     try:
         return ip_network(network, strict=False).is_loopback
     except ValueError:
@@ -829,6 +830,6 @@ def _check_template(key: str, template: str) -> None:
 
 
 def _is_column(name: str) -> bool:
-    """A name, or the way to a column within a column: `extra_info.hints.0`."""
+    """Return whether this is a column's name, or the path of a column within a column: `extra_info.hints.0`."""
     first, *others = name.split(".")
     return first.isidentifier() and all(one.isidentifier() or one.isdecimal() for one in others)

@@ -16,7 +16,7 @@ from polyrl.config.plugins import look_in
 from polyrl.config.recipe import DERIVED, Recipe
 
 _DERIVED_FROM = ("train.mode", "train.max_staleness")
-"""What derived keys follow from, beside the algorithm's own keys."""
+"""The keys that derived keys depend on, beside the algorithm's own keys."""
 
 
 def recipe_folder() -> Path:

@@ -1,4 +1,4 @@
-"""What a recipe says of rewards: which functions score an answer, with which weights, and where they run."""
+"""The reward settings of a recipe: which functions score an answer, with which weights, and where they run."""
 
 import re
 from typing import Annotated, Any
@@ -8,21 +8,21 @@ from msgspec import Meta, Struct
 from polyrl.scheduling.core.bounds import AtLeastOne, Positive
 
 _SLOTS_PER_PROCESS = 8
-"""Rewards under way per process of the pool: enough that none waits for the next to arrive."""
+"""Rewards in progress per process of the pool: enough that no process waits for the next one to arrive."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of several functions that score an answer."""
+    """A reward function and its weight in the sum."""
 
     function: str
     """arithmetic, math, or a function of your own: `module:function`."""
     name: str = ""
-    """What it is called in metrics and samples; empty: the function's own name."""
+    """The name in metrics and samples; empty: the function's own name."""
     weight: float = 1.0
-    """What its score is multiplied by before all are added up. 0: it is told of, and does not count."""
+    """The factor of its score in the sum of all scores. 0: the score is reported, and does not count."""
     args: dict[str, Any] = {}
-    """Passed to it by name, after the answer."""
+    """Keyword arguments of the function, after the answer."""
 
     def __post_init__(self) -> None:
         if self.name and not _NAME.fullmatch(self.name):
@@ -34,20 +34,20 @@ class WeightedReward(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where rewards are computed, and several of them together; docs/concepts/rewards.md."""
+    """The reward functions, and the processes that run them; docs/concepts/rewards.md."""
 
     functions: tuple[WeightedReward, ...] = ()
-    """Each scores every answer of the domains that name no reward of their own, or name it."""
+    """Each function scores every answer of the domains that name it, or that name no reward of their own."""
     processes: Annotated[int, Meta(ge=1, le=256)] = 2
-    """Of the pool that functions run in."""
+    """The number of processes in the pool that functions run in."""
     timeout_s: Positive = 30.0
     """A reward that takes longer has failed, and its sample is dropped."""
     slots: AtLeastOne | None = None
-    """Rewards under way at once; more than 8 a process, which is what none means, is for async functions that wait."""
+    """The most rewards in progress at once; none: 8 per process. More is for async functions that wait."""
     memory_gb: Positive | None = 8.0
-    """What a process may have of the machine's memory; none: any."""
+    """The memory limit of a process; none: no limit."""
     environment: tuple[str, ...] = ()
-    """Variables of the environment that functions get although they look like secrets: a judge's API key, say."""
+    """Environment variables that functions get although they look like secrets: a judge's API key, for example."""
 
     def __post_init__(self) -> None:
         names = [one.title for one in self.functions]
