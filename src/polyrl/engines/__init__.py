@@ -1,1 +1,1 @@
-"""What generates inside a worker: the contract, and one module an engine."""
+"""Engines, which generate inside a worker: the contract, and one module per engine."""

@@ -1,6 +1,6 @@
-"""Work that must not stop half-way: what cancels whoever waits for it does not cancel the work itself.
+"""Work that must not stop half-way: cancelling the task that waits for it does not cancel the work itself.
 
-`finish` lets who is cancelled go at once, and the work goes on; `finish_first` lets nobody go before it has ended.
+`finish` lets a cancelled task go at once, and the work goes on; `finish_first` holds the task until the work has ended.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ log = logging.getLogger("polyrl.engines")
 
 Result = TypeVar("Result")
 _going_on: set[asyncio.Future[Any]] = set()
-"""What nobody waits for any more. The event loop alone would not keep it."""
+"""Work that no task waits for any more. The event loop alone would not keep a reference to it."""
 
 
 async def finish(work: Awaitable[Result]) -> Result:
-    """Wait for it. Who stops waiting stops nothing; what goes wrong then is a line in the log."""
+    """Wait for the work. It goes on if the caller is cancelled; a later error is a line in the log."""
     future = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(future)

@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
     settings: dict[str, Any]
     model: str | None = None
     python: str | None = None
-    """Of a server: the environment it is in. `url`: where it runs already. `flags`: passed to it as they are."""
+    """For a server: its Python environment. `url`: the address of a running one. `flags`: passed to it unchanged."""
     url: str | None = None
     flags: Sequence[str] = ()
     source: str = ""

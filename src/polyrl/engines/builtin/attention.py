@@ -2,16 +2,16 @@
 
 A step's tokens travel flat, as one row: first one token of each sample that decodes, then the chunks that are
 prefilled. Their keys and values go into the cache at `cells`; then each attends over the blocks of its own context.
-What a step looks like is in `AttentionStep`, made once and shared by all layers.
+`AttentionStep` describes a step; it is made once and shared by all layers.
 
-On the CPU a row's result is the same to the last bit whatever else is in the step, and whether it decodes or is
-prefilled again after a move. For that, every matrix product has a fixed shape but for its number of rows, of which
-there are at least MIN_ROWS, and sums over a context are done in pieces, in order. A mixture's experts choose their rows
-themselves, and are not that exact.
+On the CPU a row's result is bitwise the same regardless of the other rows in the step, and of whether the row decodes
+or is prefilled again after a move. For that, only the number of rows of a matrix product varies, and is at least
+MIN_ROWS; sums over a context are done in pieces, in order. The experts of a mixture choose their rows themselves, and
+are not that exact.
 
-Packs of a trainer are packed.py's; without either, attention is torch's own.
+packed.py has the attention over a trainer's packs. All other calls use torch's own attention.
 
-Left out: the CUDA kernels (cuda/kernels.py), and who has which cells (kv_cache.py, batching.py).
+Left out: the CUDA kernels (cuda/kernels.py), and the assignment of cells to samples (kv_cache.py, batching.py).
 """
 
 import math
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     padded: int
     """Tokens of every context, a multiple of GRAIN."""
     gather: Tensor
-    """(keys and values, kv heads, contexts, blocks), flat: which blocks of a layer's cache. What pads may be any."""
+    """(keys and values, kv heads, contexts, blocks), flat: the blocks of a layer's cache. Padding may be any block."""
     last: Tensor
     """(rows, 1): the position of the row's own token, the last that it sees."""
     masks: dict[int | None, Tensor]
@@ -87,14 +87,15 @@ class PagedKeysAndValues:
         return sum(layer.nbytes for layer in self._layers)
 
     def write(self, layer: int, cells: Tensor, both: Tensor) -> None:
-        """Keys, then values: (rows, 2 x kv heads, dim). Of values, what is no number is not kept: at weight zero it
-        would spoil whoever has the block next. A key that is none spoils who looks at it, as it should.
+        """Write keys, then values: (rows, 2 x kv heads, dim). NaN and infinite values are written as 0: even at weight
+        zero they would spoil the next sample that gets the block. A NaN key spoils the samples that read it, as it
+        should.
         """
         both[:, both.shape[1] // 2 :].nan_to_num_(0.0, 0.0, 0.0)
         self._layers[layer].flatten(0, 1).index_copy_(1, cells, both.transpose(0, 1))
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Blocks."""
+        """Copy blocks from `sources` to `targets`."""
         for layer in self._layers:
             blocks = layer.view(2 * layer.shape[1], -1, self._block)
             blocks[:, targets] = blocks[:, sources]

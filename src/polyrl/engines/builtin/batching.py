@@ -1,4 +1,4 @@
-"""Who is computed in the next step, and how much of each: continuous batching with chunked prefill.
+"""Plan the next step, that is which samples and how much of each: continuous batching with chunked prefill.
 
     add --> waiting --admitted by plan--> running --remove--> gone
                ^                             |
@@ -7,20 +7,20 @@
 A running member decodes when only its newest token is to be computed, and prefills while there are more.
 
 Rules it keeps:
-- All that decode are in every step. Prefills share `max_chunk_tokens` more, in order of admission.
-- With `border_tokens`, a member is computed in the same pieces whoever else there is: a chunk ends at a multiple of
-  it, and waits for a step that has room for it whole. Only what was prefilled is shared: tokens that were decoded had
-  other kernels.
-- Waiting members are admitted in order, when there is prefill left in the step and blocks for all their tokens and
-  the next, beside one for each that runs already: nobody is preempted at once. Blocks for the whole prefill are taken
-  at admission, so only decoding can run out of them.
-- One that waits is passed over while a running member prefills the next block that it needs: it will find it cached.
-  So is who has the same text as one that is prefilled: it copies the block that the text ends in, and computes the last
-  token alone.
-- Out of blocks, the newest is preempted: it waits first in line and is computed again. The oldest never is, so that
-  whatever fits the cache alone comes to its end.
+- Every decoding member is in every step. Prefills share `max_chunk_tokens` more, in order of admission.
+- With `border_tokens`, a member is computed in the same pieces regardless of the other members: a chunk ends at a
+  multiple of it, and waits for a step that has room for the whole chunk. Only prefilled blocks are shared: decoded
+  tokens were computed by other kernels.
+- Waiting members are admitted in order, when the step has prefill left and there are blocks for all their tokens and
+  the next one, beside one block for each running member: so an admission preempts no member at once. Blocks for the
+  whole prefill are taken at admission, so only decoding can run out of them.
+- A waiting member is passed over while a running member prefills the next block that it needs: it will find it cached.
+  So is a member with the same text as one that is being prefilled: it copies the block that the text ends in, and
+  computes only the last token.
+- Out of blocks, the newest member is preempted: it waits first in line and is computed again. The oldest never is, so
+  that every sample that fits into the cache alone can end.
 
-It leaves out what tokens are drawn, and when a member ends: it runs until it is removed.
+Left out: drawing tokens, and the end of a member, which runs until it is removed.
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ class Member:
         """Empty when it does not run, and only then."""
         self.num_published = 0
         self.keys: list[bytes] = []
-        """Those of the whole blocks that it had when it last began to wait."""
+        """The keys of the whole blocks that it had when it last began to wait."""
         self.tail = b""
         """The key of all tokens but the last, that it had then."""
         self.data = data
@@ -137,7 +137,7 @@ class Batching:
         member.tokens += tokens
 
     def reserve(self, num_tokens: int) -> bool:
-        """Room for so many more tokens of every one that runs, or for none. Nobody is preempted for it."""
+        """Reserve blocks for `num_tokens` more tokens of every running member, or for none, without preemption."""
         cache = self._cache
         needed = [
             (one.blocks, len(one.tokens) + num_tokens - 1)
@@ -151,7 +151,7 @@ class Batching:
     # Steps
 
     def plan(self) -> list[Chunk]:
-        """The next step: those that decode, then those that prefill."""
+        """Return the chunks of the next step: decoding members first, then prefilling ones."""
         self.copies = []
         self._make_room()
         new_chunk = tuple.__new__  # a third of the time of Chunk(...)

@@ -26,13 +26,13 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_context: Annotated[int, Meta(ge=2)] | None = None
     """Prompt and answer together; none: what the model can."""
     threads: Annotated[int, Meta(ge=1, le=256)] = 1
-    """Of the CPU. Two on a busy machine have been seen to be 20 times slower than one."""
+    """CPU threads. Two on a busy machine have been seen to be 20 times slower than one."""
     batch_invariant: bool = False
     """On a GPU: a sample's tokens do not depend on who else runs; slower. On the CPU it is always so."""
     compile: bool = True
     """On a GPU: compile the layers, which takes a while at the start. Off: slower, ready at once."""
     after_install: Literal["keep", "recompute"] = "recompute"
-    """What becomes of the cache of running samples when weights change."""
+    """Whether running samples keep their KV cache when weights change, or recompute it."""
     in_sleep: Literal["keep", "offload"] = "keep"
     """Where weights are while a GPU's engine sleeps: where they were, or in the host's memory."""
     version: Annotated[int, Meta(ge=0)] | None = 0
@@ -44,13 +44,13 @@ class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Fit(NamedTuple):
-    """What suits a device."""
+    """The settings that suit a device."""
 
     dtype: Dtype
     chunk_tokens: int
-    """On a GPU, running samples wait some 100 ms for so many, with two billion parameters."""
+    """Running samples wait for a chunk: some 100 ms for the GPU's default and two billion parameters."""
     invariant_tokens: int = 0
-    """Of every chunk of a prompt, where results must not depend on the batch and would; 0: as they come."""
+    """The fixed size of prompt chunks for batch-invariant results on a GPU; 0: chunks of any size."""
 
 
 _CPU = Fit("float32", 512)
@@ -59,7 +59,7 @@ _INVARIANT_CHUNK = 512
 
 
 def fit(config: BuiltinConfig, device: str) -> Fit:
-    """What is given, and the device's own for what is not. `device` is not `auto`."""
+    """Return the configured settings, with the device's defaults for the rest. `device` is not `auto`."""
     is_gpu = device.startswith("cuda")
     own = _GPU if is_gpu else _CPU
     chunk_tokens = own.chunk_tokens if config.chunk_tokens is None else config.chunk_tokens

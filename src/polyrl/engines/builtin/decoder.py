@@ -7,9 +7,9 @@ turns lie side by side in our queries and keys, as one complex number. Results f
 rows, if there are at least attention.MIN_ROWS (tests/builtin/test_exactness.py).
 
 Rules it keeps:
-- The parameters stay what and where they are. The copies are made and dropped as a whole (`pack`, `drop`), and are
+- The parameters are neither changed nor moved. The copies are made and dropped as a whole (`pack`, `drop`), and are
   stale from a change of the parameters until they are packed again. They take as much memory as the matrices.
-- Whatever is not known to be a plain decoder (`find`) runs through its own modules, as everything does on a GPU.
+- A model that is not known to be a plain decoder (`find`) runs through its own modules, as every model does on a GPU.
 
 Left out: soft-capped and scaled layers (Gemma), layers without positions (SmolLM3), experts, other types than float32.
 """
@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
 
 class _Layer(NamedTuple):
     inputs: Matrix
-    """Of queries, keys and values, in this order; queries and keys in pairs."""
+    """The merged projection of queries, keys and values, in this order; queries and keys in pairs."""
     head_norm: Tensor | None
     """(heads + kv heads, dim): of queries and keys, in pairs."""
     window: int | None
@@ -52,7 +52,7 @@ class _Layer(NamedTuple):
 
 
 class Decoder:
-    """Of a model that `find` knows. Nothing is packed yet."""
+    """The forward pass of a model that `find` knows. At first no matrix is packed."""
 
     def __init__(self, model: Any) -> None:
         config = model.config.get_text_config()
@@ -111,7 +111,7 @@ class Decoder:
         )
 
     def _order(self) -> Tensor:
-        """Of the rows that make queries, keys and values."""
+        """Return the order of the rows that make queries, keys and values."""
         heads = torch.arange(self._num_heads + 2 * self._num_kv).unsqueeze(1) * self._dim
         order = heads + torch.arange(self._dim)
         order[: -self._num_kv] = heads[: -self._num_kv] + self._pairs
@@ -131,7 +131,7 @@ class Decoder:
     def logits(
         self, tokens: Tensor, positions: Tensor, rows: Tensor | None, step: AttentionStep, paged: PagedKeysAndValues
     ) -> Tensor:
-        """Of the wanted rows; none: of all."""
+        """Return the logits of `rows`; None: of all rows."""
         assert self._head is not None, "it is asleep"
         num_rows, num_heads, num_turned = len(tokens), self._num_heads, self._num_heads + self._num_kv
         turns = self._turns.index_select(0, positions)
@@ -168,14 +168,15 @@ def _window(attention: Any) -> int | None:
 
 
 def _gives_numbers(attention: Any) -> bool:
-    """Of values: what is none is not kept in the cache, so that a row does not show it."""
+    """Whether the value projection is finite. The cache drops NaN values, so a row would not show them."""
     return all(bool(one.isfinite().all()) for one in attention.v_proj.parameters())
 
 
 def _merge(
     parts: list[nn.Linear], *, norm: Tensor | None = None, first_scale: float = 1.0, order: Tensor | None = None
 ) -> Matrix:
-    """One matrix. `norm` weighs its input, `first_scale` the result of the first part; `order` is that of the rows."""
+    """Merge `parts` into one matrix. `norm` scales its input, `first_scale` the result of the first part; `order` is
+    the order of the rows."""
     weight = torch.cat([one.weight for one in parts])
     if norm is not None:
         weight *= norm
@@ -207,7 +208,7 @@ def _is_plain(model: Any) -> bool:
 
 
 def _is_plain_layer(layer: Any) -> bool:
-    """Nobody has put an adapter into it."""
+    """Whether all projections are plain linear layers, without an adapter."""
     attention, mlp = layer.self_attn, layer.mlp
     groups = (
         [attention.q_proj, attention.k_proj, attention.v_proj],

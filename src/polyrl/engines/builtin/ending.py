@@ -13,7 +13,7 @@ End = Literal["stop", "length"]
 
 
 class Ending(NamedTuple):
-    """What ends one sample's answer."""
+    """The conditions that end one sample's answer."""
 
     num_prompt: int
     ids: frozenset[int]

@@ -1,13 +1,13 @@
 """The builtin engine behind the contract (engines/engine.py): continuous batching over a model in this process.
 
-The event loop owns samples, batch and cache book-keeping; a thread of its own runs the model, one step at a time. What
-came during a step (jobs, aborts, weights) is taken in between two steps.
+The event loop owns samples, batch and cache book-keeping; a thread of its own runs the model, one step at a time. Jobs,
+aborts and weights that arrive during a step are taken in between two steps.
 
 Rules kept here: a job that cannot run is refused in a line, and the others go on. An abort frees its place before it
 returns, except within a running step, which ends first. Weights change between two steps; running samples go on, with
 their cache kept or computed anew, as `after_install` says. Asleep, it holds no cache and takes no step, so that the
 devices can train; what it was given waits. A step that fails ends the engine: every sample ends in `engine_failed`, and
-so does whatever comes later.
+so does every later job.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("polyrl.engines.builtin")
 
 _BLIND_BURST, _CROWDED_BURST = 16, 8
-"""Steps without a look at what they brought: of few samples, and of more than _CROWD. What a sample is given after its
-end is thrown away, and of many samples that is more than a look costs."""
+"""Steps between two looks at the drawn tokens, for few samples and for more than _CROWD. Tokens drawn after a sample's
+end are thrown away; with many samples that costs more than a look."""
 _CROWD = 32
 _SEED_BITS = (1 << 63) - 1
 
@@ -86,9 +86,9 @@ class BuiltinEngine:
         self._between_steps = asyncio.Lock()
         self._installing = asyncio.Lock()
         self._num_coming = 0
-        """So many want to come between two steps."""
+        """The number of tasks that wait to run between two steps."""
         self._burst_ends = threading.Event()
-        """Of the burst that runs, or ran last."""
+        """Set to interrupt the burst that runs, or ran last."""
         self._tokenizer: Any = None
         self._trouble: str | None = None
         self._installer: ModelInstaller | None = None
@@ -283,7 +283,7 @@ class BuiltinEngine:
     # Weights
 
     async def install(self, weights: Weights) -> None:
-        """Who stops waiting stops nothing: weights that are copied already have their version written down."""
+        """Install weights. A cancelled caller does not stop it: weights already copied need their version noted."""
         await finish(self._install(weights))
 
     async def _install(self, weights: Weights) -> None:
@@ -413,7 +413,7 @@ class BuiltinEngine:
         return max(1, num)
 
     def _take_in(self, chunks: list[Chunk], drawn: "list[Drawn]", sink: Sink) -> int:
-        """Each sample's new tokens, at once; how many samples ended. What was drawn after an end is thrown away."""
+        """Send each sample's new tokens, without those drawn after its end. Return how many samples ended."""
         assert self._version is not None
         num_ended = 0
         self._batch.computed(chunk._replace(start=chunk.member.num_computed) for chunk in chunks)

@@ -41,9 +41,9 @@ class ModelInstaller:
     def __init__(self, loaded: Loaded, folder: str, dtype: str) -> None:
         self._loaded, self._folder, self._dtype = loaded, folder, dtype
         self._digest = ""
-        """Of the version that was installed from a copy."""
+        """The digest of the version that was installed from a copy."""
         self._base: Base | None = None
-        """What adapters are merged with; read when the first one comes."""
+        """The weights that adapters are merged with; read when the first adapter comes."""
         self._adapter_layout = ""
         """The fingerprint of the installed adapter's layout; empty while no adapter is installed."""
 
@@ -77,7 +77,7 @@ def stage_copy(loaded: Loaded, copy: HostCopy, *, held: str) -> StagedTensors:
 
 
 def load_base(folder: str, dtype: str) -> Base:
-    """What adapters are for: the weights of the directory, whatever was installed since. Raises EngineError."""
+    """Load the base weights of adapters: those of the directory, not those installed since. Raises EngineError."""
     return Base(dict(models.load(folder, dtype, "cpu").model.named_parameters()), folder)
 
 
@@ -113,7 +113,7 @@ def _near(pairs: list[tuple[Tensor, Tensor]]) -> StagedTensors:
 
 @contextmanager
 def _beside(ours: Tensor) -> Iterator[None]:
-    """On a GPU, in a stream beside the steps that go on. What is sent is there in the end."""
+    """On a GPU, run the block in a separate stream while steps go on; wait at its end until all copies are done."""
     if not ours.is_cuda:
         yield
         return
@@ -125,5 +125,5 @@ def _beside(ours: Tensor) -> Iterator[None]:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all installs: memory that was taken for one stream is not used again for another."""
+    """Return the one stream of all installs: torch does not reuse one stream's memory for another."""
     return torch.cuda.Stream(device)

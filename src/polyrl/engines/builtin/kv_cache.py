@@ -1,4 +1,4 @@
-"""Which block of the KV cache holds what: who refers to it, what can be shared, and which one goes first.
+"""The book-keeping of KV cache blocks: their holders, the blocks that can be shared, and the order of eviction.
 
 A block has room for the keys and values of `block_tokens` tokens. It is in one of three states:
 
@@ -8,14 +8,14 @@ A block has room for the keys and values of `block_tokens` tokens. It is in one 
 Rules it keeps:
 - A block's key is a 128-bit hash of its tokens and of its parent's key, so that it stands for the whole text up to the
   block's end. Two texts never share a block, short of a collision of BLAKE2b.
-- Only whole, computed blocks get a key, each once. Of two equal blocks others match the first; once it is evicted, the
-  second, as soon as that is idle.
-- What is held when the weights change gets no key any more, nor does what is computed after it: it mixes two versions.
-- Idle blocks are evicted the longest unused first, and of one text from its end.
-- A *tail* is the end of a text within a block: who has the same text copies the block, and goes on from there. It is
-  found while its block is held or idle; what follows it there may change.
+- Only whole, computed blocks get a key, each once. If two blocks are equal, the first is matched; once it is evicted,
+  the second, as soon as that is idle.
+- Blocks held when the weights change get no key any more, nor do the blocks computed after them: they mix two versions.
+- Idle blocks are evicted longest unused first, and those of one text from its end.
+- A *tail* is the end of a text within a block: a sample with the same text copies the block, and goes on from there. It
+  is found while its block is held or idle; the rest of the block may change.
 
-It leaves out the memory itself, and who waits for it: batching.py.
+Left out: the memory itself, and the samples that wait for it (batching.py).
 """
 
 from array import array
@@ -69,7 +69,7 @@ class KvCache:
             keys += _chain(keys[-1] if keys else _ROOT, tokens[start:stop], self.block_tokens)
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix. Nobody holds them by that."""
+        """Return the blocks of the longest known prefix, without holding them."""
         blocks: list[int] = []
         known = self._known
         for key in keys:
@@ -80,7 +80,7 @@ class KvCache:
         return blocks
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these known blocks are held by nobody."""
+        """Return how many of these known blocks are idle."""
         return sum(not self._num_holders[block] for block in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -105,9 +105,9 @@ class KvCache:
         return num_whole
 
     def tail_key(self, keys: Sequence[bytes], tokens: Sequence[int]) -> bytes:
-        """Of all tokens but the last, which is computed in any case; `keys` are those of their whole blocks, or more.
+        """Return the tail's key for all tokens but the last, which is always computed; empty if they have no tail.
 
-        Empty, where they have no tail.
+        `keys` are those of their whole blocks, or more.
         """
         num_whole = (len(tokens) - 1) // self.block_tokens
         tail = tokens[num_whole * self.block_tokens : -1]
@@ -129,7 +129,7 @@ class KvCache:
         self._tail_keys[block] = key
 
     def _key_before(self, blocks: Sequence[int], number: int) -> bytes | None:
-        """Of the text before a block; None, where it was not published."""
+        """Return the key of the text before a block; None if that was not published."""
         return self._keys[blocks[number - 1]] if number else _ROOT
 
     def _forget_tail(self, block: int) -> None:
@@ -141,7 +141,7 @@ class KvCache:
             del self._tails[key]
 
     def forget(self) -> None:
-        """The weights changed: nothing computed so far is matched again. Who holds a block goes on holding it."""
+        """Match no block computed so far again, since the weights changed. Held blocks stay held."""
         self._stale = {block for block, num in enumerate(self._num_holders) if num}
         self._keys = [None] * len(self._keys)
         self._known.clear()

@@ -130,7 +130,7 @@ def rope_kinds(config: Any) -> set[str]:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Of some families, one for each type of layer."""
+    """Return the RoPE parameters; some families have one set for each type of layer."""
     rope: dict[str, Any] = config.rope_parameters or {}
     return [one for one in (rope, *rope.values()) if isinstance(one, dict)]
 
@@ -163,7 +163,7 @@ def _check_attention(folder: str, config: Any) -> None:
 
 
 def files_of_weights(folder: str) -> list[str]:
-    """Those that transformers loads. Raises EngineError for an index that does not say which they are."""
+    """Return the files that transformers loads. Raises EngineError for an index that does not name them."""
     if (Path(folder) / "model.safetensors").is_file():
         return ["model.safetensors"]
     if not (Path(folder) / _INDEX).is_file():

@@ -50,12 +50,12 @@ class Loaded(NamedTuple):
     has_experts: bool
 
     def token_bytes(self, number_bytes: int) -> int:
-        """Of a token's keys and values, in all layers."""
+        """Return the bytes of a token's keys and values, in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * number_bytes
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the last layer's results, as the model's own forward pass has them; soft-capped ones in float32, as a
-        trainer has them (trainer/logprobs.py).
+        """Return the logits of the last layer's results, as the model's own forward pass has them; soft-capped ones in
+        float32, as a trainer has them (trainer/logprobs.py).
         """
         logits = self.model.lm_head(hidden)
         cap = self.logit_softcap
@@ -196,7 +196,7 @@ def _check_tensors(folder: str, report: dict[str, Any]) -> None:
 
 
 def describe(model: Any, name: str) -> Loaded:
-    """What the engine must know of a model that is there already: a trainer's, for example."""
+    """Describe a model that is loaded already, for example a trainer's."""
     config = model.config.get_text_config()
     attention.register()
     if config._attn_implementation != attention.NAME:

@@ -1,4 +1,4 @@
-"""Causal attention over a pack: several samples in one flat row, none of which sees another. What a trainer runs.
+"""A trainer's causal attention over a pack: several samples in one flat row, none of which sees another.
 
 The modules are the engine's own, with the engine's own parameters: a forward call that passes `pack` trains, one that
 passes `step` decodes. `lay_out` says once, for all layers, where the samples of a pack lie.

@@ -68,7 +68,7 @@ class Runner:
         self._is_awake = True
 
     def sleep(self) -> None:
-        """Free the memory of a large cache and of packed weights. What was in the cache must be computed again."""
+        """Free the memory of a large cache and of packed weights. The cache must be computed again."""
         paged, self._is_awake = self._paged, False
         if paged is not None and (paged.num_bytes > _KEPT_BYTES or not paged.has_numbers):
             self._paged = None
@@ -189,7 +189,7 @@ class Runner:
         parts: tuple[Rows, ...],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of the wanted rows; none: of all."""
+        """Return the logits of `rows`; None: of all rows."""
         assert self._paged is not None and self._is_awake, "it is asleep"
         step = AttentionStep(cells, parts)
         if self._decoder is not None:

@@ -34,7 +34,7 @@ def make(loaded: Loaded, config: BuiltinConfig, cache: KvCache, max_context: int
 
 
 def _free_bytes() -> float:
-    """Of the host: memory that is not there is given too, layer by layer, until somebody is killed."""
+    """Return the host's free memory. The host grants more than it has, layer by layer, until it kills a process."""
     try:
         return available_bytes()
     except OSError:  # not Linux

@@ -120,7 +120,7 @@ def _running_sums(rows: Tensor) -> Tensor:
 def _search(ends: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, 1) each: the first of a row's running sums beyond the cut, and the cut, which rounding may have moved.
 
-    Of sums that are no numbers, the last: the token's log-probability will be none either, and says so.
+    For sums that are NaN it is the last: the token's log-probability will be NaN too, which shows the fault.
     """
     cut = torch.minimum(cut, torch.nextafter(ends[:, -1], ends.new_zeros(()))).unsqueeze(1)
     return torch.searchsorted(ends, cut, right=True).clamp_(max=ends.shape[1] - 1), cut

@@ -1,4 +1,4 @@
-"""What the engine asks of whatever runs the model's steps, on the CPU (runner.py) and on a GPU (cuda_runner.py)."""
+"""The interface to runners of the model's steps, on the CPU (runner.py) and on a GPU (cuda/runner.py)."""
 
 from collections.abc import Callable, Sequence
 from threading import Event
@@ -17,11 +17,11 @@ class DrawRule(NamedTuple):
     sampling: Sampling
     seed: int
     position: int
-    """Of the token in the sample's answer."""
+    """The position of the token in the sample's answer."""
 
 
 class Drawn(NamedTuple):
-    """What a step brought: an entry for each sample whose token was wanted."""
+    """The tokens that a step drew: an entry for each sample whose token was wanted."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -37,7 +37,7 @@ class StepRunner(Protocol):
     """A burst shows its steps while it runs, goes on when an answer is over, and truncates nothing."""
 
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule]) -> Drawn:
-        """Any step. `wanted` has an entry for each chunk that samples, in order."""
+        """Run any step. `wanted` has an entry for each chunk that samples, in order."""
         ...
 
     def run_burst(
@@ -48,10 +48,10 @@ class StepRunner(Protocol):
         interrupted: Event | None = None,
         look: OnDrawn | None = None,
     ) -> list[Drawn]:
-        """Up to `num_steps` tokens of each sample. All chunks decode, and have blocks.
+        """Draw up to `num_steps` tokens of each sample. All chunks decode, and have blocks.
 
-        Once it is interrupted, by any thread, it ends with the steps that are on their way. Who shows bursts gives
-        `look` the steps as they come, and returns those that it was not given.
+        Once interrupted, by any thread, it ends with the steps already launched. A runner that shows bursts passes
+        steps to `look` as they come, and returns the remaining ones.
         """
         ...
 

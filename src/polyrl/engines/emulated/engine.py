@@ -6,9 +6,9 @@ wait and how far each is comes from the simulator's own model of an engine (engi
 Rules it keeps, beside those of engine.py and of the model:
 - Nothing is remembered: where an answer ends, and each token and log-probability, are functions of the job's seed and
   the position (the end also of the prompt). A sample that moves goes on with the same tokens, whatever the version.
-- One decode step takes 1 / tokens_per_s, and step_per_sample_s more for every further sample. The length of the
+- A decode step takes 1 / tokens_per_s, and step_per_sample_s more for every further sample. The length of the
   context costs nothing, and no prefix is shared.
-- One task wakes every `TICK_S` of real time while there is work, and tells what came since. A change inside a tick
+- A task wakes every `TICK_S` of real time while there is work, and reports the tokens since. A change inside a tick
   counts from its own moment, so a fast clock costs no accuracy. The sink is never called inside `generate`.
 
 It leaves out: what tokens mean, temperature and truncation, and the pause of an install.

@@ -10,7 +10,7 @@ KEY_VARIABLE = "POLYRL_ENGINE_KEY"
 LENGTH = struct.Struct("<Q")
 """Before every message, which is JSON."""
 HEAD_BYTES = 1 << 18
-"""Of a parameter that is read back, so much is compared: the server stands still meanwhile."""
+"""The bytes compared of a parameter that is read back; not all, since the server stands still meanwhile."""
 _CREDENTIALS = struct.Struct("3i")
 
 

@@ -99,7 +99,7 @@ class ServedEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of our server, while there is one."""
+        """The process id of our server, while there is one."""
         return self._keeper.pid
 
     @property

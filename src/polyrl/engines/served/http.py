@@ -201,7 +201,7 @@ _EVERY_S = 0.025
 _MANY = 4
 _MANY_EVERY_S = 0.05
 _READ_S = 0.008
-"""Of them, for reading what is in the sockets."""
+"""The part of that time in which sockets are read."""
 
 
 class Pause:
@@ -209,8 +209,8 @@ class Pause:
 
     A server that writes 32 answers sends 32 chunks a step, one by one, and waking for each costs more than reading it:
     of two cores that server and worker shared, the server lost a tenth. So with many answers the whole event loop
-    stands still, and what gathers in the sockets meanwhile is read in one go. Nobody else in a worker minds 40 ms, and
-    all that computes there does so in threads.
+    stands still, and what gathers in the sockets meanwhile is read in one go. A pause of 40 ms harms nothing else in a
+    worker: everything that computes there does so in threads.
     """
 
     def __init__(self, *, rests: bool = True) -> None:

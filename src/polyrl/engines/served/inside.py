@@ -105,8 +105,8 @@ def _load(offer: dict[str, Any], fd: int, load: LoadTensors) -> "weakref.ref[mma
 def _misfit(offer: dict[str, Any], fd: int, rank: Rank, model: torch.nn.Module) -> str:
     """Why the version is not for this model; empty when it is.
 
-    Parameters are compared that have their names of the version. Of the rest, which a server fuses and packs, the
-    worker has compared names and shapes with those of the model's directory.
+    Parameters whose names are in the version are compared. For the rest, which a server fuses and packs, the worker has
+    compared names and shapes with those of the model's directory.
     """
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         return "the worker's file can be shortened while it is read"
@@ -258,8 +258,8 @@ class PolyrlExtension:
 
 
 def _process_tied_tables(model: Any) -> None:
-    """Of layers that share a table, `reload_weights` processes one. On the CPU the head keeps the table packed, and
-    would go on with the old one: embeddings of the new version, logits of the old."""
+    """Process the other layers of a shared table: `reload_weights` processes only one. On the CPU the head keeps a
+    packed copy of the table, and would go on with the old one: embeddings of the new version, logits of the old."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     seen: set[int] = set()

@@ -170,7 +170,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 
 def members(group: int) -> list[int]:
-    """The processes of a group that run. Those that ended may stay in the list of a container's for ever."""
+    """Return the running processes of a group. In a container, ended processes may stay listed for ever."""
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -42,7 +42,7 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A file for what the server prints; empty: one in the directory for temporary files."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
     threads: Annotated[int, Meta(ge=1, le=256)] = 1
-    """Of the CPU, where it computes there. Two on a busy machine have been seen to be 20 times slower than one."""
+    """CPU threads, if it computes there. Two on a busy machine have been seen to be 20 times slower than one."""
     slots: Annotated[int, Meta(ge=1, le=4096)] | None = None
     """Samples that run at once; none: what the server takes, on the CPU 64."""
     kv_tokens: Annotated[int, Meta(ge=16)] | None = None
@@ -98,7 +98,7 @@ def facts_of(folder: str) -> ModelFacts:
 
 
 class ServerBroken(EngineError):
-    """Nobody knows what the server runs now: it must be started again."""
+    """The version that the server runs is unknown: it must be started again."""
 
 
 class LaunchCommand(NamedTuple):
@@ -118,7 +118,7 @@ class Facts(NamedTuple):
     vocab: int
     end_ids: frozenset[int]
     label: str
-    """Of the weights that it runs: a version's number, or what it has for weights that nobody installed."""
+    """The label of the weights that it runs: a version's number, or its own label for weights we did not install."""
 
 
 class ServerRequest(NamedTuple):

@@ -1,8 +1,8 @@
-"""CUDA graphs: what a function does on the GPU, captured once and done again as one.
+"""CUDA graphs: the GPU work of a function, captured once and replayed as a whole.
 
-Rules kept here: only one graph runs at a time, so that all share their memory. What is captured runs before, on one
-stream for all of them: each stream that multiplies keeps a workspace of its own. Other threads go on meanwhile, as one
-that stages the next weights.
+Rules kept here: only one graph runs at a time, so that all share their memory. A function runs before its capture,
+on one stream for all graphs: each stream that multiplies matrices keeps a workspace of its own. Other threads, such as
+the one that stages the next weights, go on meanwhile.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _NUM_WARM_UPS = 2
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     result: Any
-    """What the function gave: written anew by each replay."""
+    """The result of the function, overwritten by each replay."""
 
 
 class Graphs:

@@ -34,7 +34,7 @@ STRETCH = 4096
 
 @triton.jit
 def _numbers(x):
-    """Of values, what is no number is not written: whoever has the block next reads its rest, at weight zero."""
+    """Replace NaN and infinity by 0: the next sample with the block reads the rest of it, at weight zero."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 
@@ -84,8 +84,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """One sample, one kv head, one share of the context: the weighted values, their maximum and their sum.
 
-    The newest token is not read from the cache: who has the last share takes it as it comes, and writes it there. With
-    one share, the values are done: they are divided by their sum and stored as they are wanted.
+    The newest token is not read from the cache: the program with the last share takes it from the input, and writes it
+    to the cache. With a single share the result is final: it is divided by the sum and stored in the output's type.
     """
     sample, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     newest = tl.load(positions + sample).to(tl.int32)
@@ -172,11 +172,11 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 class DecodeStep(NamedTuple):
-    """One token of each sample. All of it lies at fixed places, for a graph."""
+    """A decode step: one token of each sample. All tensors have fixed addresses, for a CUDA graph."""
 
     tables: Tensor
     positions: Tensor
-    """Of the newest tokens."""
+    """The positions of the newest tokens."""
     splits: int
 
 
@@ -185,7 +185,7 @@ class PrefillStep(NamedTuple):
 
     cells: Tensor
     blocks: Tensor
-    """Of every context token, chunk after chunk."""
+    """The block of every context token, chunk after chunk."""
     within: Tensor
     first_rows: Tensor
     first_contexts: Tensor

@@ -1,11 +1,11 @@
 """Where the tokens of a prefilling step lie on a GPU: chunks of several samples, row after row, and their contexts.
 
 With a `shape` a step is made up to it, with rows and contexts that nobody reads: there are few shapes, and a CUDA graph
-for each (cuda_prefill.py).
+for each (prefill.py).
 
 `in_place`, a step is one chunk. A token lies in the row of its position, counted from the last multiple of the shape's
-rows, even when the tokens before it are cached. So whatever is computed of a token is computed at the same place of
-the same shape.
+rows, even when the tokens before it are cached. So all results for a token are computed at the same place
+of the same shape.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ RowBorders = np.ndarray[Any, np.dtype[np.int32]]
 
 
 _ROWS = (128, 256, 512, 1024, 2048)
-"""Of shapes. With more rows the GPU has more to do than the host, which then may as well launch every kernel."""
+"""The numbers of rows of shapes. With more rows the GPU is busier than the host, which can launch every kernel."""
 _PIECES = 64
-"""Of a shape: chunks, and what it is made up with."""
+"""The number of pieces of a shape: chunks and padding."""
 MOST_CONTEXTS = 65_536
-"""Of a step that a graph is worth: its memory stays. Samples whose prompts are cached have few rows and long ones."""
+"""The most context tokens of a step with a graph, whose memory stays. Cached prompts give few rows, long contexts."""
 _MORE_CONTEXTS = 8
 """That nobody reads. Layers are compiled for any sizes; two that happen to be equal are taken for the same one, and
 are compiled again when they differ: so contexts are never as many as rows, and neither as many as a model is wide.
@@ -42,9 +42,9 @@ class StepLayout(NamedTuple):
     cells: Numbers
     """Where each row's key and value go."""
     rows: Numbers
-    """Those whose next token is wanted."""
+    """The rows whose next token is wanted."""
     blocks: Numbers
-    """Of every context token, chunk after chunk; `within` is the place in it."""
+    """The block of every context token, chunk after chunk; `within` is the place in the block."""
     within: Numbers
     first_rows: RowBorders
     first_contexts: RowBorders
@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
     tokens: list[int]
     start: int
     blocks: Numbers
-    """Of every token of the context."""
+    """The block of every token of the context."""
     samples: bool
 
 

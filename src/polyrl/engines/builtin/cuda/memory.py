@@ -1,11 +1,11 @@
-"""The cache's memory on a GPU: at an address that stays, although what is behind it comes and goes.
+"""The cache's memory on a GPU: at an address that stays, although the memory behind it comes and goes.
 
     memory = Memory(num_bytes)      an address, and memory behind it
     memory.tensors(num, shape, dtype)
     memory.give_back(); memory.take()
 
-CUDA graphs hold addresses: those that were made before `give_back` are right again after `take`. What was there is
-gone, though. Between the two, nobody may touch it.
+CUDA graphs hold addresses: graphs made before `give_back` are valid again after `take`. The content is lost, though.
+Between the two, the memory may not be touched.
 """
 
 import math
@@ -83,7 +83,7 @@ class Memory:
 
 
 class BlockedKeysAndValues:
-    """The cache's memory on a GPU, a block at a time. One block more than is given out takes what nobody wants."""
+    """The cache's memory on a GPU, in blocks. An extra block, never given out, takes the writes of padding rows."""
 
     def __init__(
         self, num_layers: int, num_blocks: int, num_heads: int, block_tokens: int, dim: int, dtype: torch.dtype

@@ -1,7 +1,7 @@
 """A model's weights in the host's memory, while its device is another's.
 
 Parameters, and views of one matrix among them (merging.py), stay the tensors they are: only the memory behind them goes
-and comes, and need not come to the same place. What remembers an address, as a CUDA graph does, is stale afterwards.
+and comes, and need not come to the same place. A CUDA graph, which holds addresses, is stale afterwards.
 """
 
 from typing import Any

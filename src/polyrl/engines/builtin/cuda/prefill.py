@@ -47,7 +47,7 @@ class Prefill:
         self._graphs.clear()
 
     def run(self, its: StepLayout, shape: GraphShape | None) -> Tensor:
-        """What the last layer makes of every row, until the next step. `its` has that shape, if there is one."""
+        """Return the last layer's output for every row, valid until the next step. `its` has `shape`, if given."""
         if shape is None or not self._is_worth_a_graph(shape):
             return self._model(*self._send(its))
         found = self._graphs.get(shape)

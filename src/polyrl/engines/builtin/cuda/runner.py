@@ -1,4 +1,4 @@
-"""Runs steps on one NVIDIA GPU: prefill (cuda_prefill.py), and decoding from CUDA graphs, several steps at a time.
+"""Runs steps on one NVIDIA GPU: prefill (prefill.py), and decoding from CUDA graphs, several steps at a time.
 
 A graph holds a whole decoding step: the model, the draw, and the step to the next position; so replaying it again needs
 nothing from the host. A *burst* replays it several times; meanwhile the host takes a *look* at what the first steps
@@ -7,10 +7,10 @@ into a block that nobody reads. For samples that are truncated there are graphs 
 
 A burst can be interrupted: few replays are ahead of the GPU, so that it ends a step or two later.
 
-Batch-invariant, every matrix product has one shape, whoever runs, and a row is added up in one order: all decoding
-steps have as many rows as there are slots; prompts are computed one at a time, in chunks that begin at fixed places
-(batching.py) and are made up to one size (cuda_layout.py). What was decoded and is prefilled again, after a move or
-because the cache was full, comes from other kernels: it is not the same to the last bit.
+If batch-invariant, every matrix product has one shape regardless of the batch, and a row is added up in one order: all
+decode steps have as many rows as there are slots; prompts are computed one at a time, in chunks that begin at fixed
+places (batching.py) and are padded to one size (layout.py). Decoded tokens that are prefilled again, after a move or
+because the cache was full, come from other kernels: they are not bitwise the same.
 
 The decoder layers are compiled one for all (`compile`), or run as they are: slower, and ready at once.
 """
@@ -49,7 +49,7 @@ _AHEAD = 2
 _LOOK_STEPS = 8
 """Steps of a burst that are looked at together, while the next ones run."""
 _FUSED = {"combo_kernels": True, "combo_kernel_foreach_dynamic_shapes": True}
-"""What is done to queries and what is done to keys becomes one kernel: 1.5% of a step's time."""
+"""Fuses the work on queries and the work on keys into one kernel: 1.5% of a step's time."""
 
 Tensor = torch.Tensor
 
@@ -163,10 +163,10 @@ class CudaRunner:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule]) -> Drawn:
-        """Any step. `wanted` has an entry for each chunk that samples, in order.
+        """Run any step. `wanted` has an entry for each chunk that samples, in order.
 
-        Those that decode are a step from a graph: it reads their contexts where they are, and prefill copies them.
-        Batch-invariant, every other chunk is a step by itself, and what is truncated is drawn by itself.
+        Decoding chunks run as one step from a graph, which reads contexts in place, while prefill copies them. If
+        batch-invariant, every other chunk is a step by itself, and truncated samples are drawn one by one.
         """
         asked = dict(zip((number for number, chunk in enumerate(chunks) if chunk.samples), wanted, strict=True))
         decoding = [number for number in asked if chunks[number].decodes]
@@ -263,7 +263,7 @@ class CudaRunner:
         return self._read(num_seen, num_steps, len(chunks))
 
     def _read(self, first: int, end: int, num: int) -> list[Drawn]:
-        """What these steps of a burst drew."""
+        """Return the tokens that these steps of a burst drew."""
         tokens, logprobs = self._drawn[first:end, :num].tolist(), self._logprobs[first:end, :num].tolist()
         return [Drawn(*one) for one in zip(tokens, logprobs, strict=True)]
 
@@ -289,7 +289,7 @@ class CudaRunner:
         self._cursor.zero_()
 
     def _decoded_logits(self, chunks: Sequence[Chunk], wanted: Sequence[DrawRule]) -> Tensor:
-        """Of one step, until the next."""
+        """Return the logits of one decode step, valid until the next step."""
         size = self._size(len(chunks))
         captured = self._captured(self._graphs_to_logits, size, self._logits)
         self._set_rows(chunks, wanted, size)
@@ -313,7 +313,7 @@ class CudaRunner:
         self._positions.zero_()
 
     def _decode(self, size: int) -> None:
-        """One step of the first rows, from and to the fixed places."""
+        """Run one decode step for the first `size` rows, from and to the fixed buffers."""
         logits = self._logits(size)
         tokens, positions, answers = self._tokens[:size], self._positions[:size], self._answers[:size]
         numbers = self._uniforms(self._seeds[:size], answers)
