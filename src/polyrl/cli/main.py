@@ -1,11 +1,11 @@
 """The front of the command line: finds the command, runs it, and turns how it ended into an exit code.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> int`. It is imported only when it is chosen, so
-that `polyrl --help` costs nothing; this module therefore imports the standard library and what needs no more alone.
+that `polyrl --help` costs nothing; so this module imports only the standard library and modules that need no more.
 
 Rules: a UserError is one line on stderr and exit code 2. A failure of ours is not caught: its traceback is the bug
 report. Options and positional arguments may be mixed (`polyrl simulate ramp --seed 3 fleet.workers=2`), so a command
-has no subcommands of its own. One that sets a default for `rest` gets there what stands after `--`, as it is.
+has no subcommands of its own. A command that sets a default for `rest` gets the arguments after `--` in it, unchanged.
 """
 
 import argparse
@@ -61,7 +61,7 @@ COMMANDS: Mapping[str, CliCommand] = {
 
 
 class CommandModule(Protocol):
-    """What a module of a command holds."""
+    """The functions of a command's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 

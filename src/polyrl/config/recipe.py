@@ -115,7 +115,8 @@ class CriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gamma: Annotated[float, Meta(gt=0, le=1)] = 1.0
     gae_lambda: Share = 1.0
     value_clip: NotNegative = 0.5
-    """The clip of the value loss: a value that moved further than this in a step gets no more gradient; 0: no clip."""
+    """The clip of the value loss: beyond this distance from its old value, a value gets no gradient towards its
+    return; 0: no clip."""
 
 
 class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

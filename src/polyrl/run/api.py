@@ -8,7 +8,7 @@
 
 Rules kept here: a run has a process of its own (child.py), so it may be started in a notebook, in a running event loop
 and in any thread, and its memory is free again when it ends. Leaving the `with` block stops it, and so does the end of
-this program: nothing is lost, and `resume` goes on. What goes wrong in it is raised here, as one error.
+this program: nothing is lost, and `resume` continues the run. An error in the run is raised here, as one exception.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ from polyrl.telemetry.metrics import FILE_NAME, read_steps
 log = logging.getLogger("polyrl.run")
 
 _STOP_TIMEOUT_S = 120.0
-"""A step that is under way is not waited for; a checkpoint that is being copied is."""
+"""Stopping waits for a checkpoint that is being copied, but not for the step in progress."""
 _OUTPUT_LINES = 200
 _LAST_WORDS_S = 5.0
-"""For what was printed before the process ended."""
+"""The time to read the last output of a process that has ended."""
 
 Overrides = Mapping[str, Any]
 """Values by dotted key: {"train.steps": 40, "fleet.workers": 2}."""
@@ -53,11 +53,11 @@ class TrainedStep(Struct, frozen=True):
 
     number: int
     metrics: dict[str, float | int | str | None]
-    """As metrics.jsonl has them; docs/reference/metrics.md."""
+    """The step's line of metrics.jsonl; docs/reference/metrics.md."""
 
     @property
     def reward(self) -> float | None:
-        """The mean reward of the step's samples; None where none came."""
+        """The mean reward of the step's samples; None if the step had no samples."""
         mean = self.metrics.get("reward/mean")
         return float(mean) if isinstance(mean, int | float) else None
 
@@ -68,18 +68,18 @@ class TrainedStep(Struct, frozen=True):
 
 
 class Exported(Struct, frozen=True):
-    """What `export` has written."""
+    """The result of `export`."""
 
     folder: Path
     checkpoint: Path
-    """The checkpoint that the weights are of."""
+    """The checkpoint that the weights come from."""
     dtype: str
 
 
 def load(recipe: "str | os.PathLike[str] | Mapping[str, Any] | Recipe", overrides: Overrides | None = None) -> Recipe:
     """Return a recipe: one that ships, by its name; a TOML file, by its path; a tree of its sections; another recipe.
 
-    Raises ConfigError, one line with the dotted key, for what is wrong in it.
+    Raises ConfigError, one line with the dotted key, for a mistake in it.
     """
     given = _as_overrides(overrides)
     if isinstance(recipe, Recipe):
@@ -95,7 +95,7 @@ def start(
     *,
     run_dir: "str | os.PathLike[str] | None" = None,
 ) -> "TrainingRun":
-    """Start a run, and return when its first round is asked for. `run_dir` is a new directory; None: runs/NAME.
+    """Start a run, and return when its first round is requested. `run_dir` is a new directory; None: runs/NAME.
 
     Raises UserError, one line, for a recipe that cannot run here.
     """
@@ -105,7 +105,7 @@ def start(
 
 
 def resume(run_dir: "str | os.PathLike[str]", overrides: Overrides | None = None) -> "TrainingRun":
-    """Go on with a run that was stopped or killed, or that is to have more steps; otherwise as `start`."""
+    """Continue a run that was stopped or killed, or that is to have more steps; otherwise like `start`."""
     return TrainingRun(child.RunRequested(run_dir=os.fspath(run_dir), overrides=_as_overrides(overrides)))
 
 
@@ -177,12 +177,12 @@ class TrainingRun:
 
     @property
     def url(self) -> str:
-        """Where its manager listens."""
+        """The address of the run's manager."""
         return self._what_it_began_with.url
 
     @property
     def join_command(self) -> str:
-        """What somebody types on another machine to add a worker."""
+        """The command that adds a worker from another machine."""
         return self._what_it_began_with.join_command
 
     @property
@@ -192,7 +192,7 @@ class TrainingRun:
 
     @property
     def status(self) -> str:
-        """running; or done, stopped, failed, and why."""
+        """ "running", "stopped", "done: REASON" or "failed: REASON"."""
         match self._end:
             case None:
                 return "running"
@@ -205,7 +205,7 @@ class TrainingRun:
 
     @property
     def pid(self) -> int:
-        """Of the trainer's process."""
+        """The process id of the trainer."""
         return self._process.pid
 
     @property
@@ -214,11 +214,11 @@ class TrainingRun:
 
     @property
     def output(self) -> Sequence[str]:
-        """The last lines that `polyrl train` would have printed. The logger `polyrl.run` has each as it comes."""
+        """The last lines that `polyrl train` would have printed. The logger `polyrl.run` gets each line at once."""
         return tuple(self._output)
 
     def history(self) -> list[TrainedStep]:
-        """Return every step that is trained, also before the run was resumed."""
+        """Return every trained step, including those before the run was resumed."""
         file = self.run_dir / FILE_NAME
         lines = read_steps(file) if file.exists() else []
         return [TrainedStep(int(line["step"] or 0), {k: v for k, v in line.items() if k != "step"}) for line in lines]
@@ -226,9 +226,9 @@ class TrainingRun:
     # What can be done with it
 
     def steps(self) -> Iterator[TrainedStep]:
-        """Yield each step when it is trained, until the run ends or is stopped. Raises what it failed of.
+        """Yield each step when it is trained, until the run ends or is stopped. Raises the error of a failed run.
 
-        Each step is given once: a loop that was left may be taken up again, and goes on after its last step.
+        Each step is yielded once: a second loop continues after the last step of the first.
         """
         while (step := self._queue.get()) is not None:
             yield step
@@ -236,14 +236,17 @@ class TrainingRun:
         self._raise_failure()
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait for the run's end, and return its status. Raises what it failed of; TimeoutError, and it goes on."""
+        """Wait for the run to end, and return its status. Raises the error of a failed run.
+
+        Raises TimeoutError after `timeout_s`; the run goes on.
+        """
         if not self._is_over.wait(timeout_s):
             raise TimeoutError(f"{self.run_dir}: the run has not ended within {timeout_s:g} s")
         self._raise_failure()
         return self.status
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """Stop the run in good order, and return when all of its processes are gone. `resume` goes on with it."""
+        """Stop the run in good order, and return when all of its processes have ended. `resume` continues it."""
         if self.is_running and not self._is_asked_to_stop:
             self._is_asked_to_stop = True
             self._process.send_signal(signal.SIGTERM)
@@ -284,7 +287,7 @@ class TrainingRun:
                 return
 
     def _kill(self) -> None:
-        """Its own processes end with it."""
+        """Kill the trainer. The processes that it started end with it."""
         self._is_asked_to_stop = True
         self._process.kill()
         self._is_over.wait()
@@ -292,7 +295,7 @@ class TrainingRun:
     # What it says, in threads of their own
 
     def _ask(self, request: child.RunRequested) -> None:
-        """The pipe stays open: its end tells the process that this program is gone."""
+        """Send a request. The pipe stays open: when it closes, the process knows that this program has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and its events say why
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")

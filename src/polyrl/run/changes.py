@@ -1,12 +1,12 @@
-"""What may be another in a run that is resumed: freely, as a break in its curve that is written down, or not at all.
+"""Settings that may change when a run is resumed: freely, as a recorded break in its curve, or not at all.
 
-The nearest name decides: a key's own, or its section's. A key of `data.domains` has the rule that it has in `data`. A
-section of the recipe that is new must be named here; a test sees to it.
+The rule of a key is its own, or else its section's. A key of `data.domains` has the same rule as in `data`. A test
+checks that every section of the recipe has a rule here.
 
     free        nothing that was trained or is in the journal depends on it
-    a break     steps from here on are trained otherwise: steps before it are finished as they were (resuming.py), and
-                the change is told by its name, in the run's directory and in its metrics (telemetry/breaks.py)
-    a reason    it is refused with that
+    a break     later steps are trained differently: earlier steps are finished with the old value (resuming.py), and
+                the change is recorded by its key in the run's directory and its metrics (telemetry/breaks.py)
+    a reason    the change is refused, for this reason
 """
 
 import re
@@ -81,7 +81,7 @@ RULES: dict[str, str] = {
 
 
 def check_changes(before: Recipe, after: Recipe, run_dir: Path) -> None:
-    """Raises UserError, by its name, for the first key that may not be another."""
+    """Check that every changed key may change. Raises UserError, which names the first that may not."""
     for key in _differences(msgspec.to_builtins(before), msgspec.to_builtins(after)):
         if (rule := _rule(key)) not in (_FREE, _BREAK):
             raise UserError(
@@ -90,21 +90,21 @@ def check_changes(before: Recipe, after: Recipe, run_dir: Path) -> None:
 
 
 def breaks(before: Recipe, after: Recipe, step: int) -> list[Break]:
-    """What is trained otherwise from this step on."""
+    """Return the changed settings that make training differ from this step on."""
     old, new = msgspec.to_builtins(before), msgspec.to_builtins(after)
     keys = [key for key in _differences(old, new) if _rule(key) == _BREAK]
     return [Break(step, key, _at(old, key), _at(new, key)) for key in keys]
 
 
 def begin_anew(run_dir: Path, *, has_weights: bool = True) -> str:
-    """How, in words that follow an `or`."""
+    """Return how to begin a new run instead, in words that follow an `or`."""
     run = shlex.quote(str(run_dir))
     begin = f"begin anew with `polyrl train {shlex.quote(str(run_dir / 'recipe.toml'))} --run-dir OTHER`"
     return f"{begin}, from its weights with model.path=DIR after `polyrl export {run} DIR`" if has_weights else begin
 
 
 def _rule(key: str) -> str:
-    """A domain's keys have the rules of `data`, whose keys they are."""
+    """Return the rule of a key. The keys of a domain have the rules of `data`."""
     key = _OF_A_DOMAIN.sub("data.", key)
     while key not in RULES:
         key = key.rpartition(".")[0]

@@ -1,11 +1,11 @@
-"""What a training run goes on from, and who saves it.
+"""Save what a training run needs to resume, and read it back.
 
-    RUN/recipe.toml      what was trained, with every default and whole paths: what --resume reads, from any folder
+    RUN/recipe.toml      the recipe with every default and absolute paths: --resume reads it, from any folder
     RUN/port             where the manager listened: workers dial there again
     RUN/checkpoints/     trainer/state/checkpoint.py, trainer/state/redo.py
 
-A run goes on from its newest checkpoint, the log of the steps since then, and the manager's journal. Log and journal
-are never more than the open step apart: a step is done for the manager only when it is on disk here.
+A run resumes from its newest checkpoint, the log of the steps since then, and the manager's journal. Log and journal
+are never more than the open step apart: the manager counts a step as done only when it is on disk here.
 """
 
 import fcntl
@@ -45,26 +45,26 @@ _WEIGHT_FILES = (".safetensors", ".bin")
 _LOCK_FILE = "manager.lock"
 _LOCK_PATIENCE_S = 15.0
 _DIGESTS_KEPT = 16
-"""At least: more than there can be versions in the open rounds."""
+"""The fewest digests kept: more than the open rounds can have versions."""
 
 
 class ResumePoint(NamedTuple):
-    """What a run goes on from."""
+    """The state from which a run resumes."""
 
     folder: Path
     state: TrainerState
     tensors: dict[str, Any]
-    """Empty before the first full checkpoint: then the recipe's models are what it goes on from."""
+    """The tensors of the checkpoint. Empty before the first full one: then the run resumes from the recipe's models."""
     log: list[Entry]
-    """The steps since then."""
+    """The steps since the checkpoint."""
     published: dict[int, tuple[str, ...]]
-    """The digests of the versions that were published last."""
+    """The digests of the latest published versions, by version."""
     port: int
     last: StepReport | None = None
-    """Of the last step, where there was one; `is_told`: as somebody has told of it already."""
+    """The report of the last step, if there was one. `is_told`: it has already been reported to the user."""
     is_told: bool = True
     breaks: tuple[Break, ...] = ()
-    """What is trained otherwise from here on."""
+    """The changed settings that make training differ from here on."""
 
     @property
     def next_step(self) -> int:
@@ -72,7 +72,7 @@ class ResumePoint(NamedTuple):
 
 
 def write_recipe(run_dir: Path, recipe: Recipe) -> None:
-    """Raises UserError if the disk does not take it; the one before is whole then."""
+    """Write RUN/recipe.toml. Raises UserError if the disk refuses it; the earlier file is then unchanged."""
     path = run_dir / _RECIPE_FILE
     try:
         write_whole(path, dump_toml(with_whole_paths(recipe)).encode())
@@ -81,7 +81,7 @@ def write_recipe(run_dir: Path, recipe: Recipe) -> None:
 
 
 def read_recipe(run_dir: Path, overrides: list[str]) -> tuple[Recipe, Recipe]:
-    """The recipe of a run as it was, and with overrides. Raises UserError for one that the run cannot go on with."""
+    """Return a run's recipe without and with overrides. Raises UserError if the run cannot resume with it."""
     path = run_dir / _RECIPE_FILE
     if not path.is_file():
         raise UserError(
@@ -96,7 +96,7 @@ def read_recipe(run_dir: Path, overrides: list[str]) -> tuple[Recipe, Recipe]:
 
 
 def read_resume_point(run_dir: Path) -> ResumePoint:
-    """The newest checkpoint and what came after it. Raises UserError if there is none, or it cannot be used."""
+    """Read the newest checkpoint and the log after it. Raises UserError if there is none, or it cannot be used."""
     found = checkpoint.found(run_dir)
     if not found:
         raise UserError(
@@ -121,7 +121,7 @@ def read_resume_point(run_dir: Path) -> ResumePoint:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """A manager that could not listen has begun a journal, and no run."""
+    """Return whether a run was begun here. A manager that could not listen leaves a journal without events."""
     return any((run_dir / "journal").glob("events-*"))
 
 
@@ -136,7 +136,7 @@ def _is_told(run_dir: Path, step: int) -> bool:
 
 
 def check_that_something_is_left(point: ResumePoint, recipe: Recipe, run_dir: Path) -> None:
-    """Raises UserError if a run that goes on would end at once."""
+    """Check that a resumed run has steps left to train. Raises UserError."""
     num_steps = recipe.train.steps
     if point.next_step > num_steps:
         raise UserError(
@@ -162,7 +162,7 @@ def check_that_something_is_left(point: ResumePoint, recipe: Recipe, run_dir: Pa
 
 
 def best_step(run_dir: Path, recipe: Recipe) -> int:
-    """The step of the checkpoint that did best by checkpoint.keep_best. Raises UserError."""
+    """Return the step of the best checkpoint by checkpoint.keep_best. Raises UserError."""
     best = checkpoint.read_best(run_dir)
     if best is None:
         raise UserError(
@@ -188,7 +188,7 @@ def write_port(run_dir: Path, port: int) -> None:
 
 
 def wait_for_manager_to_end(run_dir: Path) -> None:
-    """A trainer that was killed leaves a manager that is still putting its files away."""
+    """Wait for the manager of a killed trainer, which may still be closing its files."""
     try:
         descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR)
     except OSError:
@@ -208,7 +208,7 @@ def wait_for_manager_to_end(run_dir: Path) -> None:
 
 
 def describe(recipe: Recipe, policy: Policy, prompts: tuple[str, ...]) -> TrainerState:
-    """A run that begins: what must be the same whenever it goes on (`check_resume_point`)."""
+    """Return the state of a new run, with the facts that must be the same on resume (`check_resume_point`)."""
     return TrainerState(
         next_step=0,
         run=secrets.token_hex(8),
@@ -228,7 +228,7 @@ def make_saver(
     gather: Callable[[], Iterable[tuple[str, Any]]],
     point: ResumePoint | None,
 ) -> Saver:
-    """`about` is what must be the same whenever it goes on; `gather` gives all tensors of a checkpoint, whole."""
+    """Return a saver. `about` must be the same on resume; `gather` returns a checkpoint's unsharded tensors."""
     wanted = recipe.checkpoint
     if point is not None:
         reference = reference_digest(recipe) or about.reference  # it may be measured against one from now on
@@ -247,7 +247,7 @@ def make_saver(
 
 
 async def train_again(point: ResumePoint, steps: Steps, saver: Saver, run_dir: Path) -> None:
-    """The steps of the log; and make up for what their checkpoints lack. Raises UserError."""
+    """Train the steps of the log again, and write the checkpoints that they lack. Raises UserError."""
 
     def note_validation(version: int) -> None:
         saver.validated(version, validated.read(run_dir, version))
@@ -261,10 +261,10 @@ async def train_again(point: ResumePoint, steps: Steps, saver: Saver, run_dir: P
 
 
 def check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) -> None:
-    """Raises UserError. The manager knows of every step that is on disk here before it is, and is never ahead by more
-    than the open step and those asked for ahead.
+    """Check that the manager and the log agree on the steps. Raises UserError.
 
-    It knows nothing where the process before this one died as it was about to open the run.
+    The manager knows each step before it is on disk here, and is ahead by at most the open step and the steps requested
+    ahead. It knows of no run if the earlier process died just before it opened the run.
     """
     last = first_step + max_staleness
     is_ahead = opened.last_requested > last or any(step > last for step in opened.open_steps)
@@ -281,7 +281,7 @@ def check_that_it_fits(opened: RunReply, first_step: int, max_staleness: int) ->
 
 
 def check_prompts(point: ResumePoint, recipe: Recipe, digests: tuple[str, ...], run_dir: Path) -> None:
-    """Raises UserError if a number means another prompt than it did."""
+    """Check that every prompt number still means the same prompt. Raises UserError."""
     for domain, before, now in zip(recipe.data.all_domains, point.state.prompts, digests, strict=False):
         if before != now:
             raise UserError(
@@ -291,7 +291,7 @@ def check_prompts(point: ResumePoint, recipe: Recipe, digests: tuple[str, ...], 
 
 
 def check_resume_point(point: ResumePoint, recipe: Recipe, policy: Policy) -> None:
-    """Raises UserError if a checkpoint is of another model, or of another tokenizer or reference."""
+    """Check that a checkpoint has the recipe's model, tokenizer and reference. Raises UserError."""
     path = recipe.model.path
     if point.state.tokenizer and point.state.tokenizer != tokenizer_digest(Path(path)):
         raise UserError(f"{path}: its tokenizer is not the one that {point.folder} was trained with; put that one back")
@@ -310,19 +310,19 @@ def check_resume_point(point: ResumePoint, recipe: Recipe, policy: Policy) -> No
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Of all files that say what a text's tokens are."""
+    """Return the digest of the tokenizer's files."""
     return _digest_of_files(path for path in folder.iterdir() if path.name.startswith(TOKENIZER_FILES))
 
 
 def models_digest(recipe: Recipe) -> str:
-    """Of all files that say what the run's models are before the first step."""
+    """Return the digest of the files of all models that the run starts from."""
     algorithm = recipe.algorithm
     folders = {os.path.abspath(one) for one in (recipe.model.path, algorithm.critic.path, algorithm.reference) if one}
     return _digest_of_files(path for folder in folders for path in _model_files(folder))
 
 
 def reference_digest(recipe: Recipe) -> str:
-    """Of all files that say what KL is measured against; empty where it is not, or is to LoRA's own base."""
+    """Return the digest of the reference's files; empty without KL, or where LoRA's own base is the reference."""
     algorithm = recipe.algorithm
     if algorithm.kl == "none" or (recipe.lora.rank and not algorithm.reference):
         return ""

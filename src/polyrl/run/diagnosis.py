@@ -1,13 +1,13 @@
-"""Why a run waits: `diagnose`, a pure function of what its manager said twice, a moment apart.
+"""Explain why a run waits: `diagnose` is a pure function of two status replies of the manager, a moment apart.
 
     trainer --> groups --> rewards --> samples --> workers --> weights --> trainer
 
-Everybody waits for somebody further along. The first finding is whom all of them wait for now; the others are workers
-who do not do what they are there for. Each says since when, what happens next by itself, and what a person could do.
+Each part waits for a part further along. The first finding is the part that all others wait for now; the others are
+workers that do not do their work. Each says since when, what happens next by itself, and what a person could do.
 
-Rules kept here: nothing is said that the manager did not say. What it does not know is left out, not guessed: only how
-long a sample still has to go is estimated, at most, and from the pace of its worker.
-Of a run that nobody runs, `diagnose_remains` says what its directory says.
+Rules kept here: every finding follows from the manager's replies. Unknown facts are left out, not guessed: the only
+estimate is an upper bound on the time that a sample still needs, from the pace of its worker.
+For a run without a process, `diagnose_remains` reads the run's directory.
 """
 
 import shlex
@@ -27,20 +27,20 @@ from polyrl.wire.control import RoundStatus, Status, WaitStatus, WorkerStatus
 class Finding(NamedTuple):
     what: str
     then: str
-    """What happens next if nobody does anything."""
+    """The next thing that happens by itself."""
     do: str = ""
-    """What a person could do; empty: nothing has to be done."""
+    """The action that a person could take; empty: none is needed."""
     needs_help: bool = False
-    """It does not end by itself."""
+    """Whether the wait needs a person to end it."""
     stalls: bool = False
-    """Nothing is written or trained meanwhile: worth a line of a log if it lasts."""
+    """Whether nothing is generated or trained meanwhile: a long wait is then worth a line in the log."""
 
 
 class Diagnosis(NamedTuple):
     is_moving: bool
-    """Something was written, delivered or trained between the two answers."""
+    """Whether anything was generated, delivered or trained between the two replies."""
     findings: tuple[Finding, ...]
-    """The first one is what all of it waits for."""
+    """The findings; the whole run waits for the first."""
 
     @property
     def needs_help(self) -> bool:
@@ -48,7 +48,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosis:
-    """Commands that are named have the run's directory, where it is known."""
+    """Explain what the run waits for. `run_dir` is put into the commands that findings suggest."""
     main = _of_trainer(now, run_dir) or _of_round(now)
     return Diagnosis(
         _is_moving(earlier, now),
@@ -57,7 +57,7 @@ def diagnose(earlier: Status, now: Status, run_dir: str = "RUN_DIR") -> Diagnosi
 
 
 def read_steps(run_dir: Path) -> list[dict[str, MetricValue]]:
-    """The steps of a run that are trained. Raises UserError for a directory without a run."""
+    """Return the metrics of a run's trained steps. Raises UserError for a directory without a run."""
     if not (run_dir / "journal").is_dir():
         raise UserError(f"{run_dir}: no run there; expected a directory with a journal")
     file = run_dir / metrics.FILE_NAME
@@ -65,7 +65,7 @@ def read_steps(run_dir: Path) -> list[dict[str, MetricValue]]:
 
 
 def diagnose_remains(run_dir: Path, steps: Sequence[Mapping[str, MetricValue]]) -> Diagnosis:
-    """Of a run without a manager. What it wanted is in the recipe that it was started with."""
+    """Diagnose a run without a manager, from the recipe that it was started with and its trained steps."""
     file = run_dir / "recipe.toml"
     if not file.exists():
         return Diagnosis(False, (Finding("no manager runs there", "nothing"),))
@@ -81,7 +81,7 @@ def diagnose_remains(run_dir: Path, steps: Sequence[Mapping[str, MetricValue]]) 
 
 
 def _why_done(run_dir: Path, recipe: dict[str, Any], steps: Sequence[Mapping[str, MetricValue]]) -> str | None:
-    """None: something is left to train. A run that is done is not gone on with: `--resume` refuses it."""
+    """Return why a run is done, so that `--resume` refuses it; None if steps are left to train."""
     train, num_steps = recipe.get("train", {}), len(steps)
     if num_steps == train.get("steps"):
         return f"all {num_steps} steps are trained"
@@ -112,7 +112,7 @@ def _progress(status: Status) -> tuple[object, ...]:
 
 
 def _of_trainer(now: Status, run_dir: str) -> Finding | None:
-    """None: it is there, and it is not what the run waits for."""
+    """Return what is known of the trainer; None if it is present and the run does not wait for it."""
     if now.run == "none":
         return Finding(
             f"no trainer has opened a run since the manager started, {show_seconds(now.uptime_s)} ago",
@@ -157,7 +157,7 @@ def _of_trainer(now: Status, run_dir: str) -> Finding | None:
 
 
 def _without_trainer(now: Status) -> Finding:
-    """Of a manager that was started with --serve."""
+    """Return the finding for a manager that was started with --serve."""
     asked = _count(now.queues.get("samples_asked", 0), "answer")
     what = f"the run has no trainer, and is there for those who ask: {asked} not ended"
     if any(_may_write(one) for one in now.workers):
@@ -181,7 +181,7 @@ def _meanwhile(now: Status) -> str:
 
 
 def _of_round(now: Status) -> Finding:
-    """Of the oldest: the trainer takes no other before it is done with that one."""
+    """Return the finding for the oldest round: the trainer takes no other before that one is done."""
     round_ = now.rounds[0]
     if round_.groups_delivered >= round_.groups:
         return Finding(
@@ -278,7 +278,7 @@ def _rewards(now: Status, missing: str) -> Finding:
 
 
 def _of_failures(now: Status, run_dir: str) -> Iterator[Finding]:
-    """Rewards that were not to be had."""
+    """Yield findings for rewards that failed."""
     dropped = now.ledger.get("samples_discarded", {}).get("reward_failed", 0)
     failed = dropped if now.rewards is None else max(dropped, now.rewards.failed)
     if failed:

@@ -1,11 +1,11 @@
-"""What a terminal shows of a training run while it goes on: the manager's status and what the loop says, as one view.
+"""The terminal display of a training run: the manager's status and the trainer's progress in one view.
 
     display = Display("arithmetic", num_steps=40, dialer=Dialer(url, admin_token))
     async with display:                       # asks the manager twice a second; does nothing without a terminal
         display.step_begins(3); display.groups_trained(2); display.step_ended(3, metrics)
 
-Rules kept here: a manager that does not answer is a line of the display, never an end of the run. The lines of steps
-and whatever else is said go through `say`, so that they stay above the display.
+Rules kept here: a manager that does not answer is shown as a line of the display, and does not end the run. The lines
+of steps and all other output go through `say`, so that they stay above the display.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ _NAMED_WAITS = (
     "switch",
     "drain",
 )
-"""Deadlines that are always there (heartbeats) are no news."""
+"""The waits worth showing. Deadlines that are always pending, such as heartbeats, are left out."""
 _SLOW_REWARD_S = 2.0
 _STEP_TIMES_KEPT = 10
 
 
 class Told(Struct):
-    """What the loop says, beside the manager."""
+    """The progress that the training loop reports, beside the manager's status."""
 
     name: str
     num_steps: int
@@ -94,7 +94,7 @@ class Display:
         self._show()
 
     def doing(self, phase: str) -> None:
-        """What the trainer does from now on, in a word or two."""
+        """Show the trainer's present activity, in a word or two."""
         self._told.phase = phase
         self._show()
 
@@ -129,7 +129,7 @@ class Display:
 
 
 def view_of(status: Status | None, told: Told, local_worker: str = "") -> RunView:
-    """All that is known, as the display takes it."""
+    """Combine the manager's status and the loop's progress into the view that the display draws."""
     rounds = [] if status is None else [one for one in status.rounds if one.step == told.step]
     round_ = rounds[0] if rounds else None
     workers = () if status is None else tuple(_worker(one, one.name == local_worker) for one in status.workers)

@@ -1,7 +1,7 @@
-"""TLS for a run: `[manager]`'s certificate, and the name that everyone dials because the certificate is of it.
+"""TLS for a run: the certificate of `[manager]`, and the host name in it, which all peers dial.
 
-One certificate serves the manager's port and the weights: they come from the same machine. So a worker that believes
-the manager, by the name that it dialled, believes the weights by the same name, whatever address they are at.
+One certificate serves the manager's port and the weights: they come from the same machine. So a worker checks the
+weights' connections against the name under which it dialled the manager, at any address.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _TRIES = 8
 
 class Encryption(NamedTuple):
     host: str
-    """Whom everyone dials."""
+    """The host that all peers dial."""
     server: ssl.SSLContext
     client: ssl.SSLContext
 
@@ -36,7 +36,7 @@ class Encryption(NamedTuple):
 
 
 def encryption(wanted: ManagerSection) -> Encryption | None:
-    """None without a certificate. Raises UserError, by the key, for one that no worker would believe."""
+    """Load the certificate; None without one. Raises UserError, with the key, for one that no worker would accept."""
     if not wanted.tls_cert:
         return None
     try:
@@ -55,7 +55,7 @@ def encryption(wanted: ManagerSection) -> Encryption | None:
 
 
 def _listens_on(host: str) -> tuple[str, ...]:
-    """What another machine may call one that listens there."""
+    """Return the names and addresses under which other machines may reach a manager that listens on `host`."""
     try:
         is_all = ip_address(host).is_unspecified
     except ValueError:  # a name
@@ -64,7 +64,7 @@ def _listens_on(host: str) -> tuple[str, ...]:
 
 
 async def check_reachable(dialer: Dialer) -> None:
-    """Whether the name leads to the manager from here, too. Raises UserError if it does not."""
+    """Check that the certificate's name leads to the manager from this machine too. Raises UserError."""
     said = ""
     async with dialer:
         for pause in islice(pauses(), _TRIES):

@@ -1,10 +1,10 @@
-"""Run an event loop; and hear Ctrl+C while modules are imported. No import here is heavy: `polyrl --help` passes by.
+"""Run an event loop, and handle Ctrl+C during imports. Nothing heavy is imported here: `polyrl --help` needs this.
 
-A KeyboardInterrupt inside the initialisation of an extension ends as whatever its authors made of an error there: of
-two at the same moment of importing torch, one aborted the process (`terminate called ...`), and one was swallowed and
-came up again as a ModuleNotFoundError with a traceback. So none is raised there: the process ends at once, with the
-line and the code of any other interrupt. What little it may have started by then ends with its parent.
-An event loop has its own way to be interrupted and asks for Python's handler to be there (`as_usual`).
+A KeyboardInterrupt during the initialisation of an extension module has unpredictable results: of two at the same
+moment of importing torch, one aborted the process (`terminate called ...`), and one was swallowed and came back as a
+ModuleNotFoundError with a traceback. So none is raised there: the process ends at once, with the same line and exit
+code as for any other interrupt. Processes that it started by then end with their parent.
+An event loop handles interrupts itself, and needs Python's own handler to be installed (`as_usual`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def that_end_imports() -> Iterator[None]:
-    """As usual but for imports. Where the signal is somebody else's already, or ignored, it stays so."""
+    """End the process on Ctrl+C during imports. A SIGINT that is ignored or has another handler is left alone."""
     with _handled(_end, instead_of=signal.default_int_handler):
         yield
 

@@ -22,7 +22,7 @@ class LoadedModel:
     """A model directory with its tokenizer, loaded for one prompt after the other."""
 
     def __init__(self, config: BuiltinConfig, given: Sequence[str]) -> None:
-        """`given`: the settings that were chosen, which stay as they are. Raises UserError."""
+        """`given` names the settings that the user chose, which are not changed. Raises UserError."""
         began = time.monotonic()
         try:
             device = choose_device(config.device)
@@ -40,7 +40,7 @@ class LoadedModel:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def tokens(self, text: str, *, raw: bool) -> list[int]:
-        """Of a user's message in the model's chat template; `raw`, or without a template: of the text as it is."""
+        """Return the tokens of a user message in the chat template; of the bare text if `raw`, or without one."""
         if raw or not self._tokenizer.chat_template:
             return self._tokenizer(text)["input_ids"]
         chat = [{"role": "user", "content": text}]
@@ -53,7 +53,10 @@ class LoadedModel:
         return self._tokenizer(written, add_special_tokens=False)["input_ids"]
 
     def engine(self, num_tokens: int) -> BuiltinEngine:
-        """An engine that is ready at once, with a cache for this one sample, unless others were asked for."""
+        """Return an engine with a KV cache for one sample and no compilation, so that it is ready at once.
+
+        Settings that the user chose are kept.
+        """
         block = self._config.block_tokens
         num_blocks = -(-min(num_tokens, self._loaded.max_context) // block)
         fitting = {"slots": 1, "kv_tokens": num_blocks * block, "compile": False}
@@ -77,7 +80,7 @@ class Generated(NamedTuple):
 async def generate(
     model: LoadedModel, prompt: list[int], max_tokens: int, seed: int, sampling: Sampling, show: Callable[[str], object]
 ) -> Generated:
-    """`show` is given the text piece by piece, in whole characters. Raises UserError when there is no answer."""
+    """Generate one answer. `show` gets the text piece by piece, in whole characters. Raises UserError on failure."""
     engine, sink, reader = model.engine(len(prompt) + max_tokens), SingleSink(), Reader(model, ())
     tokens: list[int] = []
     logprobs: list[float] = []

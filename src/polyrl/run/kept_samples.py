@@ -3,8 +3,9 @@
     RUN/samples, RUN/checkpoints/redo   what steps were trained on, and what taught nothing (trainer/state/entries.py)
     RUN/journal                         what the manager keeps of rounds: prompts, tokens, rewards
 
-Rules kept here: files are only read, also while a run writes them: what is cut short is not there yet. A group that a
-step's file has is not taken from the journal as well. Nothing is asked of anybody: a run that is over reads the same.
+Rules kept here: files are only read, also while a run writes them: a record that is cut short counts as not yet
+written. A group in a step's file is not read from the journal as well. No process is asked, so a run that is over can
+be read in the same way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -164,7 +165,7 @@ def _of_journal(step: int, sample: SampleId, payload: Payload, *, is_scored: boo
 
 
 def _steps_of_groups(run_dir: Path) -> dict[GroupId, int]:
-    """Of the groups that the newest file of events speaks of."""
+    """Return the step of each group in the newest journal file."""
     header, records = open_journal(find_begun(run_dir)[-1])
     scheduler = resume_scheduler(header, None)
     found: dict[GroupId, int] = {group.id: group.step for group in scheduler.desk.groups.values()}

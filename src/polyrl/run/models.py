@@ -39,7 +39,7 @@ def load_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
 
 
 def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | None]:
-    """The policy, and the reference if the recipe has a use for one. Raises UserError."""
+    """Load the policy, and the reference if the recipe needs one. Raises UserError."""
     device = choose_device(recipe.model.device)
     if recipe.train.threads is not None:
         torch.set_num_threads(recipe.train.threads)
@@ -61,7 +61,7 @@ def load(recipe: Recipe, ranks: Ranks | None = None) -> tuple[Policy, Scorer | N
 
 
 def load_critic(recipe: Recipe, ranks: Ranks | None = None) -> Critic | None:
-    """If the recipe has a use for one. Raises UserError."""
+    """Load the critic; None if the recipe needs none. Raises UserError."""
     if recipe.algorithm.advantage != "gae":
         return None
     wanted = recipe.algorithm.critic
@@ -78,18 +78,18 @@ def others(recipe: Recipe) -> dict[str, str]:
 
 
 def check_device(recipe: Recipe) -> None:
-    """Raises ConfigError for a GPU that is not there."""
+    """Raise ConfigError if the recipe wants a GPU and none is visible."""
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device: cuda: no GPU is visible here; expected cpu, or auto")
 
 
 def gpu_bytes() -> int:
-    """Of the GPU that rank zero would have."""
+    """Return the memory size of the GPU that rank zero would use."""
     return torch.cuda.mem_get_info(0)[1]
 
 
 def check_tokenizers(recipe: Recipe) -> None:
-    """A model of other tokens would score, or judge, nonsense, and nobody would see it. Raises ConfigError."""
+    """Check that all models have the same tokens: otherwise they would silently score nonsense. Raises ConfigError."""
     for key, path in others(recipe).items():
         check_same_tokens(recipe.model.path, path, key)
 

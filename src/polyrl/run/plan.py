@@ -1,8 +1,8 @@
-"""What `polyrl train --dry-run` shows: the recipe with every default in it, and what would run where, and how large.
+"""The output of `polyrl train --dry-run`: the recipe with every default, the processes, and their memory.
 
-Rules kept here: nothing is started or written. Data is opened as a run opens it, but no more rows are read than it
-takes to find what a step wants. Of models, only config.json, the headers of their weights and their tokenizers are
-looked at. Sizes of tensors are exact; what training keeps beside them is an estimate, and says so.
+Rules kept here: nothing is started or written. Data is opened as in a run, but only as many rows are read as one
+step needs. From a model directory only config.json, the headers of the weights and the tokenizer are read. Sizes of
+tensors are exact; the other memory of training is an estimate, and marked as one.
 """
 
 import os
@@ -38,13 +38,13 @@ _GIB = 1 << 30
 _SHOWN_TOKENS = 64
 _SHOWN_LINES = 40
 _FEW_PARAMETERS = 10_000_000
-"""With matrices as small as those of fewer, a second thread only waits."""
+"""Below this many parameters the matrices are so small that a second thread only waits."""
 _FILLED = 0.8
-"""Of a GPU's memory, this much is planned at most; the rest is for the engine's cache, and for what nobody planned."""
+"""The largest planned share of a GPU's memory; the rest is for the engine's KV cache and for the unforeseen."""
 
 
 class ModelEstimates(NamedTuple):
-    """What the estimates take from a model directory."""
+    """The facts of a model directory that the estimates need."""
 
     architecture: str
     num_parameters: int
@@ -56,15 +56,15 @@ class ModelEstimates(NamedTuple):
     key: int
     context: int | None
     matrices: dict[str, tuple[int, int]]
-    """Of the layers, by name: what LoRA can change."""
+    """The shapes of the layers' matrices by name, which LoRA can change."""
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes, on the trainer's device; and what lies in the host's memory instead."""
+    """The memory of training in bytes, on the trainer's device and on the host."""
 
     weights: int
     changes: int
-    """Of LoRA; `sums` are what the local engine has for itself beside them."""
+    """The changes of LoRA; `sums` are the local engine's own merged matrices beside them."""
     sums: int
     masters: int
     moments: int
@@ -103,7 +103,7 @@ def show_plan(recipe: Recipe, run_dir: Path) -> str:
 
 
 def _first_prompts(step: list[DomainOfStep]) -> list[str]:
-    """What the model would see first of each domain."""
+    """Show the first prompt of each domain as the model would see it."""
     lines: list[str] = []
     for one in step:
         ids = " ".join(map(str, one.tokens[:_SHOWN_TOKENS]))
@@ -150,7 +150,7 @@ def read_shape(path: str, key: str = "model.path") -> ModelEstimates:
 
 
 def estimate_memory(recipe: Recipe, shape: ModelEstimates) -> MemoryPlan:
-    """Of rank zero, while a micro-batch trains; the engine's cache is let go meanwhile."""
+    """Estimate the memory of rank zero while a micro-batch trains; the engine's KV cache is released meanwhile."""
     width = 2 if recipe.model.dtype == "bfloat16" else _FLOAT32_BYTES
     num = shape.num_parameters
     tokens = recipe.train.micro_batch_tokens
@@ -195,7 +195,7 @@ class _Optimizer(NamedTuple):
 
 
 def _optimizer(recipe: Recipe, num: int, *, half: bool) -> _Optimizer:
-    """Of so many parameters, which need masters where they are in half precision."""
+    """Return the optimizer's memory for `num` parameters. Half-precision parameters need float32 masters."""
     moment = 1 + _FLOAT32_BYTES / _BLOCK if recipe.optimizer.kind == "adamw8bit" else _FLOAT32_BYTES
     return _Optimizer(_FLOAT32_BYTES * num if half else 0, int(2 * moment * num), _FLOAT32_BYTES * num)
 
@@ -281,7 +281,7 @@ def _memory(recipe: Recipe, shape: ModelEstimates) -> list[tuple[str, str]]:
 
 
 def _snapshot(recipe: Recipe, shape: ModelEstimates) -> int:
-    """What is trained, and its moments, of all ranks."""
+    """Return the size of the trained weights and their moments, over all ranks."""
     num = shape.num_parameters
     if recipe.lora.rank:
         num = sum(recipe.lora.rank * (rows + columns) for rows, columns in _changed(recipe, shape))
@@ -324,7 +324,7 @@ def _with(recipe: Recipe, train: TrainSection) -> Recipe:
 def choose_threads(
     recipe: Recipe, num_parameters: int, cores: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Of one rank. Two threads for one core have been seen to be 20 times slower than one."""
+    """Choose the CPU threads of one rank. Two threads on one core have been measured 20 times slower than one."""
     said = environment.get("OMP_NUM_THREADS", "")
     if said.isdecimal() and int(said) > 0:
         return int(said)
@@ -340,6 +340,6 @@ def _worker_threads(recipe: Recipe) -> int:
 
 
 def fits_beside(recipe: Recipe, shape: ModelEstimates, num_bytes: int) -> bool:
-    """Whether rank zero's GPU, of so many bytes, has room for the engine's whole copy of the model beside its part."""
+    """Return whether a GPU of `num_bytes` has room for the engine's whole model beside rank zero's shard."""
     generating = _with(recipe, replace(recipe.train, local_generation=True))
     return estimate_memory(generating, shape).total <= _FILLED * num_bytes

@@ -2,8 +2,8 @@
 
 Rules kept here: each has its log in the run's directory. They are not reached by a Ctrl+C that is meant for the
 trainer, and they end when it dies, however it dies. A manager that dies is started again, at the same port: its journal
-is there, and everyone dials in by themselves. One that ended with a line for a person, of a full disk say, is not: that
-is mended first. Where it says so as it starts again, it is tried once more: its port may be taken for a moment.
+is there, and everyone dials in by themselves. A manager that ended with an error that the user must fix, a full disk
+for example, is not. If it does so during a restart, it is tried once more: its port may be taken for a moment.
 A worker that dies is not started again; workers.py says so.
 
 A port that the recipe names is that one, or an error. Without one it is the usual port, or any that is free where
@@ -35,7 +35,7 @@ from polyrl.wire.control import DEFAULT_PORT
 log = logging.getLogger("polyrl.train")
 
 _START_TIMEOUT_S = 300.0
-"""One that cannot start ends by itself. One that reads a long journal takes its time."""
+"""The time for a manager to start. It is long because a long journal takes time to read."""
 _STOP_TIMEOUT_S = 30.0
 _RESTART_PAUSE_S = 0.5
 _MAX_QUICK_DEATHS = 5

@@ -48,16 +48,16 @@ _GRACE_S = 10.0
 
 
 class RankSetup(Struct, frozen=True):
-    """What the others are told at first."""
+    """The first message from rank zero to the other ranks."""
 
     recipe: Recipe
     run_dir: str
     checkpoint: str | None
-    """That the run goes on from."""
+    """The checkpoint that the run resumes from."""
 
 
 def rank_info(environment: Mapping[str, str]) -> "RankInfo | None":
-    """Which rank this process is; None: the only one, or the one that starts the others. Raises UserError."""
+    """Return this process's rank; None if it is the only one, or starts the others. Raises UserError."""
     from polyrl.trainer.ranks import RankInfo
 
     if _RANK_INFO in environment:
@@ -75,8 +75,9 @@ def rank_info(environment: Mapping[str, str]) -> "RankInfo | None":
 
 
 def with_ranks(read: Callable[[list[str]], Recipe], overrides: list[str], info: "RankInfo | None") -> Recipe:
-    """The recipe that `read` gives for these overrides, with as many ranks as there are. What it leaves to the number
-    of ranks is chosen as it is read. Raises UserError if it says another number.
+    """Read the recipe with these overrides, and with train.ranks set to the number of ranks that torchrun started.
+
+    Defaults that depend on the number of ranks follow it. Raises UserError if the recipe has another number.
     """
     recipe = read(overrides)
     if info is None or recipe.train.ranks == info.size:
@@ -196,7 +197,7 @@ def _meet(info: "RankInfo", run_dir: Path, started: "list[subprocess.Popen[bytes
 
 
 def _lost(error: RuntimeError, run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
-    """Which rank is gone, if that is why something failed."""
+    """Return a line on the rank that ended, if that explains the error; otherwise None."""
     until = time.monotonic() + _DEATH_IS_SEEN_S
     while started and time.monotonic() < until:
         if (why := _ended(run_dir, started)) is not None:
@@ -208,7 +209,7 @@ def _lost(error: RuntimeError, run_dir: Path, started: "list[subprocess.Popen[by
 
 
 def _ended(run_dir: Path, started: "list[subprocess.Popen[bytes]]") -> str | None:
-    """What is said of the first rank that has ended."""
+    """Return a line on the first rank that has ended; None if all are running."""
     for number, process in enumerate(started, 1):
         code = process.poll()
         if code is not None:
@@ -227,7 +228,7 @@ def _start(run_dir: Path, info: "RankInfo") -> "subprocess.Popen[bytes]":
 
 
 def follow(info: "RankInfo") -> int:
-    """The life of every rank but zero. What goes wrong is in its log: rank zero says it to the user."""
+    """Run a rank other than zero. It logs its errors; rank zero reports them to the user."""
     from polyrl.engines.builtin.config import choose_device
     from polyrl.run import models
     from polyrl.trainer import leading

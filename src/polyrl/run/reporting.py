@@ -1,4 +1,4 @@
-"""What a training run says: how to join it, a line a step, a display in a terminal, metrics for whoever tracks them.
+"""The output of a training run: how to join it, a line per step, a terminal display, and metrics for trackers.
 
 Where no display shows it, a wait is told too: that no worker has joined, or that a reward takes long. Zero workers are
 a normal state, so this is no warning. It is told once in a wait, when that has lasted a while, and once more when it is
@@ -67,7 +67,7 @@ class Reporter:
         self._watch = watch
         self._recipe, self._run_dir, self._address, self.display = recipe, run_dir, address, display
         self._validated = validated.read(run_dir, first_step)  # before the lines from there on are cut off
-        """Of the present version: told with the step that starts from it."""
+        """The validation metrics of the present version: reported with the step that starts from it."""
         self._version = first_step
         self._trackers = open_trackers(
             run_dir,
@@ -243,7 +243,7 @@ class Waiting:
         self._is_told = False
 
     def look(self, finding: Finding, now: Seconds, *, is_moving: bool = True) -> str | None:
-        """What is to be said, now that this is what all wait for. `is_moving`: something is written, or trained."""
+        """Return the line to print, if any, for this wait. `is_moving`: tokens are generated or trained."""
         if is_moving and not finding.needs_help and not finding.stalls:
             return self._end(now)
         if self._since is None:

@@ -1,6 +1,6 @@
-"""What a recipe says to each part of a run: the scheduler, engines, the weight server, the manager's process.
+"""Translate a recipe into the settings of each part: the scheduler, engines, the weight server, the manager.
 
-A run that is resumed says the same to the scheduler: the manager's journal was written with it.
+A resumed run gives the scheduler the same settings: the manager's journal was written with them.
 """
 
 import math
@@ -20,7 +20,7 @@ _LOOPBACK = ("127.0.0.0/8",)
 
 
 def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: int = 512) -> SchedulerConfig:
-    """What the recipe says to the scheduler. `num_prompts` counts the rows of each domain that can be used.
+    """Return the scheduler's configuration. `num_prompts` counts the rows of each domain that can be used.
 
     Raises ValueError for a domain that cannot fill a single step.
     """
@@ -87,13 +87,13 @@ def sampling_of(recipe: Recipe) -> Sampling:
 
 
 def caveat_of(recipe: Recipe) -> str:
-    """What every output on the run repeats; mostly nothing."""
+    """Return the caveat that every output of the run repeats; empty unless lengths are imposed."""
     kind = recipe.rollout.impose_lengths.kind
     return "" if kind == "off" else f"{IMPOSED_LENGTHS} ({kind})"
 
 
 def manager_options(recipe: Recipe) -> list[str]:
-    """Of `polyrl manager`, beside where it listens."""
+    """Return the options of `polyrl manager`, other than its address."""
     options: list[str] = []
     if (Path(recipe.model.path) / "tokenizer.json").is_file():  # it can answer OpenAI's clients
         options += ["--tokenizer", recipe.model.path]

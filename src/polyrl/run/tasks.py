@@ -40,7 +40,7 @@ class Tasks(Protocol):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of each domain's prompts in their order; empty where they are drawn as the recipe says."""
+        """The digest of each domain's prompts in order; empty where the recipe alone determines them."""
         ...
 
     async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
@@ -49,7 +49,7 @@ class Tasks(Protocol):
 
     @property
     def validation_names(self) -> list[str]:
-        """Of the sets of prompts for validation."""
+        """The names of the validation sets."""
         ...
 
     def validation_tokens(self, name: str) -> list[TokenIds]: ...
@@ -63,11 +63,11 @@ class Tasks(Protocol):
         ...
 
     def rewards_under_way(self) -> "UnderWay | None":
-        """What reward functions do now; none where there is nothing to say of them."""
+        """Return the present state of the reward functions; None if there is nothing to report."""
         ...
 
     def why_none_scored(self) -> str:
-        """Of a reward that has failed for all answers so far; empty where there is none."""
+        """Return why a reward has failed for all answers so far; empty if none has."""
         ...
 
 
@@ -96,10 +96,10 @@ class RecipeTasks:
         self._asked = lru_cache(_PROMPTS_AT_HAND)(self._read)
         """Read once for all samples of a prompt: a chat template is a program."""
         self._num_failures = [0] * len(domains)
-        """Of each domain's reward."""
+        """The number of failures of each domain's reward."""
         self._is_proven = [False] * len(domains)
         self._failures: dict[int, str] = {}
-        """The last one's reason, by domain."""
+        """The reason of the last failure, by domain."""
         self._hopeless = asyncio.Event()
         self._why_hopeless = ""
 
@@ -184,7 +184,7 @@ class RecipeTasks:
         return f"the reward {names} failed for all of {self._num_failures[domain]} answers: {self._failures[domain]}"
 
     async def close(self) -> None:
-        """Leaves no process of a reward behind."""
+        """End all reward processes."""
         await self._pool.close()
 
 
@@ -227,9 +227,9 @@ class DomainOfStep(NamedTuple):
 
 
 def look_at_a_step(recipe: Recipe) -> list[DomainOfStep]:
-    """What each domain brings to a step; no more rows are read than it takes to find that.
+    """Return each domain's part of one step, reading no more rows than that takes.
 
-    Raises UserError as `load_tasks`, for a row among them.
+    Raises UserError for the same mistakes as `load_tasks`, in the rows that it reads.
     """
     _, domains = _open_all(recipe, one_step=True)
     found: list[DomainOfStep] = []
@@ -260,7 +260,7 @@ def too_few(recipe: Recipe, num_prompts: list[int]) -> list[str]:
 
 
 def _keys(recipe: Recipe) -> list[str]:
-    """Of each domain's settings."""
+    """Return the dotted key of each domain's settings."""
     domains = recipe.data.domains
     return [f"data.domains.{number}" for number in range(len(domains))] if domains else ["data"]
 

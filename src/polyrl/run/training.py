@@ -6,7 +6,7 @@
     manager (a process) <- client <- loop -> steps -> policy
        ^                                              ^ shared
        +---- local worker (in this process) -> engine-+
-       +---- workers of [fleet] (processes), and whoever joins from elsewhere; weights come from here
+       +---- workers of [fleet] (processes), and workers from elsewhere; weights come from here
 
 Rules kept here: what was started is ended, in the opposite order, however the run ends (supervising.py).
 """
@@ -44,13 +44,13 @@ from polyrl.trainer.state.saving import Saver
 
 
 class LiveRun(NamedTuple):
-    """What a companion of the run can see and use of it: `polyrl demo` has one."""
+    """The parts of a run that its companion may use: `polyrl demo` has a companion."""
 
     recipe: Recipe
     run_dir: Path
     address: ManagerAddress
     workers: dict[str, Process]
-    """Those of `[fleet]`, by name."""
+    """The workers of `[fleet]`, by name."""
     fleet: Fleet
     say: Callable[[str | Text], None]
 
