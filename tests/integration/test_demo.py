@@ -13,7 +13,7 @@ from polyrl.cli.main import main
 def test_a_number_of_steps_that_cannot_be_is_one_line_before_a_model_is_made(tmp_path: Path, capsys):
     assert main(["demo", "--steps", "0", "--out", str(tmp_path / "demo")]) == 2
     said = capsys.readouterr()
-    line = "polyrl: error: train.steps: got 0, expected an integer >= 1 (given as train.steps=0)\n"
+    line = "polyrl: error: train.steps: got 0, expected an integer >= 1 and <= 1e+09 (given as train.steps=0)\n"
     assert (said.out, said.err) == ("", line)
     assert not (tmp_path / "demo").exists()
 
