@@ -99,7 +99,7 @@ def train_work(args: argparse.Namespace) -> "TrainWork":
 
 
 def _arch(args: argparse.Namespace, *counts: str) -> str | None:
-    """The shape to measure; None: a directory. Raises UserError for what cannot be measured at all."""
+    """Return the model shape to measure; None for a model directory. Raises UserError if it cannot be measured."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UserError("this part needs more than the base install: pip install polyrl[train]")
     if args.arch is not None and args.model is not None:

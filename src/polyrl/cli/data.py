@@ -71,7 +71,7 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise OSError before half a minute of work, not after it. Nothing is made."""
+    """Check that a folder can be written, before half a minute of work. Nothing is created. Raises OSError."""
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     with tempfile.TemporaryFile(dir=there):
         pass

@@ -23,7 +23,7 @@ _JOIN_AT_STEP = 4
 _KILL_AT_STEP = 10
 _KILL_PATIENCE_S = 60.0
 _STEADY = 5
-"""Steps at the beginning and at the end whose mean rewards are compared."""
+"""The number of first and of last steps whose mean rewards are compared."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _play(live: "LiveRun") -> None:
-    """A worker joins, another is killed while it writes."""
+    """Let a worker join, and kill another while it generates."""
     from polyrl.run import workers
 
     await live.fleet.line(_JOIN_AT_STEP - 1)
@@ -81,7 +81,7 @@ async def _play(live: "LiveRun") -> None:
 
 
 async def _until_it_writes(live: "LiveRun", name: str) -> int:
-    """How many answers it is writing, as soon as there are some."""
+    """Wait until the worker generates, and return the number of answers in progress."""
     import asyncio
 
     deadline = time.monotonic() + _KILL_PATIENCE_S
@@ -95,7 +95,7 @@ async def _until_it_writes(live: "LiveRun", name: str) -> int:
 
 
 def _conclude(out: Path, why: str, seconds: float) -> int:
-    """The ledger, the pictures, and whether it learned."""
+    """Print the ledger, draw the pictures, and say whether the model learned."""
     from polyrl.cli import main
     from polyrl.telemetry.metrics import read_steps
 

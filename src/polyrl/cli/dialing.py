@@ -1,4 +1,4 @@
-"""Options that every command which dials a manager has, and the dialer they make."""
+"""The options of all commands that dial a manager, and the dialer made from them."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 StructT = TypeVar("StructT")
 AnswerT = TypeVar("AnswerT")
 _STANDS_STILL_S = 60.0
-"""A manager that has read no more of its run for so long is not waited for."""
+"""A manager that makes no progress in reading its run for this long is given up."""
 _LOOK_AGAIN_S = 0.5
 
 
@@ -49,7 +49,7 @@ def dialer(args: argparse.Namespace) -> "Dialer":
 
 
 def dialer_to(url: str, token_file: str | None, ca: str | None, options: str = "--token-file") -> "Dialer":
-    """`options`: those that may name a token, for who has given none."""
+    """Return a dialer. `options` names the options for a token, for the error message if none was given."""
     from polyrl.wire.credentials import TOKEN_VARIABLE, client_tls, find_token
     from polyrl.wire.dial import Dialer
 
@@ -59,7 +59,7 @@ def dialer_to(url: str, token_file: str | None, ca: str | None, options: str = "
 
 
 async def answer(dialer: "Dialer", path: str, kind: type[StructT]) -> StructT:
-    """The manager's answer. While a manager reads its run again, wait for it and show how far it is."""
+    """Return the manager's answer. While the manager still reads its run, wait and show its progress."""
     from polyrl.wire.dial import Patience, Starting
 
     patience, shown = Patience(_STANDS_STILL_S), ""

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(given: str) -> str:
-    """Bytes that the locale has no letters for are in an argument as surrogates. They are UTF-8 all the same."""
+    """Decode an argument as UTF-8. Bytes that the locale cannot decode reach us as surrogates."""
     try:
         return given.encode(errors="surrogateescape").decode()
     except UnicodeError as error:

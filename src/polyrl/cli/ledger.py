@@ -1,7 +1,7 @@
 """`polyrl ledger`: what became of every prompt, sample, token, second and dollar of a run, from its journal alone.
 
-Exit code 1 means that we are wrong: a law does not hold, or this version decides otherwise than the one that wrote the
-journal.
+Exit code 1 means a bug of ours: an invariant does not hold, or this version decides differently from the one that wrote
+the journal.
 """
 
 import argparse

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, CliCommand] =
 
 
 def _prepare_process() -> None:
-    """See to what libraries take for granted, and abort without."""
+    """Set up the streams and check the working directory: some libraries abort without them. Raises UserError."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # uvloop takes one of these for a standard stream
         pass
     os.close(descriptor)
@@ -107,7 +107,7 @@ def _prepare_process() -> None:
 
 
 def _run_and_flush(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> int:
-    """Flush here, where a reader that went away can still be answered; at interpreter exit it cannot."""
+    """Run the command and flush its output. A closed pipe can be handled here, but not at interpreter exit."""
     try:
         code = _dispatch(argv, commands)
     except SystemExit:
@@ -143,7 +143,7 @@ def _run_command(name: str, command: CliCommand, argv: Sequence[str]) -> int:
 
 
 def _front_parser(argv: Sequence[str], commands: Mapping[str, CliCommand]) -> argparse.ArgumentParser:
-    """Only for --help, --version and the error about any other option: it never sees a command's arguments."""
+    """Return the parser for --help, --version and unknown options. It never sees a command's arguments."""
     width = max(len(name) for name in commands)
     listing = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in commands.items())
     parser = Parser(
@@ -178,5 +178,5 @@ def _stdout_takes_more() -> bool:
 
 
 def _discard_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not fail again."""
+    """Redirect stdout to the null device, so that the interpreter's last flush does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

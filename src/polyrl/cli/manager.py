@@ -99,7 +99,7 @@ async def _serve(args: argparse.Namespace, settings: "ManagerSettings", tls: "SS
 
 
 def _way_in(args: argparse.Namespace, address: "ListenAddress") -> tuple[str, str]:
-    """A URL that the certificate is of, and whom a worker must be told to trust: nobody if its system does already."""
+    """Return a URL that matches the certificate, and a worker's `--ca` option, empty if the system trusts it."""
     from polyrl.config.recipe import ManagerSection
     from polyrl.errors import UserError
     from polyrl.run.encryption import encryption

@@ -1,6 +1,6 @@
-"""argparse, whose mistakes are a UserError: one line, with the nearest name that it knows.
+"""An argparse parser that raises UserError: one line, with the nearest known name.
 
-An option that nobody knows is told before anything else that is wrong: what it was meant to say may be what is missing.
+An unknown option is reported before any other mistake: it may be a misspelling of the argument that is missing.
 A command that does several things has no subcommands: its first argument is the action. Options belong to all actions
 of a command; their help says which action they are for.
 """
@@ -14,7 +14,7 @@ from polyrl.errors import UserError
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, argv: Sequence[str], **settings: Any) -> None:
-        """`argv`: what it will be given."""
+        """`argv` are the arguments that will be parsed."""
         super().__init__(**settings)
         self._argv = argv
 
@@ -53,7 +53,7 @@ Actions = Mapping[str, CliAction]
 
 
 def add_action(parser: argparse.ArgumentParser, actions: Actions, examples: str) -> None:
-    """The first argument, and the list of what it may be; `examples` are whole commands, a line each."""
+    """Add the first argument, with the list of its actions. `examples` are whole commands, one per line."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(len(f"{name} {action.usage}") for name, action in actions.items())
     lines = [f"  {f'{name} {action.usage}':<{width}}  {action.help}" for name, action in actions.items()]

@@ -1,7 +1,7 @@
 """`polyrl plot`: pictures of one run, or of several against each other.
 
-Rules: what cannot be drawn is said in one line, and the rest is drawn. Pictures are made from the run, so those of the
-same name are drawn anew; nothing else is written over.
+Rules: a picture that cannot be drawn is reported in one line, and the rest are drawn. Pictures of the same name are
+overwritten, since they can be drawn again from the run; nothing else is.
 """
 
 import argparse

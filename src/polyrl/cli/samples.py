@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _texts(run_dir: Path, folder: str | None) -> "Texts":
-    """By the tokenizer of the run's recipe, or of a directory; without either, tokens are shown as numbers."""
+    """Return a decoder, from the directory or else the run's recipe; without either it shows tokens as numbers."""
     from polyrl.config import load_toml
     from polyrl.data.tokens import ModelTokenizer
 
@@ -140,5 +140,5 @@ def _cut(text: str, *, full: bool) -> str:
 
 
 def visible(text: str) -> str:
-    """A model's words as a terminal can take them: what is not printable, but for the ends of lines, is written out."""
+    """Return a model's text in a form that is safe in a terminal: unprintable characters but newlines are escaped."""
     return "\n".join(map(plain, text.replace("\t", "    ").split("\n")))

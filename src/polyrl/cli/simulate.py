@@ -1,7 +1,7 @@
 """`polyrl simulate`: play a scenario on a virtual clock; table and pictures for a person, JSON for a machine.
 
-A scenario that cannot be played is refused before anything is written. Exit code 1 means that we are wrong: a law does
-not hold, or the run got stuck.
+A scenario that cannot be played is refused before anything is written. Exit code 1 means a bug of ours: an
+invariant does not hold, or the run got stuck.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load(args: argparse.Namespace) -> "Scenario":
-    """The scenario that the arguments ask for."""
+    """Load the scenario that the arguments name."""
     from polyrl.sim.library import load_scenario
 
     if args.scenario is None:

@@ -1,4 +1,4 @@
-"""`polyrl status`: who is there, what runs, who waits for whom."""
+"""`polyrl status`: the members of the fleet, their work, and what each waits for."""
 
 import argparse
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`polyrl train`: make a model better, on whatever devices there are."""
+"""`polyrl train`: train a model on the devices that are available."""
 
 import argparse
 import os

@@ -1,8 +1,8 @@
 """`polyrl weights ACTION PLACE...`: look at weight versions, check them, compare them, move them.
 
 `serve` and `pull` need the run's worker token; with it, a trainer that runs can be pulled from too. `pull` without
-`--digest` takes the newest version that is offered, and believes the source which one that is; with it, nothing else is
-accepted.
+`--digest` takes the newest version that the source offers, and trusts the source on that; with it, only the version of
+that digest is accepted.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def _verify(args: argparse.Namespace, directory: Path) -> int:
 
 
 def _diff(args: argparse.Namespace, old: Path, new: Path) -> int:
-    """Exit code 0 when they are the same, 1 when they differ, as diff(1) does."""
+    """Compare two versions. Return exit code 0 if they are equal, 1 if they differ, like diff(1)."""
     from polyrl.weights import looking
 
     facts, changed, layouts = looking.compare(old, new, threads=args.threads)
@@ -268,7 +268,7 @@ def _tls(args: argparse.Namespace) -> "Tls | None":
 
 
 def _progress(args: argparse.Namespace) -> "OnProgress | None":
-    """A line that is written over, on a terminal."""
+    """Return a progress line that overwrites itself; None without a terminal."""
     if args.json or not sys.stderr.isatty():
         return None
 

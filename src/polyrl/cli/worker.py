@@ -33,7 +33,7 @@ docs/guides/engines.md those of vllm and sglang; docs/guides/extend.md shows an 
 goes to the server as it is."""
 
 EXIT_LEFT_BADLY = 1
-"""Something failed. A worker that can never take part, as it was started, ends as bad input does."""
+"""The exit code of a worker that failed. A worker whose options can never work exits as for bad input."""
 EXIT_TERMINATED = 143  # 128 + SIGTERM, as a shell reports it
 _SIGTERM = "SIGTERM"
 _TAIL_LINES = 20
@@ -176,7 +176,7 @@ def _engine(args: argparse.Namespace) -> "Engine":
 
 
 def _peer_of(args: argparse.Namespace) -> "PeerOf":
-    """The peer that fetches weights; it listens for others where `--relay-on` says."""
+    """Return the peer that fetches weights, and serves other workers on the networks of `--relay-on`."""
     from urllib.parse import urlsplit
 
     from polyrl.weights.peer import WeightPeer
@@ -198,7 +198,7 @@ def _peer_of(args: argparse.Namespace) -> "PeerOf":
 
 
 async def _check(args: argparse.Namespace, engine: "Engine") -> int:
-    """Try the engine. A failure is a line, with the end of a server's log."""
+    """Try the engine. A failure is reported in a line, with the end of the server's log."""
     from polyrl.engines.check import check
     from polyrl.engines.engine import EngineError
     from polyrl.engines.served.process import tail

@@ -1,7 +1,7 @@
 """From a configuration back to TOML: resolved configurations, defaults, and values inside messages.
 
-Rules: what is written reads back as the same struct; keys keep the order of the struct; one key a line.
-Left out: comments, and None, which TOML cannot say. A None is omitted, so a field that may be None has None as its
+Rules: the output reads back as the same struct; keys keep the order of the struct; one key per line.
+Left out: comments, and None, which TOML cannot express. A None is omitted, so a field that may be None has None as its
 default if its struct is to come back the same. A None inside a list is an error. `tomli-w` is not used: it writes every
 list on lines of its own, a value each, which takes the quantiles of a scenario to a page, and has no value behind an
 equals sign, which overrides, messages and workers' arguments need.
@@ -20,13 +20,13 @@ _SHOWN_CHARACTERS = 60
 
 
 def dump_toml(config: msgspec.Struct) -> str:
-    """The whole configuration as a TOML document."""
+    """Return the whole configuration as a TOML document."""
     tree = msgspec.to_builtins(config, str_keys=True)
     return "\n".join(_table_lines((), tree)).lstrip("\n") + "\n"
 
 
 def show_value(value: Any) -> str:
-    """A value as a message names it: tables and lists by their kind, the others as TOML, cut when long."""
+    """Return a value for a message: tables and lists by their kind, others as TOML, shortened if long."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def _is_array_of_tables(value: Any) -> bool:
 
 
 def inline(value: Any) -> str:
-    """A value as TOML writes it behind an equals sign, tables and lists too."""
+    """Return a value, tables and lists included, as TOML writes it after an equals sign."""
     match value:
         case bool():
             return "true" if value else "false"

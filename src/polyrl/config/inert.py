@@ -1,6 +1,6 @@
-"""Settings of an algorithm that were made and cannot act: a line for each, by its key, with what would let it act.
+"""Find algorithm settings that have no effect: a line for each key, with what would give it one.
 
-A run does what it says all the same, so these are warnings: at the start, and in `--dry-run`. Settings that contradict
+The run is still valid, so these are warnings: at the start, and in `--dry-run`. Settings that contradict
 each other are refused by the recipe. tests/trainer/test_inert.py compares gradients with and without each setting.
 """
 

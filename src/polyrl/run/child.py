@@ -1,7 +1,7 @@
-"""The process that a run started from Python lives in, and what it says to the program that started it.
+"""The process of a run that was started from Python, and its messages to the program that started it.
 
     stdin    one line, the request; then nothing. Its end, or another parent, means that the program is gone
-    stdout   one JSON line an event: RunBegun, StepTold..., and how it ended
+    stdout   one JSON line per event: RunBegun, StepTold..., and how the run ended
     stderr   all that `polyrl train` would print
 
 Rules kept here: a run is stopped by SIGTERM, as `polyrl train` is, and also when its program dies, so that nothing is
@@ -34,7 +34,7 @@ class RunRequested(Struct, frozen=True, kw_only=True):
 
 
 class RunBegun(Struct, frozen=True, tag=True):
-    """Models are loaded, the manager and the workers are started: the first round is asked for."""
+    """Models are loaded, the manager and the workers are started, and the first round is requested."""
 
     recipe: dict[str, Any]
     url: str

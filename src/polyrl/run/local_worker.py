@@ -29,7 +29,7 @@ _PROMPT_ROOM = 512
 
 @asynccontextmanager
 async def started_engine(recipe: Recipe, policy: Policy) -> AsyncIterator[LocalEngine | None]:
-    """On the trainer's own device; None if it never generates."""
+    """Run an engine on the trainer's own device; None if it never generates."""
     if not models.uses_engine(recipe):
         yield None
         return
@@ -65,7 +65,7 @@ def num_slots(num_samples: int, device_type: str) -> int:
     """Return how many samples of a round the local engine runs at once.
 
     It has a new version before any other worker does, and an answer of a small model is written before they have
-    fetched it. On a CPU, which trains small models, half of a round therefore waits for whoever comes first.
+    fetched it. On a CPU, which trains small models, half of a round is therefore left for the first worker to be free.
     """
     if device_type == "cuda":
         return min(_GPU_SLOTS, num_samples)
@@ -76,7 +76,7 @@ def num_slots(num_samples: int, device_type: str) -> int:
 async def joined(
     recipe: Recipe, dialer: Dialer, fleet: Fleet, engine: LocalEngine | None, devices: Devices
 ) -> "AsyncIterator[asyncio.Task[Left] | None]":
-    """The trainer's devices as a member of the fleet. None, and only validation has the engine, if it is to be none."""
+    """Join the fleet with the trainer's devices. None without local generation: only validation uses the engine."""
     if engine is None or not recipe.train.local_generation:
         yield None
         return

@@ -1,7 +1,7 @@
-"""All that can be refused is refused before anything is started: nothing is written, no model is loaded.
+"""Check a run before anything is started: nothing is written, no model is loaded.
 
-`check` is what a run asks; `polyrl train --dry-run` asks the part of it that needs no port and no run directory
-(plan.py). Logs go into the run's directory, which `logging_to` makes.
+A run calls `check`; `polyrl train --dry-run` makes the checks that need no port and no run directory (plan.py).
+Logs go into the run's directory, which `logging_to` makes.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from polyrl.weights import sender
 
 
 class Checked(NamedTuple):
-    """A recipe with nothing left open, and what was opened to find that it can run."""
+    """A recipe with every default filled in, and the parts that were opened to check it."""
 
     recipe: Recipe
     tls: Encryption | None
@@ -37,7 +37,7 @@ class Checked(NamedTuple):
 
 
 def check(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Checked:
-    """Raises UserError for what a run could not be, or go on, with. `point` is where it is resumed; None: it begins."""
+    """Check that a run can begin, or resume at `point`. Raises UserError."""
     if point is None:
         _check_that_none_is_there(run_dir)
     models.check_device(recipe)

@@ -39,11 +39,11 @@ _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 30.0
 _RESTART_PAUSE_S = 0.5
 _MAX_QUICK_DEATHS = 5
-"""A manager that dies so often within a minute is not started again."""
+"""A manager that dies this often within a minute is not started again."""
 _MAX_FAILED_STARTS = 5
-"""Nor one that dies so often in a row before it is up: over a long journal each of these may take minutes."""
+"""Nor is one that dies this often in a row before it is up: with a long journal each start may take minutes."""
 _MAX_BAD_RESTARTS = 2
-"""Nor one that says so often in a row, as it starts again, what a person must mend."""
+"""Nor is one whose restarts fail this often in a row with an error that the user must fix."""
 _LITTLE_ROOM_BYTES = 1 << 16
 _ANY = 0
 
@@ -55,7 +55,7 @@ class ManagerAddress(NamedTuple):
 
 
 async def start(arguments: Sequence[str], log_file: Path, more: Mapping[str, str] | None = None) -> Process:
-    """`polyrl` with these arguments, and more environment; what it prints goes to the end of the file."""
+    """Start `polyrl` with these arguments and more environment variables. Its output is appended to the file."""
     with log_file.open("ab") as output:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", "polyrl", *arguments,
@@ -70,7 +70,7 @@ def terminate_with_parent() -> None:
 
 
 async def stop(process: Process, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-    """SIGTERM; SIGKILL if it has not ended in time."""
+    """Send SIGTERM, then SIGKILL if the process has not ended in time."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -85,7 +85,7 @@ async def stop(process: Process, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
 
 
 class ManagerProcess:
-    """The run's manager, for as long as the run lasts."""
+    """The manager's process, kept alive for as long as the run lasts."""
 
     def __init__(self, run_dir: Path, host: str, port: int, options: Sequence[str] = ()) -> None:
         """`options` are further ones of `polyrl manager`."""
@@ -154,7 +154,7 @@ class ManagerProcess:
             await asyncio.sleep(_RESTART_PAUSE_S)
 
     def _what_it_said(self, since: int = 0) -> str:
-        """On a full disk it could not say so: its log lies there too."""
+        """Return the manager's last line. Add that the disk is full: its log is on that disk, so it may not say so."""
         said = last_line(self._log_file, since).removeprefix("polyrl: error: ")
         no_space, room = os.strerror(errno.ENOSPC), shutil.disk_usage(self._run_dir).free
         return f"{self._run_dir}: {no_space} ({said})" if room < _LITTLE_ROOM_BYTES and no_space not in said else said

@@ -1,6 +1,6 @@
-"""A run that is resumed: what it was, what has changed, and its models as the newest checkpoint has them.
+"""Resume a run: read its recipe and its changes, and load its models from the newest checkpoint.
 
-Before a run goes on with other settings, steps that only the log has are trained again as they were, and kept.
+Before a run continues with other settings, the steps that are only in the log are trained again with the old ones.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from polyrl.trainer.state.saving import tidy
 
 class Resumed(NamedTuple):
     recipe: Recipe
-    """With what is changed from here on; `before`: as it was until now."""
+    """The recipe with the changes; `before` is the recipe without them."""
     before: Recipe
     point: ResumePoint | None
     """None: the run was killed before anything was trained, and begins."""
 
 
 def reopen(run_dir: Path, overrides: list[str]) -> Resumed:
-    """Read what a run goes on from. Raises UserError for one that cannot, or that is done."""
+    """Read the state from which a run resumes. Raises UserError if the run cannot resume, or is done."""
     read = ranks.with_ranks(
         lambda given: checkpoints.read_recipe(run_dir, given)[1], overrides, ranks.rank_info(os.environ)
     )

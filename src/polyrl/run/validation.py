@@ -31,7 +31,7 @@ def validator(
     fleet: Fleet,
     saver: Saver | None = None,
 ) -> Callable[[int], Coroutine[Any, Any, None]] | None:
-    """Validates a version, unless that is done already; none where the recipe wants no validation."""
+    """Return a function that validates a version once; None without an engine, or if the recipe does not validate."""
     wanted = recipe.validation
     if engine is None or not recipe.validates:
         return None
@@ -76,7 +76,7 @@ async def _attempt(recipe: Recipe, engine: LocalEngine, tasks: Tasks, name: str)
     answers = await engine.answer(questions)
 
     async def score(place: int) -> float | str:
-        """Or why there is no reward: then it is no attempt, not a wrong one."""
+        """Return the reward, or why there is none: an attempt without a reward is left out, not counted as wrong."""
         answer = answers[place]
         if not answer.is_whole:
             return f"no answer: {answer.finish}"

@@ -39,7 +39,7 @@ _ASK_EVERY_S = 2.0
 
 
 def check_settings(recipe: Recipe) -> None:
-    """Raise ConfigError for what a worker would end with, and only its log would say why."""
+    """Raise ConfigError for settings that would end a worker with an explanation only in its log."""
     engine = recipe.fleet.engine
     registry.check_settings(engine, recipe.fleet.settings, recipe.model.path)
     if recipe.fleet.workers and engine in NAMES:
@@ -54,7 +54,7 @@ def join_command(recipe: Recipe, run_dir: Path, url: str) -> str:
 
 
 def join_command_of(run_dir: Path) -> str:
-    """How a worker joins a run that `polyrl train` runs; empty where that is not known here."""
+    """Return the command that joins a run of `polyrl train`; empty if it is not known here."""
     try:
         recipe = build(load_toml(run_dir / "recipe.toml"), Recipe)
         url = json.loads((run_dir / "manager.json").read_text())["url"]
@@ -66,7 +66,7 @@ def join_command_of(run_dir: Path) -> str:
 
 
 def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list[str]:
-    """How a worker joins this run, from this machine: what `polyrl` is called with."""
+    """Return the arguments of `polyrl` for a worker of this run on this machine."""
     wanted = recipe.fleet
     arguments = [*_joining(recipe, run_dir, url, wanted.engine, recipe.model.path), "--name", name]
     settings, flags = dict(wanted.settings), []
@@ -147,7 +147,7 @@ def _log_file(run_dir: Path, name: str) -> Path:
 
 
 async def until_joined(recipe: Recipe, fleet: Fleet, workers: dict[str, Process]) -> None:
-    """All that were started here, where the recipe wants to begin with them."""
+    """With `fleet.wait`, wait for all workers started here to join. Warn and return if time is up or one has ended."""
     until = time.monotonic() + (_JOIN_TIMEOUT_S if recipe.fleet.engine == "builtin" else _SERVER_TIMEOUT_S)
     while recipe.fleet.wait and workers.keys() - {one.name for one in (await fleet.status()).workers}:
         if time.monotonic() > until or any(one.returncode is not None for one in workers.values()):
