@@ -9,10 +9,10 @@
 
 | module | holds |
 |---|---|
-| `fleet` | what a trainer does, and what it hears |
-| `line` | staying connected: whatever was said is said again until it is on file at the manager |
+| `fleet` | the trainer's calls, and the messages it receives |
+| `line` | staying connected: every statement is sent again until the manager has it on file |
 
-It survives breaks and restarts of the manager: what was missed is sent again.
+It survives broken connections and restarts of the manager: missed messages are sent again.
 
 Left out: training, serving weights (a version is a number here, with a digest and addresses), and the local worker.
 """

@@ -122,8 +122,8 @@ async def connect(
     """Open the run at this manager, or go on with it. Without `reward`, every answer counts as scored with 0.
 
     `has_weights`: every version is published with where its weights are, and no worker writes without them. `caveat` is
-    repeated by whatever tells of the run: status, ledger, stories, pictures. `trains`: emulated workers are refused.
-    `answers`: what tokens and ends of the model can be; workers that send others are refused, and groups with them too.
+    repeated by every output on the run: status, ledger, stories, pictures. `trains`: emulated workers are refused.
+    `answers`: the tokens and ends that the model can have; workers that send others are refused, as are their groups.
     """
     async with Dialer(url, token, tls) as dialer:
         fleet = Fleet(
@@ -278,7 +278,7 @@ class Fleet:
 
     @asynccontextmanager
     async def validation(self) -> AsyncIterator[None]:
-        """The trainer validates for as long as this lasts: its time is no step's, and it waits for nobody.
+        """Mark the time within the block as validation: it belongs to no step, and is no waiting time.
 
         A trainer that is broken off meanwhile does not say so: the manager sees another process go on.
         """
@@ -309,7 +309,7 @@ class Fleet:
             return next(one for one in self.lines if one.step == step)
 
     async def settled(self) -> None:
-        """Wait until all that was said up to now is on file at the manager; others go on speaking meanwhile."""
+        """Wait until the manager has all statements made so far on file; other tasks may make new ones meanwhile."""
         last = self._line.last_said
         async with self._changed:
             await self._changed.wait_for(lambda: self._line.is_on_file(last) or self._has_failed)

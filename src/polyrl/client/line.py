@@ -1,4 +1,4 @@
-"""A trainer's line to the manager: dialled again after any break, and what was said is said again until it is on file.
+"""A trainer's line to the manager: dialled again after any break; statements are resent until they are on file.
 
 Rules kept here: statements are numbered and go out in order. After a break, all that was not acknowledged goes out
 again before anything new. A fault that waiting cannot mend (a wrong token, another trainer) is a UserError.

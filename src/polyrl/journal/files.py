@@ -90,7 +90,7 @@ def open_journals(path: Path | str) -> Iterator[Journal]:
 
 
 def open_journal(file: Path) -> tuple[JournalHeader, Iterator[Record]]:
-    """A journal's header, and its records as they are asked for."""
+    """Return a journal's header, and its records as they are asked for."""
     try:
         opened = file.open("rb")
     except FileNotFoundError as error:

@@ -36,7 +36,7 @@ FORMAT = 1
 COMMANDS_DIGEST_BYTES = 8
 
 CAVEAT = "caveat"
-"""In `about`: what every output on the run repeats, since nobody should read its numbers without it."""
+"""The key in `about` of the warning that every output on the run repeats: its numbers should not be read without it."""
 
 _MAGIC = b"polyrl-journal "
 _MAX_FIRST_LINE = 32

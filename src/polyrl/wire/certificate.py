@@ -1,6 +1,6 @@
-"""A certificate, before anybody is let in with it: whether those who dial will believe it, and under which names.
+"""Check a certificate before it is used: whether clients will accept it, and under which names.
 
-Asked of OpenSSL itself, by a handshake in memory: what it says there is what it will say to a worker.
+OpenSSL itself is asked, by a handshake in memory: its answer there is the one that a worker will get.
 """
 
 import ssl

@@ -32,12 +32,12 @@ _pack_cell = struct.Struct("<if").pack
 _least, _most = np.minimum.reduce, np.maximum.reduce
 """As `min` and `max` of an array, without what these do in Python first: half of their time where a frame is small."""
 _FEW = 8
-"""Up to so many cells, numpy takes longer to begin than it saves."""
+"""Up to this number of cells, numpy takes longer to start than it saves."""
 
 MAX_LOGPROB = 1e-3
 """Rounding in an engine's softmax may lift a certain token's log-probability a little above 0."""
 MIN_LOGPROB = -100.0
-"""A token of probability e^-100 is drawn by nobody: not once in all tokens that were ever generated."""
+"""A token of probability e^-100 is never drawn: not once in all tokens that were ever generated."""
 _SURELY_GOOD = bytes([*range(struct.pack("<f", MAX_LOGPROB)[3]), *range(0x80, struct.pack("<f", MIN_LOGPROB)[3])])
 """The highest byte (sign and most of the exponent) of log-probabilities that are surely between the two."""
 ANY_ID = 1 << 31

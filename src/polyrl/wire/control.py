@@ -39,7 +39,7 @@ class JoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     version: Annotated[int, Meta(ge=0, le=1 << 50)] | None = None
     starting_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     local: bool = False
-    """It shares the trainer's devices and weights. Only who has the admin token may say so."""
+    """It shares the trainer's devices and weights. Only a worker with the admin token may say so."""
     relays: bool = False
     """Others may fetch weights from it."""
 
@@ -60,9 +60,9 @@ class NameReply(Struct, frozen=True, kw_only=True):
     """Whether a worker that is about to start will be let in under a name."""
 
     refusal: str = ""
-    """Why not: somebody is connected under it, and does not leave. Empty: nobody is in its way."""
+    """Why not: another worker is connected under the name, and does not leave. Empty: the name is free."""
     missed_in_s: float = 0.0
-    """That one is missed by then, if it has died without a word."""
+    """The time in which that worker is given up, if it has died without a goodbye."""
 
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -91,7 +91,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     caveat: Annotated[str, Meta(max_length=200, pattern=PRINTABLE)] = ""
     """A warning that every output on the run repeats: its numbers should not be read without it."""
     trains: bool = False
-    """A model is trained on what they write: nobody may take part whose engine has none."""
+    """A model is trained on the answers: a worker whose engine has no model is refused."""
     answers: AnswerRules | None = None
     """None: answers are of no model that the trainer knows, and any token id may come."""
 
@@ -221,7 +221,7 @@ class Status(Struct, frozen=True, kw_only=True):
     max_new_tokens: int = 0
     """Where answers end."""
     rewards: RewardsStatus | None = None
-    """None: the trainer has not said."""
+    """None: the trainer has not reported."""
 
 
 class HealthReply(Struct, frozen=True, kw_only=True):

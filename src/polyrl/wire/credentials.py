@@ -112,7 +112,7 @@ def server_tls(cert: str | None, key: str | None) -> ssl.SSLContext | None:
 
 
 def client_tls(url: str, ca: str | None) -> ssl.SSLContext | None:
-    """How to check who is at the other end of an https URL; None for plain http."""
+    """Return the context that checks the server of an https URL; None for plain http."""
     if not url.startswith(("https://", "wss://")):
         if ca is not None:
             raise UserError(f"{url}: --ca is for https")

@@ -50,7 +50,7 @@ class NameTaken(Unreachable):
 
 
 class NotKnown(UserError):
-    """The manager has nothing at that path. It may be older than who asks."""
+    """The manager has nothing at that path. It may be older than the client."""
 
 
 class SessionOver(Exception):
@@ -80,7 +80,7 @@ class Dialer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether what is said can be read on the way."""
+        """Whether the traffic can be read on the way."""
         return self.url.startswith("http://")
 
     async def __aenter__(self) -> "Dialer":
@@ -197,7 +197,7 @@ def _share_in(headers: Mapping[str, str]) -> float | None:
 
 
 class Patience:
-    """For how long somebody tries again: so long since a good moment, and each step of a manager that starts is one."""
+    """The time limit of retries, counted from the last progress; each step of a manager that starts is progress."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -218,7 +218,7 @@ class Patience:
 
 
 def _error_in(content: bytes) -> str | None:
-    """Return what a manager said when it refused; None: no manager said it."""
+    """Return a manager's reason for a refusal; None if the reply is not from a manager."""
     try:
         return msgspec.json.decode(content, type=ErrorReply).error
     except _NO_JSON:

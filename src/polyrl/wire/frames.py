@@ -8,7 +8,7 @@
 
 Rules: a connection may break at any moment and is dialled again. Nothing is resent by number; each side says at the
 start what it holds, and the other sends what is missing (a worker's leases by token offset, a trainer's open round).
-So whatever is said must bear being said twice. Payload is packed columns (columns.py), never lists of tokens.
+So every frame must be safe to receive twice. Payload is packed columns (columns.py), never lists of tokens.
 
 Everything here is decoded by type; an unknown tag or a wrong field is a DecodeError and closes the connection.
 """
@@ -76,7 +76,7 @@ class Sampling(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     ignore_eos: bool = False
     imposed: ImposedLengths | None = None
-    """Answers of these lengths, whatever the model would say. The worker sees to it."""
+    """Lengths that the worker imposes on answers, regardless of the model."""
 
     @property
     def truncates(self) -> bool:
@@ -124,7 +124,7 @@ class Ended(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_field
 class NewTokens(Frame, frozen=True, tag="tokens", forbid_unknown_fields=True):
     """New tokens of running samples, and which of them ended. Acknowledged by `seq` when it is journalled.
 
-    It goes into the journal as it came, so nothing may be in it that nobody reads.
+    It goes into the journal unchanged, so it may hold nothing that is never read.
     """
 
     seq: Natural
@@ -355,7 +355,7 @@ class StepDone(Frame, frozen=True, tag="step_done"):
 
 
 class Validating(Frame, frozen=True, tag="validating"):
-    """It validates from now on, or has ended that: no part of a step, and nobody waits for samples meanwhile."""
+    """The trainer begins or ends validation: that time is no part of a step, nor a wait for samples."""
 
     seq: Natural
     begins: bool
@@ -486,7 +486,7 @@ class Dropped(Frame, frozen=True, tag="dropped"):
 
 
 class Closed(Frame, frozen=True, tag="closed"):
-    """All of a round is delivered. A rejection voids it; then it is said again."""
+    """All of a round is delivered. A rejection voids it; then it is sent again."""
 
     step: int
     delivered: tuple[int, ...]

@@ -6,10 +6,10 @@
                               +--------------- we were given up ------+        leases are over
 
 A local worker shares the trainer's devices: told its duty, it gives them over, or takes them back. It fetches no
-weights; whoever changes those that it shares says so to its engine.
+weights; the trainer, which changes the shared ones, tells its engine so.
 
-Rules kept here: nothing inbound is needed. The engine goes on while the connection is broken; what it makes is kept and
-sent by offset afterwards. A signal means: hand everything over at its current token, then leave, within a deadline.
+Rules kept here: nothing inbound is needed. The engine goes on while the connection is broken; its tokens are kept
+and sent by offset afterwards. A signal means: hand everything over at its current token, then leave, within a deadline.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("polyrl.worker")
 
 _ENDS_TOGETHER_S = 0.005
-"""Answers that end within this time are told of in one frame."""
+"""Answers that end within this time are reported in one frame."""
 _WELCOME_S = 10.0
 """A manager that has taken a connection answers within this time."""
 
@@ -59,9 +59,9 @@ class WorkerOptions(NamedTuple):
     give_up_after_s: float = 600.0
     """A manager that cannot be reached for this long is given up."""
     name_patience_s: float = 30.0
-    """So long may our name be somebody else's: one that died without a word is missed sooner."""
+    """How long another worker may hold our name: one that died without a goodbye is given up sooner."""
     session_file: Path | None = None
-    """Where the session is kept, so that a process started in our place has our name at once."""
+    """The file with the session, so that a process started in our place gets our name at once."""
     pull_deadline_s: float = 840.0
     """A version that has not come by then has failed."""
     relays: bool = True
@@ -109,17 +109,17 @@ class WorkerAgent:
         self._installer = Installer(engine, options.pull_deadline_s, self._tell_of_install, self._does_not_fit)
         self._changing_duty: asyncio.Task[None] | None = None
         self._duty: frames.Duty | None = None
-        """The last that it was told to do."""
+        """The last duty that it was given."""
         self._imposed: dict[LeaseId, int] = {}
-        """Leases whose answers end where they are told to."""
+        """Leases whose answers have an imposed length."""
         self._book = LeaseBook()
         self._failing: dict[LeaseId, asyncio.Task[None]] = {}
         """Leases that we ended, until their engine has let go of them."""
         self._has_ends = asyncio.Event()
-        """Somebody waits for the end of an answer, and its place is free: it is told before its turn."""
+        """Set when an answer has ended: its end is sent early, since it is waited for and its slot is free."""
         self._info: EngineInfo | None = None
         self._announced: Version | None = None
-        """The version that the manager was told of on this connection."""
+        """The version that was reported to the manager on this connection."""
         self._down = ""
         """Why the engine was down when we last looked."""
         self._num_outages = 0
@@ -217,7 +217,7 @@ class WorkerAgent:
         return await self._engine.start(self)
 
     async def _wait_for_name(self) -> None:
-        """Raises UserError where somebody else lives under our name: it was heard of while we waited.
+        """Wait until our name is free. Raises UserError if another live worker has it: it was heard of while we waited.
 
         A worker that comes back is not refused: its dead process is missed by then, and one that leaves makes way.
         """
@@ -272,9 +272,9 @@ class WorkerAgent:
         self._leave(f"it cannot serve this run: {why}", ok=False, is_misfit=True)
 
     async def _live(self) -> Left:
-        """Join and stay connected until somebody says that it is over, or the engine cannot go on.
+        """Join and stay connected until there is a reason to leave, and return it.
 
-        The engine is asked after every break: its failure is why we leave, whatever was heard meanwhile.
+        The engine is asked after every break: if it failed, that is the reason given for leaving.
         """
         self._patience.renew()
         while True:
@@ -336,7 +336,7 @@ class WorkerAgent:
         log.info("joined %s as %s", self._dialer.url, self._options.name)
 
     async def _start_over(self) -> None:
-        """We were given up: whatever we held is somebody else's now."""
+        """Drop the session and all leases: we were given up, and other workers have the samples now."""
         self._session = None
         await self._stop(self._book.clear())
 

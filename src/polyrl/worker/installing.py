@@ -42,7 +42,7 @@ class Installer:
         self._digests: dict[Version, str] = {}
         """The digests of the versions that were fetched last."""
         self._ordered: frames.PullOrder | None = None
-        """The last that it was told to fetch."""
+        """The last pull order."""
         self._pull: asyncio.Task[None] | None = None
         self._break_off = threading.Event()
         """Ends the fetch that is under way."""
@@ -53,7 +53,7 @@ class Installer:
         return "" if self.version is None else self._digests.get(self.version, "")
 
     def restarted(self, version: Version | None) -> None:
-        """The engine was down, and runs what it ran at its start: what its directory holds, which nobody fetched."""
+        """Note that the engine was restarted, and runs the version of its directory, which was not fetched."""
         self.version = version
         if version is not None:
             self._digests.pop(version, None)

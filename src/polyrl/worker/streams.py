@@ -33,7 +33,7 @@ class _Stream:
         self.end: EndReason | None = None
         self.detail = ""
         self.end_seq: int | None = None
-        """The frame that told the end."""
+        """The number of the frame that reported the end."""
 
     @property
     def num_made(self) -> int:

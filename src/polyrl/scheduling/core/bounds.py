@@ -1,6 +1,6 @@
 """Bounds for the numbers of a configuration. Each has two, since peers and files say them.
 
-The bounds are far beyond what anybody runs, and near enough that no sum or product of them overflows. They are checked
+The bounds are far beyond any real run, and near enough that no sum or product of them overflows. They are checked
 where bytes become a configuration (msgspec), and NaN is within none of them.
 """
 

@@ -49,7 +49,7 @@ class Abort(CommandStruct, frozen=True, tag=True):
 
 
 class ForgetTokens(CommandStruct, frozen=True, tag=True):
-    """Throw all tokens of a sample away, whoever wrote them: it begins anew. Only tells."""
+    """Throw all tokens of a sample away, from every worker: it begins anew. Only informs."""
 
     sample: SampleId
     lease: LeaseId
@@ -92,7 +92,7 @@ class ForgetWorker(CommandStruct, frozen=True, tag=True, omit_defaults=True):
     rejoin: bool = True
     """It may join again. Not so when it was drained, or fails what others can do: it would fail it again."""
     drained: bool = False
-    """It was to leave: nobody blames it."""
+    """It was asked to leave, and is not blamed."""
 
 
 class StartTraining(CommandStruct, frozen=True, tag=True):
@@ -208,7 +208,7 @@ class ReportStep(CommandStruct, frozen=True, tag=True):
 
 
 class AdviseFleet(CommandStruct, frozen=True, tag=True):
-    """So many remote workers are worth holding. Only tells."""
+    """The number of remote workers worth holding. Only informs."""
 
     num_workers: int
     why: str

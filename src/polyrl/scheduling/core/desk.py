@@ -95,7 +95,7 @@ class State(Struct):
     last_requested: Step = Step(-1)
     published: Version = NO_VERSION
     paused: bool = False
-    """No lease is given until somebody says so."""
+    """No lease is given until the run is resumed."""
     trainer_away_since: Seconds | None = None
     absence_skipped_s: Seconds = 0.0
     """How much of the trainer's absence the clock has left out already."""

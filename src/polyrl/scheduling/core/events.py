@@ -51,7 +51,7 @@ class WorkerReported(EventStruct, frozen=True, tag=True):
     worker: WorkerName
     incarnation: Incarnation
     num_waiting: int = 0
-    """Samples that the engine itself holds back, for want of cache."""
+    """Samples that the engine itself holds back, because its KV cache is full."""
     num_preemptions: int = 0
     """Since it joined: how often the engine threw a running sample's cache away."""
 
@@ -158,7 +158,7 @@ class LeaseEnded(EventStruct, frozen=True, tag=True):
 
 
 class TokensDiscarded(EventStruct, frozen=True, tag=True):
-    """A sample that was discarded while it ran had so many more tokens than had been told."""
+    """A sample that was discarded while it ran had this many more tokens than were reported."""
 
     cause: DiscardCause
     num_tokens: int
@@ -176,7 +176,7 @@ class RewardFinished(EventStruct, frozen=True, tag=True):
 
 
 class GroupAsked(EventStruct, frozen=True, tag=True):
-    """Somebody wants so many answers to a prompt. No step trains on them."""
+    """A client asks for a number of answers to a prompt. No step trains on them."""
 
     num_samples: int
 

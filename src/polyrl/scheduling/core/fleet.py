@@ -66,7 +66,7 @@ class Speed(Struct):
             self.samples[b] += gain * (num_running - self.samples[b])
 
     def step_s(self, num_running: float) -> Seconds | None:
-        """The time of a step with so many samples: between two bins seen in proportion, None while none was."""
+        """Return the time of a step with `num_running` samples, interpolated between bins; None before any was seen."""
         below: tuple[float, Seconds] | None = None
         for num, step_s in zip(self.samples, self.steps_s, strict=True):
             if step_s == 0.0:
@@ -96,20 +96,20 @@ class Worker(Struct):
     version: Version = NO_VERSION
     pulling: Version = NO_VERSION
     source: int = -1
-    """The seat of the peer it pulls from; -1 is the trainer, or nobody when it does not pull."""
+    """The seat of the peer it pulls from; -1 is the trainer, or no source when it does not pull."""
     num_pull_failures: int = 0
     bad_source: bool = False
     """By rules 0: a pull from it failed."""
     accused_by: list[WorkerName] = []
-    """Workers whose pulls of the newest version from it failed, and from nobody else since. By name, which is one
-    however often it joins."""
+    """Workers whose pulls of the newest version from it failed, and from no other source since. By name, which stays
+    the same however often a worker joins."""
     failed_with_peer: bool = False
     """To pull the newest version: it gets that from the trainer."""
     relays: bool = True
     failed_groups: list[GroupId] = []
     """Groups of which it failed samples since its last answer. The fault is not yet assigned (failures.py)."""
     num_faults: int = 0
-    """Such groups that another worker has answered."""
+    """The number of failed groups that another worker has answered."""
     num_rejected: int = 0
     """Groups that the trainer has rejected for what it wrote."""
     num_waiting: int = 0
@@ -204,8 +204,8 @@ class FleetState(Struct):
     last_incarnations: dict[WorkerName, Incarnation] = {}
     """The newest life of every name that is there, or departed: a join that is repeated late is refused by it."""
     departed: dict[WorkerName, None] = {}
-    """Names that were there, the last ones, in the order in which they went. Names cost nothing, so that somebody could
-    join under one after the other for ever."""
+    """The latest names that left, in order. Only the latest: a peer could join under one new name after the other for
+    ever."""
     local_seats: list[int] = []
     next_seat: int = 1
     num_remote: int = 0

@@ -55,7 +55,7 @@ def halve(desk: Desk, worker: Worker) -> None:
 
 
 def may_rejoin(desk: Desk, worker: Worker) -> bool:
-    """All its samples have stalled. Not so often in a row, without an answer: nobody waits for it for ever."""
+    """Count a stall of all its samples; return whether it may join again: not after `max_failures` stalls in a row."""
     if worker.local or not desk.state.rules:
         return True
     line = desk.ledger.workers[worker.name]

@@ -1,12 +1,12 @@
 """The duty of the trainer's own devices: to generate, or to train.
 
 Each step starts with local workers generating. They stop, hand their samples over and train
-- when the seeding window is over and there is somebody to hand over to (seeding.py says how long it is);
+- when the seeding window is over and there is a worker to hand over to (seeding.py says how long it is);
 - one by one, in a round without a fleet, as soon as fewer devices hold what still runs (hand-back);
 - when nothing is left for them to generate, or the step's round is complete: what they write for later rounds waits.
 They generate again when the step is trained, unless the next round is complete by then, and in mid-step when samples
-wait and nobody else can take them, or when there has been nothing to train for a while. Zero remote workers is a normal
-state: then they generate the whole round.
+wait and no other worker can take them, or when there has been nothing to train for a while. Zero remote workers is a
+normal state: then they generate the whole round.
 """
 
 import math
@@ -48,7 +48,7 @@ def _window_end(desk: Desk, round_: Round) -> Seconds:
 
 
 def window_over(desk: Desk, step: int, now: Seconds) -> None:
-    """The seeding window has ended: hand over, unless nobody could go on with the samples."""
+    """End the seeding window: hand over, unless no worker could go on with the samples."""
     round_ = desk.rounds.get(step)  # type: ignore[call-overload]
     if round_ is None or round_ is not oldest_round(desk):
         return

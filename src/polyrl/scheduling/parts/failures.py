@@ -33,7 +33,7 @@ def note(desk: Desk, worker: Worker, group: TrackedGroup) -> None:
 
 
 def has_failed(desk: Desk, worker: Worker, sample: TrackedSample, reason: LeaseEnd) -> bool:
-    """Whether somebody is to blame that a lease has ended so."""
+    """Return whether a lease that ended for this reason counts as a failure."""
     if reason == "handed_over":
         return sample.state != "stopping" and desk.state.rules > 0
     return not (worker.down and sample.num_tokens > sample.moved_at)  # what kills an engine does so at its start

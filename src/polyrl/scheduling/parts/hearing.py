@@ -1,12 +1,12 @@
-"""News of workers that changes nothing until somebody looks: heartbeats, progress, what engines hold back.
+"""News of workers that changes nothing until it is looked at: heartbeats, progress, samples that engines hold back.
 
 A driver hears it all the time and gathers it; a journal that held each piece would grow by gigabytes a day. It is told
-in one event, of all workers at once, when something depends on it: before time passes, since whoever is not heard of is
+in one event, of all workers at once, when something depends on it: before time passes, since a silent worker is
 then given up, before an event that takes leases away without saying how far they were, and at once of a worker that has
 not been heard of since the driver was away.
 
 Rules kept here: what is told late is told exactly. A worker's deadline counts from when it was heard, not from when
-that was told, so nobody is given up sooner or later for it.
+that was reported, so no worker is given up sooner or later for it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -85,13 +85,13 @@ def runs_of(gains: Iterable[tuple[LeaseId, int]]) -> tuple[int, ...]:
 
 
 def teaches(worker: Worker, num_waiting: int) -> bool:
-    """Whether a report of so many samples held back, or progress, would change how many samples it may have."""
+    """Whether a report of `num_waiting` samples held back, or progress, would change how many samples it may have."""
     grows = len(worker.leases) >= worker.limit < worker.slots
     return num_waiting > 0 or worker.held_back_at >= 0 or worker.num_waiting > 0 or grows
 
 
 def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
-    """The seats whose samples the event may take away as they are: all of their news is told before. None: nobody's."""
+    """Return the seats whose samples the event may take away: their news must be reported before. None: no seat."""
     match event:
         case TimePassed():
             waits = desk.deadlines.entries

@@ -1,7 +1,7 @@
 """A worker's turn at a sample: given, ended, taken back, handed over.
 
 Rules kept here: a sample has at most one lease; a lease is never reused; the tokens of a lost lease that have arrived
-are kept and the sample is resumed after them. An aborted lease is over when we say so; whatever its worker still sends
+are kept and the sample is resumed after them. An aborted lease is over when we say so; anything its worker still sends
 of it is late news.
 """
 
@@ -67,7 +67,7 @@ def _place_asked(desk: Desk, now: Seconds) -> None:
 
 
 def _place_failed(desk: Desk, round_: Round, now: Seconds) -> None:
-    """First come, first served: there may be thousands, and while nobody may have the first, no other is looked at."""
+    """Place failed samples in order. There may be thousands: while the first finds no worker, no other is tried."""
     while round_.failed:
         sample = desk.samples[round_.failed[0]]
         group = desk.groups[sample.group]
@@ -140,7 +140,7 @@ def skip_numbers(desk: Desk) -> None:
 
 
 def look_later(desk: Desk, now: Seconds) -> None:
-    """See to it that somebody looks whether the running samples should run elsewhere (balancing.py)."""
+    """Arm the next check whether running samples should move to other workers (balancing.py)."""
     if desk.config.routing.balance and ("balance", 0) not in desk.deadlines.entries:
         desk.deadlines.set(("balance", 0), now + desk.config.routing.balance_interval_s)
 
@@ -167,7 +167,7 @@ def note_length(desk: Desk, sample: TrackedSample, round_: Round, *, finished: b
 
 
 def end_lease(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> Worker:
-    """Take a sample's lease away, whatever comes next for it. Returns the worker that had it."""
+    """End a sample's lease, and return the worker that had it."""
     worker = desk.seats[sample.worker]
     lease = sample.lease
     if len(worker.leases) == 1:

@@ -249,7 +249,7 @@ def engine_back(desk: Desk, worker: Worker, event: EngineBack, now: Seconds) -> 
 
 
 def _take_back_all(desk: Desk, worker: Worker, why: str, cause: str, now: Seconds) -> None:
-    """Each after its last token that arrived; whatever the worker still sends is late."""
+    """Take all samples back, each after its last token that arrived; later frames of the worker are late."""
     for lease in list(worker.leases):
         sample = desk.leases[lease]
         desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens))
@@ -297,7 +297,7 @@ def replace(desk: Desk, version: Version, now: Seconds) -> None:
 
 
 def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:
-    """Active is who holds a version that may still write; the others wait for weights or pull them."""
+    """Update the worker's state: active if its version may still write, otherwise waiting for weights or pulling."""
     if worker.state == "draining":
         return
     usable = worker.version >= oldest_version_wanted(desk) and worker.version != NO_VERSION

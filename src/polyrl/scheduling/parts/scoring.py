@@ -4,7 +4,7 @@ A sample's reward starts when its answer ends (or, with `as_finished` off, when 
 Every attempt has a number; only the answer to the latest one counts. An attempt that the outside never answers is taken
 for an infrastructure failure after its deadline.
 
-Free places are filled at the end of an event, never within it: until then, whoever waits for one may be given up.
+Free places are filled at the end of an event, never within it: until then, a waiting sample may be given up.
 """
 
 import heapq
@@ -97,7 +97,7 @@ def postpone(desk: Desk, seconds: Seconds) -> None:
 
 
 def give_up_overdue(desk: Desk, now: Seconds) -> list[TrackedSample]:
-    """Take out who was not answered in time, and see to the next look. Called now and then, not at each moment."""
+    """Cancel overdue scoring attempts, return their samples, and arm the next check. Called now and then."""
     running = desk.scoring.running
     if desk.state.trainer_away_since is not None:
         desk.deadlines.set(_LOOK, now + _LOOK_EVERY_S)

@@ -11,7 +11,8 @@ Rules kept here:
 
 Bins are an eighth of a doubling wide (9%), from 1 to 2^20 tokens; a length is known to about half a bin.
 
-Left out: who is observed (one model for a run, a domain or a round kind is the caller's choice), and when to forget.
+Left out: the choice of samples to observe (one model for a run, a domain or a round kind is the caller's choice), and
+when to forget.
 """
 
 import math

@@ -1,9 +1,10 @@
-"""Which running samples move to another worker although nobody died.
+"""Which running samples move to another worker although their own is alive.
 
-Two reasons. An engine holds samples back for want of cache while another worker has credit: the youngest ones move. Or
-a worker has few samples while another runs many: a sample that moves decodes faster there, and moves if the time it
-saves pays for its re-prefill and `move_gain_s` beyond. Longest expected remaining first, a sample at most once in
-`move_every_tokens`, reserved machines before spot. In the tail of a round this spreads the stragglers out.
+There are two reasons. An engine holds samples back because its KV cache is full, while another worker has credit: the
+youngest samples move. Or a worker has few samples while another runs many: a sample that moves decodes faster there,
+and moves if the time it saves pays for its re-prefill and `move_gain_s` beyond. The longest expected remaining length
+goes first, a sample at most once in `move_every_tokens`, reserved machines before spot. In the tail of a round this
+spreads the stragglers out.
 
 Everything is decided from values: loads, speeds that were seen, expected remaining tokens. Nothing moves away from a
 worker whose speed is not yet known.

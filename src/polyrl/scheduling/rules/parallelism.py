@@ -130,7 +130,7 @@ class TpAdvice(msgspec.Struct, frozen=True):
 
 
 class PreemptionWatch(msgspec.Struct):
-    """Preemptions in the rounds of one kind: the share of samples put back into the queue for want of KV cache."""
+    """Preemptions in the rounds of one kind: the share of samples requeued because the KV cache was full."""
 
     last_share: float = 0.0
     num_calm: int = 0

@@ -34,7 +34,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     probe_probability: Share = 0.02
     max_attempts: AtLeastOne = 3
     max_cases: AtLeastOne = 1_000_000
-    """So many test cases are remembered."""
+    """The most test cases that are remembered."""
     slots: AtLeastOne = 64
     """Rewards that run at once."""
     as_finished: bool = True

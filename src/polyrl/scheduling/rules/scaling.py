@@ -29,7 +29,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     min_workers: Count = 0
     max_workers: Count = 64
     num_steps: AtLeastOne = 2
-    """So many steps in a row must ask for another number before it is advised."""
+    """The number of steps in a row that must ask for another number before it is advised."""
 
     def __post_init__(self) -> None:
         if self.min_workers > self.max_workers:

@@ -11,7 +11,7 @@ extras, and everything in it ends. With a factor of 1.25 that is four short roun
     predicted   short or long is chosen before sampling, from the lengths of the prompt's earlier turns: no bias
 
 Laws: a prompt is trained exactly once an epoch (or dropped with a reason); it is deferred at most once, since a long
-round takes the oldest and defers nobody; at staleness 0 a domain never has as many deferred prompts as its share of a
+round takes the oldest and defers none; at staleness 0 a domain never has as many deferred prompts as its share of a
 step plus its extras. At the end of a domain's epoch, or when there are no extras any more, its deferred prompts are
 drained by long rounds, the last one possibly smaller; a domain that has too few of them for a long round fills it with
 fresh prompts.
