@@ -56,11 +56,11 @@ def load_toml(path: str | Path) -> Tree:
 
 
 def apply_overrides(tree: Tree, overrides: Iterable[str], *, example: str = _EXAMPLE) -> Tree:
-    """A copy of the tree with each `section.key=value` set; the last one wins. `example` is of a right one.
+    """Return a copy of the tree with each `section.key=value` set; the last one wins. `example` is shown in errors.
 
-    A value is read as TOML (`3`, `[1, 2]`, `"3"`) and otherwise taken as a bare string. A number in the path picks an
-    element of a list that is there, a word the table of it with that `name`. Missing tables are made: `build` knows
-    which names are wrong.
+    A value is read as TOML (`3`, `[1, 2]`, `"3"`), or else taken as a bare string. In the path, a number picks an
+    element of an existing list, and a word picks the table in the list with that `name`. Missing tables are created:
+    `build` reports wrong names.
     """
     result = copy.deepcopy(tree)
     for override in overrides:
@@ -168,7 +168,7 @@ def _index(items: list[Any], path: list[str], depth: int) -> int:
 
 
 def _no_values(node: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any, str]]:
-    """Where a number is that no key takes, and what is expected there."""
+    """Yield the path of each number that no key accepts, and what is expected there."""
     match node:
         case float() if not math.isfinite(node):
             yield path, node, "a finite number"

@@ -13,13 +13,13 @@ from polyrl.errors import ConfigError, one_line
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 _UNKNOWN_KV_NUMBERS = 32_768
-"""32 layers of 8 heads of 64."""
+"""The KV numbers per token of an unknown model: 32 layers of 8 heads of 64, keys and values."""
 
 
 class ModelFacts(NamedTuple):
     name: str
     config: dict[str, Any]
-    """config.json, with what its `text_config` says in place of its own."""
+    """The content of config.json; the keys of its `text_config` replace its own."""
     vocab: int | None
     max_context: int | None
     end_ids: frozenset[int]

@@ -1,4 +1,4 @@
-"""Names in a recipe that stand for code: one of ours, or a person's own as `module:name`, with arguments of the recipe.
+"""Names in a recipe that stand for code: PolyRL's own, or the user's as `module:name`, with arguments.
 
     loss = "my_losses:bounded"            a function, or a class, of a module
     loss_args = { width = 0.2 }           its keyword arguments
@@ -40,7 +40,7 @@ def is_own(name: str) -> bool:
 
 
 def look_in(folder: str) -> None:
-    """Have modules be found in this folder too, after all other places."""
+    """Add a folder to the module search path, after all other places."""
     whole = os.path.abspath(folder)
     if folder and whole not in sys.path:
         sys.path.append(whole)

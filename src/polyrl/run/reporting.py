@@ -1,8 +1,8 @@
 """The output of a training run: how to join it, a line per step, a terminal display, and metrics for trackers.
 
-Where no display shows it, a wait is told too: that no worker has joined, or that a reward takes long. Zero workers are
-a normal state, so this is no warning. It is told once in a wait, when that has lasted a while, and once more when it is
-over. run/diagnosis.py knows what is waited for. The manager is told what reward functions do, so that others can know.
+Without a display, a long wait is reported too: that no worker has joined, or that a reward takes long. Zero workers are
+a normal state, so this is no warning. It is reported once when the wait has lasted a while, and once more when it is
+over. run/diagnosis.py finds the cause. The manager is told the state of reward functions, for other commands.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Reporter:
         self._warn_of_mismatch(report)
 
     def _warn_of_mismatch(self, report: StepReport) -> None:
-        """Once for each kind of engine, and again when it has been better in between."""
+        """Warn once for each kind of engine, and again if its mismatch was lower in between."""
         bound = self._recipe.train.mismatch_warning
         far = dict(mismatch.too_far(report.stats.metrics, bound))
         for engine in [one for one in far if one not in self._far]:
@@ -139,7 +139,7 @@ class Reporter:
         self.display.doing("writes the last checkpoint")
 
     def knows(self, version: int) -> bool:
-        """Whether it was validated, by this process or one before."""
+        """Return whether a version was validated, by this process or an earlier one."""
         return bool(self._validated) and self._version == version
 
     async def validates(self) -> None:
@@ -203,7 +203,7 @@ class Reporter:
         return next((one for one in reversed(lines) if one.step == step - 1), None)
 
     def news(self, fleet: Fleet, started: dict[str, Process], tasks: Tasks) -> list[Coroutine[Any, Any, None]]:
-        """All that is told beside the steps, until somebody cancels it."""
+        """Return the coroutines that report everything beside the steps, until they are cancelled."""
         say, recipe = self.display.say, self._recipe
         news: list[Coroutine[Any, Any, None]] = [
             workers.tell_who_ends(self._run_dir, started, say),
@@ -221,7 +221,7 @@ class Reporter:
 
 
 def ages(report: StepReport) -> dict[str, MetricValue]:
-    """How old what was trained on is, against the version that the step began with."""
+    """Return how many versions the step's tokens are behind the version that the step began with."""
     by_age, total = report.tokens_by_age, sum(report.tokens_by_age.values())
     if not total:
         return {}
@@ -234,7 +234,7 @@ def ages(report: StepReport) -> dict[str, MetricValue]:
 
 
 class Waiting:
-    """The wait that the run is in, if it is in one."""
+    """The present wait of the run, if any."""
 
     def __init__(self, doctor: str) -> None:
         """`doctor` is the command that says what to do."""

@@ -24,7 +24,7 @@ log = logging.getLogger("polyrl.data")
 
 _PROMPTS_AT_HAND = 1024
 _HOPELESS = 32
-"""A reward that has failed so often, and never once succeeded, is not going to."""
+"""A reward that has failed this often, and never succeeded, is given up."""
 
 
 class Tasks(Protocol):
@@ -44,7 +44,7 @@ class Tasks(Protocol):
         ...
 
     async def score(self, domain: int, prompt: int, answer: list[int], finish: str) -> Reward:
-        """Raises if there is no reward: it is never a zero."""
+        """Return the reward. Raises if there is none: a missing reward is never a zero."""
         ...
 
     @property
@@ -75,9 +75,9 @@ class UnderWay(NamedTuple):
     running: int
     timeout_s: float
     longest: tuple[float, str]
-    """Seconds and function of the one that has run longest."""
+    """The longest-running reward: its seconds, and its function."""
     failed: tuple[int, str]
-    """How many answers have no reward, and why the last one has none."""
+    """The number of answers without a reward, and the reason of the last."""
 
 
 class Domain(NamedTuple):
@@ -191,7 +191,7 @@ class RecipeTasks:
 def load_tasks(recipe: Recipe, reward_log: Path | None = None) -> RecipeTasks:
     """Find every reward, read all data. Raises UserError, with a dotted key or with file and line.
 
-    `reward_log` is where goes what rewards print.
+    `reward_log` is the file for the output of reward functions.
     """
     tokenizer, domains = _open_all(recipe)
     tasks = RecipeTasks(domains, tokenizer, _make_pool(recipe.rewards, reward_log), recipe.rewards.timeout_s)
@@ -219,7 +219,7 @@ class DomainOfStep(NamedTuple):
 
     name: str
     num_prompts: int
-    """As many as a step wants, or all that there are."""
+    """The number of prompts that a step uses: `prompts_per_step`, or all if there are fewer."""
     written: str
     """The first prompt as the model sees it; `tokens` and `expected` are its own too."""
     tokens: list[int]

@@ -175,7 +175,7 @@ class Training:
         return saver
 
     async def _train_logged_steps(self, saver: Saver | None, manager: ManagerProcess) -> None:
-        """Before there is an engine that takes memory; workers dial again meanwhile."""
+        """Train the steps of the log before an engine takes memory. Workers reconnect meanwhile."""
         if self._point is None:
             return
         assert saver is not None, "a run that keeps no checkpoints has none to resume from"
@@ -183,7 +183,7 @@ class Training:
         await first_of(again, [one.failed() for one in (manager, self._other_ranks, saver) if one is not None])
 
     async def _write_down_that_it_begins(self, saver: Saver | None) -> None:
-        """Before the manager hears of a run: from then on nobody else may begin one here."""
+        """Record the start before the manager opens the run: from then on no other run may begin in this directory."""
         if self._point is None:
             checkpoints.write_recipe(self._run_dir, self._recipe)
             if saver is not None:

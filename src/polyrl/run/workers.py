@@ -87,7 +87,7 @@ def worker_arguments(recipe: Recipe, run_dir: Path, url: str, name: str) -> list
 
 
 def _joining(recipe: Recipe, run_dir: Path, url: str, engine: str, model: str) -> list[str]:
-    """The token is a file, so that it is in nobody's process list."""
+    """Return the options to join. The token is passed as a file, so that no process list shows it."""
     arguments = ["worker", "--join", url, "--token-file", str(run_dir / "worker.token"), *_trust(recipe)]
     return [*arguments, "--engine", engine, "--model", model]
 
@@ -174,7 +174,7 @@ async def tell_who_is_turned_away(
 
 
 async def tell_who_ends(run_dir: Path, workers: dict[str, Process], say: Callable[[str | Text], None]) -> None:
-    """A line for each that ends, until somebody cancels this: when the run is over, all of them end."""
+    """Print a line for each worker that ends, until cancelled: at the end of the run all of them end."""
     told: set[str] = set()
     while True:
         for name, process in workers.items():
