@@ -26,7 +26,7 @@ _leases = count(1)
 
 
 class RecordingSink:
-    """Remembers all it hears, and fails at once when it hears what no engine may say."""
+    """A sink that records all calls, and fails at once on a call that no engine may make."""
 
     def __init__(self) -> None:
         self.texts: dict[LeaseId, list[int]] = {}
@@ -114,7 +114,7 @@ class EngineContract:
     long_tokens = 2000
     """An answer that takes long enough to be stopped while it runs."""
     silence_s = 0.1
-    """How long to listen before nothing was said."""
+    """How long to listen before concluding that nothing comes."""
     patience_s = 60.0
 
     def engine(self) -> Engine:

@@ -1,4 +1,4 @@
-"""The contract of an engine: what a worker asks of whatever generates tokens. `contract` holds every engine to it.
+"""The contract of an engine, which generates a worker's tokens. `contract` tests every engine against it.
 
     start(sink)            get ready; says what it is. May take minutes (a server starts); progress goes to the log
     generate(job)          begin or resume a sample; returns at once. Tokens and the end come through the sink
@@ -70,7 +70,7 @@ class EngineInfo(NamedTuple):
 class EngineStats(NamedTuple):
     num_running: int
     num_waiting: int
-    """Samples that it holds back itself, for want of cache or slots."""
+    """Samples that it holds back itself, because its KV cache or its slots are full."""
     slots: int
     kv_used: float
     """A share, from 0 to 1."""
@@ -80,7 +80,7 @@ class EngineStats(NamedTuple):
     """Why it can do nothing for now, as while its server starts again. All that ran has ended in `engine_failed`, or
     is about to. When it is back it runs what it ran at its start."""
     num_outages: int = 0
-    """How often it was down: one may be over before anybody looks."""
+    """How often it was down: an outage may be over before it is looked at."""
 
 
 class Weights(NamedTuple):
@@ -92,7 +92,7 @@ class Weights(NamedTuple):
     copy: "HostCopy | None" = None
     """It is in this machine's memory, verified. The engine must not keep it: the next version may take its place."""
     in_place: bool = False
-    """It is where the engine's weights are: whoever shares them has changed them."""
+    """The version is in the engine's weights already: the trainer that shares them has changed them."""
     write: Callable[[], None] | None = None
     """With `in_place`: not yet. This puts it there, and is called while nothing runs."""
 

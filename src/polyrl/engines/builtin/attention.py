@@ -79,7 +79,7 @@ class PagedKeysAndValues:
         self._layers = [_untouched_zeros(shape, like.dtype) for _ in range(num_layers)]
         """Keys, then values."""
         self.has_numbers = True
-        """All keys are numbers, those that nobody looks at too."""
+        """All keys are finite, also those that no row attends to."""
         self._gathered = torch.empty((0, self._block), dtype=like.dtype)
 
     @property
@@ -249,7 +249,7 @@ _hide = Tensor.add_
 
 
 def _hide_whatever(scores: Tensor, mask: Tensor) -> None:
-    """Also what is no number; several times slower."""
+    """Hide scores that are NaN too; several times slower than `_hide`."""
     scores.masked_fill_(mask < 0, float("-inf"))
 
 

@@ -107,7 +107,7 @@ class Batching:
         return lease in self._running or lease in self._waiting
 
     def fits(self, num_tokens: int) -> bool:
-        """Could a member of so many tokens ever run, if alone?"""
+        """Return whether a member of `num_tokens` tokens could ever run, if alone."""
         return self._cache.num_blocks_for(num_tokens) <= self._cache.num_blocks
 
     def add(self, member: Member) -> None:
@@ -118,7 +118,7 @@ class Batching:
         self._waiting[member.lease] = member
 
     def remove(self, lease: LeaseId) -> Member | None:
-        """It ended or is unwanted: its place and its blocks are free at once, even when it is part of a step."""
+        """Remove a member that ended or is unwanted. Its slot and blocks are free at once, even during a step."""
         member = self._waiting.pop(lease, None)
         if member is None:
             member = self._running.pop(lease, None)

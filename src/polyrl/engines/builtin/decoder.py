@@ -77,7 +77,7 @@ class Decoder:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """From the parameters as they are now."""
+        """Pack copies of the current parameters."""
         self.drop()  # not a third copy beside the parameters and the old one
         model = self._model.model
         self._layers = [self._pack_layer(layer) for layer in model.layers]
@@ -121,7 +121,7 @@ class Decoder:
 
     @torch.inference_mode()
     def reach(self, num_positions: int) -> None:
-        """Before a step at any of the first so many positions."""
+        """Prepare the rotations of the first `num_positions` positions, before a step at any of them."""
         if num_positions > len(self._turns):
             wanted = torch.arange(max(1024, 2 * num_positions)).unsqueeze(0)
             cos, sin = self._model.model.rotary_emb(self._eps, wanted)

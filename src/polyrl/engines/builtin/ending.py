@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 _TEXTLESS_TOKENS = 16
-"""A stop string is looked for in so many tokens more than it has bytes: some tokens have no text of their own."""
+"""A stop string is searched in this many more tokens than it has bytes: some tokens have no text of their own."""
 _BYTES_OF_A_CHARACTER = 4
 """At most. A tokenizer whose tokens are bytes may make nothing of all of them where the first is not a character's."""
 _NOTHING = "\ufffd"
@@ -21,9 +21,9 @@ class Ending(NamedTuple):
     decode: Callable[[list[int]], str] = str
 
     def find(self, text: list[int], new: Sequence[int], room: int) -> tuple[int, End | None]:
-        """How many of the new tokens belong to the answer, and which end the last of them is.
+        """Return how many of the new tokens belong to the answer, and the end that the last of them is, if any.
 
-        `text` is prompt and answer so far, and has room for so many more.
+        `text` is prompt and answer so far, with room for `room` more tokens.
         """
         if not self.stops and self.ids.isdisjoint(new):
             return (len(new), None) if len(new) < room else (room, "length")

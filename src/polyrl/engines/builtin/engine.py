@@ -262,7 +262,7 @@ class BuiltinEngine:
             self._batch.remove(lease)
 
     async def forget_cache(self) -> None:
-        """Nothing computed so far is used again, by whoever comes: for measurements."""
+        """Make later samples use nothing computed so far: for measurements."""
         async with self._between_steps:
             self._cache.forget()
 
@@ -360,7 +360,7 @@ class BuiltinEngine:
             self._fail(f"a step failed: {one_line(error)}")
 
     def _fail(self, why: str) -> None:
-        """For good: whatever runs, and comes later, ends so."""
+        """End the engine for good: all running samples and all later jobs fail with this reason."""
         assert self._sink is not None
         self._trouble = why
         for lease in self._batch.remove_all():

@@ -40,7 +40,7 @@ class KvCache:
         self._empty: list[int] = []
         """Taken once, and given back."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Known and held by nobody, the longest unused first."""
+        """Blocks that are known and not held, the longest unused first."""
         self._stale: set[int] = set()
         """Held since before the weights changed."""
         self._tails: dict[bytes, dict[int, None]] = {}
@@ -114,11 +114,11 @@ class KvCache:
         return _hash(keys[num_whole - 1] if num_whole else _ROOT, array("q", tail).tobytes()) if tail else b""
 
     def find_tail(self, key: bytes) -> int | None:
-        """A block to copy. It may be had by another at once: copy it before anything is written."""
+        """Return a block to copy. It may be reused at once: copy it before anything is written."""
         return next(iter(self._tails.get(key, ())), None)
 
     def publish_tail(self, key: bytes, blocks: Sequence[int], num_tokens: int) -> None:
-        """The text of so many tokens that `key` is of is computed; its whole blocks were published."""
+        """Publish the tail of a computed text of `num_tokens` tokens under `key`; its whole blocks were published."""
         number = (num_tokens - 1) // self.block_tokens
         block = blocks[number]
         parent = self._key_before(blocks, number)
@@ -153,7 +153,7 @@ class KvCache:
     # Room
 
     def extend(self, blocks: list[int], num_tokens: int) -> bool:
-        """Grow `blocks` in place until they have room for so many tokens. Too few left: False, and nothing is taken."""
+        """Grow `blocks` in place until they hold `num_tokens`. With too few left, return False and take none."""
         num_missing = self.num_blocks_for(num_tokens) - len(blocks)
         if num_missing > self.num_free:
             return False

@@ -6,7 +6,7 @@ output layer. Rows are made up to one of few numbers (`round_rows`), at least at
 is computed as it is in a crowd. Plain decoders run as decoder.py writes them out, others through their own modules.
 
 While all that run only decode, several steps follow each other without a look at what they brought: a *burst*, over
-soon enough that nobody waits for it.
+soon enough that no new job waits long for it.
 """
 
 import time

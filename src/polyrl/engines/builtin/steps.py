@@ -60,7 +60,7 @@ class StepRunner(Protocol):
         ...
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
-        """`write` changes them; none: somebody has. Awake or asleep."""
+        """Change the weights by `write`; None: they are changed already. Works awake or asleep."""
         ...
 
     def sleep(self) -> None:
@@ -68,7 +68,7 @@ class StepRunner(Protocol):
         ...
 
     def wake(self) -> None:
-        """With an empty cache."""
+        """Wake with an empty cache."""
         ...
 
     def close(self) -> None: ...

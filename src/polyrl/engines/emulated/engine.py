@@ -56,7 +56,7 @@ TICK_S = 0.02
 
 
 class _Sample:
-    """A job that was taken: where it ends, the key of its tokens, and how many of them were told."""
+    """A job that was taken: where it ends, the key of its tokens, and how many of them were sent."""
 
     __slots__ = ("ending", "key", "lease", "told")
 

@@ -53,9 +53,9 @@ class EmulatedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     speedup: Positive = 1.0
     """10: everything takes a tenth of its time."""
     tally: str = ""
-    """A file in which it counts the tokens it has made: of those that a killed worker never sent, nobody else knows."""
+    """A file in which it counts the tokens it has made: tokens that a killed worker never sent are known only here."""
     fail_every: Count = 0
-    """Every so many jobs, one ends in `engine_failed` halfway; 0: none."""
+    """One job in this many ends in `engine_failed` halfway; 0: none."""
 
 
 class EmulatedEnd(NamedTuple):
@@ -67,7 +67,7 @@ class EmulatedEnd(NamedTuple):
 
 
 def ending_of(job: Job, config: EmulatedConfig, recorded: list[int]) -> EmulatedEnd:
-    """Return where the job ends if nobody stops it."""
+    """Return where the job ends if it is not stopped."""
     drawn = answer_tokens(job, config, recorded)
     ending = EmulatedEnd(drawn, "stop", True)
     if job.sampling.ignore_eos or drawn > job.max_tokens:

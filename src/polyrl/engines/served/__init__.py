@@ -20,6 +20,6 @@ An install, as ServedEngine plays it; everything but the first stage happens whi
     await loading.put(staged)                     in place, and verified; the server's own label is str(version)
     await loading.resume()                        always, also when `put` failed
 
-`put` raises EngineError when the old weights still run, and ServerBroken when nobody knows what runs: the server is
+`put` raises EngineError when the old weights still run, and ServerBroken when it is unknown which run: the server is
 then ended and started again. It is started with the flags and the environment of its `WeightLoading` beside its own.
 """

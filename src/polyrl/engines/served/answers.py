@@ -44,7 +44,7 @@ class ServedAnswer:
         self.runs: list[tuple[int, Version]] = []
         """(from this token on, that version wrote)."""
         self.is_silent = False
-        """It was aborted: nothing is told of it any more."""
+        """It was aborted: nothing more is sent to the sink."""
         self.server: Server | None = None
         """The server that it was sent to."""
         self.events: EventStream[AnswerPart] | None = None

@@ -78,7 +78,7 @@ class ServedEngine:
         self._hearing: asyncio.Task[None] | None = None
         self._is_closed = False
         self.num_misstamped = 0
-        """Answers whose server says other versions than we told."""
+        """Answers for which the server reports other versions than we did."""
         self.last_install_s = 0.0
         """How long the server stood still for the last install."""
 
@@ -150,8 +150,8 @@ class ServedEngine:
         )
 
     async def _wake(self, server: Server) -> None:
-        """A server that stands still was left by somebody who died in an install: its weights may be of two versions,
-        and its label says nothing."""
+        """Resume a server. A paused one was left by a worker that died in an install: its weights may mix two versions,
+        so its label is not trusted."""
         if await server.loading.is_paused():
             log.warning("the server was left in the middle of an install: it is given a version before it writes")
             self._version = None
@@ -367,7 +367,7 @@ class ServedEngine:
             await self._put(server, staged, weights.version)
 
     async def _put(self, server: Server, staged: Any, version: Version) -> None:
-        """A server whose weights nobody knows does not go on: what it would write, nobody could stamp."""
+        """Put the staged weights in. A server with unknown weights is not resumed: its tokens could not be stamped."""
         began = time.monotonic()
         self._stands_still = True
         try:

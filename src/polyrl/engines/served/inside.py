@@ -15,9 +15,9 @@ An install, as each rank plays it; `installing` is the worker's side:
     worker -> rank   go                            once all are ready; a closed connection means: leave it
     rank -> worker   done, or what went wrong      and digests of parameters, read back
 
-Rules kept here: the file is mapped for reading only, and only if nobody can shorten it. Tensors are views of it; none
-is left when an install has ended, since the next version may take its place. An install raises nothing: an exception
-may end the server, so the worker is told instead.
+Rules kept here: the file is mapped for reading only, and only if no process can shorten it. Tensors are views of it;
+none is left when an install has ended, since the next version may take its place. An install raises nothing: an
+exception may end the server, so the worker is told instead.
 """
 
 # pyright: reportMissingImports=false

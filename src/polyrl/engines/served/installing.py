@@ -2,8 +2,8 @@
 
 `inside` is the server's side, and says how the two speak. Nothing is copied: a version that was fetched lies in shared
 memory, and the server's ranks map it. The listening socket has a random name, no file, and takes in only processes of
-our own user. No rank writes before all ranks are ready; a rank that vanishes after that leaves weights that nobody
-knows (ServerBroken).
+our own user. No rank writes before all ranks are ready; a rank that vanishes after that leaves unknown weights
+(ServerBroken).
 
 Checked before: every tensor of the model's directory is in the version, in its shape, and the other way round.
 Checked after: the first bytes of embeddings, head and norms, read back from every rank, are the version's, as that
@@ -38,7 +38,7 @@ from polyrl.weights.manifest import Layout, Manifest, Spec, is_table
 log = logging.getLogger("polyrl.engines.served")
 
 PUT_S = 600.0
-"""An install takes no longer, whatever the size of the model."""
+"""The time limit of an install, for models of any size."""
 LATE_S = 5.0
 """The longest time that ranks may answer after their server has."""
 _MOST_BYTES = 64 << 20
@@ -363,7 +363,7 @@ def _stage(weights: Weights, model: Path) -> StagedVersion:
 async def hand_over(staged: StagedVersion, socket_name: str, ask: Awaitable[object], *, late_s: float = LATE_S) -> None:
     """Offer a version to a server's ranks while `ask` has the server fetch it; returns once it is seen to be there.
 
-    Raises EngineError when the old weights still run, ServerBroken when nobody knows which do.
+    Raises EngineError when the old weights still run, ServerBroken when it is unknown which do.
     """
     async with handing(socket_name, staged.offer, staged.fd) as offered:
         try:

@@ -3,7 +3,7 @@
     starting --> up --> down: why --> starting ...       given up: a server that dies again and again before it writes
                   |                                       a token, and one that is not ours to start
 
-Whoever sees a stream fail asks `is_alive`: a server of several processes may answer for a while after its engine died.
+When a stream fails, ask `is_alive`: a server of several processes may answer for a while after its engine died.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _PROGRESS_S = 10.0
 _LOAD_EVERY_S = 1.0
 """As often as a worker reports them: the servers work 5 to 15 ms for one answer."""
 _LOOKS = 3
-"""Samples that wait in so many looks in a row are held back; fewer, and they have just come."""
+"""Samples that wait in this many looks in a row are held back; in fewer, they have just come."""
 _SILENCE_S = 60.0
 """A server that tells no figures for so long hangs."""
 _LONGEST_PAUSE_S = 30.0
@@ -43,10 +43,10 @@ NOTHING = ServerLoad(0, 0, 0.0, 0)
 
 
 class Keeper:
-    """`on_down` hears that a server ended, before anybody can use the next one.
+    """Keep a server alive. `on_down` is called when a server ended, before the next one can be used.
 
-    `quiet_s` tells for how long a server that has something to write has written nothing: who answers for it may be
-    another process than the one that hangs.
+    `quiet_s` returns for how long a server with something to write has written nothing: the process that answers may
+    be another than the one that hangs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Keeper:
         self.log_file: Path | None = None
         self.num_outages = 0
         self.wrote = False
-        """Set by whoever heard a token of this server."""
+        """Set once a token of this server has arrived."""
         self._process: ServerProcess | None = None
         self._broken: asyncio.Future[str] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -108,7 +108,7 @@ class Keeper:
             self._broken.set_result(why)
 
     async def given_up(self) -> None:
-        """Waits until a server that is not ours, and is not used any more, was told to go on."""
+        """Wait until a server that is not ours, and is no longer used, has been resumed."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
@@ -128,7 +128,7 @@ class Keeper:
     # One life after the other
 
     async def _keep(self, server: Server) -> None:
-        """A keeper that ended unseen would leave samples that never end: whatever goes wrong here is told."""
+        """Keep the server alive, and report any error: if the keeper ended unseen, samples would never end."""
         try:
             await self._keep_alive(server)
         except Exception as error:

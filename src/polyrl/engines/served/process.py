@@ -34,7 +34,7 @@ _ERROR = re.compile(r"\b\w*(Error|Exception): .+")
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on. If another process takes it first, the server says so and gets another."""
+    """Return a free port. If another process takes it first, the server says so and gets another."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -37,7 +37,7 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     url: str = ""
     """A server that runs already, and is not ours to start or to end."""
     flags: tuple[str, ...] = ()
-    """Passed to the server as they are; they win over ours."""
+    """Passed to the server unchanged; they win over ours."""
     log: str = ""
     """A file for what the server prints; empty: one in the directory for temporary files."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
@@ -186,7 +186,7 @@ class WeightLoading(Protocol):
     async def resume(self) -> None: ...
 
     async def is_paused(self) -> bool:
-        """Whether somebody had it pause, and not go on."""
+        """Return whether the server was paused and not resumed."""
         ...
 
 

@@ -159,7 +159,7 @@ def _combine_kernel(parts, sums, out, DIM: tl.constexpr, SPLITS: tl.constexpr):
 
 
 def num_splits(num_samples: int, num_kv: int, num_processors: int) -> int:
-    """So many shares that the GPU is full; a power of two."""
+    """Return the number of shares that fills the GPU, a power of two."""
     splits = 1
     while num_samples * num_kv * splits < 3 * num_processors and splits < 32:
         splits *= 2

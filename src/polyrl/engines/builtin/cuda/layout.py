@@ -1,7 +1,7 @@
 """Where the tokens of a prefilling step lie on a GPU: chunks of several samples, row after row, and their contexts.
 
-With a `shape` a step is made up to it, with rows and contexts that nobody reads: there are few shapes, and a CUDA graph
-for each (prefill.py).
+With a `shape` a step is padded to it, with rows and contexts that are never read: there are few shapes, and a CUDA
+graph for each (prefill.py).
 
 `in_place`, a step is one chunk. A token lies in the row of its position, counted from the last multiple of the shape's
 rows, even when the tokens before it are cached. So all results for a token are computed at the same place
@@ -26,8 +26,9 @@ _PIECES = 64
 MOST_CONTEXTS = 65_536
 """The most context tokens of a step with a graph, whose memory stays. Cached prompts give few rows, long contexts."""
 _MORE_CONTEXTS = 8
-"""That nobody reads. Layers are compiled for any sizes; two that happen to be equal are taken for the same one, and
-are compiled again when they differ: so contexts are never as many as rows, and neither as many as a model is wide.
+"""Padding contexts, which are never read. Layers are compiled for any sizes; two sizes that happen to be equal are
+taken for the same one, and compiled again when they differ. So the number of contexts never equals the number of rows,
+and neither equals the model's width.
 """
 
 
@@ -82,7 +83,7 @@ def shape_of(chunks: Sequence[Chunk], width: int, in_place: int = 0) -> GraphSha
 def lay_out(
     chunks: Sequence[Chunk], block_tokens: int, nowhere: int, shape: GraphShape | None = None, *, in_place: bool = False
 ) -> StepLayout:
-    """`nowhere` is the block of what nobody reads."""
+    """Lay out a step. `nowhere` is the block of padding, which is never read."""
     pieces = [_piece(chunk, block_tokens) for chunk in chunks]
     if shape is not None:
         num_left = shape.rows - sum(len(one.tokens) for one in pieces)

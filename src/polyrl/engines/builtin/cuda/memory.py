@@ -70,9 +70,9 @@ class Memory:
             self._address = 0
 
     def tensors(self, num: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """So many of one shape, one after the other.
+        """Return `num` tensors of one shape, one after the other.
 
-        None is a view of anything: compiled code looks for what a view is a part of, and takes its type for the view's.
+        None of them is a view: compiled code looks for what a view is a part of, and takes its type for the view's.
         """
         size = math.prod(shape) * dtype.itemsize
         assert num * size <= self._num_bytes and self._is_there
@@ -122,7 +122,7 @@ class BlockedKeysAndValues:
 
 
 class _Bytes:
-    """As other libraries describe memory of a GPU to each other."""
+    """A description of GPU memory, in the form that libraries exchange."""
 
     def __init__(self, address: int, num: int) -> None:
         self.__cuda_array_interface__ = {"shape": (num,), "typestr": "|u1", "data": (address, False), "version": 3}

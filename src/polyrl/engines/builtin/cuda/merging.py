@@ -1,8 +1,8 @@
 """Matrix products that share their input, done as one: q, k and v of an attention; gate and up of an MLP.
 
-The weights stay the parameters they were, with their names: they become views of one matrix, so that whoever trains or
-loads them in place changes the merged one too, and none is kept twice. With gradients, each product is done by itself,
-as before.
+The weights stay the parameters they were, with their names: they become views of one matrix, so that training or
+loading them in place changes the merged one too, and none is kept twice. With gradients, each product is done by
+itself, as before.
 """
 
 from typing import Any

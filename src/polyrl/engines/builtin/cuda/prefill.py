@@ -1,7 +1,7 @@
 """Prefill on a GPU: as it comes, or from a CUDA graph where steps are small.
 
 To launch the kernels of a step takes the host about a millisecond a layer, whatever its size; with few rows the GPU
-waits for it most of the time. A graph is launched as one. There is one for each shape (cuda_layout.py) that came up
+waits for it most of the time. A graph is launched as one. There is one for each shape (layout.py) that came up
 a second time. In float32 there are none: its attention asks the GPU for borders.
 """
 

@@ -3,7 +3,7 @@
 A graph holds a whole decoding step: the model, the draw, and the step to the next position; so replaying it again needs
 nothing from the host. A *burst* replays it several times; meanwhile the host takes a *look* at what the first steps
 brought, and the GPU does not wait for it. Graphs are made by batch size, rounded up; the rows that are too many write
-into a block that nobody reads. For samples that are truncated there are graphs up to the logits; their draw follows.
+into a block that is never read. For samples that are truncated there are graphs up to the logits; their draw follows.
 
 A burst can be interrupted: few replays are ahead of the GPU, so that it ends a step or two later.
 
@@ -69,7 +69,7 @@ class CudaRunner:
         invariant_tokens: int = 0,
         offload: bool = False,
     ) -> None:
-        """`invariant_tokens`: a prompt's chunks have so many rows, and results are batch-invariant; 0: neither."""
+        """`invariant_tokens`: the rows of a prompt's chunks if results are batch-invariant; 0 if they are not."""
         self._loaded = loaded
         self._num_blocks, self._block_tokens = num_blocks, block_tokens
         self._parameter = next(loaded.model.parameters())
