@@ -60,7 +60,7 @@ def named_on_the_map(text: str) -> set[str]:
     The first name of a cell has its folder, the others are beside it; a row in bold names a folder for the rows below.
     """
     named: set[str] = set()
-    base = ""
+    base = group = ""
     for line in text.splitlines():
         if not line.startswith("|"):
             continue
