@@ -104,9 +104,8 @@ def check_settings(engine: str, settings: Mapping[str, Any], model: str, key: st
             raise ConfigError(
                 f"{place}.{'url' if config.url else 'python'}: a worker of the fleet has a server of its own"
             )
-        for flag in config.flags:
-            if flag.partition("=")[0] in _OF_WORKERS:
-                raise ConfigError(f"{place}.flags: {flag}: the worker chooses it; leave it out")
+        if flag := _flag_of_workers(config.flags):
+            raise ConfigError(f"{place}.flags: {flag}: the worker chooses it; leave it out")
 
 
 # The builtin engine
@@ -149,11 +148,15 @@ def _served(wanted: Wanted) -> "ServedEngine":
     if config.url:
         _check_attached(config)
         return ServedEngine(kind, config)
-    for flag in config.flags:
-        if flag.partition("=")[0] in _OF_WORKERS:
-            raise UserError(f"{flag}: the worker chooses it; leave it out after --")
+    if flag := _flag_of_workers(config.flags):
+        raise UserError(f"{flag}: the worker chooses it; leave it out after --")
     config = build({**tree, "python": python_for(kind, config.python)}, ServedConfig, source=wanted.source)
     return ServedEngine(kind, config)
+
+
+def _flag_of_workers(flags: Sequence[str]) -> str | None:
+    """Return the first flag that a server gets from its worker alone."""
+    return next((flag for flag in flags if flag.partition("=")[0] in _OF_WORKERS), None)
 
 
 def _check_attached(config: ServedConfig) -> None:
