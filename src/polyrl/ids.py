@@ -12,6 +12,9 @@ WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", int)
 """The number of a worker's life: it grows each time a worker of that name joins."""
 
+HostName = NewType("HostName", str)
+"""The name of a host, which plays an environment's episodes. It outlives restarts, as a worker's does."""
+
 PromptId = NewType("PromptId", int)
 """A row of a domain's data set."""
 

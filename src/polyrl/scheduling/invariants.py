@@ -5,7 +5,7 @@ does not hold is a bug of the scheduler, whatever the environment did.
 """
 
 from polyrl.errors import LawViolation
-from polyrl.ids import Seconds, Version, show_sample
+from polyrl.ids import SampleId, Seconds, Version, show_sample
 from polyrl.scheduling.core.desk import ON_DESK, Desk
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
@@ -15,6 +15,7 @@ from polyrl.scheduling.rules.tail_batching import num_extra
 from polyrl.scheduling.scheduler import Scheduler
 
 LEASED = ("leased", "stopping")
+RUNNING = ("unhosted", "playing", "waiting", *LEASED)
 
 
 def check(scheduler: Scheduler, now: Seconds) -> None:
@@ -33,6 +34,7 @@ def check(scheduler: Scheduler, now: Seconds) -> None:
     _check_queue(desk, desk.asked, "what was asked")
     _check_leases(desk)
     _check_fleet(desk, now)
+    _check_hosts(desk, now)
     _check_scoring(desk)
     _check_prompts(desk)
     _check_sums(desk)
@@ -82,7 +84,7 @@ def _check_group(desk: Desk, group: TrackedGroup) -> None:
     _law(group.id in desk.rounds[group.step].groups, f"{name} is not in its round")
     _law(group.num_scored == scored, f"{name} counts {group.num_scored} scored, has {scored}")
     _law(group.need <= alive, f"{name} needs {group.need} samples, {alive} can still be trained")
-    running = sum(one.state in ("waiting", *LEASED) for one in samples)
+    running = sum(one.state in RUNNING for one in samples)
     if group.state == "open":
         _law(group.num_generated < group.need, f"{name} has {group.num_generated} answers and is still open")
         _law(running > 0, f"{name} is open and nothing of it runs or waits")
@@ -134,6 +136,12 @@ def _check_queue(desk: Desk, round_: Round, name: str) -> None:
     _law(round_.num_waiting == len(waiting), f"{name} counts {round_.num_waiting} waiting, has {len(waiting)}")
     leased = sum(one.state in LEASED for one in samples)
     _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
+    unhosted = [one.id for one in samples if one.state == "unhosted"]
+    _law(round_.num_unhosted == len(unhosted), f"{name} counts {round_.num_unhosted} unhosted, has {len(unhosted)}")
+    without_host = frozenset(one for waiting in round_.unhosted.values() for one in waiting)
+    _law(without_host.issuperset(unhosted), f"{name} has episodes that wait in no queue for a host")
+    playing = sum(one.state == "playing" for one in samples)
+    _law(round_.num_playing == playing, f"{name} counts {round_.num_playing} playing, has {playing}")
     queued = frozenset(round_.fresh) | frozenset(one for _, one in round_.resumed)
     for one in waiting:
         _law(one.num_failures > 0 or one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
@@ -188,6 +196,30 @@ def _check_fleet(desk: Desk, now: Seconds) -> None:
             expected = worker.duty in ("to_training", "to_generating")
             _law(switching == expected, f"{name} is {worker.duty}, switch deadline: {switching}")
         _law(worker.since <= now, f"{name} is paid beyond now")
+
+
+def _check_hosts(desk: Desk, now: Seconds) -> None:
+    hosts, waits = desk.hosts, desk.deadlines.entries
+    _law(hosts.by_name == {host.name: seat for seat, host in hosts.seats.items()}, "hosts' names and seats differ")
+    played = {one.id: one.host for one in desk.samples.values() if one.host >= 0}
+    by_host = {one: host.seat for host in hosts.seats.values() for one in host.episodes}
+    _law(by_host == played, "what hosts play is not what samples say")
+    for host in hosts.seats.values():
+        _law(len(host.episodes) <= host.slots, f"host {host.name} plays more episodes than it has places")
+        _law((("host_drain", host.seat) in waits) == host.draining, f"host {host.name} drains without a deadline")
+        _law(host.since <= now, f"host {host.name} is paid beyond now")
+    for sample in desk.samples.values():
+        name = f"episode {show_sample(sample.id)}"
+        is_hosted = sample.host >= 0
+        is_episode = desk.groups[sample.group].step != ASKED and bool(
+            desk.environment_of(desk.groups[sample.group].domain)
+        )
+        _law(is_hosted == (is_episode and sample.state in RUNNING[1:]), f"{name} is {sample.state}, host {sample.host}")
+        _law((("episode", sample.id) in waits) == is_hosted, f"{name} is played and never given up")
+        is_playing = sample.state == "playing"
+        _law((("turn", sample.id) in waits) == is_playing, f"{name} is {sample.state}, and its turn is waited for")
+        if is_hosted and not is_playing:
+            _law(sample.call_start <= sample.num_tokens, f"{name} has fewer tokens than before its call")
 
 
 def _pulls_from_itself(seats: dict[int, Worker], worker: Worker) -> bool:
@@ -257,10 +289,14 @@ def _check_sums(desk: Desk) -> None:
 
 
 def _check_rest(desk: Desk) -> None:
-    due = desk.scores_due or desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
+    due = desk.scores_due or desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due or desk.hosts_due
     _law(not due, "something was left undone at the end of an event")
     if desk.state.paused:
         return
+    for round_ in desk.rounds.values():
+        for domain in sorted({desk.groups[desk.samples[one].group].domain for one in _unhosted(desk, round_)}):
+            room = desk.hosts.choose(desk.environment_of(domain))
+            _law(room is None, f"an episode of domain {domain} waits although a host has room for it")
     for round_ in (desk.asked, *desk.rounds.values()):
         is_asked = round_ is desk.asked
         oldest = Version(0) if is_asked else oldest_version(round_.step, desk.config.max_staleness)
@@ -272,3 +308,8 @@ def _check_rest(desk: Desk) -> None:
             others = failures.others(desk, desk.groups[sample.group])
             room = any(one.credit > 0 and not one.is_doubtful for one in others)
             _law(not room, "a sample that failed waits although a worker that never did has room for it")
+
+
+def _unhosted(desk: Desk, round_: Round) -> list[SampleId]:
+    ids = [one for group in round_.groups for one in desk.groups[group].sample_ids()]
+    return [one for one in ids if desk.samples[one].state == "unhosted"]

@@ -239,6 +239,8 @@ class Simulation:
                 self._check_laws()
             case c.AddAsked() | c.CloseAsked():
                 raise LawViolation(f"nobody here asks for anything: {command}")
+            case c.PlayEpisode() | c.AnswerCall() | c.StopEpisode() | c.ReleaseHost() | c.ForgetHost():
+                raise LawViolation(f"no scenario has an environment yet: {command}")
             case _:
                 assert_never(command)
 
