@@ -69,6 +69,11 @@ class OpenEpisode:
         """What a harness of OpenAI's API gets as its base URL."""
         return f"{self._front.url}/e/{self.secret}/v1"
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a call has no answer yet."""
+        return any(not task.done() for task in self._calls.values())
+
     def join(self, session: str) -> None:
         """Let requests with this session reach the episode. Raises SessionTaken."""
         self._front.join(session, self)

@@ -65,6 +65,8 @@ class HostParts(NamedTuple):
     front: HostFront
     text: ModelText | None = None
     family: KnownFamily | None = None
+    folder: str = ""
+    """The model's directory, if there is one."""
 
 
 class OwnEnvironment:
@@ -76,7 +78,7 @@ class OwnEnvironment:
         self._make = make
         self._parts = parts
         self._max_turns = max_turns
-        self.name = name or getattr(make, "__name__", type(make).__name__)
+        self.name = name or getattr(make, "__name__", "") or type(make).__name__
         self.num_tasks: int | None = None
 
     async def start(self) -> None:
