@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from polyrl.config.model_dir import read_facts, read_or_nothing
+from polyrl.config.model_dir import read_facts
 from polyrl.errors import UserError
 from polyrl.manager.serving.requests import AskError, wrong
 
 if TYPE_CHECKING:
-    from polyrl.manager.serving.chats import ChatTemplate
+    from polyrl.data.chat_template import ChatTemplate
 
 NOT_A_CHARACTER = "\ufffd"
 _NUM_THREADS = 2
@@ -59,9 +59,10 @@ class TextModel:
     async def chat_tokens(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         if self._template is None:
             raise AskError(400, "this model has no chat template; ask at /v1/completions")
-        template = self._template
+        from polyrl.manager.serving.chats import render_chat
 
-        return await self._in_thread(lambda: self._encode(template.render(messages, options), special=False))
+        template = self._template
+        return await self._in_thread(lambda: self._encode(render_chat(template, messages, options), special=False))
 
     async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
         """Encode in a thread: a long text takes seconds. The threads are our own: the loop's are the journal's."""
@@ -99,7 +100,7 @@ def load(folder: Path) -> Served:
     try:
         from tokenizers import Tokenizer
 
-        from polyrl.manager.serving.chats import load_template
+        from polyrl.data.chat_template import load_template
     except ImportError as error:
         raise UserError(f"text needs {error.name}: pip install 'polyrl[serve]'") from error
     file = folder / "tokenizer.json"
@@ -111,10 +112,7 @@ def load(folder: Path) -> Served:
         raise UserError(f"{file}: not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    facts = read_facts(folder)
-    names = ("special_tokens_map.json", "tokenizer_config.json")
-    written = {key: value for name in names for key, value in read_or_nothing(folder, name).items()}
-    template = load_template(folder, written)
+    facts, template = read_facts(folder), load_template(folder)
     text = TextModel(tokenizer, template=template, end_ids=facts.known_end_ids, max_context=facts.max_context)
     return Served(facts.name, text, facts.max_context)
 

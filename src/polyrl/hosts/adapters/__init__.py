@@ -1,0 +1,1 @@
+"""Public packages of environments, each behind the host's own contract."""

@@ -1,0 +1,215 @@
+"""Messages to tokens, over the turns of an episode, so that every token stays as it was drawn.
+
+    prompt = chat.prompt(messages, tools, options)      tokens for the next call
+    reply = chat.record(prompt, drawn, ...)             what the harness is told, and remembered for the next turn
+
+If the messages go on from what this conversation was answered, the prompt is the old tokens, unchanged, and tokens of
+what is new (a bridge). Any other messages are rendered whole: their prompt begins a new training sequence.
+
+Rules kept here: a bridge is taken only if the model's template, given the text as it was sampled, writes the same text
+and the same new tokens: so a prompt is never another one than the template's, but for how drawn text is cut into
+tokens. A template that changes earlier answers (one that drops old thoughts) gets no bridge. What the template adds
+after an answer, be its end drawn or cut off, is new and never trained.
+Left out: the shapes of requests and replies (front.py, bodies.py), and tool calls in text (tools.py).
+"""
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from polyrl.data.chat_template import ChatTemplate, TemplateRefused
+from polyrl.hosts.episode import DrawnAnswer
+from polyrl.hosts.known_families import KnownFamily
+from polyrl.hosts.texts import ChatRefused, ModelText
+
+ChatMessages = list[dict[str, Any]]
+ChatTools = list[dict[str, Any]]
+Fingerprint = bytes
+
+_MAX_REMEMBERED = 64
+"""Answers of an episode that its messages may go on from; the newest ones."""
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
+class ChatPrompt(NamedTuple):
+    tokens: list[int]
+    is_bridged: bool
+    """Whether it goes on from an answer, with that answer's tokens as they were drawn."""
+    fingerprint: Fingerprint
+    """Of the messages, with the tools and options."""
+    messages: ChatMessages
+    """As the template gets them: earlier answers that are bridged are the text that was sampled."""
+
+
+class _Remembered(NamedTuple):
+    prompt: "array[int]"
+    drawn: DrawnAnswer
+    sampled: str
+    """The text of the drawn tokens, without the one that ended them."""
+    messages: ChatMessages
+
+
+class Chat:
+    """The conversations of one episode: as many branches as its harness makes."""
+
+    def __init__(self, text: ModelText, family: KnownFamily | None = None) -> None:
+        if text.template is None:
+            raise ChatRefused("the policy's model has no chat template; use /v1/completions")
+        self._text = text
+        self._template: ChatTemplate = text.template
+        self._family = family
+        self._remembered: dict[Fingerprint, _Remembered] = {}
+
+    def prompt(self, messages: ChatMessages, tools: ChatTools | None, options: Mapping[str, Any]) -> ChatPrompt:
+        """Return the prompt for messages that were checked. Raises ChatRefused, and NoRoom."""
+        if tools and not self._text.renders_tools():
+            raise ChatRefused("tools: the model's chat template does not render tools; leave them out")
+        settings = {name: value for name, value in options.items() if name not in ("messages", "tools", "documents")}
+        prints = _fingerprints(messages, tools, settings)
+        plain = [_for_template(message) for message in messages]
+        try:
+            for place in reversed(range(1, len(messages) - 1)):
+                before = self._remembered.get(prints[place])
+                if before is not None and messages[place]["role"] == "assistant":
+                    found = self._bridge(before, plain[place + 1 :], tools, settings)
+                    if found is not None:
+                        return ChatPrompt(found[0], True, prints[-1], found[1])
+                    break
+            written = self._template.render(plain, settings, tools=tools)
+        except TemplateRefused as error:
+            raise ChatRefused(f"messages: the model's chat template refuses them: {error}") from error
+        return ChatPrompt(self._text.encode(written), False, prints[-1], plain)
+
+    def record(self, prompt: ChatPrompt, drawn: DrawnAnswer, reply: dict[str, Any]) -> None:
+        """Remember an answer, as `reply` tells it to the harness."""
+        sampled = self._text.decode(self._text.content(drawn), special=True)
+        key = _fingerprint(prompt.fingerprint, reply)
+        self._remembered.pop(key, None)
+        self._remembered[key] = _Remembered(array("i", prompt.tokens), drawn, sampled, prompt.messages)
+        while len(self._remembered) > _MAX_REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
+
+    def _bridge(
+        self, before: _Remembered, new: ChatMessages, tools: ChatTools | None, settings: dict[str, Any]
+    ) -> tuple[list[int], ChatMessages] | None:
+        """Return the prompt that goes on from an answer, and its messages; None where the template has another."""
+        answer = {"role": "assistant", "content": before.sampled}
+        messages = [*before.messages, answer, *new]
+        old = [*before.prompt, *before.drawn.tokens]
+        if self._family is not None:
+            known = self._family.bridge(list(before.prompt), before.drawn.tokens, new, tools, settings)
+            if known is not None and known[: len(old)] == old:
+                return known, messages
+        begun = self._template.render(before.messages, settings, tools=tools)
+        given = self._template.render(before.messages, settings, tools=tools, with_answer_begun=False)
+        whole = self._template.render(messages, settings, tools=tools)
+        tail = _after(whole, begun, given, before.sampled)
+        end = self._end_of(before)
+        if tail is None or not tail.startswith(end):
+            return None
+        added = self._tokens_at_the_end(whole, end, tail[len(end) :])
+        return None if added is None else ([*old, *added], messages)
+
+    def _end_of(self, before: _Remembered) -> str:
+        """Return the text of the token that ended an answer; empty for one that was cut off, or had a stop string."""
+        num = len(self._text.content(before.drawn))
+        return self._text.decode(before.drawn.tokens[num:], special=True)
+
+    def _tokens_at_the_end(self, whole: str, end: str, tail: str) -> list[int] | None:
+        """Return the tokens of `tail` as they are at the end of the whole text; None if they depend on what precedes.
+
+        A tokenizer that writes a mark before the first word of a text must see the end token before it.
+        """
+        if not tail:
+            return []
+        tokens = self._text.encode(whole)
+        candidates = [self._text.encode(tail)]
+        if end:
+            num_end = len(self._text.encode(end))
+            candidates.append(self._text.encode(end + tail)[num_end:])
+        return next((one for one in candidates if one and tokens[-len(one) :] == one), None)
+
+
+def _after(whole: str, begun: str, given: str, sampled: str) -> str | None:
+    """Return what the template writes after the sampled text; None where the whole text does not hold it unchanged.
+
+    `begun` is the text up to where the answer began, `given` the same without the beginning of the answer. Templates
+    may trim an answer, and may leave an empty thought out of earlier turns.
+    """
+    starts = [len(begun)] if whole.startswith(begun) else []
+    opening = begun[len(given) :] if begun.startswith(given) else ""
+    thought = _NO_THOUGHT.search(opening)
+    if thought is not None and thought.end() == len(opening):
+        without = begun[: len(given) + thought.start()]
+        starts += [len(without)] if whole.startswith(without) else []
+    text = sampled.strip()
+    for start in starts:
+        rest = whole[start:]
+        bare = rest.lstrip()
+        if text and bare.startswith(text):
+            return _without_space(bare[len(text) :], sampled[len(sampled.rstrip()) :])
+        if not text:
+            return _without_space(rest, sampled)
+    return None
+
+
+def _without_space(tail: str, space: str) -> str:
+    """Leave out the space that the answer ends with, where the template kept it."""
+    return tail[len(space) :] if tail.startswith(space) else tail
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it: text instead of null, and arguments of tool calls as objects."""
+    content = message.get("content")
+    made = {name: value for name, value in message.items() if value is not None}
+    made["content"] = "" if content is None else content
+    calls = message.get("tool_calls")
+    if calls:
+        made["tool_calls"] = [{**one, "function": _with_object(one["function"])} for one in calls]
+    else:
+        made.pop("tool_calls", None)
+    return made
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    read = _read_json(function.get("arguments"))
+    return {**function, "arguments": read} if isinstance(read, dict) else function
+
+
+def _read_json(text: object) -> object:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _fingerprints(
+    messages: Sequence[dict[str, Any]], tools: ChatTools | None, settings: Mapping[str, Any]
+) -> list[Fingerprint]:
+    """Return a fingerprint of each beginning of the conversation."""
+    found: list[Fingerprint] = []
+    last = _digest(b"", [tools or None, dict(settings)])
+    for message in messages:
+        last = _fingerprint(last, message)
+        found.append(last)
+    return found
+
+
+def _fingerprint(before: Fingerprint, message: Mapping[str, Any]) -> Fingerprint:
+    """Fields that say nothing of the conversation (null ones, `refusal`, `annotations`) make no difference."""
+    calls = [
+        [one.get("id"), one["function"].get("name"), _read_json(one["function"].get("arguments"))]
+        for one in message.get("tool_calls") or ()
+    ]
+    said = [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+    return _digest(before, said)
+
+
+def _digest(before: bytes, value: object) -> Fingerprint:
+    written = json.dumps(value, sort_keys=True, ensure_ascii=True, default=str).encode()
+    return hashlib.blake2b(before + written, digest_size=16).digest()

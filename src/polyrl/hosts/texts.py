@@ -1,0 +1,121 @@
+"""A model's tokenizer, chat template and end tokens, as far as a host needs them.
+
+Rules kept here: a text that is longer than any prompt can be is refused before it is tokenized. Long texts are
+tokenized in threads of our own: neither the host's loop nor an environment's threads wait for it.
+Left out: which tokens of a conversation stay as they were drawn (chats.py).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from polyrl.config.model_dir import read_facts
+from polyrl.errors import PolyrlError, UserError
+from polyrl.hosts.episode import DrawnAnswer, NoRoom
+
+if TYPE_CHECKING:
+    from polyrl.data.chat_template import ChatTemplate
+
+Result = TypeVar("Result")
+
+_NUM_THREADS = 2
+_BYTES_PER_TOKEN = 16
+"""More than the average of a prompt in any language."""
+_LONG_CONTEXT = 131072
+_PROBE = {
+    "type": "function",
+    "function": {
+        "name": "polyrl_probe",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+class ChatRefused(PolyrlError):
+    """Messages that cannot become a prompt. The message is one line."""
+
+
+class ModelText:
+    """Text to tokens and back. `template` is None for a model that knows no chats: its texts are put together."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: "ChatTemplate | None" = None,
+        end_ids: frozenset[int] = frozenset(),
+        max_context: int | None = None,
+        name: str = "policy",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="host-text")
+        self._renders_tools: bool | None = None
+        self.template = template
+        self.end_ids = end_ids
+        self.max_context = max_context
+        self.name = name
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the tokens, with those that the tokenizer puts around a text if `special`. Raises NoRoom."""
+        context = _LONG_CONTEXT if self.max_context is None else self.max_context
+        if len(text) > context * _BYTES_PER_TOKEN:
+            raise NoRoom(f"a text of {len(text)} characters; the context is {context} tokens long")
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text, with that of special tokens if `special`."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
+
+    def content(self, drawn: DrawnAnswer) -> list[int]:
+        """Return the tokens of an answer without the one that ended it."""
+        tokens = drawn.tokens
+        return tokens[:-1] if drawn.finish == "stop" and tokens and tokens[-1] in self.end_ids else tokens
+
+    def renders_tools(self) -> bool:
+        """Whether the chat template tells the model which tools there are."""
+        from polyrl.data.chat_template import TemplateRefused
+
+        if self._renders_tools is None and self.template is not None:
+            try:
+                shown = self.template.render([{"role": "user", "content": "hello"}], {}, tools=[_PROBE])
+            except TemplateRefused:
+                shown = ""
+            self._renders_tools = "polyrl_probe" in shown
+        return self._renders_tools is True
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def load_text(folder: str | Path) -> ModelText:
+    """Load a model directory's tokenizer and chat template. Raises UserError."""
+    try:
+        from tokenizers import Tokenizer
+
+        from polyrl.data.chat_template import load_template
+    except ImportError as error:
+        raise UserError(f"text needs {error.name}: pip install 'polyrl[serve]'") from error
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{folder}: no tokenizer.json there; expected a Hugging Face model directory")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{file}: not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    facts = read_facts(folder)
+    return ModelText(
+        tokenizer,
+        template=load_template(folder),
+        end_ids=facts.known_end_ids,
+        max_context=facts.max_context,
+        name=facts.name,
+    )

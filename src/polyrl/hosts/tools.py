@@ -1,0 +1,196 @@
+"""Tool calls in what a model wrote, by the family of its chat template.
+
+    hermes     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Qwen 2.5 and 3, Hermes, SmolLM
+    xml        <tool_call><function=add><parameter=a>1</parameter></function></tool_call>      Qwen3-Coder
+    llama      {"name": "add", "parameters": {"a": 1}}, perhaps after <|python_tag|>      Llama 3
+    mistral    [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add{"a": 1}
+
+Rules kept here: whatever the model wrote, nothing raises. Arguments that are not JSON are passed on as they were
+written, as OpenAI's API has it: the harness says to the model what is wrong with them. A call without a name is text.
+Whether a tool exists is the harness's to say.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+ToolFamily = Literal["hermes", "xml", "llama", "mistral"]
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_NAME = re.compile(r"""["']?name["']?\s*:\s*["']([^"']+)["']""")
+_ARGUMENTS = re.compile(r"""["']?(?:arguments|parameters)["']?\s*:\s*(.*)\Z""", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+_MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_THOUGHT = "</think>"
+_MAX_CALLS = 128
+
+
+class WrittenCall(NamedTuple):
+    name: str
+    arguments: str
+    """As JSON, if that is what the model wrote."""
+
+
+class WrittenAnswer(NamedTuple):
+    content: str
+    calls: list[WrittenCall]
+
+
+def family_of(template: str) -> ToolFamily | None:
+    """Return how a model with this chat template writes tool calls; None where it is not known."""
+    if "<tool_call>" in template:
+        return "xml" if "<function=" in template else "hermes"
+    if _MISTRAL in template:
+        return "mistral"
+    if _PYTHON_TAG in template or "<|eom_id|>" in template or '"parameters": ' in template:
+        return "llama"
+    return None
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop string."""
+    found = [at for at in map(text.find, stops) if at >= 0]
+    return text[: min(found)] if found else text
+
+
+def read_answer(
+    text: str, family: ToolFamily | None, tools: Sequence[Mapping[str, Any]] | None = None
+) -> WrittenAnswer:
+    """Return what a model wrote as text and tool calls. `text` has its special tokens.
+
+    `tools` are those of the request: XML says nothing of a value's type, and their schemas do.
+    """
+    if family is None:
+        return WrittenAnswer(text, [])
+    thought, mark, rest = text.rpartition(_THOUGHT)
+    found = _xml(rest, _texts_of(tools or ())) if family == "xml" else _READERS[family](rest)
+    return WrittenAnswer(thought + mark + found.content if mark else found.content, found.calls[:_MAX_CALLS])
+
+
+def _hermes(text: str) -> WrittenAnswer:
+    return _blocks(text, lambda block: _json_calls(block, several=False))
+
+
+def _xml(text: str, texts: set[tuple[str, str]]) -> WrittenAnswer:
+    def value(name: str, parameter: str, written: str) -> object:
+        if (name, parameter) in texts:
+            return written
+        try:
+            return json.loads(written)
+        except (ValueError, RecursionError):
+            return written
+
+    def calls(block: str) -> list[WrittenCall]:
+        found: list[WrittenCall] = []
+        for name, body in _FUNCTION.findall(block):
+            given = {one: value(name.strip(), one, written) for one, written in _PARAMETER.findall(body)}
+            found.append(WrittenCall(name.strip(), _dump(given)))
+        return found or _json_calls(block, several=False)
+
+    return _blocks(text, calls)
+
+
+def _texts_of(tools: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Return the parameters that are texts, each with its tool's name."""
+    found: set[tuple[str, str]] = set()
+    for tool in tools:
+        function = tool.get("function")
+        function = function if isinstance(function, dict) else {}
+        schema = function.get("parameters")
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        for name, kind in properties.items() if isinstance(properties, dict) else ():
+            if isinstance(kind, dict) and kind.get("type") == "string":
+                found.add((str(function.get("name")), name))
+    return found
+
+
+def _blocks(text: str, read: Callable[[str], list[WrittenCall]]) -> WrittenAnswer:
+    """Read each `<tool_call>` block. One without a call stays in the text."""
+    calls: list[WrittenCall] = []
+    kept: list[str] = []
+    end = 0
+    for block in _BLOCK.finditer(text):
+        found = read(block[1])
+        if found:
+            kept.append(text[end : block.start()])
+            end = block.end()
+            calls += found
+    kept.append(text[end:])
+    return WrittenAnswer("".join(kept).strip() if calls else text, calls)
+
+
+def _llama(text: str) -> WrittenAnswer:
+    bare = text.strip()
+    is_marked = bare.startswith(_PYTHON_TAG)
+    bare = bare.removeprefix(_PYTHON_TAG).strip()
+    if not is_marked and not bare.startswith("{"):
+        return WrittenAnswer(text, [])
+    calls = _json_calls(bare, several=True)
+    return WrittenAnswer("", calls) if calls else WrittenAnswer(text, [])
+
+
+def _mistral(text: str) -> WrittenAnswer:
+    before, mark, rest = text.partition(_MISTRAL)
+    if not mark:
+        return WrittenAnswer(text, [])
+    if rest.lstrip().startswith("["):
+        calls = _json_calls(rest, several=True)
+    else:
+        found = [_MISTRAL_CALL.fullmatch(part) for part in rest.split(_MISTRAL)]
+        calls = [WrittenCall(one[1], one[2].strip()) for one in found if one is not None]
+    return WrittenAnswer(before.strip(), calls) if calls else WrittenAnswer(text, [])
+
+
+_READERS: Mapping[ToolFamily, Callable[[str], WrittenAnswer]] = {
+    "hermes": _hermes,
+    "llama": _llama,
+    "mistral": _mistral,
+}
+
+
+def _json_calls(text: str, *, several: bool) -> list[WrittenCall]:
+    """Read calls written as JSON: an object, a list of objects, or objects with semicolons between them."""
+    text = text.strip()
+    try:
+        values = [json.loads(text)]
+    except (ValueError, RecursionError):
+        parts = re.split(r";\s*(?=\{)", text) if several else [text]
+        if len(parts) > 1:
+            return [call for part in parts for call in _json_calls(part, several=False)]
+        return _damaged_call(text)
+    if isinstance(values[0], list):
+        values = values[0]
+    return [call for value in values if (call := _call(value)) is not None]
+
+
+def _call(value: object) -> WrittenCall | None:
+    if not isinstance(value, dict):
+        return None
+    function = value.get("function")
+    if isinstance(function, dict):
+        value = function
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return None
+    given = value.get("arguments", value.get("parameters", {}))
+    return WrittenCall(name, given if isinstance(given, str) else _dump(given))
+
+
+def _damaged_call(text: str) -> list[WrittenCall]:
+    """Read a call whose JSON is broken: its name, and its arguments as they were written."""
+    name = _NAME.search(text)
+    if name is None or not text.startswith("{"):
+        return []
+    rest = _ARGUMENTS.search(text)
+    arguments = "" if rest is None else rest[1].strip()
+    if arguments.endswith("}}"):
+        arguments = arguments[:-1]
+    return [WrittenCall(name[1], arguments)]
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
