@@ -44,7 +44,21 @@ _VERSIONS_KEPT = 64
 
 class Prompt(NamedTuple):
     tokens: list[int]
+    """Empty in a domain of episodes: environments make their prompts."""
     sampling: Sampling = Sampling()
+    task: bytes = b""
+    """In a domain of episodes: a row of the data, as JSON; empty where the environment brings its own tasks."""
+
+
+class Call(NamedTuple):
+    """A call of an episode: an environment asked the policy."""
+
+    prompt: "np.ndarray[Any, Any]"
+    """All tokens that the policy saw."""
+    start: int
+    end: int
+    """The answer is the sample's tokens from `start` to `end`."""
+    finish: str
 
 
 class Sample(NamedTuple):
@@ -62,6 +76,8 @@ class Sample(NamedTuple):
     """Which prompt of the data it answers."""
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name."""
+    calls: tuple[Call, ...] = ()
+    """An episode's, in order; empty for a single answer."""
 
     @property
     def name(self) -> str:
@@ -525,8 +541,8 @@ def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tupl
     for plan in plans:
         prompt = prompt_of(plan.domain, plan.prompt, plan.epoch)
         packed = columns.pack_tokens(prompt.tokens)
-        prompts.append(frames.PromptPayload(plan.group, packed, prompt.sampling))
-        num_bytes += len(packed)
+        prompts.append(frames.PromptPayload(plan.group, packed, prompt.sampling, prompt.task))
+        num_bytes += len(packed) + len(prompt.task)
         if num_bytes >= PIECE_BYTES or time.monotonic() > until:
             break
     return tuple(prompts)
@@ -535,4 +551,16 @@ def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tupl
 def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
-    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts)
+    calls = _calls(text.calls, tokens)
+    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
+
+
+def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[Call, ...]:
+    """Give every call its whole prompt: it travels as what it adds to an earlier one."""
+    made: list[Call] = []
+    for one in calls:
+        new = columns.view_tokens(one.tokens)
+        base = made[one.base] if one.base >= 0 else None
+        seen = new[:0] if base is None else np.concatenate([base.prompt, drawn[base.start : base.end]])
+        made.append(Call(np.concatenate([seen[: one.kept], new]), one.start, one.end, one.finish))
+    return tuple(made)

@@ -86,6 +86,11 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return np.frombuffer(packed, TOKEN_IDS).tolist()
 
 
+def view_tokens(packed: bytes) -> Any:
+    """Token ids, without a copy."""
+    return np.frombuffer(packed, TOKEN_IDS)
+
+
 def pack_column(kind: str, numbers: Sequence[int]) -> bytes:
     return np.asarray(numbers, kind).tobytes()
 

@@ -427,7 +427,7 @@ class WorkerAgent:
         if lease in self._book:
             return
         so_far = columns.unpack_tokens(order.so_far)
-        self._book.open(lease, len(so_far))
+        self._book.open(lease, order.num_before + len(so_far))
         prompt = columns.unpack_tokens(order.prompt)
         max_tokens, sampling = order.max_tokens, order.sampling
         if sampling.imposed is not None:
