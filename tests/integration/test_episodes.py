@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from tests.integration.live import ENGINE, MODEL, QUICK, Live, honest_worker, manager, play_round, run, trainer, until
+from tests.integration.live import MODEL, Live, honest_worker, manager, play_round, run, trainer, until
 
 from polyrl.client import Group, Prompt
 from polyrl.hosts.agent import HostAgent, HostOptions, PlayedEpisode
