@@ -46,6 +46,8 @@ _NO_CONTEXT = 1 << 31
 
 class HostOptions(NamedTuple):
     name: str
+    environment: str = ""
+    """What the run calls the environment; empty: its own name."""
     slots: int = 16
     """Episodes that are played at once."""
     price_usd_per_hour: float = 0.0
@@ -214,7 +216,7 @@ class HostAgent:
         request = HostJoinRequest(
             name=options.name,
             protocol=frames.PROTOCOL,
-            environment=self._environment.name,
+            environment=options.environment or self._environment.name,
             slots=options.slots,
             price_usd_per_hour=options.price_usd_per_hour,
         )

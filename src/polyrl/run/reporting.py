@@ -22,7 +22,7 @@ from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
-from polyrl.run import local_worker, workers
+from polyrl.run import hosts, local_worker, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.diagnosis import Finding, diagnose
 from polyrl.run.display import Display
@@ -202,13 +202,16 @@ class Reporter:
         lines = [] if self._fleet is None else self._fleet.lines
         return next((one for one in reversed(lines) if one.step == step - 1), None)
 
-    def news(self, fleet: Fleet, started: dict[str, Process], tasks: Tasks) -> list[Coroutine[Any, Any, None]]:
+    def news(
+        self, fleet: Fleet, started: dict[str, Process], playing: dict[str, hosts.HostProcess], tasks: Tasks
+    ) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that report everything beside the steps, until they are cancelled."""
         say, recipe = self.display.say, self._recipe
         news: list[Coroutine[Any, Any, None]] = [
             workers.tell_who_ends(self._run_dir, started, say),
             workers.tell_who_is_turned_away(fleet, started, say),
             tell_of_rewards(fleet, tasks),
+            hosts.keep(recipe, fleet, playing, say),
         ]
         if not self.display.progress.is_live:
             news.append(tell_of_waits(fleet, workers.doctor_command(recipe, self._run_dir, self._address.url), say))

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
-from polyrl.data.sources import Source, open_training, open_validation
+from polyrl.data.sources import EnvironmentSource, Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
@@ -37,6 +37,10 @@ class Tasks(Protocol):
     def names(self) -> list[str]: ...
 
     def tokens(self, domain: int, prompt: int) -> TokenIds: ...
+
+    def row(self, domain: int, prompt: int) -> bytes:
+        """Return the row of an episode's task, as JSON; empty for a prompt, and where the environment has its own."""
+        ...
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -117,6 +121,10 @@ class RecipeTasks:
 
     def tokens(self, domain: int, prompt: int) -> TokenIds:
         return self._domains[domain].training.tokens(prompt)
+
+    def row(self, domain: int, prompt: int) -> bytes:
+        source = self._domains[domain].training
+        return source.row(prompt) if isinstance(source, EnvironmentSource) else b""
 
     @property
     def validation_names(self) -> list[str]:
