@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from polyrl.client.checking import Fault, find_fault, find_stranger
+from polyrl.client.checking import Fault, find_call_fault, find_fault, find_stranger
 from polyrl.client.line import Line
 from polyrl.errors import NoReward, PolyrlError, UserError, plain
 from polyrl.ids import show_sample
@@ -47,11 +47,24 @@ class Prompt(NamedTuple):
     sampling: Sampling = Sampling()
 
 
+class EpisodeCall(NamedTuple):
+    """One request of an episode's environment to the policy."""
+
+    prompt: "np.ndarray[Any, Any]"
+    """(tokens,) int32: all tokens that the policy saw."""
+    start: int
+    """The drawn tokens are `sample.tokens[start:end]`."""
+    end: int
+    finish: str
+    """stop, or length."""
+
+
 class Sample(NamedTuple):
-    """An answer, with what is known of every token."""
+    """An answer, with what is known of every token; or an episode, whose answers to all calls follow one another."""
 
     id: int
     tokens: "np.ndarray[Any, Any]"
+    """Drawn tokens alone."""
     logprobs: "np.ndarray[Any, Any]"
     segments: tuple[Segment, ...]
     """Which version and worker wrote from which token on."""
@@ -62,6 +75,8 @@ class Sample(NamedTuple):
     """Which prompt of the data it answers."""
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name."""
+    calls: tuple[EpisodeCall, ...] = ()
+    """The calls of an episode, in order. Empty: the sample is one answer to its group's prompt."""
 
     @property
     def name(self) -> str:
@@ -440,6 +455,8 @@ class Fleet:
         """Return why a sample cannot be trained on, and who wrote it."""
         vocab = columns.ANY_ID if self._answers is None else self._answers.vocab
         fault = find_fault(sample.tokens, sample.logprobs, sample.segments, vocab)
+        if fault is None and sample.calls:
+            fault = find_call_fault(sample.calls, len(sample.tokens), vocab)
         if fault is None and self._has_weights:
             fault = find_stranger(sample.segments, self.digests)
         return fault
