@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from polyrl.client.checking import Fault, find_fault, find_stranger
+from polyrl.client.checking import Fault, find_call_fault, find_fault, find_stranger
 from polyrl.client.line import Line
 from polyrl.errors import NoReward, PolyrlError, UserError, plain
 from polyrl.ids import show_sample
@@ -50,22 +50,24 @@ class Prompt(NamedTuple):
     """In a domain of episodes: a row of the data, as JSON; empty where the environment brings its own tasks."""
 
 
-class Call(NamedTuple):
-    """A call of an episode: an environment asked the policy."""
+class EpisodeCall(NamedTuple):
+    """One request of an episode's environment to the policy."""
 
     prompt: "np.ndarray[Any, Any]"
-    """All tokens that the policy saw."""
+    """(tokens,) int32: all tokens that the policy saw."""
     start: int
+    """The drawn tokens are `sample.tokens[start:end]`."""
     end: int
-    """The answer is the sample's tokens from `start` to `end`."""
     finish: str
+    """stop, or length."""
 
 
 class Sample(NamedTuple):
-    """An answer, with what is known of every token."""
+    """An answer, with what is known of every token; or an episode, whose answers to all calls follow one another."""
 
     id: int
     tokens: "np.ndarray[Any, Any]"
+    """Drawn tokens alone."""
     logprobs: "np.ndarray[Any, Any]"
     segments: tuple[Segment, ...]
     """Which version and worker wrote from which token on."""
@@ -76,8 +78,8 @@ class Sample(NamedTuple):
     """Which prompt of the data it answers."""
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name."""
-    calls: tuple[Call, ...] = ()
-    """An episode's, in order; empty for a single answer."""
+    calls: tuple[EpisodeCall, ...] = ()
+    """The calls of an episode, in order. Empty: the sample is one answer to its group's prompt."""
 
     @property
     def name(self) -> str:
@@ -456,6 +458,8 @@ class Fleet:
         """Return why a sample cannot be trained on, and who wrote it."""
         vocab = columns.ANY_ID if self._answers is None else self._answers.vocab
         fault = find_fault(sample.tokens, sample.logprobs, sample.segments, vocab)
+        if fault is None and sample.calls:
+            fault = find_call_fault(sample.calls, len(sample.tokens), vocab)
         if fault is None and self._has_weights:
             fault = find_stranger(sample.segments, self.digests)
         return fault
@@ -555,12 +559,12 @@ def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
     return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
 
 
-def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[Call, ...]:
+def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[EpisodeCall, ...]:
     """Give every call its whole prompt: it travels as what it adds to an earlier one."""
-    made: list[Call] = []
+    made: list[EpisodeCall] = []
     for one in calls:
         new = columns.view_tokens(one.tokens)
         base = made[one.base] if one.base >= 0 else None
         seen = new[:0] if base is None else np.concatenate([base.prompt, drawn[base.start : base.end]])
-        made.append(Call(np.concatenate([seen[: one.kept], new]), one.start, one.end, one.finish))
+        made.append(EpisodeCall(np.concatenate([seen[: one.kept], new]), one.start, one.end, one.finish))
     return tuple(made)

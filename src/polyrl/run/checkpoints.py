@@ -31,8 +31,9 @@ from polyrl.errors import UserError
 from polyrl.run.changes import begin_anew, check_changes
 from polyrl.telemetry import metrics, validated
 from polyrl.telemetry.breaks import Break
-from polyrl.trainer.loop import StepReport, why_enough
+from polyrl.trainer.loop import why_enough
 from polyrl.trainer.model import Policy
+from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.redo import Entry

@@ -36,7 +36,7 @@ from polyrl.telemetry.looks import show_seconds
 from polyrl.telemetry.metrics import Metrics, MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
-from polyrl.trainer.loop import StepReport
+from polyrl.trainer.reports import StepReport
 from polyrl.wire.dial import Dialer, is_loopback
 
 _LOOK_EVERY_S = 1.0
