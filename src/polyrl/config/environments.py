@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative
+from polyrl.scheduling.core.bounds import Count, NotNegative
 from polyrl.scheduling.core.parameters import EnvironmentRules
 
 
@@ -13,7 +13,7 @@ class EnvironmentsSection(EnvironmentRules, frozen=True, kw_only=True, forbid_un
 
     processes: Count = 1
     """For each domain with an environment."""
-    slots: Annotated[AtLeastOne, Meta(le=65_536)] = 16
+    slots: Annotated[int, Meta(ge=1, le=65_536)] = 16
     """Episodes that one of them plays at once."""
     python: str = ""
     """The environment, or its Python, with the environment's package and PolyRL installed; empty: PolyRL's own."""
