@@ -130,6 +130,8 @@ class Round(Struct):
     """The seconds that the parallelism planner expects, if it plans."""
     farthest: int = 0
     """The most tokens of a sample of it that ended or was stopped; kept when parallelism is planned."""
+    written_at: Seconds | None = None
+    """When the last lease of it ended; kept when parallelism is planned."""
     failed: list[SampleId] = []
     """Waiting samples that a worker failed, first come first served: not everybody gets them (failures.py)."""
     unhosted: dict[int, list[SampleId]] = {}

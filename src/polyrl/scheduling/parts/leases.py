@@ -182,6 +182,8 @@ def end_lease(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) ->
     sample.lease = NO_LEASE
     sample.worker = -1
     round_.num_leased -= 1
+    if desk.plans_parallelism:
+        round_.written_at = now
     if not worker.local and round_ is not desk.asked:
         desk.state.clock.last_remote_at = now
     if worker.state == "draining":
