@@ -31,7 +31,7 @@ from polyrl.sim.supply import read_supply_trace
 
 DEFAULT_STEPS = 14
 _MIN_WARMUP = 4
-"""Steps for the seeding window to settle. One that was never met before takes about as many."""
+"""Steps for the seeding window to settle; a window for a fleet size not seen before takes about as many."""
 _MILLION = 1e6
 _HOUR_S = 3600.0
 _WORTH_NAMING = 0.01

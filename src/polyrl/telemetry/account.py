@@ -313,7 +313,7 @@ class _Watcher:
         self.timeline.mark(life.worker, None, life.ended_at)
 
     def end(self, now: Seconds) -> None:
-        """The account ends here. Who is still missed is not known to have lived on."""
+        """End the account. Nobody knows whether a worker that is still missed lived on."""
         for seat, (since, _) in self.misses.items():
             self._by_seat[seat].missed_since = since
         self.timeline.end(now)

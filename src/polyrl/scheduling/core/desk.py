@@ -145,7 +145,7 @@ class Desk:
         self.commands: list[Command] = []
         self.before: Seconds = -math.inf
         """When the event before the one in hand came."""
-        # What every event touches, one look-up nearer. It is reached here, and never through the state (ON_DESK).
+        # Objects that every event touches, one look-up nearer. They are reached here, never through the state (ON_DESK).
         self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
         self.asked, self.seats, self.ledger = state.asked, state.fleet.seats, state.ledger
         self.scoring, self.budgets, self.lengths = state.scoring, state.budgets, state.lengths

@@ -216,7 +216,7 @@ def attend(
     return flash(query, its_keys, its_values, rows, contexts, scale, window)
 
 
-# What writes to the cache is an operation of its own that says so: compiled as part of the rest, the cache was copied.
+# Writing to the cache is a custom operation that declares the mutation: compiled with the rest, it copied the cache.
 
 
 @torch.library.custom_op("polyrl::write_and_gather", mutates_args=("keys", "values"))
