@@ -65,7 +65,7 @@ async def start(arguments: Sequence[str], log_file: Path, more: Mapping[str, str
 
 
 def terminate_with_parent() -> None:
-    """In the child."""
+    """Have the child end with its parent. Runs in the child."""
     end_with_parent(signal.SIGTERM)
 
 

@@ -28,7 +28,7 @@ _HOPELESS = 32
 
 
 class Tasks(Protocol):
-    """Domains by number, prompts by number within their domain; sets for validation by name."""
+    """The prompts and rewards of a run. Domains, and prompts within them, have numbers; validation sets, names."""
 
     @property
     def num_prompts(self) -> list[int]: ...

@@ -62,7 +62,7 @@ class Deliveries:
                 self._agenda.later(0.0, lambda machine=machine, failed=failed: self._send(machine, failed))
 
     def set_alarm(self) -> None:
-        """After a change: find out anew when the next pull ends."""
+        """Compute again, after a change, when the next pull ends."""
         if not self._changed:
             return
         self._changed = False

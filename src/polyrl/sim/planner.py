@@ -109,7 +109,7 @@ def choices(workers: Sequence[int], factors: Sequence[float], staleness: Sequenc
 
 
 def steps_in_period(factor: float) -> int:
-    """After how many steps short and long rounds repeat: each short one puts off a share of `factor - 1`."""
+    """Return after how many steps short and long rounds repeat: each short round defers a share of `factor - 1`."""
     return 1 if factor <= 1.0 else 1 + round(1.0 / (factor - 1.0)) if factor < 2.0 else 2
 
 

@@ -45,7 +45,7 @@ from polyrl.telemetry.timeline import Span, Timeline
 _SAMPLES_A_CHECK = 4
 """Events between two checks of the laws, one for so many open samples: a check looks at each of them."""
 _QUIET = (TokensArrived, WorkerReported, FleetReported, RewardFinished)
-"""Frequent, and when nothing is asked for in answer nobody does anything else than before."""
+"""Frequent events. When no command follows, no worker has changed what it does."""
 
 
 class Life(Struct):

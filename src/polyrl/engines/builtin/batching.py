@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Its one token was drawn here. The last of a prompt, alone in its chunk, is prefilled."""
+        """Whether the chunk is one token that was drawn here. A prompt's last token, alone in a chunk, is prefilled."""
         return self.count == 1 and self.start >= self.member.num_given
 
 
@@ -111,7 +111,7 @@ class Batching:
         return self._cache.num_blocks_for(num_tokens) <= self._cache.num_blocks
 
     def add(self, member: Member) -> None:
-        """It waits from now on. It must have fewer than `max_total` tokens, and these must fit the cache alone."""
+        """Queue a member. It must have fewer than `max_total` tokens, and these must fit into an empty cache."""
         self._cache.extend_keys(member.keys, member.tokens)
         member.tail = self._cache.tail_key(member.keys, member.tokens)
         member.num_given = len(member.tokens)
@@ -198,7 +198,7 @@ class Batching:
                 self._send_back(next(reversed(self._running.values())))
 
     def _send_back(self, member: Member) -> None:
-        """From running to the front of the queue."""
+        """Move a running member to the front of the queue."""
         del self._running[member.lease]
         self._cache.release(member.blocks)
         member.num_computed = member.num_published = 0

@@ -161,12 +161,12 @@ class Worker(Struct):
 
     @property
     def owes(self) -> bool:
-        """Its going now would be a loss: as far as we know, it has not handed everything over."""
+        """Whether leaving now counts as a loss: as far as we know, it has not handed everything over."""
         return self.state != "draining" or bool(self.leases) or self.unheard
 
     @property
     def is_doubtful(self) -> bool:
-        """It failed samples and has brought no answer since."""
+        """Whether it failed samples and has brought no answer since."""
         return bool(self.failed_groups) or self.num_faults > 0
 
     @property

@@ -374,7 +374,7 @@ def _pick_kernel(
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """As sampling.draw without truncation: (tokens, log-probabilities)."""
+    """Return (tokens, log-probabilities), as sampling.draw does without truncation."""
     num, vocab = logits.shape
     stretches = triton.cdiv(vocab, STRETCH)
     best = torch.empty((num, stretches), dtype=torch.float32, device=logits.device)
@@ -417,7 +417,7 @@ def note(
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """As sampling.uniforms, on the device: integers of 64 bits wrap around as they should."""
+    """Compute sampling.uniforms on the device; the 64-bit integers wrap around, as that requires."""
     bits = _mix(_mix(seeds) + positions * _signed(sampling.GAMMA))
     return _shift(bits, 11).double() * 2.0**-53
 
@@ -430,7 +430,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
-    """To the right, with zeros from the left: torch shifts the sign in."""
+    """Shift right, with zeros from the left; torch's own shift copies the sign bit."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
