@@ -31,7 +31,7 @@ class Deliveries:
         self._stamp = 0
 
     def add(self, name: WorkerName) -> None:
-        """A remote machine is on the network."""
+        """Put a remote machine on the network."""
         self._flows.set_node(name, self._network.worker_egress_gbps, self._network.worker_ingress_gbps)
 
     def start(self, machine: Machine, command: PullWeights) -> None:

@@ -242,7 +242,7 @@ class Batching:
         return chunks
 
     def _find(self, member: Member) -> tuple[list[int], int | None, bytes | None]:
-        """Blocks that it can share, one that it can copy, and the key of what it would need next."""
+        """Return the cached blocks that a member can share, one that it can copy, and the key of the next it lacks."""
         usable = member.keys[: (len(member.tokens) - 1) // self._cache.block_tokens]
         cached = self._cache.find(usable)
         if len(cached) < len(usable):

@@ -286,7 +286,7 @@ class ServedEngine:
             answer.end.set_result(error)
 
     def _take(self, answer: ServedAnswer, part: AnswerPart) -> AnswerEnd | None:
-        """Tell of new tokens; how the answer has ended, if it has."""
+        """Pass new tokens on. Return how the answer ended, or None if it goes on."""
         self._heard_at = time.monotonic()
         if answer.server is not self._keeper.server:
             raise EngineError("it comes from a server that is down")  # of which version, nobody can say any more

@@ -157,7 +157,7 @@ class Desk:
         self.failed_wait = any(round_.failed for round_ in (state.asked, *state.rounds.values()))
         """Samples that a worker failed wait: who may have them can change with any event."""
         self.place_due = False
-        """Samples wait and a worker may have credit."""
+        """Samples may be waiting while a worker has credit."""
         self.rounds_due = False
         """A requested round may be able to open."""
         self.pulls_due = False

@@ -311,7 +311,7 @@ def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 
 def refresh_all(desk: Desk, now: Seconds) -> None:
-    """A step is over: what counts as active may have changed for everyone."""
+    """Update the states of all workers at the end of a step: which versions may write has changed."""
     for worker in desk.seats.values():
         _refresh_state(desk, worker, now)
 
