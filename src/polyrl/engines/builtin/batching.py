@@ -219,7 +219,7 @@ class Batching:
     def _admit(self, prefilling: list[Member], budget: int) -> list[Chunk]:
         """Begin with those that wait, as far as places, blocks and the budget go."""
         chunks: list[Chunk] = []
-        under_way = {key for member in prefilling for key in (*member.keys[member.num_published :], member.tail)}
+        under_way = {key for member in prefilling for key in _keys_to_come(member, member.num_published)}
         for member in self._waiting.values():
             if not budget or self.num_running == self._max_running:
                 break
@@ -234,7 +234,7 @@ class Batching:
                 self.copies.append((copied, member.blocks[len(cached)]))
                 member.num_computed = start
             self._running[member.lease] = member
-            under_way.update((*member.keys[len(cached) :], member.tail))
+            under_way.update(_keys_to_come(member, len(cached)))
             chunks.append(_chunk(member, count))
             budget -= count
         for chunk in chunks:
@@ -269,6 +269,15 @@ class Batching:
         member.num_published = len(cached)
         member.num_computed = len(cached) * cache.block_tokens
         return cache.extend(member.blocks, len(member.tokens))
+
+
+def _keys_to_come(member: Member, num_known: int) -> list[bytes]:
+    """Return the keys of what a member computes and others may wait for.
+
+    Its tail is one of them only if it draws more than one token: a tail is forgotten with the last member that has it.
+    """
+    keys = member.keys[num_known:]
+    return [*keys, member.tail] if member.max_total > len(member.tokens) + 1 else keys
 
 
 def _chunk(member: Member, count: int) -> Chunk:
