@@ -19,13 +19,13 @@ PromptId = NewType("PromptId", int)
 """A row of a domain's data set."""
 
 GroupId = NewType("GroupId", int)
-"""One prompt's turn in one round."""
+"""One prompt's attempts in one round."""
 
 SampleId = NewType("SampleId", int)
 """One attempt at one prompt."""
 
 LeaseId = NewType("LeaseId", int)
-"""One worker's turn at one sample; never reused."""
+"""One sample in one worker's hands; never reused."""
 
 Step = NewType("Step", int)
 """One trainer update. Step t trains on the round of the same number and makes version t + 1."""

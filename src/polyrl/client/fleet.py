@@ -196,7 +196,7 @@ class Fleet:
         self._last_requested = -1
         self._has_published = False
         self._first_open_step = 0
-        """News of earlier steps is old: a break came before the manager heard that they are done."""
+        """Earlier steps are done here. Frames about them are outdated: they were sent before the manager knew."""
         self._wanted: dict[int, frames.PlannedGroup] = {}
         """Groups whose prompts are still to be supplied, by group."""
         self._in_parts: dict[int, tuple[Sample, ...]] = {}

@@ -121,7 +121,7 @@ class CriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From rewards to a loss; docs/concepts/algorithms.md."""
+    """The RL algorithm: advantage, loss, KL, correction and aggregation; docs/concepts/algorithms.md."""
 
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_plus_plus(_baseline), gae, or a function of your own: `module:function`."""
@@ -480,7 +480,7 @@ class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Validation every few steps, on prompts that are not trained on."""
 
     every_steps: Count = 0
-    """0: only at the start, if `at_start`."""
+    """Validate after every so many steps; 0: only at the start, if `at_start`."""
     at_start: bool | None = None
     """Also before the first step. None: true; with several ranks, as train.local_generation."""
     num_prompts: AtLeastOne = 64
@@ -823,7 +823,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def weights_hash(self) -> Literal["xxh3-128", "blake3"]:
-        """By who could touch the bytes between the trainer and a worker: over https nobody relays."""
+        """The hash of weight chunks, chosen by who could change them on the way: over https no worker relays."""
         are_relayed = self.weight_delivery.relay and not self.manager.tls_cert
         stay_here = _is_loopback(self.manager.host) and all(map(_is_loopback, self.weights.interfaces))
         return "blake3" if are_relayed and not stay_here else self.weights.hash

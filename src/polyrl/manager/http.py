@@ -255,7 +255,7 @@ class JoinLimit:
 
 
 class PortTaken(UserError):
-    """Somebody else listens there."""
+    """Another process listens on the port."""
 
 
 async def check_that_it_can_listen(host: str, port: int) -> None:

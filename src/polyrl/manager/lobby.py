@@ -48,7 +48,7 @@ class Lobby:
         """Facts about the run for the header of its journal."""
         self.run: Run | None = None
         self.weights_key = ""
-        """A secret that those who serve and those who fetch weights share."""
+        """The secret that weight servers and the workers that pull from them share."""
         self.workers: dict[WorkerName, WorkerSession] = {}
         self.hosts: dict[HostName, HostSession] = {}
         self.host_lives: dict[HostName, Incarnation] = {}

@@ -37,7 +37,7 @@ from polyrl.wire.frames import Ended, NewTokens
 _ROWS_A_LANE = 64
 _MIN_ROWS = 1 << 16
 _GATHERED_BYTES = 32 << 20
-"""Rows are shared out when there are this many for each lease, or this much in all: a lease costs as much as many."""
+"""Rows go to their samples once there are this many per lease, or this many bytes in all: the cost is per lease."""
 _MAX_SPAN = 1 << 23
 """Leases that are no further apart than this are found in a table, and others by bisection."""
 _NEVER = 1 << 62

@@ -276,7 +276,7 @@ async def tell_of_rewards(fleet: Fleet, tasks: Tasks) -> None:
 
 
 async def tell_of_waits(fleet: Fleet, doctor: str, say: Callable[[str], None]) -> None:
-    """Until it is cancelled; or the manager is given up, which the run says itself."""
+    """Report long waits until cancelled, or until the manager is given up, which the run reports itself."""
     waiting = Waiting(doctor)
     with contextlib.suppress(UserError):
         earlier = await fleet.status()

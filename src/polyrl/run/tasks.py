@@ -28,7 +28,7 @@ _HOPELESS = 32
 
 
 class Tasks(Protocol):
-    """Domains by number, prompts by number within their domain; sets for validation by name."""
+    """The prompts and rewards of a run. Domains, and prompts within them, have numbers; validation sets, names."""
 
     @property
     def num_prompts(self) -> list[int]: ...
@@ -159,7 +159,7 @@ class RecipeTasks:
         return reward
 
     def _read(self, domain: int, validation: str | None, prompt: int) -> tuple[Task, str]:
-        """The task, and its prompt as the model sees it; of a set for validation, where one is named."""
+        """Return a task, and its prompt as the model sees it. `validation` names a set; None: training data."""
         of = self._domains[domain]
         source = of.training if validation is None else of.validation[validation]
         return source.task(prompt), source.written(prompt)

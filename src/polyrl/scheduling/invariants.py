@@ -54,37 +54,41 @@ def _check_desk(desk: Desk) -> None:
 
 
 def _check_sample(desk: Desk, sample: TrackedSample) -> None:
-    name = f"sample {show_sample(sample.id)}"
+    """Check a sample. Messages are made only for a law that is broken: this runs for every sample after every event."""
     group = desk.groups.get(sample.group)
     if group is None:
-        raise LawViolation(f"{name} has no group")
-    _law(0 <= sample.num_tokens <= desk.config.max_new_tokens, f"{name} has {sample.num_tokens} tokens")
-    leased = sample.state in LEASED
-    _law(leased == (sample.lease != NO_LEASE), f"{name} is {sample.state} with lease {sample.lease}")
-    if leased:
-        worker = desk.seats.get(sample.worker)
-        _law(worker is not None, f"{name} is leased to an empty seat {sample.worker}")
-        _law(sample.version != NO_VERSION, f"{name} is leased and written by no version")
-    if sample.num_tokens and sample.state != "discarded":
-        oldest = oldest_version(group.step, desk.config.max_staleness)
-        _law(sample.version >= oldest, f"{name} of step {group.step} has tokens of version {sample.version}")
+        raise LawViolation(f"{_name(sample)} has no group")
+    if not 0 <= sample.num_tokens <= desk.config.max_new_tokens:
+        raise LawViolation(f"{_name(sample)} has {sample.num_tokens} tokens")
+    state = sample.state
+    leased = state in LEASED
+    if leased != (sample.lease != NO_LEASE):
+        raise LawViolation(f"{_name(sample)} is {state} with lease {sample.lease}")
+    if leased and sample.worker not in desk.seats:
+        raise LawViolation(f"{_name(sample)} is leased to an empty seat {sample.worker}")
+    if leased and sample.version == NO_VERSION:
+        raise LawViolation(f"{_name(sample)} is leased and written by no version")
+    oldest = oldest_version(group.step, desk.config.max_staleness)
+    if sample.num_tokens and state != "discarded" and sample.version < oldest:
+        raise LawViolation(f"{_name(sample)} of step {group.step} has tokens of version {sample.version}")
     waits_for_stop = ("hand_over", sample.lease) in desk.deadlines.entries
-    _law(
-        waits_for_stop == (sample.state == "stopping"),
-        f"{name} is {sample.state}, hand-over deadline: {waits_for_stop}",
-    )
+    if waits_for_stop != (state == "stopping"):
+        raise LawViolation(f"{_name(sample)} is {state}, hand-over deadline: {waits_for_stop}")
+
+
+def _name(sample: TrackedSample) -> str:
+    return f"sample {show_sample(sample.id)}"
 
 
 def _check_group(desk: Desk, group: TrackedGroup) -> None:
     name = f"group {group.id}"
     samples = [desk.samples[one] for one in group.sample_ids()]
-    kept = [one for one in samples if one.kept]
-    scored = sum(one.state == "scored" for one in kept)
-    alive = sum(one.state != "discarded" for one in kept)
+    kept = [one.state for one in samples if one.kept]
+    scored, alive = kept.count("scored"), len(kept) - kept.count("discarded")
     _law(group.id in desk.rounds[group.step].groups, f"{name} is not in its round")
     _law(group.num_scored == scored, f"{name} counts {group.num_scored} scored, has {scored}")
     _law(group.need <= alive, f"{name} needs {group.need} samples, {alive} can still be trained")
-    running = sum(one.state in RUNNING for one in samples)
+    running = sum([one.state in RUNNING for one in samples])
     if group.state == "open":
         _law(group.num_generated < group.need, f"{name} has {group.num_generated} answers and is still open")
         _law(running > 0, f"{name} is open and nothing of it runs or waits")
@@ -134,7 +138,7 @@ def _check_queue(desk: Desk, round_: Round, name: str) -> None:
     samples = [desk.samples[one] for group in round_.groups for one in desk.groups[group].sample_ids()]
     waiting = [one for one in samples if one.state == "waiting"]
     _law(round_.num_waiting == len(waiting), f"{name} counts {round_.num_waiting} waiting, has {len(waiting)}")
-    leased = sum(one.state in LEASED for one in samples)
+    leased = sum([one.state in LEASED for one in samples])
     _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
     unhosted = [one.id for one in samples if one.state == "unhosted"]
     _law(round_.num_unhosted == len(unhosted), f"{name} counts {round_.num_unhosted} unhosted, has {len(unhosted)}")
@@ -144,7 +148,8 @@ def _check_queue(desk: Desk, round_: Round, name: str) -> None:
     _law(round_.num_playing == playing, f"{name} counts {round_.num_playing} playing, has {playing}")
     queued = frozenset(round_.fresh) | frozenset(one for _, one in round_.resumed)
     for one in waiting:
-        _law(one.num_failures > 0 or one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
+        if not one.num_failures and one.id not in queued:
+            raise LawViolation(f"{_name(one)} waits in no queue")
     failed = [one.id for one in waiting if one.num_failures]
     _law(sorted(round_.failed) == failed, f"{name} has other samples that failed and wait than it says")
 
@@ -161,7 +166,8 @@ def _check_leases(desk: Desk) -> None:
     for worker in desk.seats.values():
         _law(list(worker.leases) == sorted(worker.leases), f"leases of {worker.name} are out of order")
         for lease in worker.leases:
-            _law(desk.leases[lease].worker == worker.seat, f"lease {lease} is not at {worker.name}")
+            if desk.leases[lease].worker != worker.seat:
+                raise LawViolation(f"lease {lease} is not at {worker.name}")
 
 
 def _check_fleet(desk: Desk, now: Seconds) -> None:

@@ -43,7 +43,7 @@ class Scheduler:
 
     @property
     def rules(self) -> int:
-        """Which of our rules it decides by."""
+        """The version of the rules that it decides by; journals of older versions are replayed with theirs."""
         return self.desk.state.rules
 
     def adopt(self, rules: int) -> None:

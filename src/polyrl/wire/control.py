@@ -117,7 +117,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RunReply(Struct, frozen=True, kw_only=True):
     session: str
     fresh: bool
-    """It was opened just now. Otherwise it went on from where it was."""
+    """Whether the run was opened by this request; otherwise it was there already, and goes on."""
     published: int
     """The newest version; -1 is none."""
     last_requested: int

@@ -75,7 +75,7 @@ def read_token_file(path: Path) -> str:
 
 
 def find_token(token_file: str | None, options: str = "--token-file") -> str:
-    """The token that a client is to use. Raises UserError that says where it may come from: `options`, for example."""
+    """Return the client's token. `options` are the command-line options that the UserError for a missing one names."""
     if token_file is not None:
         return read_token_file(Path(token_file))
     token = os.environ.get(TOKEN_VARIABLE, "").strip()

@@ -160,7 +160,7 @@ class InstallFailed(Frame, frozen=True, tag="install_failed"):
 
 
 class Down(Frame, frozen=True, tag="down"):
-    """Its engine died, and is being started again. The leases that it had end by themselves."""
+    """The worker's engine died, and is being started again. Its leases end by themselves."""
 
     reason: PeerText
 
@@ -169,14 +169,14 @@ class Down(Frame, frozen=True, tag="down"):
 
 
 class Back(Frame, frozen=True, tag="back"):
-    """Its engine is there again, and runs what it ran at its start."""
+    """The worker's engine is back, and runs the version that it ran at its start."""
 
     version: HeldVersion
     """-1 is nothing."""
 
 
 class Leaving(Frame, frozen=True, tag="leaving"):
-    """It wants to hand everything over and go."""
+    """The worker wants to hand everything over and leave."""
 
     reason: PeerText
     notice_s: NoticeSeconds = 0.0
@@ -266,14 +266,14 @@ class PullOrder(Frame, frozen=True, tag="pull"):
 
 
 class ChangeDuty(Frame, frozen=True, tag="turn"):
-    """To a local worker: its devices are to do this. Answered by OnDuty, also when they do already."""
+    """Tell a local worker what its devices are to do. Answered by OnDuty, even if they do so already."""
 
     duty: Duty
     why: str
 
 
 class Release(Frame, frozen=True, tag="release"):
-    """It may go: nothing of it is missed. `rejoin`: it was given up and may join anew."""
+    """The worker may go: nothing more is wanted from it. `rejoin`: it was given up, and may join anew."""
 
     why: str
     rejoin: bool = False
@@ -349,7 +349,7 @@ class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
 
 
 class RestartStep(Frame, frozen=True, tag="restart_step"):
-    """It has lost what it made of the step: groups that were taken are to be delivered again."""
+    """The trainer lost its work on the step: groups that were taken are to be delivered again."""
 
     seq: Natural
     step: Natural
@@ -424,7 +424,7 @@ class Opened(Frame, frozen=True, tag="opened"):
 
 
 class Segment(Struct, frozen=True, array_like=True, gc=False):
-    """From this token on, that version wrote."""
+    """The version and the worker that wrote the tokens from `from_token` on."""
 
     from_token: int
     version: int

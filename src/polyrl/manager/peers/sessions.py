@@ -16,7 +16,8 @@ from polyrl.wire.control import AnswerRules, HostJoinRequest, JoinRequest
 
 _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
-"""Of frames without the end of an answer. A worker keeps a lease until its end is acknowledged."""
+"""How often frames without an end of an answer are acknowledged; ends are acknowledged at once, since a worker keeps a
+lease until then."""
 _MOST_SMALL_FRAMES = 600
 """Frames other than tokens and replies, at once: as many wait in the sockets after ten minutes without a manager (more
 when workers report more than once a second)."""

@@ -144,7 +144,7 @@ class Score(CommandStruct, frozen=True, tag=True):
 
 
 class CancelScore(CommandStruct, frozen=True, tag=True):
-    """Its sample is no longer wanted. Only tells."""
+    """Stop scoring: the sample is no longer wanted. No event answers it."""
 
     sample: SampleId
     attempt: int

@@ -61,7 +61,7 @@ class TrainerClock(Struct):
     validating_since: Seconds | None = None
 
     def skip(self, seconds: Seconds, now: Seconds) -> None:
-        """It stood still for so long: what was going on before goes on now."""
+        """Skip the time in which the driver stood still: activities go on as before."""
 
         def later(moment: Seconds | None) -> Seconds | None:
             return None if moment is None else min(now, moment + seconds)
@@ -147,7 +147,7 @@ class Desk:
         self.commands: list[Command] = []
         self.before: Seconds = -math.inf
         """When the event before the one in hand came."""
-        # What every event touches, one look-up nearer. It is reached here, and never through the state (ON_DESK).
+        # Objects that every event touches, one look-up nearer: reached here, and never through the state (ON_DESK).
         self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
         self.asked, self.seats, self.ledger = state.asked, state.fleet.seats, state.ledger
         self.scoring, self.budgets, self.lengths = state.scoring, state.budgets, state.lengths
@@ -162,7 +162,7 @@ class Desk:
         self.hosts_due = False
         """Episodes wait and a host may have room."""
         self.place_due = False
-        """Samples wait and a worker may have credit."""
+        """Samples may be waiting while a worker has credit."""
         self.rounds_due = False
         """A requested round may be able to open."""
         self.pulls_due = False
@@ -181,5 +181,5 @@ class Desk:
         return self.config.domains[domain].environment
 
     def round_of(self, sample: TrackedSample) -> Round:
-        """Where a sample is counted."""
+        """Return the round, or the asked groups, that a sample belongs to."""
         return self.asked if sample.group in self.asked.groups else self.rounds[self.groups[sample.group].step]

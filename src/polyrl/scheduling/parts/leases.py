@@ -96,7 +96,7 @@ def _first_waiting(samples: dict[SampleId, TrackedSample], round_: Round) -> Tra
 
 
 def _waits_here(sample: TrackedSample) -> bool:
-    """In `fresh` or `resumed`: samples that failed wait elsewhere."""
+    """Whether the sample waits in `fresh` or `resumed`: samples that failed wait elsewhere."""
     return sample.state == "waiting" and not sample.num_failures
 
 

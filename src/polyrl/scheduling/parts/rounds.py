@@ -185,12 +185,12 @@ def score_if_generated(desk: Desk, round_: Round) -> None:
 
 
 def sample_failed(desk: Desk, sample: TrackedSample, round_: Round, why: str, now: Seconds) -> None:
-    """It cannot be had: drop it, and let its group go on without it if that makes sense."""
+    """Drop a sample that cannot be had; its group goes on without it if enough samples are left."""
     _drop_sample(desk, sample, round_, "failed", why, now)
 
 
 def group_refused(desk: Desk, group: TrackedGroup, round_: Round, why: str, now: Seconds) -> None:
-    """No worker will generate any of it."""
+    """Drop a group that every worker refuses."""
     drop_group(desk, group, round_, "refused", why, now)
     score_if_generated(desk, round_)
 
