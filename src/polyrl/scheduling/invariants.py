@@ -214,18 +214,25 @@ def _check_hosts(desk: Desk, now: Seconds) -> None:
         _law(len(host.episodes) <= host.slots, f"host {host.name} plays more episodes than it has places")
         _law((("host_drain", host.seat) in waits) == host.draining, f"host {host.name} drains without a deadline")
         _law(host.since <= now, f"host {host.name} is paid beyond now")
-    for sample in desk.samples.values():
-        name = f"episode {show_sample(sample.id)}"
-        is_hosted = sample.host >= 0
-        is_episode = desk.groups[sample.group].step != ASKED and bool(
-            desk.environment_of(desk.groups[sample.group].domain)
-        )
-        _law(is_hosted == (is_episode and sample.state in RUNNING[1:]), f"{name} is {sample.state}, host {sample.host}")
-        _law((("episode", sample.id) in waits) == is_hosted, f"{name} is played and never given up")
-        is_playing = sample.state == "playing"
-        _law((("turn", sample.id) in waits) == is_playing, f"{name} is {sample.state}, and its turn is waited for")
-        if is_hosted and not is_playing:
-            _law(sample.call_start <= sample.num_tokens, f"{name} has fewer tokens than before its call")
+    if any(domain.environment for domain in desk.config.domains):
+        for sample in desk.samples.values():
+            _check_episode(desk, sample)
+    else:
+        _law(not played, "a host plays, and no domain has an environment")
+
+
+def _check_episode(desk: Desk, sample: TrackedSample) -> None:
+    group, waits, state = desk.groups[sample.group], desk.deadlines.entries, sample.state
+    is_hosted = sample.host >= 0
+    is_episode = group.step != ASKED and bool(desk.environment_of(group.domain))
+    if is_hosted != (is_episode and state in RUNNING[1:]):
+        raise LawViolation(f"{_name(sample)} is {state} at host {sample.host}")
+    if (("episode", sample.id) in waits) != is_hosted:
+        raise LawViolation(f"{_name(sample)} is played and never given up, or the other way round")
+    if (("turn", sample.id) in waits) != (state == "playing"):
+        raise LawViolation(f"{_name(sample)} is {state}, and its environment's move is waited for, or not")
+    if is_hosted and sample.call_start > sample.num_tokens:
+        raise LawViolation(f"{_name(sample)} has fewer tokens than before its call")
 
 
 def _pulls_from_itself(seats: dict[int, Worker], worker: Worker) -> bool:
@@ -299,7 +306,7 @@ def _check_rest(desk: Desk) -> None:
     _law(not due, "something was left undone at the end of an event")
     if desk.state.paused:
         return
-    for round_ in desk.rounds.values():
+    for round_ in desk.rounds.values() if desk.hosts.seats else ():
         for domain in sorted({desk.groups[desk.samples[one].group].domain for one in _unhosted(desk, round_)}):
             room = desk.hosts.choose(desk.environment_of(domain))
             _law(room is None, f"an episode of domain {domain} waits although a host has room for it")
