@@ -9,7 +9,7 @@ is cut off, counted, and its episodes begin again elsewhere.
 import logging
 from typing import assert_never
 
-from polyrl.errors import Refused
+from polyrl.errors import Refused, plain
 from polyrl.ids import Seconds, show_sample
 from polyrl.manager import to_hosts
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt, num_received, prompt_of, remember_prompt
@@ -28,6 +28,9 @@ log = logging.getLogger("polyrl.manager")
 
 _ID_BYTES = TOKEN_IDS.itemsize
 _MAX_PROMPT_TOKENS = 1 << 22
+_CONTEXTS_GIVEN = 64
+"""So many contexts full of new tokens may the prompts of an episode bring, all together."""
+_LEAST_CONTEXT = 4096
 
 
 def said(lobby: Lobby, session: HostSession, link: Link, raw: bytes) -> None:
@@ -64,9 +67,10 @@ def _hear(lobby: Lobby, session: HostSession, raw: bytes) -> None:
     if not session.greeted and not isinstance(frame, host_frames.HostHello):
         raise Refused("order", f"a {type(frame).__name__} before a HostHello")
     session.heard_at = lobby.now()
-    if not session.may_say(session.heard_at):
-        raise Refused("flood", f"too many frames, the last a {type(frame).__name__}")
     run = lobby.run
+    host = None if run is None else run.desk.hosts.find(session.name, session.incarnation)
+    if not session.may_say(session.heard_at, 0 if host is None else len(host.episodes)):
+        raise Refused("flood", f"too many frames, the last a {type(frame).__name__}")
     match frame:
         case host_frames.HostHello():
             _hello(lobby, session, frame)
@@ -148,6 +152,9 @@ def _call(run: Run, session: HostSession, frame: host_frames.MakeCall) -> None:
         raise Refused("call", f"call {frame.number} of episode {show_sample(sample.id)} while another is open")
     start = text.calls[frame.number - 1].end if frame.number else 0
     room, why = _room(run, start, len(prompt) // _ID_BYTES)
+    given = sum(len(one.tokens) for one in text.calls[: frame.number]) + len(frame.tokens)
+    if room > 0 and given > _CONTEXTS_GIVEN * _ID_BYTES * _context(run):
+        room, why = 0, f"the prompts of the episode have {given // _ID_BYTES} tokens in all"
     if room <= 0:
         session.say(host_frames.CallAnswer(sample.id, sample.attempt, frame.number, b"", "", why))
         run.lobby.dirty_hosts[session.name] = session
@@ -220,12 +227,17 @@ def _room(run: Run, start: int, num_prompt_tokens: int) -> tuple[int, str]:
     return min(budget - start, (1 << 31) if rules is None else rules.max_context - num_prompt_tokens), ""
 
 
+def _context(run: Run) -> int:
+    return _MAX_PROMPT_TOKENS if run.answers is None else max(_LEAST_CONTEXT, run.answers.max_context)
+
+
 def _end(run: Run, session: HostSession, frame: host_frames.EndEpisode) -> None:
     sample = _episode(run, session, frame)
     if sample is None:
         return
-    if any(not abs(value) <= host_frames.MAX_REWARD for value in frame.parts.values()):
-        raise Refused("reward", f"episode {show_sample(sample.id)}: a part of its reward is no number within bounds")
+    for name, value in (("reward", frame.reward), *frame.parts.items()):
+        if not abs(value) <= host_frames.MAX_REWARD:  # so written, NaN is refused too
+            raise Refused("reward", f"episode {show_sample(sample.id)}: {plain(name)} is {value}")
     text, outcome = run.payload.tokens_of(sample.id), frame.outcome
     num_calls = min(frame.num_calls, len(text.calls))
     num_tokens = num_received(text.calls, num_calls)

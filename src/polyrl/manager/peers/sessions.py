@@ -9,6 +9,7 @@ from_trainer.py).
 from polyrl.ids import HostName, Incarnation, WorkerName
 from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.peers.link import Link
+from polyrl.scheduling.core.hosts import FIRST_EPISODES
 from polyrl.telemetry.repeats import Repeats
 from polyrl.wire import frames, host_frames
 from polyrl.wire.columns import ANY_ID, Vocabulary, in_pieces
@@ -172,13 +173,13 @@ class HostSession:
         self.greeted = False
         self._gathered, self._over = [], []  # of the connection before: this one is told all anew
 
-    def may_say(self, now: float) -> bool:
+    def may_say(self, now: float, num_episodes: int) -> bool:
         """Count a frame. Returns False when there are far too many: calls of an episode wait for each other."""
-        slots = self.facts.slots
+        num = max(FIRST_EPISODES, num_episodes)
         passed_s = max(0.0, now - self._counted_at)
         self._counted_at = now
-        self._num_small = max(0.0, self._num_small - passed_s * _HOST_FRAMES_A_SECOND * slots) + 1.0
-        return self._num_small <= _MOST_SMALL_FRAMES + 4 * slots
+        self._num_small = max(0.0, self._num_small - passed_s * _HOST_FRAMES_A_SECOND * num) + 1.0
+        return self._num_small <= _MOST_SMALL_FRAMES + 4 * num
 
     def say(self, frame: host_frames.ToHost) -> None:
         self._gathered.append(frame)

@@ -2,12 +2,17 @@
 
 A host takes a *seat* when it joins: a number never used again. It has places for as many episodes as its `slots`, holds
 no weights, and is paid from joining to leaving. Its driver says when it is gone.
+
+What a host claims is believed as it shows: it begins with few episodes, gets one more with every call that it makes,
+and half as many with every failure. A host that fails episodes which others play to their end is given up.
 """
 
 from msgspec import Struct
 
 from polyrl.ids import HostName, Incarnation, SampleId, Seconds
 from polyrl.scheduling.core.ledger import HostLine, Ledger
+
+FIRST_EPISODES = 8
 
 
 class Host(Struct):
@@ -20,10 +25,18 @@ class Host(Struct):
     """Up to here its time is in the ledger."""
     episodes: dict[SampleId, None] = {}
     draining: bool = False
+    earned: int = FIRST_EPISODES
+    """Episodes that it is trusted with."""
+    num_faults: int = 0
+    """Episodes that it failed and another host played to their end, since it last did so itself."""
+
+    @property
+    def capacity(self) -> int:
+        return min(self.slots, self.earned)
 
     @property
     def has_room(self) -> bool:
-        return not self.draining and len(self.episodes) < self.slots
+        return not self.draining and len(self.episodes) < self.capacity
 
 
 class HostsState(Struct):
@@ -40,10 +53,13 @@ class HostsState(Struct):
             return None
         return self.seats[seat]
 
-    def choose(self, environment: str) -> Host | None:
-        """Return the host with the smallest share of its places taken; None when all are full."""
+    def choose(self, environment: str, failed_at: int = -1) -> Host | None:
+        """Return the host with the smallest share of its places taken, rather not the one where the episode failed;
+        None when all are full."""
         able = [one for one in self.seats.values() if one.environment == environment and one.has_room]
-        return min(able, key=lambda one: (len(one.episodes) / one.slots, one.seat), default=None)
+        return min(
+            able, key=lambda one: (one.seat == failed_at, len(one.episodes) / one.capacity, one.seat), default=None
+        )
 
 
 def settle_host(host: Host, ledger: Ledger, now: Seconds) -> None:

@@ -70,6 +70,8 @@ class TrackedSample(Struct, gc=False):
     """Its present call ends at this many tokens."""
     num_faults: int = 0
     """How often it ended as a failure of its environment."""
+    failed_at: int = -1
+    """The seat of the host where it last failed."""
 
 
 class TrackedGroup(Struct, gc=False):

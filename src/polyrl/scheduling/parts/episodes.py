@@ -124,7 +124,7 @@ def _host_domain(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
         if sample is None or sample.state != "unhosted":
             waiting.pop()
             continue
-        host = desk.hosts.choose(environment)
+        host = desk.hosts.choose(environment, sample.failed_at)
         if host is None:
             return
         waiting.pop()
@@ -180,6 +180,10 @@ def call_made(desk: Desk, event: CallMade, now: Seconds) -> None:
     round_.num_playing -= 1
     desk.deadlines.clear(("turn", sample.id))
     desk.ledger.num_calls += 1
+    host = desk.hosts.seats[sample.host]
+    if host.earned < host.slots:
+        host.earned += 1
+        desk.hosts_due = True
     leases.wait(desk, sample, round_)
     desk.place_due = desk.devices_due = True
 
@@ -199,24 +203,39 @@ def episode_ended(desk: Desk, event: EpisodeEnded, now: Seconds) -> None:
     sample = _find(desk, event)
     if sample is None:
         return
-    round_ = desk.round_of(sample)
+    round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     _take_back(desk, sample, round_, "its environment ended the episode", now)
     hosting.leave(desk, sample, now)
     if event.outcome == "failed" or min(event.num_tokens, sample.num_tokens) <= 0:
-        _failed(desk, sample, round_, now)
-    else:
-        _cut(desk, sample, event.num_tokens, "abandoned")
-        _scored(desk, sample, event.outcome, now)
+        _failed(desk, sample, round_, host, now)
+        return
+    _cut(desk, sample, event.num_tokens, "abandoned")
+    host.num_faults = 0
+    _blame(desk, sample, host, now)
+    _scored(desk, sample, event.outcome, now)
+
+
+def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
+    """Hold it against the host where the episode failed that another one played it to its end."""
+    guilty = desk.hosts.seats.get(sample.failed_at)
+    sample.failed_at = -1
+    if guilty is None or guilty is host:
+        return
+    guilty.num_faults += 1
+    if guilty.num_faults >= desk.config.environments.max_attempts and not guilty.draining:
+        why = f"it failed {guilty.num_faults} episodes in a row that others played to their end"
+        desk.commands.append(ForgetHost(guilty.name, why))
+        _lose(desk, guilty, why, now)
 
 
 def over_time(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None:
     """An episode, or its environment's move, took too long."""
-    round_ = desk.round_of(sample)
+    round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
     num_tokens = sample.call_start  # what complete calls have drawn
     _take_back(desk, sample, round_, why, now)
     hosting.leave(desk, sample, now, stop=why, num_tokens=num_tokens or -1)
     if num_tokens <= 0:
-        _failed(desk, sample, round_, now)
+        _failed(desk, sample, round_, host, now)
     else:
         _cut(desk, sample, num_tokens, "abandoned")
         _scored(desk, sample, "timed_out", now)
@@ -249,10 +268,12 @@ def _scored(desk: Desk, sample: TrackedSample, outcome: EpisodeOutcome, now: Sec
     rounds.episode_scored(desk, sample, now)
 
 
-def _failed(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> None:
+def _failed(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
     ended = desk.ledger.episodes_ended
     ended["failed"] = ended.get("failed", 0) + 1
     sample.num_faults += 1
+    sample.failed_at = host.seat
+    host.earned = max(1, host.earned // 2)
     if sample.num_faults >= desk.config.environments.max_attempts:
         _give_up(desk, sample, round_, "its environment failed", now)
     else:

@@ -113,8 +113,10 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
             return None if sample is None else desk.groups[sample.group].failed_on or None
         case VersionReplaced() | HostLeft() | HostJoined():
             return list(desk.seats)
-        case EpisodeEnded():
+        case EpisodeEnded():  # a host may be given up for it, and with it all of its calls
             sample = desk.samples.get(event.sample)
+            if sample is not None and sample.failed_at >= 0:
+                return list(desk.seats)
             return None if sample is None or sample.worker < 0 else [sample.worker]
         case _:
             return None
