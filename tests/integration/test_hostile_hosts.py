@@ -85,7 +85,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a reward that is no number": (
         lambda one: EndEpisode(one.sample, one.attempt, "scored", 0, math.nan),
-        "reward",
+        "frame",
     ),
     "a part of a reward that is no number": (
         lambda one: EndEpisode(one.sample, one.attempt, "scored", 0, 1.0, {"x": math.inf}),
@@ -172,7 +172,7 @@ def test_a_host_that_claims_many_places_and_sits_on_its_episodes_gets_few_and_is
             groups = await play_round(fleet, 0)
             beating.cancel()
             assert sum(len(group.samples) for group in groups) == 32
-            assert len(peer.played) <= 16
+            assert len(peer.played) <= 20  # 8 to begin with, then one at a time
             assert peer.release is not None
             assert "episodes in a row that others played" in peer.release.why
 
