@@ -47,6 +47,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     "doctor": CliCommand("say why a run waits, for whom, since when, and what happens next", "polyrl.cli.doctor"),
     "drain": CliCommand("have a worker hand everything over and leave", "polyrl.cli.drain"),
     "generate": CliCommand("try a model on one prompt, with live tokens", "polyrl.cli.generate"),
+    "env": CliCommand("play an environment of several turns", "polyrl.cli.env"),
     "weights": CliCommand("look at weight versions, check, compare and move them", "polyrl.cli.weights"),
     "data": CliCommand("make what a run starts from: prompts, or a model for the arithmetic task", "polyrl.cli.data"),
     "simulate": CliCommand("play a scenario on a virtual clock: table, pictures, JSON", "polyrl.cli.simulate"),
