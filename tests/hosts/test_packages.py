@@ -1,0 +1,327 @@
+"""Environments of public packages, unmodified, against policies that were written down.
+
+Each needs its package; `make environments` installs them, each set into an environment of its own.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.hosts.policies import HERMES, PlayedByHand, text_model
+from tests.serving import save_tokenizer
+
+from polyrl.errors import ConfigError, UserError
+from polyrl.hosts.adapters.packages import need
+from polyrl.hosts.episode import CallLimits, DrawnAnswer, EpisodeEnd, EpisodeFailed
+from polyrl.hosts.front import HostFront
+from polyrl.hosts.own import HostParts
+from polyrl.hosts.registry import find_environment
+from polyrl.hosts.texts import ModelText
+
+HERE = Path(__file__).parent
+CONTEXT = 20_000
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+class Played:
+    """An environment that has started, and what was played in it."""
+
+    def __init__(self, name: str, args: dict[str, Any], text: ModelText | None = None, **parts: Any) -> None:
+        self.text = text_model(HERMES, max_context=CONTEXT) if text is None else text
+        self._front = HostFront(max_context=CONTEXT, text=self.text)
+        self._name, self._args, self._parts = name, args, parts
+        self.environment: Any = None
+
+    async def __aenter__(self) -> "Played":
+        await self._front.start()
+        parts = HostParts(self._front, self.text, **self._parts)
+        self.environment = find_environment(self._name, self._args, parts)
+        await self.environment.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.environment.close()
+        await self._front.close()
+
+    async def play(self, answers: Any, **known: Any) -> tuple[EpisodeEnd, PlayedByHand]:
+        episode = PlayedByHand(self.text, answers, max_context=CONTEXT, **known)
+        return await self.environment.play(episode), episode
+
+
+def play(name: str, args: dict[str, Any], answers: Any, **known: Any) -> tuple[EpisodeEnd, PlayedByHand]:
+    async def run() -> tuple[EpisodeEnd, PlayedByHand]:
+        async with Played(name, args) as one:
+            return await one.play(answers, **known)
+
+    return asyncio.run(run())
+
+
+# Without any package
+
+
+def test_a_missing_package_is_one_line_that_names_what_to_install():
+    with pytest.raises(UserError, match=r"^this environment needs polyrl_nobody: pip install 'polyrl-nobody'$"):
+        need("polyrl_nobody.v1", "polyrl-nobody")
+
+
+def test_an_unknown_name_and_wrong_arguments_are_one_line():
+    parts = HostParts(HostFront(max_context=10))
+    with pytest.raises(ConfigError, match=r'^environment: unknown name "texarena"; .*did you mean textarena\?'):
+        find_environment("texarena", {}, parts)
+    with pytest.raises(ConfigError, match=r"^environment_args\.larget: "):
+        find_environment("calculator", {"larget": 3}, parts)
+
+
+def test_the_calculator_pays_for_the_right_sum_with_its_help_or_without():
+    def asks(prompt: str) -> str:
+        terms = re.findall(r"What is (\d+) \+ (\d+)", prompt)[-1]
+        result = re.findall(r"The calculator says (\d+)", prompt)
+        return result[-1] if result else f"calc {terms[0]}+{terms[1]}"
+
+    helped, episode = play("calculator", {}, asks, index=3)
+    guessed, _ = play("calculator", {}, ["0"], index=3)
+    twice, _ = play("calculator", {}, ["calc 1+1", "calc 1+1"], index=3)
+    assert (helped.reward, helped.parts, helped.num_turns) == (1.0, {"used_calculator": 1.0}, 2)
+    assert (guessed.reward, guessed.parts) == (0.0, {"used_calculator": 0.0})
+    assert twice.reward == 0.0
+    assert len(episode.prompts) == 2
+
+
+def test_the_treasure_is_found_by_turning_round_when_it_gets_colder():
+    def turns_round(prompt: str) -> str:
+        side = "left"
+        for told in re.findall(r"user\n(warmer|colder)", prompt):
+            side = side if told == "warmer" else {"left": "right", "right": "left"}[side]
+        return side
+
+    ends = [play("treasure", {}, turns_round, index=index)[0] for index in range(12)]
+    assert [end.reward for end in ends] == [1.0] * 12
+    assert play("treasure", {}, ["up"])[0].why == "neither left nor right"
+
+
+# TextArena
+
+
+@needs("textarena")
+def test_a_game_of_textarena_is_played_over_several_turns_and_only_what_is_new_is_said():
+    end, episode = play("textarena", {"game": "FrozenLake-v0"}, ["[right]", "[left]", "jump", "jump"], seed=7)
+    assert end.num_turns == 4
+    assert end.why.startswith("Invalid Move")
+    assert end.reward < 1.0
+    assert episode.shown(3).count("Welcome to Frozen Lake") == 1
+    old = [*episode.prompts[1], *episode.drawn[1].tokens]
+    assert episode.prompts[2][: len(old)] == old
+
+
+@needs("textarena")
+def test_games_of_textarena_are_the_same_whatever_else_is_played_at_the_same_time():
+    moves = ["[right]", "[down]", "[right]", "[down]", "[right]", "[down]"] * 4
+
+    async def boards(*, together: bool) -> list[str]:
+        async with Played("textarena", {"game": "FrozenLake-v0"}) as one:
+            plays = [one.play(moves, index=index, name=f"1/{index}") for index in range(8)]
+            ended = await asyncio.gather(*plays) if together else [await play for play in plays]
+        return [episode.shown(len(episode.prompts) - 1) for _, episode in ended]
+
+    alone = asyncio.run(boards(together=False))
+    assert asyncio.run(boards(together=True)) == alone
+    assert len(set(alone)) > 1
+
+
+@needs("textarena")
+@pytest.mark.parametrize(
+    ("game", "line"),
+    [
+        ("FrozenLake", "textarena: no game 'FrozenLake'"),
+        ("TicTacToe-v0", "textarena: TicTacToe-v0 is not a game for one"),
+    ],
+)
+def test_a_game_that_is_not_there_or_not_for_one_player_is_one_line(game: str, line: str):
+    with pytest.raises(UserError, match=f"^{re.escape(line)}"):
+        play("textarena", {"game": game}, [])
+
+
+# reasoning-gym, skyrl-gym
+
+
+@needs("reasoning_gym")
+def test_a_task_of_reasoning_gym_is_scored_by_its_data_set():
+    def solves(prompt: str) -> str:
+        expression = re.findall(r"arithmetic problem: (.*) =", prompt)[-1]
+        return f"I think <answer>{eval(expression)}</answer>"
+
+    right, _ = play("reasoning-gym", {"dataset": "chain_sum", "size": 10}, solves, index=4)
+    wrong, _ = play("reasoning-gym", {"dataset": "chain_sum", "size": 10}, ["no idea"], index=4)
+    assert (right.reward, right.correct, right.num_turns) == (1.0, True, 1)
+    assert not wrong.correct
+    with pytest.raises(UserError, match=r"^reasoning-gym: chain_summ: "):
+        play("reasoning-gym", {"dataset": "chain_summ"}, [])
+
+
+@needs("skyrl_gym")
+def test_an_environment_of_skyrl_gym_is_played_over_turns_with_the_row_as_its_extras():
+    row = {"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_spec": {"ground_truth": "5"}, "extra_info": {}}
+    single, _ = play("skyrl-gym", {"env": "gsm8k"}, ["#### 5"], task=row)
+    several, episode = play("skyrl-gym", {"env": "gsm8k_multi_turn"}, ["hm", "#### 5"], task=row)
+    assert (single.reward, single.num_turns) == (1.0, 1)
+    assert (several.reward, several.num_turns, len(episode.prompts)) == (1.0, 2, 2)
+    with pytest.raises(EpisodeFailed, match="skyrl-gym needs rows with prompt"):
+        play("skyrl-gym", {"env": "gsm8k"}, ["5"])
+    with pytest.raises(UserError, match="runs the model's code on this machine"):
+        play("skyrl-gym", {"env": "lcb"}, [])
+
+
+# verifiers
+
+
+def uses_the_tool(prompt: str) -> str:
+    """Call the tool that the system message names; answer with its result."""
+    if "<|im_start|>tool\n" in prompt:
+        return prompt.rsplit("<|im_start|>tool\n", 1)[1].partition("<|im_end|>")[0].strip()
+    term = re.findall(r"What is (\d+) \+ 2", prompt)[-1]
+    name = re.search(r'"name": "(\w*add)"', prompt)
+    if name is None:
+        return str(int(term) + 2)
+    return f"<tool_call>\n{json.dumps({'name': name[1], 'arguments': {'a': int(term), 'b': 2}})}\n</tool_call>"
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A taskset of the test's own; verifiers starts its tool server as a process, which must find it too."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    return {"taskset": {"id": "polyrl_test_sums", "with_tools": False}, "agent": {"max_turns": 4}}
+
+
+@needs("verifiers")
+def test_a_tool_environment_of_verifiers_is_played_unmodified_and_its_turns_are_one_sequence(sums: dict[str, Any]):
+    sums["taskset"]["with_tools"] = True
+
+    async def run() -> Any:
+        async with Played("verifiers", sums) as one:
+            ended = await asyncio.gather(
+                *(one.play(uses_the_tool, index=index, name=f"1/{index}") for index in range(4))
+            )
+            return one.environment.num_tasks, ended
+
+    num_tasks, ended = asyncio.run(run())
+    assert num_tasks == 4
+    for end, episode in ended:
+        assert (end.reward, end.correct, end.num_turns, end.parts) == (1.0, True, 2, {"exact": 1.0})
+        old = [*episode.prompts[0], *episode.drawn[0].tokens]
+        assert episode.prompts[1][: len(old)] == old
+
+
+@needs("verifiers")
+def test_an_episode_of_verifiers_that_a_lost_call_broke_has_failed_although_it_has_a_reward(sums: dict[str, Any]):
+    class Lost(PlayedByHand):
+        async def draw(self, prompt: Any, limits: CallLimits) -> DrawnAnswer:
+            raise EpisodeFailed("begun elsewhere")
+
+    async def run() -> Any:
+        async with Played("verifiers", sums) as one:
+            with pytest.raises(EpisodeFailed, match="its last request was not answered: begun elsewhere"):
+                await one.environment.play(Lost(one.text, []))
+            return (await one.play(["5"], index=0))[0].reward
+
+    assert asyncio.run(run()) == 1.0
+
+
+@needs("verifiers")
+def test_a_policy_that_fills_the_context_ends_its_episode_of_verifiers_and_is_scored(sums: dict[str, Any]):
+    sums["taskset"]["with_tools"] = True
+
+    async def run() -> EpisodeEnd:
+        async with Played("verifiers", sums) as one:
+            call = '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'
+            episode = PlayedByHand(one.text, ["x" * 300 + call] * 9, max_context=1200)
+            return await one.environment.play(episode)
+
+    assert asyncio.run(run()).reward == 0.0
+
+
+@needs("verifiers")
+def test_verifiers_own_renderer_sends_tokens_with_the_session_of_its_trace(sums: dict[str, Any], tmp_path: Path):
+    from polyrl.hosts.known_families import find_family
+    from polyrl.hosts.texts import load_text
+
+    folder = save_tokenizer(tmp_path / "model")
+    (folder / "config.json").write_text('{"eos_token_id": 257, "max_position_embeddings": 20000}')
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|im_end|>"}))
+    text = load_text(folder)
+    family = find_family(folder, text, "default")
+    assert family is not None
+
+    async def run() -> tuple[EpisodeEnd, PlayedByHand]:
+        async with Played("verifiers", sums, text, family=family, folder=str(folder)) as one:
+            return await one.play(["7"], index=2)
+
+    end, episode = asyncio.run(run())
+    assert (end.reward, end.num_turns) == (1.0, 1)
+    assert episode.shown(0) == "<|im_start|>user\nWhat is 5 + 2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@needs("verifiers")
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({}, "verifiers: taskset.id is missing"),
+        ({"taskset": "polyrl_nobody"}, "verifiers: ModuleNotFoundError: taskset 'polyrl_nobody' not found"),
+        ({"taskset": "polyrl_test_sums", "agent": {"max_turn": 3}}, "verifiers: ValidationError: "),
+    ],
+)
+def test_settings_that_verifiers_refuses_are_one_line(sums: dict[str, Any], args: dict[str, Any], line: str):
+    with pytest.raises(UserError) as raised:
+        play("verifiers", args, [])
+    assert str(raised.value).startswith(line)
+    assert "\n" not in str(raised.value)
+
+
+# OpenEnv
+
+
+@pytest.fixture
+def counting_server(tmp_path: Path) -> Iterator[str]:
+    with (tmp_path / "server.log").open("wb") as log:
+        command = [sys.executable, str(HERE / "openenv_server.py")]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert server.stdout is not None
+    try:
+        port = int(server.stdout.readline())
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(200):
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield url
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+@needs("openenv")
+def test_openenv517_eight_episodes_share_one_session_one_after_the_other_and_none_is_scored_zero(counting_server: str):
+    async def run() -> list[EpisodeEnd]:
+        async with Played("openenv", {"url": counting_server, "sessions": 1, "observation": "text"}) as one:
+            ended = await asyncio.gather(*(one.play(["1", "2", "3"], name=f"1/{index}") for index in range(8)))
+        return [end for end, _ in ended]
+
+    ends = asyncio.run(run())
+    assert [(end.reward, end.num_turns) for end in ends] == [(1.0, 3)] * 8

@@ -1,0 +1,99 @@
+"""Tool calls in what models write, good and bad."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyrl.hosts.tools import ToolFamily, WrittenAnswer, WrittenCall, before_stop, family_of, read_answer
+
+FAMILIES: list[ToolFamily] = ["hermes", "xml", "llama", "mistral"]
+ADD = WrittenCall("add", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "expected"),
+    [
+        (
+            "hermes",
+            'so: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+            WrittenAnswer("so:", [ADD]),
+        ),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', WrittenAnswer("", [ADD])),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' * 2, WrittenAnswer("", [ADD, ADD])),
+        ("hermes", "<think><tool_call></think>hello", WrittenAnswer("<think><tool_call></think>hello", [])),
+        ("hermes", '<tool_call>{"name": "nobody"}</tool_call>', WrittenAnswer("", [WrittenCall("nobody", "{}")])),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": "x"}</tool_call>',
+            WrittenAnswer("", [WrittenCall("add", "x")]),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>',
+            WrittenAnswer("", [WrittenCall("add", '{"a": }')]),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+            WrittenAnswer("", [WrittenCall("add", "[1]")]),
+        ),
+        ("hermes", "<tool_call>add(1)</tool_call>", WrittenAnswer("<tool_call>add(1)</tool_call>", [])),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>', WrittenAnswer('<tool_call>{"name": 3}</tool_call>', [])),
+        (
+            "xml",
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+            WrittenAnswer("", [ADD]),
+        ),
+        ("llama", '{"name": "add", "parameters": {"a": 1}}', WrittenAnswer("", [ADD])),
+        (
+            "llama",
+            '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}',
+            WrittenAnswer("", [ADD, ADD]),
+        ),
+        ("llama", "it is {3}", WrittenAnswer("it is {3}", [])),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', WrittenAnswer("", [ADD])),
+        ("mistral", 'well [TOOL_CALLS]add{"a": 1}', WrittenAnswer("well", [ADD])),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}', WrittenAnswer("", [ADD, ADD])),
+        (None, "<tool_call>{}</tool_call>", WrittenAnswer("<tool_call>{}</tool_call>", [])),
+    ],
+)
+def test_calls_are_read_as_the_family_writes_them_and_bad_ones_are_passed_on(
+    family: ToolFamily | None, text: str, expected: WrittenAnswer
+):
+    assert read_answer(text, family) == expected
+
+
+def test_a_text_parameter_of_an_xml_call_stays_text_where_the_tool_says_so():
+    schema = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    said = "<tool_call><function=add><parameter=a>1</parameter><parameter=b>1</parameter></function></tool_call>"
+    assert json.loads(read_answer(said, "xml", tools).calls[0].arguments) == {"a": "1", "b": 1}
+
+
+@given(
+    text=st.text(max_size=60), inside=st.sampled_from(["<tool_call>", "[TOOL_CALLS]", "{", '{"name":', "<function=a>"])
+)
+def test_whatever_a_model_writes_nothing_raises(text: str, inside: str):
+    for family in FAMILIES:
+        read_answer(inside + text, family)
+        read_answer(text + inside + text, family)
+
+
+def test_a_deeply_nested_answer_is_text():
+    said = "<tool_call>" + "[" * 100_000
+    assert read_answer(said, "hermes") == WrittenAnswer(said, [])
+
+
+def test_the_family_is_known_from_the_template():
+    assert family_of("... <tool_call> ...") == "hermes"
+    assert family_of("<tool_call> <function=") == "xml"
+    assert family_of("[TOOL_CALLS]") == "mistral"
+    assert family_of("<|python_tag|>") == "llama"
+    assert family_of("{{ messages }}") is None
+
+
+def test_a_text_ends_before_its_first_stop_string():
+    assert before_stop("a\nb;c", (";", "\n")) == "a"
+    assert before_stop("abc", ()) == "abc"
