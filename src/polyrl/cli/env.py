@@ -1,4 +1,4 @@
-"""`polyrl env`: environments of several turns. `try` plays one episode here, `play` plays for a run, `check` starts one."""
+"""`polyrl env`: environments of several turns. `try` plays one episode here, `play` plays for a run."""
 
 import argparse
 import asyncio
@@ -29,9 +29,9 @@ examples:
   polyrl env check my_game:Game size=5 --model DIR
 
 NAME is calculator, treasure, textarena, reasoning-gym, skyrl-gym, openenv, verifiers, or module:Class; key=value are
-its arguments (docs/guides/environments.md). `try` without --model and --human plays letters by chance. A host dials out;
-nothing inbound is needed. Run it in the Python environment that has the environment's package. Ctrl+C or SIGTERM: it
-plays its episodes to their end and leaves; a second one: at once, and they go on elsewhere."""
+its arguments (docs/guides/environments.md). `try` without --model and --human plays letters by chance. A host dials
+out; nothing inbound is needed. Run it in the Python environment that has the environment's package. Ctrl+C or SIGTERM:
+it plays its episodes to their end and leaves; a second one: at once, and they go on elsewhere."""
 
 VERBS = ("try", "play", "check")
 EXIT_LEFT_BADLY = 1
