@@ -183,7 +183,7 @@ def end_lease(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) ->
     sample.worker = -1
     round_.num_leased -= 1
     if desk.plans_parallelism:
-        round_.written_at = now
+        round_.written_at, round_.waits_for_places = now, bool(desk.scoring.queue)
     if not worker.local and round_ is not desk.asked:
         desk.state.clock.last_remote_at = now
     if worker.state == "draining":
