@@ -8,11 +8,15 @@ import os
 import signal
 from typing import Any, assert_never
 
+import msgspec
+from msgspec import Struct
+
 from polyrl.errors import plain, shorten
 from polyrl.rewards.sandbox.comparing import same_output, same_value
 from polyrl.rewards.sandbox.inside import frames, values
 from polyrl.rewards.sandbox.inside.child import NOT_STARTED
 from polyrl.rewards.sandbox.languages import BINARY, Language, compiler, start
+from polyrl.rewards.sandbox.policy import PACKAGES
 from polyrl.rewards.sandbox.program import (
     CallCase,
     Case,
@@ -28,6 +32,8 @@ from polyrl.rewards.sandbox.slot import RunResult, SandboxJob
 
 TESTS_FILE = "test_solution.py"
 _MAX_BINARY_BYTES = 32 << 20
+_BUSY = 3.0
+"""How much longer than its limit a program may take for want of a core, of which it is not guilty."""
 _COMPILE_S, _COMPILE_MEMORY = 20.0, 1 << 30
 
 
@@ -50,7 +56,7 @@ def run_job(
     source = program.source.encode(errors="replace")
     files, pieces = [BINARY if binary else language.file], [binary or source]
     header: dict[str, Any] = {"folders": list(folders), "limits_address_space": language.limits_address_space}
-    given = b""
+    given, tests = b"", None
     match case:
         case InputCase():
             given = case.input.encode()
@@ -60,21 +66,21 @@ def run_job(
             called = {"args": values.encode(case.args), "kwargs": values.encode(case.kwargs)}
             header |= {"mode": "call", "function": case.function, "may_raise": bool(case.raises), **called}
         case PytestCase():
-            header |= {"mode": "tests"}
-            files.append(TESTS_FILE)
-            pieces.append(case.source.encode())
+            header |= {"mode": "tests", "packages": PACKAGES}
+            tests = ({"files": [TESTS_FILE]}, [case.source.encode()])
         case _:
             assert_never(case)
     header |= {"files": files, "memory_bytes": limits.memory_mb << 20, "collect": "", "collect_bytes": 0}
     cpu_s = limits.cpu_s if program.cpu_s is None else min(program.cpu_s, limits.cpu_s)
     wall_s = limits.wall_limit_s if program.cpu_s is None else min(wall_limit(cpu_s), limits.wall_limit_s)
-    return _job(header, [given, *pieces], limits, cpu_s, wall_s)
+    return _job(header, [given, *pieces], limits, cpu_s, wall_s)._replace(tests=tests)
 
 
 def _job(header: dict[str, Any], pieces: list[bytes], limits: SandboxLimits, cpu_s: float, wall_s: float) -> SandboxJob:
     most = limits.output_kb << 10
-    header = {**header, "cpu_s": cpu_s, "wall_s": wall_s, "output_bytes": most}
-    return SandboxJob(header, pieces, wall_s, frames.MAX_HEADER_BYTES + 3 * most + header["collect_bytes"])
+    longest_s = _BUSY * wall_s
+    header = {**header, "cpu_s": cpu_s, "wall_s": wall_s, "longest_s": longest_s, "output_bytes": most}
+    return SandboxJob(header, pieces, longest_s, frames.MAX_HEADER_BYTES + 3 * most + header["collect_bytes"])
 
 
 def refusal(program: Program, language: Language | None, limits: SandboxLimits) -> str:
@@ -107,8 +113,10 @@ def judge_compiling(job: SandboxJob, result: RunResult) -> CaseVerdict | None:
 
 def is_ours(result: RunResult) -> bool:
     """Whether the program never began, because its walls could not be raised."""
-    return result.reason == "ended" and os.waitstatus_to_exitcode(result.status) == NOT_STARTED and (
-        result.errors.startswith(b"the sandbox could not be closed")
+    return (
+        result.reason == "ended"
+        and os.waitstatus_to_exitcode(result.status) == NOT_STARTED
+        and (result.errors.startswith(b"the sandbox could not be closed"))
     )
 
 
@@ -144,9 +152,26 @@ def _compare(case: Case, result: RunResult) -> tuple[Outcome, str]:
         case CallCase():
             return _compare_call(case, result.value)
         case PytestCase():
-            raise NotImplementedError
+            return _read_report(result.value)
         case _:
             assert_never(case)
+
+
+class _Report(Struct, frozen=True):
+    passed: int
+    failed: str
+    code: int
+
+
+def _read_report(said: bytes) -> tuple[Outcome, str]:
+    """Read how tests went. They ran in a process without a line of the program's code."""
+    try:
+        report = msgspec.json.decode(said, type=_Report)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return "failed", "the tests did not come to their end"
+    if report.code == 0 and report.passed and not report.failed:
+        return "passed", ""
+    return "failed", report.failed or ("no test ran" if not report.passed else f"pytest ended with {report.code}")
 
 
 def _compare_call(case: CallCase, said: bytes) -> tuple[Outcome, str]:

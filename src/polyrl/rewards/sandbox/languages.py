@@ -39,7 +39,9 @@ LANGUAGES: dict[str, Language] = {
     "c++": Language(
         file="main.cpp", command="g++", compile=("-O2", "-std=c++20", "-o", BINARY, "main.cpp"), install="g++"
     ),
-    "javascript": Language(file="main.js", command="node", run=("main.js",), limits_address_space=False, install="nodejs"),
+    "javascript": Language(
+        file="main.js", command="node", run=("main.js",), limits_address_space=False, install="nodejs"
+    ),
 }
 ALIASES = {"py": "python", "python3": "python", "cpp": "c++", "cc": "c++", "js": "javascript", "node": "javascript"}
 

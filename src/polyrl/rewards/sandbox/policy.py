@@ -15,12 +15,15 @@ from polyrl.rewards.sandbox.program import SandboxLimits
 
 HOME = "/tmp"
 CODE = "/polyrl"
+PACKAGES = "/polyrl/packages"
+"""Where pytest is, for the processes of tests alone."""
 _INSIDE = "polyrl/rewards/sandbox/inside"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _PROGRAM_ID, _OUTSIDE_ID = 1000, 65534
 """The program's user inside, and outside if root starts the sandbox: nobody."""
+_SHARED_MEMORY_BYTES = 16 << 20
 _NAMESPACES = ("user", "pid", "net", "ipc", "uts")
 _START = (
     f"import sys; sys.path.insert(0, {CODE!r}); from {_INSIDE.replace('/', '.')} import zygote; "
@@ -44,6 +47,8 @@ class Layout(Struct, frozen=True, kw_only=True):
     """Those of the system's folders that are links, and where to."""
     present: tuple[str, ...]
     """Those of the system's folders and files that are there."""
+    packages: tuple[str, ...] = ()
+    """The folders and files of pytest; none: it is not installed."""
     folders: tuple[str, ...] = ()
     """Further folders that programs may read, also on Python's path."""
 
@@ -90,7 +95,8 @@ def mounts(layout: Layout) -> list[str]:
     for path in layout.present:
         words += [*_parents(path), "--ro-bind", path, path]
     own = [(one, one) for one in (layout.prefix, *layout.folders) if not _is_inside(one, layout.present)]
-    for source, target in [*own, (layout.inside, f"{CODE}/{_INSIDE}")]:
+    packages = [(one, f"{PACKAGES}/{os.path.basename(one)}") for one in layout.packages]
+    for source, target in [*own, (layout.inside, f"{CODE}/{_INSIDE}"), *packages]:
         words += [*_parents(target), "--ro-bind", source, target]
     words += ["--perms", "0755", "--dir", "/dev"]
     for one in _DEVICES:
@@ -109,11 +115,18 @@ def settings_of(layout: Layout, limits: SandboxLimits, seccomp: bytes) -> dict[s
         "uid": _PROGRAM_ID,
         "gid": _PROGRAM_ID,
         "disk_bytes": limits.disk_mb << 20,
+        "disk_options": _tmpfs(limits.disk_mb << 20),
+        "shared_memory_options": _tmpfs(_SHARED_MEMORY_BYTES),
         "open_files": limits.open_files,
         "processes": limits.processes,
         "own_processes": 0 if layout.is_root else 3,  # bubblewrap, zygote and warden are of the same user
         "filter": seccomp.hex(),
     }
+
+
+def _tmpfs(size: int) -> str:
+    """Return the options of a disk in memory that belongs to the program; small files are bounded by their number."""
+    return f"size={size},nr_inodes={max(256, size >> 12)},uid={_PROGRAM_ID},gid={_PROGRAM_ID},mode=0755"
 
 
 def id_map(own: int, *, is_root: bool) -> str:

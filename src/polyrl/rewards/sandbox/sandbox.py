@@ -11,6 +11,7 @@ tried once more in a fresh one; if it breaks that too while a trivial program pa
 """
 
 import asyncio
+import importlib.util
 import logging
 import os
 import shutil
@@ -26,7 +27,7 @@ from polyrl.rewards.sandbox import cgroups, jobs, policy
 from polyrl.rewards.sandbox import inside as inside_package
 from polyrl.rewards.sandbox.languages import Language, check_installed, find_language
 from polyrl.rewards.sandbox.pool import ZygotePool
-from polyrl.rewards.sandbox.program import Case, CaseVerdict, InputCase, Program, SandboxLimits, Verdict
+from polyrl.rewards.sandbox.program import Case, CaseVerdict, InputCase, Program, PytestCase, SandboxLimits, Verdict
 from polyrl.rewards.sandbox.seccomp import filter_for
 from polyrl.rewards.sandbox.slot import RunResult, SandboxJob, Slot, SlotBroke
 
@@ -36,6 +37,7 @@ _UNSAFE = (
     "rights. Use it on a machine that holds nothing, or install bubblewrap."
 )
 _ATTEMPTS = 2
+_PYTEST = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli")
 _CANARY = Program(source="print(1)", cases=(InputCase(output="1"),))
 _log = logging.getLogger("polyrl.sandbox")
 
@@ -110,6 +112,8 @@ class Sandbox:
         if language is None or refused:
             return Verdict("refused", (), num, refused)
         check_installed(language)
+        if any(isinstance(one, PytestCase) for one in program.cases) and importlib.util.find_spec("pytest") is None:
+            raise UserError("pytest is missing, which the cases need: pip install pytest")
         try:
             binary, failed = await self._compile(program, language)
             found = [] if failed is None else [failed]
@@ -176,7 +180,9 @@ class BlockingSandbox:
     def __enter__(self) -> "BlockingSandbox":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def run(self, program: Program) -> Verdict:
@@ -202,8 +208,18 @@ def look(folders: tuple[str, ...] = (), bwrap: str | None = None) -> policy.Layo
         gid=os.getgid(),
         links=links,
         present=present,
+        packages=_find_pytest(),
         folders=folders,
     )
+
+
+def _find_pytest() -> tuple[str, ...]:
+    """Return where pytest and the packages that it needs are; empty: it is not installed."""
+    if importlib.util.find_spec("pytest") is None:
+        return ()
+    found = [importlib.util.find_spec(one) for one in _PYTEST]
+    origins = [Path(one.origin) for one in found if one is not None and one.origin is not None]
+    return tuple(os.path.realpath(one.parent if one.name == "__init__.py" else one) for one in origins)
 
 
 def _size(size: int | None) -> int:

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,9 +42,12 @@ class SandboxJob(NamedTuple):
 
     header: dict[str, Any]
     pieces: list[bytes]
-    wall_s: float
+    longest_s: float
+    """When the warden has ended the run at the latest."""
     most_bytes: int
     """The longest result that is taken."""
+    tests: tuple[dict[str, Any], list[bytes]] | None = None
+    """What follows once the program's process is there."""
 
 
 class _Header(Struct, frozen=True):
@@ -74,14 +76,16 @@ class RunResult(NamedTuple):
 class Slot:
     """One zygote. `start` it, `run` programs one after the other, `close` it."""
 
-    def __init__(self, layout: policy.Layout | None, settings: dict[str, Any], seccomp: bytes, cgroup: Cgroup | None):
+    def __init__(
+        self, layout: policy.Layout | None, settings: dict[str, Any], seccomp: bytes, cgroup: Cgroup | None
+    ) -> None:
         self._layout, self._settings, self._seccomp, self._cgroup = layout, settings, seccomp, cgroup
         self._process: subprocess.Popen[bytes] | None = None
         self._init = 0
         """Process 1 of the sandbox's pid namespace, by its number outside."""
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         self.num_runs = 0
 
     async def start(self) -> None:
@@ -106,14 +110,16 @@ class Slot:
             with theirs:
                 socket.send_fds(self._control, [b"run"], [theirs.fileno()])
             self._control.send(nonce)
-            async with asyncio.timeout(job.wall_s + GRACE_S):
+            async with asyncio.timeout(job.longest_s + GRACE_S):
                 await loop.sock_sendall(line, frames.pack(job.header, job.pieces))
+                if job.tests is not None:
+                    await loop.sock_sendall(line, frames.pack(*job.tests))
                 result = await _read_result(line, job.most_bytes)
                 ended = await loop.sock_recv(self._control, MESSAGE_BYTES)
-        except (OSError, EOFError, frames.BadFrame, msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise SlotBroke(self._complaint(one_line(error))) from error
         except TimeoutError as error:
             raise SlotBroke("the sandbox did not answer in time") from error
+        except (OSError, EOFError, frames.BadFrame, msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise SlotBroke(self._complaint(one_line(error))) from error
         finally:
             line.close()
         if ended != nonce + STATUS.pack(0):
@@ -150,10 +156,10 @@ class Slot:
     async def _start_safe(self, layout: policy.Layout) -> None:
         info, info_far = os.pipe()
         block_far, block = os.pipe()
-        seccomp = tempfile.TemporaryFile()
-        seccomp.write(self._seccomp)
-        seccomp.seek(0)
-        pipes = policy.Pipes(self._theirs.fileno(), info_far, block_far, seccomp.fileno())
+        seccomp, seccomp_far = os.pipe()
+        os.write(seccomp_far, self._seccomp)
+        os.close(seccomp_far)
+        pipes = policy.Pipes(self._theirs.fileno(), info_far, block_far, seccomp)
         try:
             self._popen(
                 policy.command(layout, pipes, self._settings), (pipes.control, info_far, block_far, pipes.seccomp)
@@ -166,8 +172,7 @@ class Slot:
                 self._cgroup.add(self._init)
             os.write(block, b"1")
         finally:
-            seccomp.close()
-            for one in (info, info_far, block_far, block):
+            for one in (info, info_far, block_far, block, seccomp):
                 if one >= 0:
                     os.close(one)
 
@@ -192,10 +197,10 @@ class Slot:
         os.set_blocking(info, False)
         said, loop = b"", asyncio.get_running_loop()
         while (found := _CHILD.search(said)) is None:
-            readable = loop.create_future()
-            loop.add_reader(info, lambda: readable.done() or readable.set_result(None))
+            readable = asyncio.Event()
+            loop.add_reader(info, readable.set)
             try:
-                await readable
+                await readable.wait()
             finally:
                 loop.remove_reader(info)
             data = os.read(info, 4096)
@@ -240,5 +245,3 @@ async def _read_exactly(line: socket.socket, length: int) -> bytes:
 def _write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
-
-

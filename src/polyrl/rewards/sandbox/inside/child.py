@@ -8,17 +8,17 @@ The interpreter's own exit is imitated: threads are waited for, exit functions r
 
 import atexit
 import contextlib
-import gc
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import traceback
 import types
 from typing import Any, NoReturn
 
-from polyrl.rewards.sandbox.inside import kernel, values
+from polyrl.rewards.sandbox.inside import kernel, testing, values
 
 NOT_STARTED = 125
 """The exit code of a process that could not give its rights up: nothing of the program ran."""
@@ -31,10 +31,13 @@ _SLACK_BYTES = 256 << 20
 def run(job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: dict[str, Any]) -> NoReturn:
     try:
         _take_streams(streams)
+        if job["mode"] == "tests" and not settings["is_unsafe"]:  # another disk than the program's
+            kernel.unshare(kernel.NEW_MOUNTS)
+            kernel.mount("tmpfs", settings["home"], kernel.NO_SUID | kernel.NO_DEVICES, settings["disk_options"])
         _enter(settings["home"])
         _limit(job, settings)
         if not settings["is_unsafe"]:
-            _give_rights_up(settings)
+            _give_rights_up(settings, is_tests=job["mode"] == "tests")
         for name, data in zip(job["files"], pieces[1:], strict=True):
             _write(name, data)
     except BaseException as error:  # noqa: BLE001  whatever it is, the program must not start
@@ -90,13 +93,13 @@ def _limit(job: dict[str, Any], settings: dict[str, Any]) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def _give_rights_up(settings: dict[str, Any]) -> None:
+def _give_rights_up(settings: dict[str, Any], *, is_tests: bool) -> None:
     if os.getuid() != settings["uid"]:
         os.setgroups([])
         os.setresgid(settings["gid"], settings["gid"], settings["gid"])
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])
     kernel.drop_capabilities()
-    kernel.set_dumpable(allowed=True)
+    kernel.set_dumpable(allowed=not is_tests)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if the machine runs out of memory, this process is to go first
     kernel.install_filter(bytes.fromhex(settings["filter"]))
@@ -114,18 +117,17 @@ def _become(argv: list[str]) -> NoReturn:
 
 def _run_python(job: dict[str, Any]) -> NoReturn:
     """Run Python source in this process. The interpreter is warm, and starts none of its modules again."""
-    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115  until the end
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     for name in [one for one in sys.modules if one.partition(".")[0] == "polyrl"]:
         del sys.modules[name]
     sys.path.insert(0, os.getcwd())
     sys.path.extend(job["folders"])
-    gc.enable()
     code = 0
     try:
-        (_run_script if job["mode"] == "script" else _call)(job)
+        code = _MODES[job["mode"]](job) or 0
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:  # noqa: BLE001  as the interpreter does: print it, and exit with 1
@@ -135,13 +137,26 @@ def _run_python(job: dict[str, Any]) -> NoReturn:
 
 
 def _run_script(job: dict[str, Any]) -> None:
+    os.close(VALUE_FD)
     _load("__main__", job["files"][0])
+
+
+def _run_module(job: dict[str, Any]) -> None:
+    """Load the program, and answer the tests. Its descriptor 3 is the line to them."""
+    line = socket.socket(fileno=VALUE_FD)
+    line.set_inheritable(False)
+    testing.run_program(line, lambda: _load(values.PROGRAM, job["files"][0]))
+
+
+def _run_tests(job: dict[str, Any]) -> int:
+    os.set_inheritable(VALUE_FD, False)
+    return testing.run_tests(socket.socket(fileno=VALUE_FD + 1), job["files"][0], job["packages"], VALUE_FD)
 
 
 def _call(job: dict[str, Any]) -> None:
     """Call a function of the program, and write its value to the channel of values."""
     os.set_inheritable(VALUE_FD, False)
-    module = _load("solution", job["files"][0])
+    module = _load(values.PROGRAM, job["files"][0])
     try:
         value = _find(module, job["function"])(*values.decode(job["args"]), **values.decode(job["kwargs"]))
         if isinstance(value, types.CoroutineType):
@@ -156,6 +171,9 @@ def _call(job: dict[str, Any]) -> None:
     data = values.to_bytes(said)
     while data:
         data = data[os.write(VALUE_FD, data) :]
+
+
+_MODES = {"script": _run_script, "call": _call, "module": _run_module, "tests": _run_tests}
 
 
 def _load(name: str, file: str) -> types.ModuleType:

@@ -36,6 +36,15 @@ def usage_of_session(leader: int) -> Usage:
     return _usage(found)
 
 
+def queued_s(pid: int) -> float:
+    """Return for how long a process could have run and had no core: it is not to blame for a busy machine."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def _usage(pids: list[int]) -> Usage:
     cpu_s, memory_kb, num = 0.0, 0, 0
     for pid in pids:

@@ -18,11 +18,10 @@ import time
 from typing import Any, NoReturn
 
 from polyrl.rewards.sandbox.inside import child, frames, kernel
-from polyrl.rewards.sandbox.inside.counting import Usage, usage_of_namespace, usage_of_session
+from polyrl.rewards.sandbox.inside.counting import Usage, queued_s, usage_of_namespace, usage_of_session
 
 _TICK_S = 0.02
 _READ_BYTES = 1 << 16
-_SHARED_MEMORY_MB = 16
 
 
 def run(line: socket.socket, settings: dict[str, Any]) -> NoReturn:
@@ -45,11 +44,9 @@ def run(line: socket.socket, settings: dict[str, Any]) -> NoReturn:
 def _raise_walls(settings: dict[str, Any]) -> None:
     """Give the program its own mounts: an empty disk of limited size, and the processes of its own namespace."""
     kernel.unshare(kernel.NEW_MOUNTS | kernel.NEW_IPC)
-    owner = f"uid={settings['uid']},gid={settings['gid']},mode=0755"
-    disk = settings["disk_bytes"]
-    kernel.mount("tmpfs", settings["home"], kernel.NO_SUID | kernel.NO_DEVICES, f"size={disk},nr_inodes={disk >> 12},{owner}")
-    shared = f"size={_SHARED_MEMORY_MB}m,nr_inodes=256,{owner}"
-    kernel.mount("tmpfs", "/dev/shm", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC, shared)
+    kernel.mount("tmpfs", settings["home"], kernel.NO_SUID | kernel.NO_DEVICES, settings["disk_options"])
+    shared = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
+    kernel.mount("tmpfs", "/dev/shm", shared, settings["shared_memory_options"])
     flags = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
     try:
         kernel.mount("proc", "/proc", flags, "subset=pid")
@@ -60,10 +57,8 @@ def _raise_walls(settings: dict[str, Any]) -> None:
 def _run_job(line: socket.socket, job: dict[str, Any], pieces: list[bytes], settings: dict[str, Any]) -> bytes:
     streams = _Streams(job["output_bytes"], pieces[0])
     began = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        line.close()
-        child.run(job, pieces, streams.far_ends(), settings)
+    start = _start_tests if job["mode"] == "tests" else _start
+    pid = start(line, job, pieces, streams.far_ends(), settings)
     streams.close_far_ends()
     watch = _Watch(pid, job, settings)
     reason, status = watch.until_end(streams)
@@ -71,6 +66,29 @@ def _run_job(line: socket.socket, job: dict[str, Any], pieces: list[bytes], sett
     collected = b"" if reason != "ended" else _collect(settings["home"], job.get("collect", ""), job["collect_bytes"])
     result = {"reason": reason, "status": status, "cpu_s": watch.cpu_s, "wall_s": wall_s}
     return frames.pack(result, [*(bytes(one) for one in streams.heard), collected])
+
+
+def _start(
+    line: socket.socket, job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: dict[str, Any]
+) -> int:
+    pid = os.fork()
+    if pid == 0:
+        line.close()
+        child.run(job, pieces, streams, settings)
+    return pid
+
+
+def _start_tests(
+    line: socket.socket, job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: dict[str, Any]
+) -> int:
+    """Start the program, then read the tests, and start them: the program has never had them in its memory."""
+    ours, theirs = socket.socketpair()
+    _start(line, {**job, "mode": "module"}, pieces, [*streams[:3], theirs.fileno()], settings)
+    theirs.close()
+    header, tests = frames.read(line, frames.MAX_JOB_BYTES)
+    pid = _start(line, {**job, **header}, [b"", *tests], [*streams, ours.fileno()], settings)
+    ours.close()
+    return pid
 
 
 class _Streams:
@@ -156,8 +174,8 @@ class _Watch:
         """Return why the run is over, and the program's status as waitpid has it."""
         handle = os.pidfd_open(self._pid)
         streams.poll.register(handle, select.POLLIN)
-        ends_at = time.monotonic() + self._job["wall_s"]
-        reason, looked_at = "", time.monotonic()
+        began = looked_at = time.monotonic()
+        reason = ""
         while not reason:
             ready = streams.poll.poll(_TICK_S * 1e3)
             if any(number == handle for number, _ in ready):
@@ -165,7 +183,7 @@ class _Watch:
             elif not streams.serve(ready):
                 reason = "output"
             elif time.monotonic() - looked_at >= _TICK_S:
-                reason, looked_at = self._exceeded(ends_at), time.monotonic()
+                reason, looked_at = self._exceeded(time.monotonic() - began), time.monotonic()
                 self._reap_orphans()
         status = self._end_all() if reason != "ended" else self._wait(os.WNOHANG)
         if reason == "ended" and not streams.drain():
@@ -181,13 +199,13 @@ class _Watch:
     def _usage(self) -> Usage:
         return usage_of_session(self._pid) if self._settings["is_unsafe"] else usage_of_namespace()
 
-    def _exceeded(self, ends_at: float) -> str:
+    def _exceeded(self, passed_s: float) -> str:
         usage = self._usage()
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.cpu_s = max(self.cpu_s, usage.cpu_s + ended.ru_utime + ended.ru_stime)
         if self.cpu_s > self._job["cpu_s"]:
             return "cpu"
-        if time.monotonic() > ends_at:
+        if passed_s - queued_s(self._pid) > self._job["wall_s"] or passed_s > self._job["longest_s"]:
             return "wall"
         if usage.memory_bytes > self._job["memory_bytes"]:
             return "memory"
