@@ -53,17 +53,15 @@ class Asker:
     def _exception(self, lineage: list[Any]) -> type[Exception]:
         """Return a class of the same name, that derives from the same exception of Python."""
         number, name = int(lineage[0][0]), str(lineage[0][1])
-        known = self._exceptions.get(number)
-        if known is None:
-            own = getattr(builtins, name, None)
-            if _is_exception(own):
-                known = own
-            elif len(lineage) > 1:
-                known = type(name, (self._exception(lineage[1:]),), {_KEPT: number})
-            else:
-                known = Exception
-            self._exceptions[number] = known
-        return known
+        if number not in self._exceptions:
+            self._exceptions[number] = self._make_exception(number, name, lineage[1:])
+        return self._exceptions[number]
+
+    def _make_exception(self, number: int, name: str, above: list[Any]) -> type[Exception]:
+        own = getattr(builtins, name, None)
+        if isinstance(own, type) and issubclass(own, Exception):
+            return own
+        return type(name, (self._exception(above),), {_KEPT: number}) if above else Exception
 
 
 class RemoteObject:
@@ -129,10 +127,6 @@ def install(line: socket.socket) -> None:
 def _ask(target: RemoteObject, op: str, *args: Any, **kwargs: Any) -> Any:
     asker, number, _ = object.__getattribute__(target, _KEPT)
     return asker.ask(number, op, *args, **kwargs)
-
-
-def _is_exception(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Exception)
 
 
 def _forward(op: str, *, among_own: bool = False) -> Any:
