@@ -41,7 +41,13 @@ RESOURCES = {
         *ENDED,
     ),
     "memory shared by nobody": attack(
-        "import mmap\nheld = []\nwhile True:\n    held.append(mmap.mmap(-1, 1 << 24))\n    held[-1].write(bytes(1 << 24))",
+        """
+        import mmap
+        held, size = [], 1 << 24
+        while True:
+            held.append(mmap.mmap(-1, size))
+            held[-1].write(bytes(size))
+        """,
         *ENDED,
     ),
     "disk filler": attack(
