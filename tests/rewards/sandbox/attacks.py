@@ -195,7 +195,7 @@ LOOKING = {
         """
         import os
         left = [os.listdir(one) for one in ("/tmp", "/dev/shm")]
-        if left != [["solution.py"], []]: print("ESCAPED")
+        if [sorted(one) for one in left] != [[".shm", "solution.py"], []]: print("ESCAPED")
         """
     ),
     "earlier programs in memory": attack(

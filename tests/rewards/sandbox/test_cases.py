@@ -77,7 +77,8 @@ FORGERIES = {
     "another JSON": "import json\njson.dumps = lambda *a, **k: '{\"value\": 8}'\ndef f(a): return 0",
     "our own frames": f"import sys\n{FOUND}\ndef f(a):\n    frame = sys._getframe()\n    while frame:\n"
     '        if found(frame.f_locals): return int("546372819"[::-1])\n        frame = frame.f_back\n    return 0',
-    "all objects": f'import gc\n{FOUND}\ndef f(a):\n    return int("546372819"[::-1]) if found(gc.get_objects()) else 0',
+    "all objects": f"import gc\n{FOUND}\ndef f(a):\n"
+    '    return int("546372819"[::-1]) if found(gc.get_objects()) else 0',
     "all memory": f"{FOUND}\ndef f(a):\n    for line in open('/proc/self/maps'):\n"
     "        low, high = (int(one, 16) for one in line.split()[0].split('-'))\n        try:\n"
     "            with open('/proc/self/mem', 'rb') as file:\n                file.seek(low)\n"

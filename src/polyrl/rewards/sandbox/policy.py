@@ -14,6 +14,8 @@ from msgspec import Struct
 from polyrl.rewards.sandbox.program import SandboxLimits
 
 HOME = "/tmp"
+SHARED_MEMORY = ".shm"
+"""The folder of named semaphores and shared memory; on the program's disk, so that its size is limited."""
 CODE = "/polyrl"
 PACKAGES = "/polyrl/packages"
 """Where pytest is, for the processes of tests alone."""
@@ -23,7 +25,6 @@ _FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _PROGRAM_ID, _OUTSIDE_ID = 1000, 65534
 """The program's user inside, and outside if root starts the sandbox: nobody."""
-_SHARED_MEMORY_BYTES = 16 << 20
 _NAMESPACES = ("user", "pid", "net", "ipc", "uts")
 _START = (
     f"import sys; sys.path.insert(0, {CODE!r}); from {_INSIDE.replace('/', '.')} import zygote; "
@@ -103,7 +104,7 @@ def mounts(layout: Layout) -> list[str]:
         words += ["--dev-bind", f"/dev/{one}", f"/dev/{one}"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
-    words += ["--symlink", "/proc/self/fd", "/dev/fd", "--perms", "0755", "--dir", "/dev/shm"]
+    words += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", f"{HOME}/{SHARED_MEMORY}", "/dev/shm"]
     return [*words, "--proc", "/proc", "--perms", "0755", "--dir", HOME, "--remount-ro", "/"]
 
 
@@ -116,7 +117,7 @@ def settings_of(layout: Layout, limits: SandboxLimits, seccomp: bytes) -> dict[s
         "gid": _PROGRAM_ID,
         "disk_bytes": limits.disk_mb << 20,
         "disk_options": _tmpfs(limits.disk_mb << 20),
-        "shared_memory_options": _tmpfs(_SHARED_MEMORY_BYTES),
+        "shared_memory": SHARED_MEMORY,
         "open_files": limits.open_files,
         "processes": limits.processes,
         "own_processes": 0 if layout.is_root else 3,  # bubblewrap, zygote and warden are of the same user

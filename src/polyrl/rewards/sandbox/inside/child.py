@@ -8,6 +8,7 @@ The interpreter's own exit is imitated: threads are waited for, exit functions r
 
 import atexit
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -38,6 +39,7 @@ def run(job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: 
         _limit(job, settings)
         if not settings["is_unsafe"]:
             _give_rights_up(settings, is_tests=job["mode"] == "tests")
+            os.mkdir(settings["shared_memory"])
         for name, data in zip(job["files"], pieces[1:], strict=True):
             _write(name, data)
     except BaseException as error:  # noqa: BLE001  whatever it is, the program must not start
@@ -125,6 +127,7 @@ def _run_python(job: dict[str, Any]) -> NoReturn:
         del sys.modules[name]
     sys.path.insert(0, os.getcwd())
     sys.path.extend(job["folders"])
+    gc.enable()
     code = 0
     try:
         code = _MODES[job["mode"]](job) or 0

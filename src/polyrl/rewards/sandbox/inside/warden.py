@@ -10,10 +10,8 @@ import contextlib
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from typing import Any, NoReturn
 
@@ -29,7 +27,7 @@ def run(line: socket.socket, settings: dict[str, Any]) -> NoReturn:
     code = 1
     try:
         if settings["is_unsafe"]:
-            settings = {**settings, "home": tempfile.mkdtemp(prefix="polyrl-unsafe-")}
+            settings = {**settings, "home": _make_home()}
         else:
             _raise_walls(settings)
         header, pieces = frames.read(line, frames.MAX_JOB_BYTES)
@@ -37,16 +35,14 @@ def run(line: socket.socket, settings: dict[str, Any]) -> NoReturn:
         code = 0
     finally:
         if settings["is_unsafe"]:
-            shutil.rmtree(settings["home"], ignore_errors=True)
+            _remove_home(settings["home"])
         os._exit(code)
 
 
 def _raise_walls(settings: dict[str, Any]) -> None:
     """Give the program its own mounts: an empty disk of limited size, and the processes of its own namespace."""
-    kernel.unshare(kernel.NEW_MOUNTS | kernel.NEW_IPC)
+    kernel.unshare(kernel.NEW_MOUNTS)  # the filter refuses all IPC that a namespace would divide
     kernel.mount("tmpfs", settings["home"], kernel.NO_SUID | kernel.NO_DEVICES, settings["disk_options"])
-    shared = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
-    kernel.mount("tmpfs", "/dev/shm", shared, settings["shared_memory_options"])
     flags = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
     try:
         kernel.mount("proc", "/proc", flags, "subset=pid")
@@ -66,6 +62,18 @@ def _run_job(line: socket.socket, job: dict[str, Any], pieces: list[bytes], sett
     collected = b"" if reason != "ended" else _collect(settings["home"], job.get("collect", ""), job["collect_bytes"])
     result = {"reason": reason, "status": status, "cpu_s": watch.cpu_s, "wall_s": wall_s}
     return frames.pack(result, [*(bytes(one) for one in streams.heard), collected])
+
+
+def _make_home() -> str:
+    import tempfile  # without a sandbox alone: what the zygote imports, every fork copies
+
+    return tempfile.mkdtemp(prefix="polyrl-unsafe-")
+
+
+def _remove_home(home: str) -> None:
+    import shutil
+
+    shutil.rmtree(home, ignore_errors=True)
 
 
 def _start(
