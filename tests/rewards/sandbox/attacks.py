@@ -78,7 +78,10 @@ RESOURCES = {
         "timed_out",
     ),
     "endless sleep": attack("import time\ntime.sleep(3600)", "timed_out"),
-    "a stopped process": attack("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", "timed_out"),
+    "a stopped process": attack(
+        "import os, signal, time\nif os.fork() == 0: time.sleep(3600)\nos.kill(0, signal.SIGSTOP)\ntime.sleep(3600)",
+        "timed_out",
+    ),
     "detached child": attack(
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(3600)\nos._exit(0)", "failed"
     ),
@@ -171,12 +174,12 @@ LOOKING = {
         """,
         works_outside=True,
     ),
-    "memory of the warden": attack(
+    "the process that forked it": attack(
         """
         import os
-        for name in ("mem", "environ", "maps", "fd/0", "fd/3", "fd/4", "fd/5", "fd/6", "cwd", "root", "exe", "stack",
-                     "pagemap", "auxv", "syscall"):
-            for pid in (1, os.getppid()):
+        if os.getppid() != 0: print("ESCAPED"); raise SystemExit
+        for pid in range(2, 5000):
+            for name in ("mem", "environ", "maps", "fd/0", "fd/3", "fd/4", "cwd", "root", "exe", "cmdline", "stat"):
                 try:
                     with open(f"/proc/{pid}/{name}", "rb") as file: file.read(1); print("ESCAPED"); raise SystemExit
                 except OSError: pass

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from polyrl.errors import plain, shorten
 from polyrl.rewards.sandbox.comparing import same_output, same_value
-from polyrl.rewards.sandbox.inside import frames, values
-from polyrl.rewards.sandbox.inside.child import NOT_STARTED
+from polyrl.rewards.sandbox.inside import values
+from polyrl.rewards.sandbox.inside.watching import Bounds
 from polyrl.rewards.sandbox.languages import BINARY, Language, compiler, start
 from polyrl.rewards.sandbox.policy import PACKAGES
 from polyrl.rewards.sandbox.program import (
@@ -39,15 +39,15 @@ _COMPILE_S, _COMPILE_MEMORY = 20.0, 1 << 30
 
 def compile_job(program: Program, language: Language, limits: SandboxLimits) -> SandboxJob:
     header = {
-        "mode": "exec",
+        "mode": "compile",
         "argv": compiler(language),
         "files": [language.file],
         "collect": BINARY,
-        "collect_bytes": _MAX_BINARY_BYTES,
         "memory_bytes": _COMPILE_MEMORY,
         "limits_address_space": True,
     }
-    return _job(header, [b"", program.source.encode(errors="replace")], limits, _COMPILE_S, wall_limit(_COMPILE_S))
+    job = _job(header, [b"", program.source.encode(errors="replace")], limits, _COMPILE_S, wall_limit(_COMPILE_S))
+    return job._replace(value_bytes=_MAX_BINARY_BYTES)
 
 
 def run_job(
@@ -70,17 +70,16 @@ def run_job(
             tests = ({"files": [TESTS_FILE]}, [case.source.encode()])
         case _:
             assert_never(case)
-    header |= {"files": files, "memory_bytes": limits.memory_mb << 20, "collect": "", "collect_bytes": 0}
+    header |= {"files": files, "memory_bytes": limits.memory_mb << 20}
     cpu_s = limits.cpu_s if program.cpu_s is None else min(program.cpu_s, limits.cpu_s)
     wall_s = limits.wall_limit_s if program.cpu_s is None else min(wall_limit(cpu_s), limits.wall_limit_s)
     return _job(header, [given, *pieces], limits, cpu_s, wall_s)._replace(tests=tests)
 
 
 def _job(header: dict[str, Any], pieces: list[bytes], limits: SandboxLimits, cpu_s: float, wall_s: float) -> SandboxJob:
+    bounds = Bounds(cpu_s, wall_s, _BUSY * wall_s, header["memory_bytes"])
     most = limits.output_kb << 10
-    longest_s = _BUSY * wall_s
-    header = {**header, "cpu_s": cpu_s, "wall_s": wall_s, "longest_s": longest_s, "output_bytes": most}
-    return SandboxJob(header, pieces, longest_s, frames.MAX_HEADER_BYTES + 3 * most + header["collect_bytes"])
+    return SandboxJob({**header, "cpu_s": cpu_s}, pieces, bounds, most, most)
 
 
 def refusal(program: Program, language: Language | None, limits: SandboxLimits) -> str:
@@ -105,39 +104,30 @@ def judge(case: Case, job: SandboxJob, result: RunResult) -> CaseVerdict:
 def judge_compiling(job: SandboxJob, result: RunResult) -> CaseVerdict | None:
     """Return the verdict of a program that cannot be compiled; None: it can."""
     outcome, detail = _ended_badly(job, result)
-    if outcome is None and result.collected:
+    if outcome is None and result.value:
         return None
     detail = f"does not compile: {_first_error(result.errors) or detail}"
     return CaseVerdict(outcome or "crashed", result.cpu_s, result.wall_s, shorten(plain(detail)))
 
 
-def is_ours(result: RunResult) -> bool:
-    """Whether the program never began, because its walls could not be raised."""
-    return (
-        result.reason == "ended"
-        and os.waitstatus_to_exitcode(result.status) == NOT_STARTED
-        and (result.errors.startswith(b"the sandbox could not be closed"))
-    )
-
-
 def _ended_badly(job: SandboxJob, result: RunResult) -> tuple[Outcome | None, str]:
-    header = job.header
+    bounds = job.bounds
     match result.reason:
         case "cpu":
-            return "timed_out", f"more than {header['cpu_s']:g} s of CPU time"
+            return "timed_out", f"more than {bounds.cpu_s:g} s of CPU time"
         case "wall":
-            return "timed_out", f"more than {header['wall_s']:g} s"
+            return "timed_out", f"more than {bounds.wall_s:g} s"
         case "memory":
-            return "crashed", f"more than {header['memory_bytes'] >> 20} MB of memory"
+            return "crashed", f"more than {int(bounds.memory_bytes) >> 20} MB of memory"
         case "processes":
             return "crashed", "too many processes"
         case "output":
-            return "failed", f"printed more than {header['output_bytes'] >> 10} KB"
+            return "failed", f"printed more than {job.output_bytes >> 10} KB"
         case _:
             pass
     code = os.waitstatus_to_exitcode(result.status)
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and result.cpu_s > header["cpu_s"]):
-        return "timed_out", f"more than {header['cpu_s']:g} s of CPU time"
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and result.cpu_s > bounds.cpu_s):
+        return "timed_out", f"more than {bounds.cpu_s:g} s of CPU time"
     if code < 0:
         return "crashed", f"signal {-code}"
     return ("crashed", f"exit code {code}: {_last_line(result.errors)}") if code else (None, "")

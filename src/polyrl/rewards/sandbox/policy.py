@@ -120,14 +120,14 @@ def settings_of(layout: Layout, limits: SandboxLimits, seccomp: bytes) -> dict[s
         "shared_memory": SHARED_MEMORY,
         "open_files": limits.open_files,
         "processes": limits.processes,
-        "own_processes": 0 if layout.is_root else 3,  # bubblewrap, zygote and warden are of the same user
+        "own_processes": 0 if layout.is_root else 2,  # bubblewrap and the zygote are of the same user
         "filter": seccomp.hex(),
     }
 
 
 def _tmpfs(size: int) -> str:
     """Return the options of a disk in memory that belongs to the program; small files are bounded by their number."""
-    return f"size={size},nr_inodes={max(256, size >> 12)},uid={_PROGRAM_ID},gid={_PROGRAM_ID},mode=0755"
+    return f"nr_inodes={max(256, size >> 12)},uid={_PROGRAM_ID},gid={_PROGRAM_ID},mode=0755"
 
 
 def id_map(own: int, *, is_root: bool) -> str:

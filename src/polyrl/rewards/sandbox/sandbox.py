@@ -130,7 +130,7 @@ class Sandbox:
             return b"", None
         job = jobs.compile_job(program, language, self.limits)
         result = await self._run_job(job)
-        return result.collected, jobs.judge_compiling(job, result)
+        return result.value, jobs.judge_compiling(job, result)
 
     async def _run_cases(self, program: Program, language: Language, binary: bytes) -> list[CaseVerdict]:
         found: list[CaseVerdict] = []
@@ -150,10 +150,7 @@ class Sandbox:
         for _ in range(_ATTEMPTS):
             try:
                 async with self.pool.slot() as slot:
-                    result = await slot.run(job)
-                    if jobs.is_ours(result):
-                        raise SlotBroke(result.errors.decode(errors="replace")[:200])
-                    return result
+                    return await slot.run(job)
             except SlotBroke as error:
                 broke = error
         raise broke

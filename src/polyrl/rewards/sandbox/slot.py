@@ -11,25 +11,26 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import msgspec
-from msgspec import Struct
 
 from polyrl.errors import UserError, one_line, plain, shorten
 from polyrl.rewards.sandbox import policy
 from polyrl.rewards.sandbox.cgroups import Cgroup
 from polyrl.rewards.sandbox.inside import frames
-from polyrl.rewards.sandbox.inside.zygote import MESSAGE_BYTES, NONCE_BYTES, READY, STATUS
+from polyrl.rewards.sandbox.inside.watching import Bounds
+from polyrl.rewards.sandbox.inside.zygote import BOUNDS, END_IT, ENDED, MESSAGE_BYTES, NONCE_BYTES, READY
 
 START_TIMEOUT_S = 20.0
 GRACE_S = 0.6
 """How long after its limit a run may take to be killed and told of, before the host ends the zygote."""
+_READ_BYTES = 1 << 16
 _CHILD = re.compile(rb'"child-pid": (\d+)[,\s}]')
 
 
@@ -38,24 +39,16 @@ class SlotBroke(Exception):
 
 
 class SandboxJob(NamedTuple):
-    """A run of a program, as the warden gets it."""
+    """A run of a program, as its process gets it."""
 
     header: dict[str, Any]
     pieces: list[bytes]
-    longest_s: float
-    """When the warden has ended the run at the latest."""
-    most_bytes: int
-    """The longest result that is taken."""
+    bounds: Bounds
+    output_bytes: int
+    """The most that is taken of the output, and of the errors."""
+    value_bytes: int
     tests: tuple[dict[str, Any], list[bytes]] | None = None
     """What follows once the program's process is there."""
-
-
-class _Header(Struct, frozen=True):
-    reason: str
-    status: int
-    cpu_s: float
-    wall_s: float
-    pieces: tuple[int, int, int, int]
 
 
 class RunResult(NamedTuple):
@@ -70,7 +63,45 @@ class RunResult(NamedTuple):
     output: bytes
     errors: bytes
     value: bytes
-    collected: bytes
+
+
+class _Stream:
+    """The near end of a pipe that a program writes to. `tell` is called if it writes too much."""
+
+    def __init__(self, most: int, tell: Callable[[], None]) -> None:
+        self._near, self.far = os.pipe()
+        self._most, self._tell = most, tell
+        self._loop = asyncio.get_running_loop()
+        self.heard = bytearray()
+        self.is_full = False
+        os.set_blocking(self._near, False)
+        self._loop.add_reader(self._near, self.read)
+
+    def read(self) -> bool:
+        """Read what is there. False: there is no more, or no more is taken."""
+        try:
+            data = os.read(self._near, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data and len(self.heard) + len(data) <= self._most:
+            self.heard += data
+            return True
+        self._loop.remove_reader(self._near)
+        if data and not self.is_full:
+            self.heard += data[: self._most - len(self.heard)]
+            self.is_full = True
+            self._tell()
+        return False
+
+    def close_far(self) -> None:
+        os.close(self.far)
+        self.far = -1
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._near)
+        os.close(self._near)
+        if self.far >= 0:
+            self.close_far()
 
 
 class Slot:
@@ -85,8 +116,9 @@ class Slot:
         """Process 1 of the sandbox's pid namespace, by its number outside."""
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
+        self._home = ""
+        """The folder of programs without a sandbox."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
-        self.num_runs = 0
 
     async def start(self) -> None:
         """Raises SlotBroke, with what the sandbox said."""
@@ -101,30 +133,52 @@ class Slot:
 
     async def run(self, job: SandboxJob) -> RunResult:
         """Run one program. Raises SlotBroke; after it, and after a cancellation, the slot has to be closed."""
-        loop = asyncio.get_running_loop()
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        line, theirs = socket.socketpair()
-        self.num_runs += 1
+        most = (job.output_bytes, job.output_bytes, job.value_bytes)
+        streams = [_Stream(one, self._end_it) for one in most]
+        line, far = socket.socketpair()
         try:
             line.setblocking(False)
-            with theirs:
-                socket.send_fds(self._control, [b"run"], [theirs.fileno()])
-            self._control.send(nonce)
-            async with asyncio.timeout(job.longest_s + GRACE_S):
-                await loop.sock_sendall(line, frames.pack(job.header, job.pieces))
-                if job.tests is not None:
-                    await loop.sock_sendall(line, frames.pack(*job.tests))
-                result = await _read_result(line, job.most_bytes)
-                ended = await loop.sock_recv(self._control, MESSAGE_BYTES)
+            with far:
+                given = [far.fileno(), *(one.far for one in streams)]
+                socket.send_fds(self._control, [BOUNDS.pack(*job.bounds)], given)
+            for one in streams:
+                one.close_far()
+            async with asyncio.timeout(job.bounds.longest_s + GRACE_S):
+                return await self._finish(job, line, streams)
         except TimeoutError as error:
             raise SlotBroke("the sandbox did not answer in time") from error
-        except (OSError, EOFError, frames.BadFrame, msgspec.ValidationError, msgspec.DecodeError) as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise SlotBroke(self._complaint(one_line(error))) from error
         finally:
             line.close()
-        if ended != nonce + STATUS.pack(0):
+            for one in streams:
+                one.close()
+
+    async def _finish(self, job: SandboxJob, line: socket.socket, streams: list[_Stream]) -> RunResult:
+        """Send the job and the nonce, and wait until the program and all its processes are gone."""
+        loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
+        self._control.send(nonce)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended early, and will say why
+            await loop.sock_sendall(line, frames.pack(job.header, job.pieces))
+            if job.tests is not None:
+                await loop.sock_sendall(line, frames.pack(*job.tests))
+        said = await loop.sock_recv(self._control, MESSAGE_BYTES)
+        if said[:NONCE_BYTES] != nonce or len(said) != NONCE_BYTES + ENDED.size:
             raise SlotBroke(self._complaint("the sandbox answered what nobody asked"))
-        return result
+        reason, status, cpu_s, wall_s = ENDED.unpack(said[NONCE_BYTES:])
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            if failure := line.recv(1000):
+                raise SlotBroke(shorten(plain(f"the sandbox could not be closed: {failure.decode(errors='replace')}")))
+        for one in streams:
+            while one.read():
+                pass
+        is_full = any(one.is_full for one in streams)
+        why = "output" if is_full else reason.rstrip(b"\0").decode()
+        return RunResult(why, status, cpu_s, wall_s, *(bytes(one.heard) for one in streams))
+
+    def _end_it(self) -> None:
+        with contextlib.suppress(OSError):
+            self._control.send(END_IT)
 
     async def close(self) -> None:
         """Kill everything inside, and wait for it."""
@@ -141,6 +195,8 @@ class Slot:
             await asyncio.sleep(0.005)
         if self._cgroup is not None:
             await self._cgroup.remove()
+        if self._home:
+            shutil.rmtree(self._home, ignore_errors=True)
 
     def _complaint(self, what: str) -> str:
         """Return what went wrong, with the last line that the sandbox wrote to its standard error."""
@@ -178,7 +234,9 @@ class Slot:
 
     async def _start_unsafe(self) -> None:
         code = "from polyrl.rewards.sandbox.inside import zygote; zygote.main()"
-        words = [sys.executable, "-c", code, str(self._theirs.fileno()), json.dumps(self._settings)]
+        self._home = tempfile.mkdtemp(prefix="polyrl-unsafe-")
+        settings = json.dumps({**self._settings, "home": self._home})
+        words = [sys.executable, "-c", code, str(self._theirs.fileno()), settings]
         paths = os.pathsep.join(one for one in sys.path if one)
         self._popen(words, (self._theirs.fileno(),), {"PYTHONPATH": paths, "PYTHONHASHSEED": "0"})
         await asyncio.sleep(0)
@@ -221,25 +279,6 @@ class Slot:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.2)
-
-
-async def _read_result(line: socket.socket, most: int) -> RunResult:
-    total, header_bytes = frames.check_sizes(await _read_exactly(line, frames.SIZES.size), most)
-    body = await _read_exactly(line, total)
-    header = msgspec.json.decode(body[:header_bytes], type=_Header)
-    _, pieces = frames.unpack(body, header_bytes)
-    output, errors, value, collected = pieces
-    return RunResult(header.reason, header.status, header.cpu_s, header.wall_s, output, errors, value, collected)
-
-
-async def _read_exactly(line: socket.socket, length: int) -> bytes:
-    held, loop = bytearray(), asyncio.get_running_loop()
-    while len(held) < length:
-        data = await loop.sock_recv(line, min(1 << 20, length - len(held)))
-        if not data:
-            raise EOFError("the sandbox hung up")
-        held += data
-    return bytes(held)
 
 
 def _write(path: str, text: str) -> None:

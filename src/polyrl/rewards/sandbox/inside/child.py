@@ -1,8 +1,9 @@
-"""The process that becomes the program: it gives up every right, and then runs what the model wrote.
+"""The process that becomes the program: process 1 of a new pid namespace, which gives up every right and runs it.
 
-Rules kept here: the order matters. Limits are set first, then the user and the capabilities go, then the filter of
-system calls comes, and only then does a byte of the program run. Nothing but the standard streams and
-the channel of a function's value (descriptor 3) is open by then. A step that fails ends the process.
+Rules kept here: the order matters. It gets its own mounts and reads the job; then limits are set, the user and the
+capabilities go, the filter of system calls comes, and only then does a byte of the program run. Nothing but the
+standard streams and the channel of a function's value (descriptor 3) is open by then. A step that fails is told on the
+job's line, which no program has, and ends the process.
 The interpreter's own exit is imitated: threads are waited for, exit functions run, streams are flushed.
 """
 
@@ -19,44 +20,126 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from polyrl.rewards.sandbox.inside import kernel, testing, values
+from polyrl.rewards.sandbox.inside import frames, kernel, testing, values
 
-NOT_STARTED = 125
-"""The exit code of a process that could not give its rights up: nothing of the program ran."""
 VALUE_FD = 3
+_LINE_FD = 100
+"""The job's line, until the program begins. Descriptors above it are free in the zygote."""
+_PIPE_BYTES = 1 << 16
 _STACK_BYTES = 64 << 20
 _SLACK_BYTES = 256 << 20
 """Address space that is never touched: libraries, and reserves of the allocator."""
 
 
-def run(job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: dict[str, Any]) -> NoReturn:
+def run(given: list[int], settings: dict[str, Any]) -> NoReturn:
+    """Be the child of the zygote. `given`: the job's line, and where output, errors and the value go."""
+    os.dup2(given[0], _LINE_FD, inheritable=False)
     try:
-        _take_streams(streams)
-        if job["mode"] == "tests" and not settings["is_unsafe"]:  # another disk than the program's
-            kernel.unshare(kernel.NEW_MOUNTS)
-            kernel.mount("tmpfs", settings["home"], kernel.NO_SUID | kernel.NO_DEVICES, settings["disk_options"])
-        _enter(settings["home"])
-        _limit(job, settings)
-        if not settings["is_unsafe"]:
-            _give_rights_up(settings, is_tests=job["mode"] == "tests")
-            os.mkdir(settings["shared_memory"])
-        for name, data in zip(job["files"], pieces[1:], strict=True):
-            _write(name, data)
+        job, pieces = _read_job()
+        settings = {**settings, "disk_bytes": settings["disk_bytes"] + len(pieces[0])}
+        if settings["is_unsafe"]:
+            settings["home"] = f"{settings['home']}/{os.getpid()}"
+            os.mkdir(settings["home"])
+        else:
+            _raise_walls(settings)
+        streams = given[1:]
+        if job["mode"] == "tests":
+            job, pieces, streams = _fork_program(job, pieces, streams, settings)
+        _prepare(job, pieces, streams, settings)
     except BaseException as error:  # noqa: BLE001  whatever it is, the program must not start
         with contextlib.suppress(OSError):
-            os.write(2, f"the sandbox could not be closed: {error}\n".encode())
-        os._exit(NOT_STARTED)
-    if job["mode"] == "exec":
-        _become(job["argv"])
-    _run_python(job)
+            os.write(_LINE_FD, f"{type(error).__name__}: {error}".encode()[:1000])
+        os._exit(1)
+    _begin(job)
+
+
+def _read_job() -> tuple[dict[str, Any], list[bytes]]:
+    with socket.socket(fileno=os.dup(_LINE_FD)) as line:
+        return frames.read(line, frames.MAX_JOB_BYTES)
+
+
+def _raise_walls(settings: dict[str, Any]) -> None:
+    """Give the program its own mounts: an empty disk of limited size, and the processes of its own namespace."""
+    kernel.unshare(kernel.NEW_MOUNTS)  # the filter refuses all IPC that another namespace would divide
+    _mount_disk(settings)
+    flags = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC
+    try:
+        kernel.mount("proc", "/proc", flags, "subset=pid")
+    except OSError:  # before Linux 5.8
+        kernel.mount("proc", "/proc", flags, "")
+
+
+def _mount_disk(settings: dict[str, Any]) -> None:
+    options = f"size={settings['disk_bytes']},{settings['disk_options']}"
+    kernel.mount("tmpfs", settings["home"], kernel.NO_SUID | kernel.NO_DEVICES, options)
+
+
+def _fork_program(
+    job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: dict[str, Any]
+) -> tuple[dict[str, Any], list[bytes], list[int]]:
+    """Start the program of a pytest run in a process of its own, and return the tests' job.
+
+    The tests are read after the fork: the program has never had them in its memory.
+    """
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        program = {**job, "mode": "module"}
+        _prepare(program, pieces, [*streams[:2], theirs.fileno()], settings)
+        _begin(program)
+    header, tests = _read_job()
+    if not settings["is_unsafe"]:  # another disk than the program's
+        kernel.unshare(kernel.NEW_MOUNTS)
+        _mount_disk(settings)
+    return {**job, **header}, [b"", *tests], [*streams, ours.detach()]
+
+
+def _prepare(job: dict[str, Any], pieces: list[bytes], streams: list[int], settings: dict[str, Any]) -> None:
+    """Give up everything that the program may not have, and write its files. Raises if anything is left."""
+    _take_streams(streams)
+    _enter(settings["home"])
+    _limit(job, settings)
+    if not settings["is_unsafe"]:
+        _give_rights_up(settings, is_tests=job["mode"] == "tests")
+        os.mkdir(settings["shared_memory"])
+    _take_input(pieces[0])
+    for name, data in zip(job["files"], pieces[1:], strict=True):
+        _write(name, data)
+    os.close(_LINE_FD)
 
 
 def _take_streams(streams: list[int]) -> None:
-    """Move the streams to descriptors 0 to 3, and close all others."""
-    high = [os.dup2(one, 100 + index, inheritable=True) for index, one in enumerate(streams)]
-    for index, one in enumerate(high):
+    """Move the streams to descriptor 1 and on, and close all others but the line."""
+    high = [os.dup2(one, _LINE_FD + 1 + index) for index, one in enumerate(streams)]
+    for index, one in enumerate(high, 1):
         os.dup2(one, index, inheritable=True)
-    os.closerange(len(high), os.sysconf("SC_OPEN_MAX"))
+    os.closerange(len(high) + 1, _LINE_FD)
+    os.closerange(_LINE_FD + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _take_input(data: bytes) -> None:
+    """Make this the standard input: in a pipe if that holds it all, otherwise in a file without a name."""
+    if len(data) <= _PIPE_BYTES:
+        near, far = os.pipe()
+        os.write(far, data)
+    else:
+        far = os.open(".input", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        near = os.open(".input", os.O_RDONLY)
+        os.unlink(".input")
+        while data:
+            data = data[os.write(far, data) :]
+    os.close(far)
+    os.dup2(near, 0, inheritable=True)
+    os.close(near)
+
+
+def _begin(job: dict[str, Any]) -> NoReturn:
+    match job["mode"]:
+        case "exec":
+            _become(job["argv"])
+        case "compile":
+            _compile(job)
+        case _:
+            _run_python(job)
 
 
 def _enter(home: str) -> None:
@@ -117,6 +200,24 @@ def _become(argv: list[str]) -> NoReturn:
     os._exit(127)
 
 
+def _compile(job: dict[str, Any]) -> NoReturn:
+    """Run the compiler, and write the file that it made to the channel of values."""
+    os.set_inheritable(VALUE_FD, False)
+    pid = os.fork()
+    if pid == 0:
+        _become(job["argv"])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 0:
+        with open(job["collect"], "rb") as file:
+            _write_value(file.read())
+    os._exit(code if code >= 0 else 1)
+
+
+def _write_value(data: bytes) -> None:
+    while data:
+        data = data[os.write(VALUE_FD, data) :]
+
+
 def _run_python(job: dict[str, Any]) -> NoReturn:
     """Run Python source in this process. The interpreter is warm, and starts none of its modules again."""
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115  until the end
@@ -171,9 +272,7 @@ def _call(job: dict[str, Any]) -> None:
         if not job["may_raise"]:
             raise
         said = {"raised": [one.__name__ for one in type(error).__mro__]}
-    data = values.to_bytes(said)
-    while data:
-        data = data[os.write(VALUE_FD, data) :]
+    _write_value(values.to_bytes(said))
 
 
 _MODES = {"script": _run_script, "call": _call, "module": _run_module, "tests": _run_tests}

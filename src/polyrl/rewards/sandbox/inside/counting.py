@@ -19,8 +19,9 @@ class Usage(NamedTuple):
 
 
 def usage_of_namespace() -> Usage:
-    """Count every process of this pid namespace but process 1."""
-    return _usage([int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"])
+    """Count every process of this pid namespace, and of those below it, but process 1 and this one."""
+    own = ("1", str(os.getpid()))
+    return _usage([int(name) for name in os.listdir("/proc") if name.isdigit() and name not in own])
 
 
 def usage_of_session(leader: int) -> Usage:

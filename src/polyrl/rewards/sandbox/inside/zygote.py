@@ -1,13 +1,15 @@
-"""The warm interpreter: it imports what programs often need, and forks a warden for each program.
+"""The warm interpreter: it imports what programs often need, forks a process for each program, and watches it.
 
     bwrap ... python -S -s -P -c "...zygote.main()" FD SETTINGS
 
-The control socket (FD) carries small messages. The host sends the descriptor of a fresh line, then a nonce; the zygote
-forks a warden, which is process 1 of a new pid namespace and talks to the host on that line; when the warden and with
-it every process of the program is gone, the zygote answers with the nonce.
+The control socket (FD) carries small messages. For a run the host sends its bounds with four descriptors (a line with
+the job, and the program's output, errors and value), and then a nonce. The zygote forks a child, which is process 1 of
+a new pid namespace and reads the job. When that child and with it every process of the program is gone, the zygote
+answers with the nonce and how it ended.
 
 Rules kept here: the zygote reads no byte that a model wrote, so no program changes what the next one is forked from.
-It reads the nonce after the fork, so no program has it in its memory. No child keeps the control socket.
+It reads the nonce after the fork, so no program has it in its memory. No child keeps the control socket, and none can
+see the zygote: it is outside of their pid namespace.
 """
 
 import gc
@@ -19,13 +21,16 @@ import struct
 import sys
 from typing import Any
 
-from polyrl.rewards.sandbox.inside import kernel, warden
+from polyrl.rewards.sandbox.inside import child, kernel
+from polyrl.rewards.sandbox.inside.watching import Bounds, Watched, watch
 
-STATUS = struct.Struct("<i")
-"""How the warden ended, as waitpid has it; -1: it could not be started."""
 NONCE_BYTES = 16
-READY = b"ready"
-MESSAGE_BYTES = 64
+READY, END_IT = b"ready", b"end it"
+MESSAGE_BYTES = 128
+BOUNDS = struct.Struct("<dddd")
+ENDED = struct.Struct("<16sidd")
+"""Why the run is over, the status as waitpid has it, CPU seconds and seconds."""
+NUM_DESCRIPTORS = 4
 
 _OFTEN_USED = "bisect collections functools heapq itertools math operator random re string typing"
 """Modules that many programs import. Each makes every fork a little dearer."""
@@ -53,26 +58,23 @@ def main() -> None:
 
 
 def _serve_one(control: socket.socket, own: int, settings: dict[str, Any]) -> bool:
-    data, lines, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
-    if not data or len(lines) != 1:
+    """Run one program. False: the host is gone, or nothing can be forked any more."""
+    data, given, _, _ = socket.recv_fds(control, MESSAGE_BYTES, NUM_DESCRIPTORS)
+    if len(data) != BOUNDS.size or len(given) != NUM_DESCRIPTORS:
         return False
-    status = -1
-    try:
-        if own >= 0:
-            kernel.unshare(kernel.NEW_PIDS)
-        warden_pid = os.fork()
-    except OSError:
-        warden_pid = -1
-    if warden_pid == 0:
+    if own >= 0:
+        kernel.unshare(kernel.NEW_PIDS)
+    pid = os.fork()
+    if pid == 0:
         control.close()
-        if own >= 0:
-            os.close(own)
-        warden.run(socket.socket(fileno=lines[0]), settings)
-    os.close(lines[0])
+        child.run(given, settings)
+    for one in given:
+        os.close(one)
     if own >= 0:
         kernel.enter_namespace(own, kernel.NEW_PIDS)
     nonce = control.recv(MESSAGE_BYTES)
-    if warden_pid > 0:
-        _, status = os.waitpid(warden_pid, 0)
-    control.send(nonce + STATUS.pack(status))
-    return warden_pid > 0
+    ended: Watched = watch(pid, control, Bounds(*BOUNDS.unpack(data)), settings)
+    if ended.reason == "host" and control.recv(MESSAGE_BYTES) != END_IT:
+        return False
+    control.send(nonce + ENDED.pack(ended.reason.encode(), ended.status, ended.cpu_s, ended.wall_s))
+    return True
