@@ -251,10 +251,10 @@ class Slot:
             raise UserError(f"the sandbox cannot be started: {one_line(error)}") from error
 
     async def _read_child(self, info: int) -> int:
-        """Read the number of the sandbox's process 1, which bubblewrap tells in several pieces."""
+        """Read the number of the sandbox's process 1. Bubblewrap tells more, and dies if nobody reads all of it."""
         os.set_blocking(info, False)
         said, loop = b"", asyncio.get_running_loop()
-        while (found := _CHILD.search(said)) is None:
+        while (found := _CHILD.search(said)) is None or b"}" not in said:
             readable = asyncio.Event()
             loop.add_reader(info, readable.set)
             try:
