@@ -14,6 +14,8 @@ Rules kept here: what was started is ended, in the opposite order, however the r
 import asyncio
 import contextlib
 import logging
+import os
+import shlex
 from asyncio.subprocess import Process
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -24,12 +26,13 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from polyrl.client import Fleet
+from polyrl.config.plugins import is_own
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.run import checkpoints, connecting, local_worker, preflight, resuming, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption
-from polyrl.run.event_loop import run_loop
+from polyrl.run.event_loop import EXIT_INTERRUPTED, run_loop
 from polyrl.run.processes import ManagerAddress, ManagerProcess
 from polyrl.run.ranks import OtherRanks
 from polyrl.run.reporting import Watch, reporting
@@ -80,7 +83,7 @@ def train(
             companion=companion, watch=watch,
         )  # fmt: skip
         try:
-            return await until_interrupted(training.run())
+            return await until_interrupted(training.run(), _leaving(checked.recipe, run_dir))
         finally:
             await checked.tasks.close()
 
@@ -89,6 +92,20 @@ def train(
             point = resuming.finish_logged_steps(resumed.before, checked.recipe, run_dir, point)
         with resuming.restored(checked.recipe, run_dir, point) as (learner, other_ranks):
             return run_loop(run(learner, other_ranks, point))
+
+
+def _leaving(recipe: Recipe, run_dir: Path) -> Callable[[], None] | None:
+    """Return what ends the process within a step's own code that does not end; None where there is none."""
+    named = (recipe.algorithm.loss, recipe.algorithm.advantage, recipe.optimizer.kind)
+    if not any(is_own(name) and not name.startswith("torch.") for name in named):
+        return None
+
+    def leave() -> None:
+        again = f"go on with `polyrl train --resume {shlex.quote(str(run_dir))}`"
+        os.write(2, f"stopped within a step, whose own code did not end; {again}\n".encode())
+        os._exit(EXIT_INTERRUPTED)  # what it has started ends with it
+
+    return leave
 
 
 class Training:
