@@ -73,6 +73,8 @@ def _place_failed(desk: Desk, round_: Round, now: Seconds) -> None:
         group = desk.groups[sample.group]
         worker = failures.choose(desk, sample, group)
         if worker is None:
+            if not desk.failed_wait and desk.state.rules >= 3:  # it may be the trainer's devices that it waits for
+                desk.devices_due = True
             desk.failed_wait = True
             return
         del round_.failed[0]
