@@ -112,6 +112,36 @@ RESOURCES = {
     "10,000 open files": attack(
         "held = [open('/dev/null') for _ in range(10_000)]\nprint('ESCAPED')", works_outside=False
     ),
+    "memory in sockets": attack(
+        """
+        import os, socket, time
+        for _ in range(6):
+            os.fork()
+        held = []
+        try:
+            while True:
+                pair = socket.socketpair()
+                held.append(pair)
+                for one in pair:
+                    one.setblocking(False)
+                    try:
+                        while True: one.send(bytes(65536))
+                    except BlockingIOError: pass
+        except OSError: time.sleep(60)
+        """,
+        "crashed",
+    ),
+    "a child that nobody waits for": attack(
+        """
+        import os, signal
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while True:
+            if os.fork() == 0:
+                for _ in range(100_000): pass
+                os._exit(0)
+        """,
+        *ENDED,
+    ),
     "raise the limits again": attack(
         """
         import resource

@@ -114,6 +114,9 @@ def test_stack():
     with pytest.raises(IndexError):
         Stack().pop()
 
+def test_close():
+    assert abs(add(0.1, 0.2) - 0.3) < 1e-9 and 3 in solution.numbers(5) and 7 not in solution.numbers(5)
+
 def test_values():
     assert list(solution.numbers(3)) == [0, 1, 2] and solution.pair(1) == (1, 2)
     assert Stack() == Stack() and Stack() != 3
@@ -139,6 +142,14 @@ WRONG = {
     "exits when called": RIGHT.replace("return a + b", "import os; os._exit(0)"),
     "equals everything": RIGHT.replace("return a + b", "return E()")
     + "\nclass E:\n    def __eq__(self, other): return True\n",
+    "differs from nothing": RIGHT.replace("return a + b", "return a + b if isinstance(a, int) else E()")
+    + "\nclass E:\n    def __sub__(self, other): return 0.0\n    def __abs__(self): return 0.0\n",
+    "differs by an object": RIGHT.replace("return a + b", "return a + b if isinstance(a, int) else E()")
+    + "\nclass E:\n    def __sub__(self, other): return self\n    def __abs__(self): return 0.0\n"
+    "    def __lt__(self, other): return True\n",
+    "contains everything": RIGHT.replace("def numbers(n): yield from range(n)", "def numbers(n): return E()")
+    + "\nclass E:\n    def __contains__(self, other): return other == 3\n"
+    "    def __iter__(self): return iter([0, 1, 2])\n",
     "replaces pytest": "import sys, types\nsys.modules['pytest'] = types.ModuleType('pytest')\n"
     + RIGHT.replace("a + b", "0"),
     "writes a conftest": RIGHT.replace("a + b", "0")

@@ -2,6 +2,7 @@
 
 import math
 import struct
+import time
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from polyrl.errors import UserError
 from polyrl.rewards.sandbox import policy
-from polyrl.rewards.sandbox.comparing import same_output, same_value
+from polyrl.rewards.sandbox.comparing import read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import frames, values
 from polyrl.rewards.sandbox.languages import check_installed, find_language
 from polyrl.rewards.sandbox.program import SandboxLimits
@@ -129,15 +130,28 @@ def test_outputs_are_compared_as_the_case_says(expected: str, found: bytes, how:
         ("1", 1, False),
         ([1, [2]], (1, (2,)), True),
         ([1, 2], {2, 1}, True),
+        ([1, 3], {2, 1}, False),
         ([[1, 2]], {(1, 2)}, True),
         ({"1": 2}, {1: 2}, True),
+        ({"a": [1]}, {"a": (1.0000000001,)}, True),
         ({"a": 1}, {"a": 1, "b": 2}, False),
+        ({"a": 1}, {"b": 1}, False),
         (None, 0, False),
-        ({}, values.Other("E"), False),
+        ({}, object(), False),
+        ("x", b"x", False),
     ],
 )
 def test_values_are_compared_by_content(expected: Any, found: Any, same: bool):
-    assert same_value(expected, found) is same
+    assert same_value(expected, read_value(values.encode(found))) is same
+
+
+def test_no_value_takes_long_to_compare():
+    same_hash = [number * (2**61 - 1) for number in range(40_000)]
+    began = time.process_time()
+    for said in ({"set": same_hash}, {"dict": [[one, 1] for one in same_hash]}):
+        assert not same_value([1], read_value(said))
+    assert not same_output(b"1" * 1_000_000, "1.5", "words")
+    assert time.process_time() - began < 2.0
 
 
 @pytest.mark.parametrize("value", [None, 1, 2.5, "x", [1, (2, {3})], {"a": {(1, 2): b"x"}}, {(1, "a")}])

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from polyrl.errors import plain, shorten
-from polyrl.rewards.sandbox.comparing import same_output, same_value
+from polyrl.rewards.sandbox.comparing import read_value, same_output, same_value
 from polyrl.rewards.sandbox.inside import values
 from polyrl.rewards.sandbox.inside.watching import Bounds
 from polyrl.rewards.sandbox.languages import BINARY, Language, compiler, start
@@ -34,7 +34,7 @@ TESTS_FILE = "test_solution.py"
 _MAX_BINARY_BYTES = 32 << 20
 _BUSY = 3.0
 """How much longer than its limit a program may take for want of a core, of which it is not guilty."""
-_COMPILE_S, _COMPILE_MEMORY = 20.0, 1 << 30
+_COMPILE_S, _COMPILE_MEMORY = 10.0, 1 << 30
 
 
 def compile_job(program: Program, language: Language, limits: SandboxLimits) -> SandboxJob:
@@ -173,7 +173,7 @@ def _compare_call(case: CallCase, said: bytes) -> tuple[Outcome, str]:
             return "failed", f"raised {_quote(str(told['raised'][:1]))}, expected {case.raises or 'a value'}"
         if not isinstance(told, dict) or "value" not in told:
             raise values.NotPlain("no value")
-        found = values.decode(told["value"])
+        found = read_value(told["value"])
         if case.raises:
             return "failed", f"returned {_quote(repr(found))}, expected {case.raises}"
         if same_value(case.value, found):

@@ -81,7 +81,7 @@ def _do(held: Held, request: dict[str, Any]) -> Any:
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "item": operator.getitem, "set_item": operator.setitem, "delete_item": operator.delitem, "len": len, "iter": iter,
-    "contains": operator.contains, "str": str, "repr": repr, "bool": bool, "abs": abs, "neg": operator.neg,
+    "str": str, "repr": repr, "bool": bool, "abs": abs, "neg": operator.neg,
     "int": int, "float": float, "hash": hash,
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
     "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow, "matmul": operator.matmul,

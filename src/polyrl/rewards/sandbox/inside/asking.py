@@ -2,7 +2,8 @@
 
 Rules kept here: plain data of the program arrives as plain data, so that no class of its own decides what equals what.
 An object of the program equals itself; it is compared with another one by the program, and with plain data it is
-unequal. Otherwise an answer could return an object that claims to equal everything.
+unequal. Arithmetic with plain data gives an object of the program or an error, and `in` looks through the items here.
+Otherwise an answer could return an object that claims to equal everything, or whose difference from everything is 0.
 Left out: functions of the tests as arguments. Arguments are plain data or the program's own objects.
 """
 
@@ -94,6 +95,9 @@ class RemoteObject:
     def __hash__(self) -> int:
         return int(_ask(self, "hash"))
 
+    def __contains__(self, value: Any) -> bool:
+        return any(one is value or one == value for one in _ask(self, "iter"))
+
     def __bool__(self) -> bool:
         return _ask(self, "bool") is True
 
@@ -129,20 +133,37 @@ def _ask(target: RemoteObject, op: str, *args: Any, **kwargs: Any) -> Any:
     return asker.ask(number, op, *args, **kwargs)
 
 
-def _forward(op: str, *, among_own: bool = False) -> Any:
+def _forward(op: str) -> Any:
     def method(self: RemoteObject, *args: Any) -> Any:
-        if among_own and any(number_of(one) is None for one in args):
-            return NotImplemented
         return _ask(self, op, *args)
 
     return method
 
 
-for _name in ("len", "iter", "contains", "str", "repr", "abs", "neg", "int", "float", "enter"):
+def _compute(op: str) -> Any:
+    """Return a method whose result is an object of the program, unless all operands are."""
+
+    def method(self: RemoteObject, *args: Any) -> Any:
+        found = _ask(self, op, *args)
+        if number_of(found) is None and not (args and all(number_of(one) is not None for one in args)):
+            return NotImplemented
+        return found
+
+    return method
+
+
+def _order(op: str) -> Any:
+    def method(self: RemoteObject, other: Any) -> Any:
+        return NotImplemented if number_of(other) is None else _ask(self, op, other) is True
+
+    return method
+
+
+for _name in ("len", "iter", "str", "repr", "int", "float", "enter"):
     setattr(RemoteObject, f"__{_name}__", _forward(_name))
 for _name, _op in (("getitem", "item"), ("setitem", "set_item"), ("delitem", "delete_item")):
     setattr(RemoteObject, f"__{_name}__", _forward(_op))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
-    setattr(RemoteObject, f"__{_name}__", _forward(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "abs", "neg"):
+    setattr(RemoteObject, f"__{_name}__", _compute(_name))
 for _name in ("lt", "le", "gt", "ge"):
-    setattr(RemoteObject, f"__{_name}__", _forward(_name, among_own=True))
+    setattr(RemoteObject, f"__{_name}__", _order(_name))
