@@ -8,7 +8,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def num_cores(groups: Path = _GROUPS) -> int:
-    """At least one. `groups` is where the kernel shows the limits of control groups."""
+    """Return the number of cores that this process may use, at least one. `groups` is the folder of control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = _share(groups)
     return cores if share is None else max(1, min(cores, math.floor(share)))

@@ -12,17 +12,20 @@ WorkerName = NewType("WorkerName", str)
 Incarnation = NewType("Incarnation", int)
 """The number of a worker's life: it grows each time a worker of that name joins."""
 
+HostName = NewType("HostName", str)
+"""The name of a host, which plays an environment's episodes. It outlives restarts, as a worker's does."""
+
 PromptId = NewType("PromptId", int)
 """A row of a domain's data set."""
 
 GroupId = NewType("GroupId", int)
-"""One prompt's turn in one round."""
+"""One prompt's attempts in one round."""
 
 SampleId = NewType("SampleId", int)
 """One attempt at one prompt."""
 
 LeaseId = NewType("LeaseId", int)
-"""One worker's turn at one sample; never reused."""
+"""One sample in one worker's hands; never reused."""
 
 Step = NewType("Step", int)
 """One trainer update. Step t trains on the round of the same number and makes version t + 1."""

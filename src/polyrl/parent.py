@@ -10,6 +10,6 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """In the child. Linux sends it that signal when the thread that started it is gone; elsewhere nobody does."""
+    """Ask Linux, in the child, for this signal when the thread that started it ends. Does nothing elsewhere."""
     with contextlib.suppress(OSError, AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)

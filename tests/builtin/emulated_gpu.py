@@ -20,6 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports it
 import torch
 import torch._dynamo  # looks at torch.cuda as it was
 import triton.runtime.interpreter as interpreter
+from tests.builtin import quick_interpreter as _quick  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 

@@ -125,7 +125,8 @@ SCRIPTS = {"decoding": DECODING, "drawing": DRAWING, "edges": EDGES, "chunks": C
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_kernel_gives_what_torch_gives(script):
-    source = str(Path(__file__).parents[2] / "src")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    argv = [sys.executable, "-c", f"import tests.builtin.quick_interpreter\n{script}"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -19,16 +19,22 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).paren
 import torch  # noqa: E402
 from tests.gpu.setting import DEVICE, SMALL, need_a_gpu_or_small, synchronize  # noqa: E402
 
+from polyrl.engines.builtin.installing import StagedTensors  # noqa: E402
 from polyrl.weights import delta  # noqa: E402
 from polyrl.weights.chunks import bad_chunks, table_of  # noqa: E402
 from polyrl.weights.manifest import Manifest, encode  # noqa: E402
-from polyrl.weights.tensors import layout_of, load_into, pin, snapshot  # noqa: E402
+from polyrl.weights.tensors import layout_of, pair_up, pin, snapshot  # noqa: E402
 from polyrl.weights.tensors_gpu import GpuDeltaEncoder  # noqa: E402
 
 QWEN3_1_7B = {"vocab": 151_936, "width": 2048, "inner": 6144, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128}
 SMALL_SHAPE = {"vocab": 4096, "width": 256, "inner": 512, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 64}
 NUM_STEPS = 6
 THREADS = min(8, os.cpu_count() or 1)
+
+
+def load_into(served, layout, view):
+    """Install a version as the builtin engine does."""
+    StagedTensors(pair_up(served, layout, view)).put()
 
 
 def shapes(size):

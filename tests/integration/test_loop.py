@@ -21,7 +21,8 @@ from polyrl.scheduling.core.parameters import DomainData
 from polyrl.trainer.batch import TrainGroup
 from polyrl.trainer.devices import Devices
 from polyrl.trainer.guard import MismatchGuard
-from polyrl.trainer.loop import Loop, NothingCameError, StepReport
+from polyrl.trainer.loop import Loop, NothingCameError
+from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.saving import Rules, Saver

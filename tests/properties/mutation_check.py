@@ -12,8 +12,8 @@ from functools import partial
 import polyrl
 from tests.properties.hostile import play
 
-FIRST_WORLDS = range(40)
-OTHER_WORLDS = range(40, 120)
+FIRST_WORLDS = range(8)
+OTHER_WORLDS = range(8, 120)
 SCENARIOS = ("test_scheduler", "test_devices", "test_ledger")
 
 

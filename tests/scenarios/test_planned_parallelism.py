@@ -22,7 +22,7 @@ SMALL = (
     "domains.code.prompts_per_step=12",
     "domains.judge.prompts_per_step=4",
 )
-MODELS = {"synchronous-7b-8k": 1, "synchronous-14b-16k": 2}
+MODELS = {"synchronous-7b-8k": 1, "synchronous-14b-16k": 2, "tail-7b-8k": 1, "tail-14b-16k": 2}
 GRID = [
     (model, gpus, cap, exponent, mode)
     for (model, cap), (gpus, exponent), mode in product(
@@ -32,7 +32,9 @@ GRID = [
 
 
 @cache
-def rounds(model: str, gpus: int, cap: int, exponent: float, mode: str, *, planned: bool):
+def rounds(
+    model: str, gpus: int, cap: int, exponent: float, mode: str, *, planned: bool, free: tuple[str, ...] = FREE_REWARDS
+):
     """By kind: (seconds from opening to closing, seconds predicted) of every round but the first."""
     settings = (
         f"trainer.num_devices={gpus}",
@@ -42,7 +44,7 @@ def rounds(model: str, gpus: int, cap: int, exponent: float, mode: str, *, plann
         f"rounds.tail_batching={mode}",
         f"parallelism.enabled={str(planned).lower()}",
     )
-    sim = Simulation(load_scenario(model, [*SMALL, *FREE_REWARDS, *settings]), 0)
+    sim = Simulation(load_scenario(model, [*SMALL, *free, *settings]), 0)
     sim.run()
     assert sim.law_violations == []
     found: dict[str, list[tuple[float, float | None]]] = {}
@@ -61,6 +63,21 @@ def test_a_round_takes_what_the_planner_foresees_and_no_longer_than_without_it(m
         assert median(ratios or [1.0]) == pytest.approx(1.0, abs=0.2), f"{kind}: predicted against played"
         slower = fmean(took for took, _ in played) / fmean(took for took, _ in alone[kind])
         assert slower <= 1.02, f"{kind}: planned against left alone"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "cap", "exponent", "mode"),
+    [
+        ("synchronous-7b-8k", 16, 4096, 0.3, "designated"),
+        ("tail-7b-8k", 8, 8192, 0.5, "prompts"),
+        ("tail-14b-16k", 4, 16384, 0.5, "race"),
+        ("tail-14b-16k", 32, 4096, 0.5, "off"),
+    ],
+)
+def test_a_round_that_waits_for_rewards_is_foreseen_with_that_wait(model, gpus, cap, exponent, mode):
+    """Rewards as the scenarios have them: scored beside generation or after it, and up to two thirds of a round."""
+    played = rounds(model, gpus, cap, exponent, mode, planned=True, free=())["short"]
+    assert median(predicted / took for took, predicted in played if predicted) == pytest.approx(1.0, abs=0.2)
 
 
 def test_wider_engines_are_used_where_they_pay():

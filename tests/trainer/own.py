@@ -14,6 +14,12 @@ def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> tuple[torch.Tensor,
     return -batch.advantages * batch.logprobs, {}
 
 
+def bounded_by_engine(batch: TokenBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The upper clip bounds a weight that is not the importance ratio."""
+    weight = (batch.logprobs.detach() - batch.behaviour_logprobs).exp().clamp(max=1 + config.clip_range[1])
+    return -batch.advantages * weight * batch.logprobs, {}
+
+
 def wrong_advantage(rewards: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
     return rewards[:1]
 

@@ -4,9 +4,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trainer.episodes import Played, group_of
 
 from polyrl.config.recipe import AlgorithmConfig
-from polyrl.trainer.batch import TrainSample, is_masked, is_zero_variance, overlong_penalty, shaped_reward
+from polyrl.trainer.batch import (
+    TrainSample,
+    check_samples,
+    decode_groups,
+    encode_groups,
+    first_sequences,
+    is_masked,
+    is_zero_variance,
+    number_episodes,
+    overlong_penalty,
+    shaped_reward,
+    without,
+)
 from polyrl.trainer.packing import make_packs, plan_packs
 
 
@@ -62,3 +75,71 @@ def test_a_pack_predicts_the_answers_and_nothing_else():
 def test_a_sample_longer_than_a_pack_gets_its_own(max_tokens):
     packs = make_packs([sample(3, 9), sample(3, 9), sample(3, 9)], max_tokens)
     assert len(packs) == (1 if max_tokens == 1000 else 3)
+
+
+# Episodes of several sequences
+
+TURNS = Played([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([1, 9], [7, 8])], 1.0)
+"""Two sequences: two turns, then a compacted history."""
+ONE_TURN = Played([([1, 2], [5])], 0.0)
+
+
+def test_a_pack_predicts_drawn_tokens_and_nothing_that_was_given():
+    (pack,) = make_packs(group_of([TURNS, ONE_TURN]), 100)
+    assert pack.samples == (0, 1, 2)
+    assert pack.tokens.tolist() == [1, 2, 3, 4, 5, 1, 9, 7, 1, 2]
+    assert pack.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert pack.predicting.tolist() == [1, 2, 4, 6, 7, 9]
+    assert pack.targets.tolist() == [3, 4, 6, 7, 8, 5]
+    assert pack.sample.tolist() == [0, 0, 0, 1, 1, 2]
+    assert pack.num_drawn_tokens.tolist() == [3, 2, 1]
+
+
+def test_episodes_are_numbered_and_counted_once():
+    groups = [group_of([ONE_TURN, TURNS]), [], group_of([TURNS, TURNS]), [sample(1, 3), sample(1, 2)]]
+    assert number_episodes(groups, 5) == [[5, 6, 6], [], [7, 7, 8, 8], [9, 10]]
+    assert [num for _, num in first_sequences(groups)] == [1, 5, 5, 5, 3, 2]
+    assert [len(one.prompt) for one, _ in first_sequences(groups)] == [2, 2, 2, 2, 1, 1]
+
+
+def test_an_episode_is_left_out_with_all_of_its_sequences():
+    groups = [group_of([ONE_TURN, TURNS]), group_of([TURNS])]
+    assert [[one.num_drawn for one in group] for group in without(groups, {6}, 5)] == [[1], [3, 2]]
+    assert without(groups, {0, 1, 2}) == []
+
+
+def test_masks_and_penalties_go_by_the_whole_episode():
+    config = AlgorithmConfig(overlong="mask")
+    assert all(is_masked(one, config) for one in group_of([TURNS._replace(finish="length")]))
+
+
+def test_what_an_episode_has_survives_the_log():
+    group = group_of([TURNS, ONE_TURN])
+    (found,) = decode_groups(encode_groups([group]))
+    check_samples([found])
+    for one, its in zip(found, group, strict=True):
+        for name in one._fields:
+            mine, theirs = getattr(one, name), getattr(its, name)
+            assert np.array_equal(mine, theirs) if isinstance(theirs, np.ndarray) else mine == theirs, name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drawn": np.array([0, 1], np.int32)}, "3 log-probabilities"),
+        ({"drawn": np.array([0, 2, 1], np.int32)}, "do not rise"),
+        ({"drawn": np.array([1, 1, 3], np.int32)}, "do not rise"),
+        ({"drawn": np.array([-1, 1, 3], np.int32)}, "do not rise"),
+        ({"drawn": np.array([0, 1, 2], np.int32)}, "do not rise to the last of its 4"),
+        ({"reward": 0.5}, "several rewards"),
+        ({"finish": "length"}, "several ends"),
+        ({"order": None}, "does not have each drawn token once"),
+        ({"order": np.array([0, 1], np.int32)}, "does not have each drawn token once"),
+        ({"order": np.array([0, 1, 3], np.int32)}, "does not have each drawn token once"),
+    ],
+)
+def test_an_episode_that_does_not_add_up_is_refused(change, message):
+    first, second = group_of([TURNS])
+    check_samples([[first, second]])
+    with pytest.raises(ValueError, match=message):
+        check_samples([[first._replace(**change), second]])

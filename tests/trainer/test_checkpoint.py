@@ -202,23 +202,42 @@ def test_all_digests_of_a_version_are_kept_and_damage_is_found(tmp_path: Path):
         checkpoint.read_published(tmp_path)
 
 
+SAVES_UNTIL_KILLED = """
+import os, sys
+from pathlib import Path
+from tests.trainer.test_checkpoint import save
+for _ in sys.stdin:
+    if child := os.fork():  # torch is imported once
+        os.waitpid(child, 0)
+        print("gone", flush=True)
+    else:
+        print(os.getpid(), flush=True)
+        for step in range(1, 100000):
+            save(Path(sys.argv[1]), step)
+            print(step, flush=True)
+"""
+
+
 def test_killed_at_any_moment_the_last_one_is_whole(tmp_path: Path):
-    code = (
-        "import sys; from pathlib import Path; from tests.trainer.test_checkpoint import save\n"
-        "for step in range(1, 100000): save(Path(sys.argv[1]), step); print(step, flush=True)"
-    )
-    for turn in range(6):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.003 * turn)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        for one in checkpoint.found(tmp_path):
-            state, found = checkpoint.load(one)
-            assert torch.equal(found["master/a"], tensors(state.next_step)["master/a"])
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVES_UNTIL_KILLED, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        bufsize=1,
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        for turn in range(6):
+            parent.stdin.write("go\n")
+            child = int(parent.stdout.readline())
+            assert parent.stdout.readline() == "1\n", "it has saved one"
+            time.sleep(0.003 * turn)
+            os.kill(child, signal.SIGKILL)
+            while (line := parent.stdout.readline()) != "gone\n":
+                assert line.strip().isdecimal(), "a step that it saved in between"
+            for one in checkpoint.found(tmp_path):
+                state, found = checkpoint.load(one)
+                assert torch.equal(found["master/a"], tensors(state.next_step)["master/a"])
+        parent.stdin.close()

@@ -30,8 +30,8 @@ from polyrl.run.checkpoints import (
 )
 from polyrl.run.settings import scheduler_config
 from polyrl.telemetry.metrics import MetricsFile
-from polyrl.trainer.loop import StepReport
 from polyrl.trainer.model import Policy
+from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import TrainerState
 from polyrl.trainer.step import Added, StepStats

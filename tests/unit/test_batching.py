@@ -296,6 +296,14 @@ def test_one_that_waits_for_a_block_under_way_is_passed_over():
     assert shape(bench.step()) == [(1, 12, 1, True), (3, 7, 1, True), (2, 11, 1, True)]
 
 
+def test_nobody_waits_for_the_tail_of_a_text_that_is_gone_after_its_first_token():
+    bench = Bench()
+    for _ in range(50):
+        bench.add(text(3), num_new=1)
+    assert len(bench.step()) == 50
+    assert bench.batching.num_running == bench.batching.num_waiting == 0
+
+
 def test_a_text_that_another_goes_on_from_is_copied_up_to_its_end():
     bench = Bench()
     first = bench.add(text(6))

@@ -14,7 +14,7 @@ from polyrl.run.reporting import Reporter
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.telemetry.metric_names import describe
 from polyrl.telemetry.metrics import MetricsFile, read_metrics, read_steps
-from polyrl.trainer.loop import StepReport
+from polyrl.trainer.reports import StepReport
 from polyrl.trainer.step import Added, StepStats
 from polyrl.wire.dial import Dialer
 

@@ -268,7 +268,7 @@ def limit_tok_s(work: Work, model: Any, device: str) -> float:
 
 
 def num_bytes_read(model: Any) -> int:
-    """By a step, of the parameters: those that share memory once, and none of an embedding that is not the head."""
+    """Return the bytes of parameters that a decoding step reads: shared memory once, no embedding besides the head."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     read = {one.data_ptr(): one.numel() * one.element_size() for one in model.parameters()}
     if embedding.data_ptr() != head.data_ptr():

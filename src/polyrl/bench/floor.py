@@ -46,7 +46,7 @@ STEPS = (
 
 
 def measure(num_bytes: int, num_rounds: int) -> dict[str, dict[str, float]]:
-    """By step: the best GB/s, and the median of CPU seconds a GB at either end."""
+    """Return, for each step, the best GB/s and the median CPU seconds per GB at either end."""
     buffer = _filled(num_bytes, 0)
     try:
         return measure_into(buffer.view, num_rounds)

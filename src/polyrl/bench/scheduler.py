@@ -183,7 +183,7 @@ def _measure_memory(num_held: int) -> float:
 
 
 def _settle_memory() -> None:
-    """As the manager does at its start: set-up is never looked at again, and collections are rarer."""
+    """Freeze what set-up made and collect garbage more rarely, as the manager does at its start."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

@@ -96,7 +96,7 @@ class Bench:
         return TrainSample(tokens[:num_prompt], tokens[num_prompt:], logprobs, float(rng.normal()))
 
     def is_micro_batch(self, groups: Sequence[Sequence[Any]]) -> bool:
-        """As the loop has it."""
+        """Apply the loop's rule for the size of a micro-batch."""
         from polyrl.config.recipe import TrainSection
         from polyrl.trainer.loop import is_micro_batch
 

@@ -28,7 +28,7 @@ Readings = dict[str, list[float]]
 
 
 def measure(quick: bool = False, before_pulls: Callable[[int], object] = lambda _: None) -> dict[str, Any]:
-    """`before_pulls(num_streams)` is called before the pulls of each number of streams: another's turn."""
+    """Measure pulls. `before_pulls(num_streams)` is called before each series, so that a comparison can take turns."""
     num_bytes, num_rounds = (64 << 20, 1) if quick else (1 << 30, 2)
     by_streams: Readings = {}
     weak: Readings = {}

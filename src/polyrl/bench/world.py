@@ -354,7 +354,7 @@ def config_of(load: PlayedLoad) -> SchedulerConfig:
 
 
 def trust_all(scheduler: Scheduler) -> None:
-    """As after their first answers: a fleet that still earns its credit has little to do."""
+    """Give all workers full credit, as after their first answers: a fleet that still earns it has little to do."""
     for worker in scheduler.desk.seats.values():
         worker.earned = UNBOUNDED
         scheduler.desk.router.update(worker)

@@ -17,10 +17,22 @@ It survives broken connections and restarts of the manager: missed messages are 
 Left out: training, serving weights (a version is a number here, with a digest and addresses), and the local worker.
 """
 
-from polyrl.client.fleet import Fleet, Group, Prompt, PromptOf, RewardOf, RewardResult, RoundOver, Sample, connect
+from polyrl.client.fleet import (
+    EpisodeCall,
+    Fleet,
+    Group,
+    Prompt,
+    PromptOf,
+    RewardOf,
+    RewardResult,
+    RoundOver,
+    Sample,
+    connect,
+)
 from polyrl.wire.frames import Origin, Sampling
 
 __all__ = [
+    "EpisodeCall",
     "Fleet",
     "Group",
     "Origin",

@@ -20,7 +20,7 @@ class Fault(NamedTuple):
     """No honest worker sends it. An unknown version may be the trainer's own doing."""
 
     def __str__(self) -> str:
-        return f"{self.why}, by worker {self.worker}"
+        return f"{self.why}, by worker {self.worker}" if self.worker else self.why
 
 
 def find_fault(
@@ -34,6 +34,24 @@ def find_fault(
     if why := columns.why_no_logprobs(logprobs):
         is_one = (logprobs >= columns.MIN_LOGPROB) & (logprobs <= columns.MAX_LOGPROB)
         return Fault(_writer(segments, int(np.argmin(is_one))), why)
+    return None
+
+
+def find_call_fault(
+    calls: Sequence[tuple["np.ndarray[Any, Any]", int, int, str]], num_tokens: int, vocab: int
+) -> Fault | None:
+    """The first call of an episode without a prompt, with a prompt of other ids, or with tokens that are not its own.
+    The environment gave the prompts: no worker is at fault."""
+    last = 0
+    for number, (prompt, start, end, _) in enumerate(calls):
+        if not len(prompt):
+            return Fault("", f"call {number} has no prompt", is_lie=False)
+        if why := columns.why_no_ids(prompt, vocab):
+            return Fault("", f"the prompt of call {number}: {why}", is_lie=False)
+        if not last <= start <= end <= num_tokens:
+            tokens = f"tokens {start} to {end} of {num_tokens}, after {last}"
+            return Fault("", f"call {number} has {tokens}", is_lie=False)
+        last = end
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from polyrl.client.checking import Fault, find_fault, find_stranger
+from polyrl.client.checking import Fault, find_call_fault, find_fault, find_stranger
 from polyrl.client.line import Line
 from polyrl.errors import NoReward, PolyrlError, UserError, plain
 from polyrl.ids import show_sample
@@ -44,14 +44,30 @@ _VERSIONS_KEPT = 64
 
 class Prompt(NamedTuple):
     tokens: list[int]
+    """Empty in a domain of episodes: environments make their prompts."""
     sampling: Sampling = Sampling()
+    task: bytes = b""
+    """In a domain of episodes: a row of the data, as JSON; empty where the environment brings its own tasks."""
+
+
+class EpisodeCall(NamedTuple):
+    """One request of an episode's environment to the policy."""
+
+    prompt: "np.ndarray[Any, Any]"
+    """(tokens,) int32: all tokens that the policy saw."""
+    start: int
+    """The drawn tokens are `sample.tokens[start:end]`."""
+    end: int
+    finish: str
+    """stop, or length."""
 
 
 class Sample(NamedTuple):
-    """An answer, with what is known of every token."""
+    """An answer, with what is known of every token; or an episode, whose answers to all calls follow one another."""
 
     id: int
     tokens: "np.ndarray[Any, Any]"
+    """Drawn tokens alone."""
     logprobs: "np.ndarray[Any, Any]"
     segments: tuple[Segment, ...]
     """Which version and worker wrote from which token on."""
@@ -62,6 +78,8 @@ class Sample(NamedTuple):
     """Which prompt of the data it answers."""
     parts: Mapping[str, float] = {}
     """The parts of the reward, by name."""
+    calls: tuple[EpisodeCall, ...] = ()
+    """The calls of an episode, in order. Empty: the sample is one answer to its group's prompt."""
 
     @property
     def name(self) -> str:
@@ -178,7 +196,7 @@ class Fleet:
         self._last_requested = -1
         self._has_published = False
         self._first_open_step = 0
-        """News of earlier steps is old: a break came before the manager heard that they are done."""
+        """Earlier steps are done here. Frames about them are outdated: they were sent before the manager knew."""
         self._wanted: dict[int, frames.PlannedGroup] = {}
         """Groups whose prompts are still to be supplied, by group."""
         self._in_parts: dict[int, tuple[Sample, ...]] = {}
@@ -440,6 +458,8 @@ class Fleet:
         """Return why a sample cannot be trained on, and who wrote it."""
         vocab = columns.ANY_ID if self._answers is None else self._answers.vocab
         fault = find_fault(sample.tokens, sample.logprobs, sample.segments, vocab)
+        if fault is None and sample.calls:
+            fault = find_call_fault(sample.calls, len(sample.tokens), vocab)
         if fault is None and self._has_weights:
             fault = find_stranger(sample.segments, self.digests)
         return fault
@@ -525,8 +545,8 @@ def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tupl
     for plan in plans:
         prompt = prompt_of(plan.domain, plan.prompt, plan.epoch)
         packed = columns.pack_tokens(prompt.tokens)
-        prompts.append(frames.PromptPayload(plan.group, packed, prompt.sampling))
-        num_bytes += len(packed)
+        prompts.append(frames.PromptPayload(plan.group, packed, prompt.sampling, prompt.task))
+        num_bytes += len(packed) + len(prompt.task)
         if num_bytes >= PIECE_BYTES or time.monotonic() > until:
             break
     return tuple(prompts)
@@ -535,4 +555,16 @@ def _ask_for_some(prompt_of: PromptOf, plans: list[frames.PlannedGroup]) -> tupl
 def _sample(text: frames.SamplePayload, origin: Origin) -> Sample:
     cells = columns.view_cells(text.cells)
     tokens, logprobs = cells["token"].copy(), cells["logprob"].copy()
-    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts)
+    calls = _calls(text.calls, tokens)
+    return Sample(text.sample, tokens, logprobs, text.segments, text.finish, text.reward, origin, text.parts, calls)
+
+
+def _calls(calls: Sequence[frames.CallPayload], drawn: "np.ndarray[Any, Any]") -> tuple[EpisodeCall, ...]:
+    """Give every call its whole prompt: it travels as what it adds to an earlier one."""
+    made: list[EpisodeCall] = []
+    for one in calls:
+        new = columns.view_tokens(one.tokens)
+        base = made[one.base] if one.base >= 0 else None
+        seen = new[:0] if base is None else np.concatenate([base.prompt, drawn[base.start : base.end]])
+        made.append(EpisodeCall(np.concatenate([seen[: one.kept], new]), one.start, one.end, one.finish))
+    return tuple(made)

@@ -54,7 +54,7 @@ class Line:
         return not self._unacknowledged or self._unacknowledged[0][0] > number
 
     async def again(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Until the manager can be reached, or for as long as we have patience."""
+        """Retry until the manager can be reached or patience is over."""
         patience = Patience(self._give_up_after_s)
         for pause in pauses():
             try:

@@ -64,7 +64,7 @@ def _unknown_key(path: Path, name: str, known: list[str], elsewhere: list[Path])
 
 
 def _places_of(name: str, kind: inspect.Type, path: Path = ()) -> list[Path]:
-    """Where a table within `kind` has a key of this name."""
+    """Return the dotted paths of tables within `kind` that have a key of this name."""
     if not isinstance(kind, inspect.StructType):
         return []
     found = [(*path, field.encode_name) for field in kind.fields if field.encode_name == name]

@@ -12,6 +12,8 @@ _ONE = (
     'the importance ratio is 1 with one update a step and old_logprobs = "recompute"; it moves with mini_batches or '
     'epochs above 1, or with old_logprobs = "engine"'
 )
+_OF_RATIO = ("ppo_clip", "gspo", "cispo")
+"""Losses whose clips bound the importance ratio and nothing else; a loss of your own may use them otherwise."""
 
 
 def inert(config: AlgorithmConfig) -> list[str]:
@@ -23,7 +25,7 @@ def inert(config: AlgorithmConfig) -> list[str]:
 
 
 def _of_ratio(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    if not config.ratio_is_one:
+    if not config.ratio_is_one or config.loss not in _OF_RATIO:
         return
     if config.loss in ("gspo", "cispo"):
         yield "loss", f'{config.loss} has the gradient of "ppo_clip" here, since {_ONE}'

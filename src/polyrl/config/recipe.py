@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr, replace
 
+from polyrl.config.environments import EnvironmentsSection
 from polyrl.config.plugins import is_own
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.scheduling.core.bounds import AtLeastOne, Count, NotNegative, Positive, Share
@@ -120,7 +121,7 @@ class CriticConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AlgorithmConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From rewards to a loss; docs/concepts/algorithms.md."""
+    """The RL algorithm: advantage, loss, KL, correction and aggregation; docs/concepts/algorithms.md."""
 
     advantage: str = "grpo"
     """grpo, dr_grpo, rloo, reinforce_plus_plus(_baseline), gae, or a function of your own: `module:function`."""
@@ -383,14 +384,20 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_prompt_tokens: AtLeastOne | None = None
     """Rows with a longer prompt are left out, and counted; none: the context less the longest answer."""
     num_prompts: AtLeastOne | None = None
-    """Use only this many rows, from the first; none: all of them, or as many problems as "arithmetic" has."""
+    """Use only this many rows, or tasks of an environment, from the first; none: all of them."""
     arithmetic: ArithmeticTask = ArithmeticTask()
+    environment: str = ""
+    """Train on the episodes of an environment: a package by name (verifiers, textarena, reasoning-gym, skyrl-gym,
+    openenv), or one of your own, `module:Class`. Its rows are `source`, or the environment brings its tasks."""
+    environment_args: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
 
     def check(self) -> None:
         """Check the rules that involve several keys. Raises ValueError, `key: reason`."""
-        if not self.source:
-            raise ValueError('source: missing, expected a file, a directory or "arithmetic"')
-        if self.source_args and not is_own(self.source):
+        if not self.source and not self.environment:
+            raise ValueError('source: missing, expected a file, a directory or "arithmetic"; or an environment')
+        self._check_environment()
+        if self.source_args and not is_own(self.source or ""):
             raise ValueError(f'source_args: is for a source of your own, not for "{self.source}"')
         places = self.validation.values() if isinstance(self.validation, dict) else (self.validation or "",)
         if self.validation_args and not any(map(is_own, places)):
@@ -405,6 +412,18 @@ class DomainFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if ours:
             raise ValueError(f"chat_template_kwargs.{ours[0]}: is set by PolyRL; leave it out")
         _check_template("template", self.template)
+
+    def _check_environment(self) -> None:
+        if not self.environment:
+            if self.environment_args:
+                raise ValueError("environment_args: is for data.environment, which is missing")
+            return
+        if self.source == ARITHMETIC:
+            raise ValueError('source: "arithmetic" has prompts of its own; an environment wants rows, or none')
+        if self.reward is not None:
+            raise ValueError("reward: the environment gives the reward; leave it out")
+        if self.validation is not None:
+            raise ValueError("validation: episodes of an environment are not validated; leave it out")
 
 
 class DomainSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -451,17 +470,17 @@ class DataSection(DomainFields, frozen=True, kw_only=True, forbid_unknown_fields
         """The domains in order, whichever way they were written."""
         if self.domains:
             return self.domains
-        assert self.source is not None
         only = {key: getattr(self, key) for key in DomainFields.__struct_fields__}
-        own = self.source.rpartition(":")[2] if is_own(self.source) else ""
-        return (DomainSection(name=own or PurePath(self.source.partition("#")[0]).stem or "data", **only),)
+        place = self.environment or self.source or ""
+        own = place.rpartition(":")[2] if is_own(place) else ""
+        return (DomainSection(name=own or PurePath(place.partition("#")[0]).stem or "data", **only),)
 
 
 class ValidationSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Validation every few steps, on prompts that are not trained on."""
 
     every_steps: Count = 0
-    """0: only at the start, if `at_start`."""
+    """Validate after every so many steps; 0: only at the start, if `at_start`."""
     at_start: bool | None = None
     """Also before the first step. None: true; with several ranks, as train.local_generation."""
     num_prompts: AtLeastOne = 64
@@ -619,6 +638,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fleet_rules: FleetRules = FleetRules()
     weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
     scaling: ScalingConfig = ScalingConfig()
+    environments: EnvironmentsSection = EnvironmentsSection()
     derived: tuple[str, ...] = ()
     """Written by a run: keys that nobody has set, so that a run that is resumed with another loss, advantage or kl
     derives them again. Leave it out of a recipe of your own."""
@@ -784,8 +804,15 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def rewards_of(self, domain: DomainSection) -> tuple[WeightedReward, ...]:
-        """The functions that score a domain's answers."""
+        """The functions that score a domain's answers; none where an environment does."""
+        if domain.environment:
+            return ()
         return self.rewards.chosen(domain.reward, ARITHMETIC if domain.source == ARITHMETIC else None)
+
+    def environment_of(self, domain: DomainSection) -> str:
+        """The name under which hosts play a domain's environment; empty for a domain of single answers."""
+        shared = sum(one.environment == domain.environment for one in self.data.all_domains) > 1
+        return f"{domain.environment}/{domain.name}" if domain.environment and shared else domain.environment
 
     @property
     def max_staleness(self) -> int:
@@ -796,7 +823,7 @@ class Recipe(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def weights_hash(self) -> Literal["xxh3-128", "blake3"]:
-        """By who could touch the bytes between the trainer and a worker: over https nobody relays."""
+        """The hash of weight chunks, chosen by who could change them on the way: over https no worker relays."""
         are_relayed = self.weight_delivery.relay and not self.manager.tls_cert
         stay_here = _is_loopback(self.manager.host) and all(map(_is_loopback, self.weights.interfaces))
         return "blake3" if are_relayed and not stay_here else self.weights.hash

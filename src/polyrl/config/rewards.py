@@ -60,7 +60,7 @@ class RewardsSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return _SLOTS_PER_PROCESS * self.processes if self.slots is None else self.slots
 
     def chosen(self, reward: str | tuple[str, ...] | None, own: str | None) -> tuple[WeightedReward, ...]:
-        """The functions that score a domain's answers, by what the domain says. `own` is its source's, if it has one.
+        """Return the functions that score a domain's answers: `reward` is its setting, `own` its source's default.
 
         Raises ValueError for a domain without any.
         """

@@ -12,12 +12,13 @@ from itertools import islice
 from typing import Any, Protocol
 
 import blake3
+import numpy as np
 from msgspec import json, structs
 
 from polyrl.config.recipe import ARITHMETIC, DomainSection
 from polyrl.data.arithmetic import NUM_TRAIN, NUM_VALIDATION, Problem, Split, draw_problem, draw_problems
 from polyrl.data.prompts import Task, read_tasks, to_task
-from polyrl.data.rows import DataError, Row
+from polyrl.data.rows import DataError, Row, read_rows
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 
 log = logging.getLogger("polyrl.data")
@@ -28,6 +29,10 @@ _PROMPTS_AT_HAND = 4096
 
 Any other is drawn again, with the same result.
 """
+
+
+NUM_TASKS = 100_000
+"""Tasks of an environment that makes one from any number."""
 
 
 class Source(Protocol):
@@ -152,6 +157,34 @@ class ArithmeticSource:
         return to_task(Row(f"problem {prompt}", fields), self._domain, needs_answer=True)
 
 
+class EnvironmentSource:
+    """The tasks of an environment: rows of the recipe's data, or a number of tasks that the environment brings."""
+
+    def __init__(self, num_tasks: int, rows: Iterable[Row] | None = None) -> None:
+        self._rows = None if rows is None else [json.encode(row.fields) for row in rows]
+        self._num_tasks = num_tasks if self._rows is None else len(self._rows)
+
+    @property
+    def num_prompts(self) -> int:
+        return self._num_tasks
+
+    def row(self, prompt: int) -> bytes:
+        """Return a task's row, as JSON; empty where the environment brings its tasks."""
+        return b"" if self._rows is None else self._rows[prompt]
+
+    def task(self, prompt: int) -> Task:
+        return Task("", "", json.decode(self._rows[prompt]) if self._rows else {})
+
+    def written(self, prompt: int) -> str:
+        return f"task {prompt} of an environment, which writes its prompts"
+
+    def tokens(self, prompt: int) -> TokenIds:
+        return np.zeros(0, np.int32)
+
+    def digest(self) -> str:
+        return "" if self._rows is None else blake3.blake3(b"\n".join(self._rows)).hexdigest()
+
+
 def _next_batch(found: int, enough: int | None) -> int:
     return _BATCH_PROMPTS if enough is None else min(_BATCH_PROMPTS, enough - found)
 
@@ -175,6 +208,9 @@ def open_training(
     `max_tokens` limits the length of a prompt; None: no limit. `key` names the domain's settings. Reading a file stops
     once `enough` prompts are found; None: all of it is read.
     """
+    if domain.environment:
+        rows = read_rows(domain.source, domain.num_prompts, domain.source_args, key) if domain.source else None
+        return EnvironmentSource(domain.num_prompts or NUM_TASKS, rows)
     assert domain.source is not None
     if domain.source == ARITHMETIC:
         num_prompts = NUM_TRAIN if domain.num_prompts is None else domain.num_prompts

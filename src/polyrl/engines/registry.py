@@ -169,7 +169,7 @@ def _check_attached(config: ServedConfig) -> None:
 def python_for(kind: ServerKind, given: str = "", options: tuple[str, str] = ("--engine", "--engine-python")) -> str:
     """Return the interpreter that has the server: the one that was named, ours, or the one that our script installs.
 
-    `options` are what name the engine and its environment.
+    `options` are the command-line options to name in an error: the engine's, and its interpreter's.
     """
     if given:
         path = Path(given).expanduser()

@@ -61,7 +61,7 @@ class Record(msgspec.Struct, frozen=True):
     event: Event
     commands_digest: bytes
     payload: bytes
-    """Its bytes, without the frame: what the journal's digest is made of."""
+    """The record's bytes without their frame. The journal's digest is made of these."""
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):

@@ -75,7 +75,7 @@ def run_to_ask(lobby: Lobby) -> Run:
 
 
 def ask(lobby: Lobby, wanted: list[AskedGroup], wake: Callable[[], None]) -> list[Question]:
-    """Ask all of it. Raises Refused, and then nothing was asked."""
+    """Ask for all groups, or for none: then Refused is raised."""
     run = run_to_ask(lobby)
     asked = sum(one.num_samples for one in run.questions.values())
     more, most = sum(one.num_samples for one in wanted), lobby.settings.serve.max_samples

@@ -6,9 +6,14 @@ connected is told when it dials again, from the state (from_workers.py, from_tra
 
 import logging
 
+from msgspec import structs
+
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of, show_sample
+from polyrl.manager import to_hosts
+from polyrl.manager.calls import prompt_of
 from polyrl.manager.journal import Granted
+from polyrl.manager.payload import SampleTokens
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.relay_addresses import reachable
 from polyrl.manager.peers.sessions import WorkerSession
@@ -18,7 +23,7 @@ from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.samples import NO_VERSION
 from polyrl.scheduling.rules.order import mix64
 from polyrl.wire import columns, frames
-from polyrl.wire.columns import in_pieces
+from polyrl.wire.columns import CELL_BYTES, in_pieces
 
 log = logging.getLogger("polyrl.manager")
 
@@ -53,6 +58,8 @@ def carry_out(run: Run, command: c.Command) -> None:  # noqa: C901 (a case for e
             _change_duty(run, command.worker, "generating", command.why)
         case c.Reshape():
             _keep_width(run, command)
+        case c.PlayEpisode() | c.AnswerCall() | c.StopEpisode() | c.ReleaseHost() | c.ForgetHost():
+            to_hosts.carry_out(run, command)
         case _:
             _tell_trainer(run, command)
 
@@ -131,6 +138,7 @@ def _tell_trainer(run: Run, command: c.Command) -> None:  # noqa: C901 (a case f
         case c.DropGroup():
             run.payload.drop_group(command.group)
             run.no_prompt_yet.pop(command.group, None)
+            run.no_task_yet.pop(command.group, None)
             run.say_to_trainer(frames.Dropped(command.group, command.why))
         case c.CloseRound():
             run.say_to_trainer(closed(run, command.step))
@@ -153,8 +161,8 @@ def _tell_trainer(run: Run, command: c.Command) -> None:  # noqa: C901 (a case f
 
 def _generate(run: Run, command: c.Generate) -> None:
     text = run.payload.tokens_of(command.sample)
-    is_asked = group_of(command.sample) in run.questions
-    migrates = run.desk.config.fleet_rules.migrate or is_asked
+    is_shown = group_of(command.sample) in run.questions or bool(text.calls)
+    migrates = run.desk.config.fleet_rules.migrate or is_shown
     from_token = text.num_tokens if migrates else command.from_token
     text.lease_to(command.worker, run.lobby.engine_of(command.worker), from_token)
     granted = run.granted
@@ -181,6 +189,10 @@ def order(run: Run, lease: LeaseId) -> None:
         return
     session.most_held = max(session.most_held, len(worker.leases))
     run.lobby.is_urgent = True  # also where a prompt led to it, and no event
+    text = run.payload.tokens_of(sample.id)
+    if text.calls:
+        session.order(_order_of_call(run, lease, sample.id, text, prompt.sampling))
+        return
     question = run.questions.get(sample.group)
     seed = desk.config.seed if question is None else question.seed
     session.order(
@@ -188,11 +200,32 @@ def order(run: Run, lease: LeaseId) -> None:
             lease,
             sample.id,
             prompt.tokens,
-            columns.tokens_of(run.payload.tokens_of(sample.id).cells),
+            columns.tokens_of(text.cells),
             max_tokens(run, sample.id),
             mix64(seed, sample.id if question is None else index_of(sample.id)) >> 1,
             prompt.sampling,
         )
+    )
+
+
+def _order_of_call(
+    run: Run, lease: LeaseId, sample: SampleId, text: SampleTokens, sampling: frames.Sampling
+) -> frames.Order:
+    """Make the order for an episode's newest call. Each call draws with random numbers of its own."""
+    number = len(text.calls) - 1
+    record = text.calls[number]
+    stop_ids = tuple(dict.fromkeys((*sampling.stop_ids, *record.stop_ids)))
+    stop = tuple(dict.fromkeys((*sampling.stop, *record.stop)))
+    key = (sample, number) if number else (sample,)
+    return frames.Order(
+        lease,
+        sample,
+        prompt_of(text.calls, text.cells, number),
+        columns.tokens_of(text.cells[record.start * CELL_BYTES :]),
+        record.max_tokens,
+        mix64(run.desk.config.seed, *key) >> 1,
+        structs.replace(sampling, stop_ids=stop_ids, stop=stop) if record.stop_ids or record.stop else sampling,
+        record.start,
     )
 
 

@@ -24,7 +24,7 @@ from polyrl.errors import Refused, UserError
 from polyrl.manager import asking, opening
 from polyrl.manager.peers.door import Connection, Door, Handshake
 from polyrl.manager.peers.streams import FindModule, Streams
-from polyrl.manager.routes import ROUTES, BadRequest, Call, Route
+from polyrl.manager.routes import ROUTES, BadRequest, Route, RouteCall
 from polyrl.manager.service import Service
 from polyrl.manager.serving.answers import Answerer
 from polyrl.manager.serving.requests import AskError, error_reply
@@ -185,7 +185,7 @@ class Front:
             if route.is_limited and not self._joins.allows(request.remote or "", time.monotonic()):
                 raise BadRequest(429, "join_rate", "too many joins from this address; try again in a second")
             body = None if route.body is None else await self._body(request, route, route.body)
-            answer = await route.handle(Call(request, scope, body, self._service, self._answerer, self._streams))
+            answer = await route.handle(RouteCall(request, scope, body, self._service, self._answerer, self._streams))
             return _reply(answer) if isinstance(answer, msgspec.Struct) else answer
 
         return serve
@@ -255,7 +255,7 @@ class JoinLimit:
 
 
 class PortTaken(UserError):
-    """Somebody else listens there."""
+    """Another process listens on the port."""
 
 
 async def check_that_it_can_listen(host: str, port: int) -> None:

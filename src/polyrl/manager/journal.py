@@ -34,7 +34,7 @@ from polyrl.scheduling.core.commands import Command
 from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.scheduler import Scheduler
-from polyrl.wire.control import AnswerRules, JoinRequest
+from polyrl.wire.control import AnswerRules, HostJoinRequest, JoinRequest
 from polyrl.wire.frames import NewTokens, PromptPayload
 
 _PAYLOAD_FIRST_LINE = b"polyrl-payload 1\n"
@@ -52,6 +52,41 @@ class SessionOpened(Note, frozen=True, tag="session"):
     key: str
     incarnation: int
     facts: JoinRequest
+
+
+class HostOpened(Note, frozen=True, tag="host"):
+    key: str
+    incarnation: int
+    facts: HostJoinRequest
+
+
+class CallKept(Note, frozen=True, tag="call"):
+    """A new call of an episode. Calls from this number on, and tokens beyond `num_tokens`, are gone."""
+
+    sample: int
+    number: int
+    num_tokens: int
+    is_cut: bool
+    """Whether tokens are thrown away."""
+    base: int
+    kept: int
+    tokens: bytes
+    start: int
+    max_tokens: int
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+class EpisodeKept(Note, frozen=True, tag="episode"):
+    """An episode has ended with these calls and tokens."""
+
+    sample: int
+    num_calls: int
+    num_tokens: int
+    is_cut: bool
+    finish: str
+    reward: float
+    parts: dict[str, float] = {}
 
 
 class RunOpened(Note, frozen=True, tag="run"):
@@ -90,7 +125,17 @@ class RewardKept(Note, frozen=True, tag="reward"):
     parts: dict[str, float] = {}
 
 
-AnyNote = SessionOpened | RunOpened | VersionOffered | Granted | PromptsSupplied | RewardKept
+AnyNote = (
+    SessionOpened
+    | HostOpened
+    | RunOpened
+    | VersionOffered
+    | Granted
+    | PromptsSupplied
+    | RewardKept
+    | CallKept
+    | EpisodeKept
+)
 _note_decoder = msgspec.msgpack.Decoder(AnyNote)
 _batch_decoder = msgspec.msgpack.Decoder(list[NewTokens])
 _tokens_decoder = msgspec.msgpack.Decoder(NewTokens)

@@ -21,10 +21,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from polyrl.errors import Refused, shorten
-from polyrl.ids import Incarnation, Seconds, WorkerName
+from polyrl.ids import HostName, Incarnation, Seconds, WorkerName
 from polyrl.journal.records import CAVEAT
-from polyrl.manager.journal import AnyNote, RunJournal, SessionOpened
-from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.journal import AnyNote, HostOpened, RunJournal, SessionOpened
+from polyrl.manager.peers.sessions import HostSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
@@ -48,8 +48,10 @@ class Lobby:
         """Facts about the run for the header of its journal."""
         self.run: Run | None = None
         self.weights_key = ""
-        """A secret that those who serve and those who fetch weights share."""
+        """The secret that weight servers and the workers that pull from them share."""
         self.workers: dict[WorkerName, WorkerSession] = {}
+        self.hosts: dict[HostName, HostSession] = {}
+        self.host_lives: dict[HostName, Incarnation] = {}
         self.turned_away: dict[WorkerName, tuple[str, Seconds]] = {}
         """The last workers that could not serve this run: why, and when each left."""
         self.absent: dict[WorkerName, tuple[str, float]] = {}
@@ -64,6 +66,7 @@ class Lobby:
         """Sessions with something to send."""
         self.is_urgent = False
         """A peer waits for what is to be sent. Tokens alone are not urgent."""
+        self.dirty_hosts: dict[HostName, HostSession] = {}
         self._clock_base = 0.0
         self._clock_start = time.monotonic()
 
@@ -107,13 +110,17 @@ class Lobby:
         for session in self.dirty.values():
             session.flush(now)
         self.dirty.clear()
+        for host in self.dirty_hosts.values():
+            host.flush()
+        self.dirty_hosts.clear()
         if run is not None:
             run.flush()
 
     def standing(self) -> list[AnyNote]:
         """Return the notes that stay true when a step ends. Every file of payload begins with them."""
         sessions = [SessionOpened(one.key, one.incarnation, one.facts) for one in self.workers.values()]
-        return [*sessions, *(() if self.run is None else self.run.standing())]
+        hosts = [HostOpened(one.key, one.incarnation, one.facts) for one in self.hosts.values()]
+        return [*sessions, *hosts, *(() if self.run is None else self.run.standing())]
 
     @property
     def caveat(self) -> str:
@@ -162,6 +169,36 @@ class Lobby:
             self.farewells[session.key] = release
             if len(self.farewells) > _MAX_FAREWELLS:
                 del self.farewells[next(iter(self.farewells))]
+
+    # Hosts
+
+    def host(self, name: HostName) -> HostSession | None:
+        """Return a host's session in order to tell it something: the next commit sends it."""
+        session = self.hosts.get(name)
+        if session is not None:
+            self.dirty_hosts[name] = session
+        return session
+
+    def forget_host(self, name: HostName, why: str, *, in_anger: bool = False) -> None:
+        """End a host's session, and tell the host so."""
+        session = self.hosts.pop(name, None)
+        if session is None:
+            return
+        self.dirty_hosts.pop(name, None)
+        log.log(logging.WARNING if in_anger else logging.INFO, "host %s is given up: %s", name, why)
+        if session.link is not None:
+            session.link.send(frames.Release(why, rejoin=not in_anger, in_anger=in_anger))
+            session.link.close(why)
+
+    def next_host_life(self, name: HostName) -> Incarnation:
+        """Count a host that joins. A name that the scheduler has forgotten begins at 1 again."""
+        known = {} if self.run is None else self.run.desk.hosts.last_incarnations
+        if len(self.host_lives) > len(known) + len(self.hosts) + _FORGET_EVERY:
+            self.host_lives = {one: life for one, life in self.host_lives.items() if one in known or one in self.hosts}
+        life = self.host_lives[name] = Incarnation(self.host_lives.get(name, 0) + 1)
+        return life
+
+    # Lives of workers
 
     def next_life(self, name: WorkerName) -> Incarnation:
         """Count a worker that joins. A name that the scheduler has forgotten, or never heard, begins at 1 again."""

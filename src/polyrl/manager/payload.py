@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from polyrl.ids import GroupId, SampleId, Step, group_of
+from polyrl.manager.calls import CallRecord, payload_of
 from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.journal import VersionOffered
 from polyrl.manager.peers.link import Link
@@ -26,6 +27,7 @@ class SampleTokens:
 
     __slots__ = (
         "_cells",
+        "calls",
         "engine",
         "finish",
         "parts",
@@ -50,6 +52,8 @@ class SampleTokens:
         self.finish = ""
         self.reward = 0.0
         self.parts: dict[str, float] = {}
+        self.calls: list[CallRecord] = []
+        """An episode's; empty for a single answer."""
         self.sent_on: Link | None = None
         """The trainer's connection on which it was sent to be scored: as long as that lasts, the trainer has it."""
 
@@ -73,6 +77,13 @@ class SampleTokens:
         del self.cells[from_token * CELL_BYTES :]
         self.segments = [one for one in self.segments if one.from_token < from_token]
         self.worker, self.engine, self.version = worker, engine, -1
+
+    def cut(self, num_calls: int, num_tokens: int) -> None:
+        """Throw an episode's calls and tokens beyond these away."""
+        del self.calls[num_calls:]
+        del self.cells[num_tokens * CELL_BYTES :]
+        self.segments = [one for one in self.segments if one.from_token < num_tokens]
+        self.version = -1
 
     def begin_segment(self, version: int) -> None:
         """Note that the next token is by this version."""
@@ -155,7 +166,8 @@ class Payload:
             segments = [
                 one if one.digest else structs.replace(one, digest=self.digest_of(one.version)) for one in segments
             ]
-        return SamplePayload(sample, cells, tuple(segments), text.finish, text.reward, text.parts)
+        calls = payload_of(text.calls)
+        return SamplePayload(sample, cells, tuple(segments), text.finish, text.reward, text.parts, calls=calls)
 
     @property
     def num_bytes(self) -> int:

@@ -16,9 +16,13 @@ import numpy as np
 
 from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, group_of
+from polyrl.manager.calls import CallRecord
 from polyrl.manager.journal import (
     AnyNote,
+    CallKept,
+    EpisodeKept,
     Granted,
+    HostOpened,
     PromptsSupplied,
     RewardKept,
     RunOpened,
@@ -33,7 +37,7 @@ from polyrl.wire.frames import Ended, NewTokens
 _ROWS_A_LANE = 64
 _MIN_ROWS = 1 << 16
 _GATHERED_BYTES = 32 << 20
-"""Rows are shared out when there are this many for each lease, or this much in all: a lease costs as much as many."""
+"""Rows go to their samples once there are this many per lease, or this many bytes in all: the cost is per lease."""
 _MAX_SPAN = 1 << 23
 """Leases that are no further apart than this are found in a table, and others by bisection."""
 _NEVER = 1 << 62
@@ -151,6 +155,8 @@ class PayloadReader:
                 self._close(lane)
                 if one.reason in ("stop", "length"):
                     lane.text.finish = one.reason
+                    if lane.text.calls:
+                        lane.text.calls[-1].close(one.num_tokens, one.reason)
 
     def note(self, note: AnyNote) -> None:
         match note:
@@ -170,8 +176,26 @@ class PayloadReader:
                 self._payload.offer(note)
             case SessionOpened():
                 self._engine_of[note.facts.name] = note.facts.engine
-            case RunOpened():
+            case CallKept() | EpisodeKept():
+                self._note_of_episode(note)
+            case RunOpened() | HostOpened():
                 pass
+
+    def _note_of_episode(self, note: CallKept | EpisodeKept) -> None:
+        sample = SampleId(note.sample)
+        if group_of(sample) not in self._wanted:
+            return
+        text = self._payload.tokens_of(sample)
+        num_calls = note.number if isinstance(note, CallKept) else note.num_calls
+        if note.is_cut:
+            self._share_out()  # some of what came before goes
+            text.cut(num_calls, note.num_tokens)
+        del text.calls[num_calls:]
+        if isinstance(note, EpisodeKept):
+            text.finish, text.reward, text.parts = note.finish, note.reward, note.parts
+        else:
+            prompt = (note.base, note.kept, note.tokens)
+            text.calls.append(CallRecord(*prompt, note.start, note.max_tokens, note.stop_ids, note.stop))
 
     def finish(self, scheduler: Scheduler | None) -> Payload:
         """Return the payload, with the groups of every open step."""

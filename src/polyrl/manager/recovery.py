@@ -12,11 +12,11 @@ from typing import Any
 from polyrl.errors import JournalError
 from polyrl.ids import Incarnation, Seconds, show_sample
 from polyrl.manager.frames_out import carry_out
-from polyrl.manager.journal import RunOpened, SessionOpened
+from polyrl.manager.journal import HostOpened, RunOpened, SessionOpened
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
-from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
+from polyrl.manager.peers.sessions import HostSession, TrainerSession, WorkerSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import RULES, Desk
@@ -61,6 +61,11 @@ def _go_on(run: Run, away_s: Seconds) -> None:
         del lobby.workers[session.name]
     for session in lobby.workers.values():
         session.heard_at = session.told_at = session.told_heard_at = lobby.now()
+    lobby.host_lives.update(run.desk.hosts.last_incarnations)
+    for host in list(lobby.hosts.values()):
+        host.heard_at = lobby.now() + lobby.settings.restart_grace_s
+        if run.desk.hosts.find(host.name, host.incarnation) is None:
+            del lobby.hosts[host.name]
     run.tell(e.DriverResumed(away_s, lobby.settings.restart_grace_s))
     for group in list(run.desk.asked.groups):  # the askers lost their connections with the former manager
         run.tell(e.GroupWithdrawn(group, "the manager was started again"))
@@ -70,6 +75,9 @@ def _go_on(run: Run, away_s: Seconds) -> None:
     for sample in run.desk.leases.values():
         if sample.group not in run.payload.prompts:
             run.no_prompt_yet.setdefault(sample.group, []).append(sample.lease)
+    for one in run.desk.samples.values():
+        if one.host >= 0 and one.group not in run.payload.prompts:
+            run.no_task_yet.setdefault(one.group, []).append(one.id)
     _write_down_what_holds(run)
 
 
@@ -93,6 +101,11 @@ def _read_payload(lobby: Lobby, reader: PayloadReader, payload: Iterable[Any]) -
             case SessionOpened():
                 _reopen(lobby, item)
                 reader.note(item)
+            case HostOpened():
+                session = HostSession(item.key, Incarnation(item.incarnation), item.facts)
+                session.heard_at = lobby.now()
+                lobby.hosts[session.name] = session
+                lobby.host_lives[session.name] = session.incarnation
             case RunOpened():
                 trainer = TrainerSession(
                     item.key,

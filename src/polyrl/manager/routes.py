@@ -1,7 +1,7 @@
 """Every route of the port, in one table: http.py serves it, and openapi.py describes it.
 
-A handler gets a `Call`: the request, its body in the route's type, and what it may use. It returns the route's reply,
-or a response of its own where it streams. The worker's and the trainer's WebSockets are in peers/streams.py, the
+A handler gets a `RouteCall`: the request, its body in the route's type, and what it may use. It returns the route's
+reply, or a response of its own where it streams. The worker's and the trainer's WebSockets are in peers/streams.py, the
 answers to OpenAI's clients in serving/.
 
 Rules kept here: handlers never touch the lobby. They ask the service, and the answer comes when its causes are in the
@@ -18,9 +18,10 @@ import msgspec
 from aiohttp import web
 
 from polyrl.errors import RequestError
-from polyrl.ids import WorkerName
+from polyrl.ids import HostName, WorkerName
 from polyrl.manager import opening
-from polyrl.manager.frames_in import joining
+from polyrl.manager.frames_in import from_hosts, host_joining, joining
+from polyrl.manager.lobby import Lobby
 from polyrl.manager.openapi import document
 from polyrl.manager.peers.streams import Streams
 from polyrl.manager.service import Service
@@ -45,7 +46,7 @@ class BadRequest(RequestError):
         self.kind = kind
 
 
-class Call(NamedTuple):
+class RouteCall(NamedTuple):
     """A request to one of the routes, after its token and its body were checked."""
 
     http: web.Request
@@ -73,7 +74,7 @@ class Call(NamedTuple):
         return key
 
 
-Handler = Callable[[Call], Awaitable[msgspec.Struct | web.StreamResponse]]
+Handler = Callable[[RouteCall], Awaitable[msgspec.Struct | web.StreamResponse]]
 
 
 class Route(NamedTuple):
@@ -105,15 +106,15 @@ class Route(NamedTuple):
 # Control
 
 
-async def health(_: Call) -> control.HealthReply:
+async def health(_: RouteCall) -> control.HealthReply:
     return control.HealthReply()
 
 
-async def openapi(_: Call) -> web.Response:
+async def openapi(_: RouteCall) -> web.Response:
     return web.Response(body=_description(), content_type="application/json")
 
 
-async def join(call: Call) -> control.JoinReply:
+async def join(call: RouteCall) -> control.JoinReply:
     wanted: control.JoinRequest = call.body
     _check_protocol(wanted.protocol)
     if wanted.local and call.scope != "admin":
@@ -122,7 +123,14 @@ async def join(call: Call) -> control.JoinReply:
     return await call.service.call(lambda lobby: joining.join(lobby, wanted, before, address))
 
 
-async def look_up(call: Call) -> control.NameReply:
+async def host_join(call: RouteCall) -> control.HostJoinReply:
+    wanted: control.HostJoinRequest = call.body
+    _check_protocol(wanted.protocol)
+    before = call.session_before
+    return await call.service.call(lambda lobby: host_joining.join(lobby, wanted, before))
+
+
+async def look_up(call: RouteCall) -> control.NameReply:
     name, before = call.name, call.session_before
     if not re.fullmatch(WORKER_NAME, name):
         raise BadRequest(404, "worker", f"no worker is called {name!r}")
@@ -132,7 +140,7 @@ async def look_up(call: Call) -> control.NameReply:
     return found
 
 
-async def open_run(call: Call) -> control.RunReply:
+async def open_run(call: RouteCall) -> control.RunReply:
     wanted: control.RunRequest = call.body
     _check_protocol(wanted.protocol)
     return await call.service.call(lambda lobby: opening.open_run(lobby, wanted))
@@ -143,28 +151,42 @@ def _check_protocol(protocol: int) -> None:
         raise BadRequest(409, "protocol", control.other_protocol(PROTOCOL, protocol))
 
 
-async def status(call: Call) -> control.Status:
+async def status(call: RouteCall) -> control.Status:
     return await call.service.call(lambda lobby: status_of(lobby, call.service.uptime_s))
 
 
-async def metrics(call: Call) -> web.Response:
+async def metrics(call: RouteCall) -> web.Response:
     text = await call.service.call(lambda lobby: metrics_of(lobby, call.service.uptime_s))
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-async def drain(call: Call) -> control.DrainReply:
+async def drain(call: RouteCall) -> control.DrainReply:
     name, wanted = call.name, call.body
     if not await call.service.call(lambda lobby: joining.drain(lobby, name, wanted.reason, wanted.notice_s)):
         raise BadRequest(404, "worker", f"there is no worker {name!r}")
     return control.DrainReply(draining=name)
 
 
-async def pause(call: Call) -> control.PauseReply:
+async def drain_host(call: RouteCall) -> control.DrainReply:
+    name, reason = HostName(call.name), call.body.reason
+
+    def ask(lobby: Lobby) -> bool:
+        session = lobby.hosts.get(name)
+        if session is not None:
+            from_hosts.drain(lobby, session, reason)
+        return session is not None
+
+    if not await call.service.call(ask):
+        raise BadRequest(404, "host", f"there is no host {name!r}")
+    return control.DrainReply(draining=name)
+
+
+async def pause(call: RouteCall) -> control.PauseReply:
     await call.service.call(lambda lobby: lobby.need_run().tell(e.PlacingPaused()))
     return control.PauseReply(paused=True)
 
 
-async def resume(call: Call) -> control.PauseReply:
+async def resume(call: RouteCall) -> control.PauseReply:
     await call.service.call(lambda lobby: lobby.need_run().tell(e.PlacingResumed()))
     return control.PauseReply(paused=False)
 
@@ -172,7 +194,7 @@ async def resume(call: Call) -> control.PauseReply:
 # Streams
 
 
-async def worker_stream(call: Call) -> web.StreamResponse:
+async def worker_stream(call: RouteCall) -> web.StreamResponse:
     key = call.session_key
     session = await call.service.call(lambda lobby: joining.find_worker(lobby, key))
     stream = await (call.streams.see_off(call.http, key) if session is None else call.streams.run(call.http, session))
@@ -181,7 +203,15 @@ async def worker_stream(call: Call) -> web.StreamResponse:
     return stream
 
 
-async def trainer_stream(call: Call) -> web.StreamResponse:
+async def host_stream(call: RouteCall) -> web.StreamResponse:
+    key = call.session_key
+    session = await call.service.call(lambda lobby: host_joining.find_host(lobby, key))
+    if session is None:
+        raise BadRequest(410, "session", "that session is over: join again")
+    return await call.streams.run(call.http, session)
+
+
+async def trainer_stream(call: RouteCall) -> web.StreamResponse:
     key = call.session_key
     session = await call.service.call(lambda lobby: opening.find_trainer(lobby, key))
     if session is None:
@@ -192,15 +222,15 @@ async def trainer_stream(call: Call) -> web.StreamResponse:
 # Answers
 
 
-async def models(call: Call) -> replies.ModelList:
+async def models(call: RouteCall) -> replies.ModelList:
     return call.answerer.models()
 
 
-async def complete(call: Call) -> web.StreamResponse:
+async def complete(call: RouteCall) -> web.StreamResponse:
     return await call.answerer.complete(call.http, call.body)
 
 
-async def chat(call: Call) -> web.StreamResponse:
+async def chat(call: RouteCall) -> web.StreamResponse:
     return await call.answerer.chat(call.http, call.body)
 
 
@@ -218,6 +248,16 @@ ROUTES = (
         reply=control.NameReply, errors=(404,),
     ),
     Route("GET", "/v1/worker", "worker", worker_stream, "A worker's stream of frames.", kind="socket"),
+    Route(
+        "POST", "/v1/hosts/join", "host", host_join, "Join as a host, which plays an environment's episodes.",
+        control.HostJoinRequest, control.HostJoinReply, errors=(409, 423), is_limited=True,
+    ),
+    Route("GET", "/v1/host", "host", host_stream, "A host's stream of frames.", kind="socket"),
+    Route(
+        "POST", "/v1/hosts/{name}/drain", "admin", drain_host,
+        "Have a host play its episodes to their end and leave. The body may be left out.",
+        control.DrainRequest, control.DrainReply, errors=(404,), may_be_empty=True,
+    ),
     Route(
         "POST", "/v1/run", "admin", open_run,
         "Open the run, or come back to it with the same configuration.",

@@ -20,6 +20,7 @@ from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker
+from polyrl.scheduling.core.samples import TrackedSample
 from polyrl.scheduling.parts.hearing import MS_A_TICK, concerned, runs_of, teaches
 from polyrl.scheduling.scheduler import Scheduler
 from polyrl.wire import frames
@@ -51,6 +52,8 @@ class Run:
         """Open questions: what was asked beside the trainer."""
         self.no_prompt_yet: dict[GroupId, list[LeaseId]] = {}
         """Leases that wait for their group's prompt."""
+        self.no_task_yet: dict[GroupId, list[SampleId]] = {}
+        """Episodes that wait for their group's task."""
         self.granted = Granted([], [], [], [])
         """Leases that are not in the journal yet."""
         self.num_tokens = 0
@@ -99,19 +102,33 @@ class Run:
         if news is not None:
             self.tell(news)
 
+    def tell_progress(self, sample: TrackedSample) -> None:
+        """Tell how far a running sample is, before some of its tokens are thrown away."""
+        worker = self.desk.seats.get(sample.worker)
+        session = None if worker is None else self.lobby.workers.get(worker.name)
+        if worker is not None and session is not None:
+            news = gather(self.desk, [session], self.payload.tokens, self.lobby.now(), [worker.seat])
+            if news is not None:
+                self.tell(news)
+
     def wakeup_in(self) -> Seconds | None:
-        """Return how long the scheduler may be left alone; None where nothing has a deadline."""
-        at = self.scheduler.wakeup_at
-        return None if at is None else max(0.0, at - self.lobby.now())
+        """Return how long scheduler and hosts may be left alone; None where nothing has a deadline."""
+        now, timeout_s = self.lobby.now(), self.desk.config.environments.host_timeout_s
+        deadlines = [one.heard_at + timeout_s for one in self.lobby.hosts.values()]
+        if (at := self.scheduler.wakeup_at) is not None:
+            deadlines.append(at)
+        return max(0.0, min(deadlines) - now) if deadlines else None
 
     def pass_time(self) -> None:
-        if self.wakeup_in() == 0.0:
+        if self.scheduler.is_due(self.lobby.now()):
             self.tell(e.TimePassed())
 
     def stood_still(self, seconds: Seconds) -> None:
         """This process heard nobody for so long: a worker counts as heard only when it is heard anew."""
         for session in self.lobby.workers.values():
             session.told_heard_at = session.heard_at
+        for host in self.lobby.hosts.values():
+            host.heard_at = max(host.heard_at, self.lobby.now())
         self.tell(e.DriverResumed(seconds, 0.0))
 
     def seat_of(self, session: WorkerSession) -> Worker | None:

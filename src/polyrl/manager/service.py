@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from polyrl import __version__
 from polyrl.errors import RequestError, UserError
+from polyrl.manager.frames_in import from_hosts
 from polyrl.manager.journal import RunJournal
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
@@ -262,7 +263,10 @@ class Service:
         self.post(self._pass_time)
 
     def _pass_time(self, lobby: Lobby) -> None:
-        lobby.need_run().pass_time()
+        run = lobby.need_run()
+        run.pass_time()
+        from_hosts.lose_silent(lobby, run.desk.config.environments.host_timeout_s)
+        run.has_told = True
         self._set_timer()
 
     def close(self) -> None:

@@ -10,14 +10,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from polyrl.ids import Step
+from polyrl.ids import SampleId, Step, show_sample
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.payload import Payload
-from polyrl.manager.peers.sessions import WorkerSession
+from polyrl.manager.peers.sessions import HostSession, WorkerSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.samples import Round
-from polyrl.wire.control import RewardsStatus, RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
+from polyrl.wire.control import HostStatus, RewardsStatus, RoundStatus, Status, TurnedAway, WaitStatus, WorkerStatus
 
 
 def status(lobby: Lobby, uptime_s: float) -> Status:
@@ -41,6 +41,7 @@ def _before_a_run(lobby: Lobby, uptime_s: float) -> Status:
         ledger={},
         refused=dict(lobby.refused),
         turned_away=_turned_away(lobby),
+        hosts=tuple(_host(one, now) for one in lobby.hosts.values()),
     )
 
 
@@ -69,6 +70,23 @@ def _of_a_run(run: Run, uptime_s: float) -> Status:
         tokens_received=run.num_tokens,
         max_new_tokens=desk.config.max_new_tokens,
         rewards=_rewards(run, now),
+        hosts=tuple(_host(one, now, run) for one in lobby.hosts.values()),
+    )
+
+
+def _host(session: HostSession, now: float, run: Run | None = None) -> HostStatus:
+    host = None if run is None else run.desk.hosts.find(session.name, session.incarnation)
+    line = None if run is None else run.desk.ledger.hosts.get(session.name)
+    return HostStatus(
+        name=session.name,
+        environment=session.facts.environment,
+        connected=session.link is not None,
+        draining=host is not None and host.draining,
+        playing=0 if host is None else len(host.episodes),
+        slots=session.facts.slots,
+        price_usd_per_hour=session.facts.price_usd_per_hour,
+        last_heard_s=max(0.0, now - session.heard_at),
+        usd=0.0 if line is None else line.usd,
     )
 
 
@@ -171,6 +189,8 @@ def _round(desk: Desk, round_: Round, running: _Running, now: float) -> RoundSta
         groups=sum(round_.quotas),
         samples_waiting=round_.num_waiting,
         samples_running=round_.num_leased,
+        episodes_unhosted=round_.num_unhosted,
+        episodes_playing=round_.num_playing,
         samples_generated=round_.num_generated,
         groups_generated=sum(round_.claims),
         groups_delivered=round_.num_delivered,
@@ -207,6 +227,10 @@ def _waits(run: Run, now: float) -> Iterator[WaitStatus]:
     num_unknown = sum(1 for one in desk.groups if one not in run.payload.prompts)
     if num_unknown:
         yield WaitStatus(what="prompts", of=f"{num_unknown} groups", age_s=None, given_up_in_s=None)
+    unhosted = next((one for one in desk.rounds.values() if one.num_unhosted), None)
+    if unhosted is not None and not desk.hosts.seats:
+        of = f"{unhosted.num_unhosted} episodes of round {unhosted.step}"
+        yield WaitStatus(what="hosts", of=of, age_s=now - unhosted.opened_at, given_up_in_s=None)
     waiting = next((one for one in desk.rounds.values() if one.num_waiting), None)
     if waiting is not None and (desk.state.paused or not any(one.may_generate for one in desk.seats.values())):
         what = "a resume" if desk.state.paused else "workers"
@@ -243,6 +267,10 @@ def _age_s(run: Run, name: str, key: int, left_s: float) -> float | None:
 def _of(desk: Desk, name: str, key: int) -> str:
     if name in ("heartbeat", "unheard", "stall", "pull", "retry_pull", "switch", "notice", "drain"):
         return desk.seats[key].name
+    if name in ("turn", "episode"):
+        return f"episode {show_sample(SampleId(key))}"
+    if name == "host_drain":
+        return desk.hosts.seats[key].name
     return f"lease {key}" if name == "hand_over" else f"step {key}" if name == "seed" else "the fleet"
 
 
@@ -265,6 +293,11 @@ def _ledger(desk: Desk, now: float) -> dict[str, object]:
         "late_news": ledger.late_news,
         "workers_joined": sum(one.num_joins for one in ledger.workers.values()),
         "workers_lost": sum(one.num_losses for one in ledger.workers.values()),
+        "episodes_begun": ledger.episodes_begun,
+        "episodes_ended": dict(ledger.episodes_ended),
+        "calls": ledger.num_calls,
+        "host_seconds": sum(one.seconds for one in ledger.hosts.values()),
+        "host_usd": sum(one.usd for one in ledger.hosts.values()),
         "usd": ledger.usd(now),
     }
 

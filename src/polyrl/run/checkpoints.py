@@ -31,8 +31,9 @@ from polyrl.errors import UserError
 from polyrl.run.changes import begin_anew, check_changes
 from polyrl.telemetry import metrics, validated
 from polyrl.telemetry.breaks import Break
-from polyrl.trainer.loop import StepReport, why_enough
+from polyrl.trainer.loop import why_enough
 from polyrl.trainer.model import Policy
+from polyrl.trainer.reports import StepReport
 from polyrl.trainer.state import checkpoint, redo
 from polyrl.trainer.state.checkpoint import Keep, TrainerState
 from polyrl.trainer.state.redo import Entry
@@ -177,7 +178,7 @@ def best_step(run_dir: Path, recipe: Recipe) -> int:
 
 
 def _way_out(run_dir: Path, found: list[Path]) -> str:
-    """Where the log reaches back to the checkpoint before, that one will do."""
+    """Return advice for a damaged checkpoint: the one before it will do where the log reaches back that far."""
     if len(found) < 2 or not redo.has(run_dir, checkpoint.step_of(found[-2])):
         return ""
     return f"; remove {found[-1]}, and --resume trains the steps since {found[-2].name} again"

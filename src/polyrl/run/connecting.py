@@ -28,6 +28,8 @@ from polyrl.wire.dial import Dialer, Unreachable
 log = logging.getLogger("polyrl.train")
 
 _DISMISS_S = 5.0
+_TYPICAL_PROMPT = 512
+"""Of an environment, whose prompts nobody knows before."""
 
 
 @asynccontextmanager
@@ -65,10 +67,10 @@ async def connected(
 ) -> AsyncIterator[Fleet]:
     """The trainer's client, with the run open. Raises UserError for a manager that knows another run."""
     sampling = sampling_of(recipe)
-    typical = int(np.mean([len(tasks.tokens(domain, 0)) for domain in range(len(tasks.names))]))
+    typical = int(np.mean([len(tasks.tokens(domain, 0)) or _TYPICAL_PROMPT for domain in range(len(tasks.names))]))
 
     def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
-        return Prompt(tasks.tokens(domain, prompt).tolist(), sampling)
+        return Prompt(tasks.tokens(domain, prompt).tolist(), sampling, tasks.row(domain, prompt))
 
     async def reward_of(sample: Sample) -> RewardResult:
         origin, answer = sample.origin, sample.tokens.tolist()

@@ -40,7 +40,7 @@ class Diagnosis(NamedTuple):
     is_moving: bool
     """Whether anything was generated, delivered or trained between the two replies."""
     findings: tuple[Finding, ...]
-    """The findings; the whole run waits for the first."""
+    """Reasons for waiting; the first is the one that holds up the whole run."""
 
     @property
     def needs_help(self) -> bool:

@@ -293,8 +293,8 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"
 
 
-# What a recipe leaves to the machine: the dtype, the threads, and whether one of several ranks also generates. A run
-# writes down what was chosen, and goes on with that, wherever it is resumed.
+# Choices that a recipe leaves to the machine: the dtype, the threads, and whether one of several ranks also generates.
+# A run writes down what was chosen, and goes on with that, wherever it is resumed.
 
 
 def fit(recipe: Recipe) -> Recipe:

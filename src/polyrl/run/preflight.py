@@ -15,7 +15,7 @@ from typing import NamedTuple
 from polyrl.config.inert import inert
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.run import checkpoints, models, processes, workers
+from polyrl.run import checkpoints, hosts, models, processes, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption, encryption
 from polyrl.run.event_loop import run_loop
@@ -44,6 +44,8 @@ def check(recipe: Recipe, run_dir: Path, point: ResumePoint | None) -> Checked:
     check_plugins(recipe)
     recipe = fit(recipe)
     workers.check_settings(recipe)
+    if point is None:  # a run that is resumed has the number of its tasks already
+        recipe = hosts.check(recipe)
     tls = encryption(recipe.manager)
     check_libraries(tensorboard=recipe.track.tensorboard, wandb=recipe.track.wandb)
     run_loop(processes.choose_port(recipe.manager, 0 if point is None else point.port))

@@ -65,7 +65,7 @@ async def start(arguments: Sequence[str], log_file: Path, more: Mapping[str, str
 
 
 def terminate_with_parent() -> None:
-    """In the child."""
+    """Have the child end with its parent. Runs in the child."""
     end_with_parent(signal.SIGTERM)
 
 
@@ -197,7 +197,7 @@ def last_line(log_file: Path, since: int = 0) -> str:
 
 
 async def choose_port(wanted: ManagerSection, before: int = _ANY) -> int:
-    """`before` is the port that the run had; 0: none, and 0 is what is returned for any. Raises UserError."""
+    """Return the manager's port; 0: any free one. `before` is the port that the run had, or 0. Raises UserError."""
     if wanted.port:
         try:
             await check_that_it_can_listen(wanted.host, wanted.port)

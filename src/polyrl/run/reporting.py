@@ -22,7 +22,7 @@ from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
 from polyrl.ids import Seconds
-from polyrl.run import local_worker, workers
+from polyrl.run import hosts, local_worker, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.diagnosis import Finding, diagnose
 from polyrl.run.display import Display
@@ -36,7 +36,7 @@ from polyrl.telemetry.looks import show_seconds
 from polyrl.telemetry.metrics import Metrics, MetricValue, from_step_line, with_aliases
 from polyrl.telemetry.trackers import open_trackers
 from polyrl.trainer import mismatch
-from polyrl.trainer.loop import StepReport
+from polyrl.trainer.reports import StepReport
 from polyrl.wire.dial import Dialer, is_loopback
 
 _LOOK_EVERY_S = 1.0
@@ -202,13 +202,16 @@ class Reporter:
         lines = [] if self._fleet is None else self._fleet.lines
         return next((one for one in reversed(lines) if one.step == step - 1), None)
 
-    def news(self, fleet: Fleet, started: dict[str, Process], tasks: Tasks) -> list[Coroutine[Any, Any, None]]:
+    def news(
+        self, fleet: Fleet, started: dict[str, Process], playing: dict[str, hosts.HostProcess], tasks: Tasks
+    ) -> list[Coroutine[Any, Any, None]]:
         """Return the coroutines that report everything beside the steps, until they are cancelled."""
         say, recipe = self.display.say, self._recipe
         news: list[Coroutine[Any, Any, None]] = [
             workers.tell_who_ends(self._run_dir, started, say),
             workers.tell_who_is_turned_away(fleet, started, say),
             tell_of_rewards(fleet, tasks),
+            hosts.keep(recipe, fleet, playing, say),
         ]
         if not self.display.progress.is_live:
             news.append(tell_of_waits(fleet, workers.doctor_command(recipe, self._run_dir, self._address.url), say))
@@ -273,7 +276,7 @@ async def tell_of_rewards(fleet: Fleet, tasks: Tasks) -> None:
 
 
 async def tell_of_waits(fleet: Fleet, doctor: str, say: Callable[[str], None]) -> None:
-    """Until it is cancelled; or the manager is given up, which the run says itself."""
+    """Report long waits until cancelled, or until the manager is given up, which the run reports itself."""
     waiting = Waiting(doctor)
     with contextlib.suppress(UserError):
         earlier = await fleet.status()

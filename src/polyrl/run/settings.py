@@ -29,7 +29,14 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
     for domain, available in zip(data.all_domains, num_prompts, strict=True):
         if available < 1:
             raise ValueError(f"{domain.source}: domain {domain.name!r} has no prompt that can be used")
-        domains.append(DomainData(name=domain.name, prompts_per_step=domain.prompts_per_step, num_prompts=available))
+        domains.append(
+            DomainData(
+                name=domain.name,
+                prompts_per_step=domain.prompts_per_step,
+                num_prompts=available,
+                environment=recipe.environment_of(domain),
+            )
+        )
     streaming = recipe.train.mode != "synchronous"
     return SchedulerConfig(
         domains=tuple(domains),
@@ -48,6 +55,7 @@ def scheduler_config(recipe: Recipe, num_prompts: Sequence[int], prompt_tokens: 
         fleet_rules=recipe.fleet_rules,
         weight_delivery=recipe.weight_delivery,
         scaling=recipe.scaling,
+        environments=recipe.environments.rules,
     )
 
 
@@ -57,7 +65,7 @@ def _reward_rules(recipe: Recipe, *, as_finished: bool) -> RewardConfig:
     functions takes all of its time.
     """
     rewards, slots = recipe.rewards, recipe.rewards.max_under_way
-    functions = max(len(recipe.rewards_of(domain)) for domain in recipe.data.all_domains)
+    functions = max(1, *(len(recipe.rewards_of(domain)) for domain in recipe.data.all_domains))
     longest_s = functions * (START_TIMEOUT_S + rewards.timeout_s) * (1 + math.ceil(slots / rewards.processes))
     return RewardConfig(
         adaptive=False,

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from polyrl.config.recipe import DomainSection, Recipe
 from polyrl.config.rewards import RewardsSection, WeightedReward
 from polyrl.data.prompts import Task
-from polyrl.data.sources import Source, open_training, open_validation
+from polyrl.data.sources import EnvironmentSource, Source, open_training, open_validation
 from polyrl.data.tokens import ModelTokenizer, TokenIds
 from polyrl.errors import ConfigError, UserError
 from polyrl.rewards import weighing
@@ -28,7 +28,7 @@ _HOPELESS = 32
 
 
 class Tasks(Protocol):
-    """Domains by number, prompts by number within their domain; sets for validation by name."""
+    """The prompts and rewards of a run. Domains, and prompts within them, have numbers; validation sets, names."""
 
     @property
     def num_prompts(self) -> list[int]: ...
@@ -37,6 +37,10 @@ class Tasks(Protocol):
     def names(self) -> list[str]: ...
 
     def tokens(self, domain: int, prompt: int) -> TokenIds: ...
+
+    def row(self, domain: int, prompt: int) -> bytes:
+        """Return the row of an episode's task, as JSON; empty for a prompt, and where the environment has its own."""
+        ...
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -118,6 +122,10 @@ class RecipeTasks:
     def tokens(self, domain: int, prompt: int) -> TokenIds:
         return self._domains[domain].training.tokens(prompt)
 
+    def row(self, domain: int, prompt: int) -> bytes:
+        source = self._domains[domain].training
+        return source.row(prompt) if isinstance(source, EnvironmentSource) else b""
+
     @property
     def validation_names(self) -> list[str]:
         return [name for domain in self._domains for name in domain.validation]
@@ -151,7 +159,7 @@ class RecipeTasks:
         return reward
 
     def _read(self, domain: int, validation: str | None, prompt: int) -> tuple[Task, str]:
-        """The task, and its prompt as the model sees it; of a set for validation, where one is named."""
+        """Return a task, and its prompt as the model sees it. `validation` names a set; None: training data."""
         of = self._domains[domain]
         source = of.training if validation is None else of.validation[validation]
         return source.task(prompt), source.written(prompt)

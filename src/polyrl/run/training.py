@@ -26,7 +26,7 @@ from rich.text import Text
 from polyrl.client import Fleet
 from polyrl.config.recipe import Recipe
 from polyrl.errors import UserError
-from polyrl.run import checkpoints, connecting, local_worker, preflight, resuming, workers
+from polyrl.run import checkpoints, connecting, hosts, local_worker, preflight, resuming, workers
 from polyrl.run.checkpoints import ResumePoint
 from polyrl.run.encryption import Encryption
 from polyrl.run.event_loop import run_loop
@@ -136,6 +136,7 @@ class Training:
             dial = partial(connecting.dialer, run_dir, address)
             own = await stack.enter_async_context(local_worker.joined(recipe, dial(), fleet, engine, devices))
             started = await stack.enter_async_context(workers.started(recipe, run_dir, address))
+            playing = await stack.enter_async_context(hosts.started(recipe, run_dir, address))
             reporter = await stack.enter_async_context(
                 reporting(recipe, run_dir, address, dial(), self._point, self._watch)
             )
@@ -151,13 +152,13 @@ class Training:
             prompts = self._tasks.tokens
             loop = Loop(recipe, fleet, self._steps, devices, publishing, prompts, reporter, validate, saver)
             reporter.begin(fleet)
-            if self._point is not None:  # what it was called with now fits; the next --resume begins with that
+            if self._point is not None:  # the next --resume begins with what fits now
                 checkpoints.write_recipe(run_dir, recipe)
             if self._companion is not None:
                 live = LiveRun(recipe, run_dir, address, started, fleet, reporter.display.say)
                 await stack.enter_async_context(meanwhile(self._companion(live)))
             failing = [one for one in (manager, self._other_ranks, saver, self._tasks) if one is not None]
-            news = reporter.news(fleet, started, self._tasks)
+            news = reporter.news(fleet, started, playing, self._tasks)
             async with connecting.dismissed_at_the_end(fleet, dial()), meanwhile(*news):
                 await workers.until_joined(recipe, fleet, started)
                 return await first_of(self._train(loop), [one.failed() for one in failing], own)

@@ -101,7 +101,7 @@ def doctor_command(recipe: Recipe, run_dir: Path, url: str) -> str:
 
 
 def _reaching(recipe: Recipe, url: str) -> list[str]:
-    """The directory knows where the manager listens, and not the name that its certificate is of."""
+    """Return the options to reach the manager: with TLS, its URL, since the directory lacks the certificate's name."""
     return [*(["--manager", url] if recipe.manager.tls_cert else []), *_trust(recipe)]
 
 

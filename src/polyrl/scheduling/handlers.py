@@ -20,6 +20,7 @@ from polyrl.scheduling.parts import (
     balancing,
     credit,
     devices,
+    episodes,
     failures,
     hearing,
     leases,
@@ -42,6 +43,8 @@ def _sample_finished(desk: Desk, event: e.SampleFinished, now: Seconds) -> None:
     _clear(desk, sample, now)
     if sample.group in desk.asked.groups:
         asking.sample_answered(desk, sample, now)
+    elif sample.host >= 0:
+        episodes.call_answered(desk, sample, now)
     else:
         rounds.sample_generated(desk, sample, now)
 
@@ -132,21 +135,29 @@ def _lease_ended(desk: Desk, event: e.LeaseEnded, now: Seconds) -> None:
         if (writer := desk.seats.get(sample.writer)) is not None and not worker.is_doubtful:
             failures.note(desk, writer, group)
     leases.requeue(desk, sample, round_, now, event.reason)
-    if not has_failed:
-        return
-    is_refused, is_asked = event.reason == "refused" and not is_inherited, round_ is desk.asked
+    if has_failed:
+        _assign_fault(desk, sample, worker, now, is_refused=event.reason == "refused" and not is_inherited)
+
+
+def _assign_fault(desk: Desk, sample: TrackedSample, worker: Worker, now: Seconds, *, is_refused: bool) -> None:
+    """A worker failed a sample: hold it against the worker, and give the sample or its group up where that is due."""
+    group, round_ = desk.groups[sample.group], desk.round_of(sample)
+    is_asked = round_ is desk.asked
     if is_refused and is_asked:  # the asker's fault, not the worker's
         asking.fail(desk, sample, now)
         return
     if not worker.down:  # one death, however many samples it took along
         failures.note(desk, worker, group)
-    if is_refused and (why := failures.why_given_up(desk, group)):
+    why = failures.why_given_up(desk, group) if is_refused else ""
+    if why and sample.host >= 0:  # its call's prompt is its own: siblings may go on
+        rounds.sample_failed(desk, sample, round_, why, now)
+    elif why:
         rounds.group_refused(desk, group, round_, why, now)
     elif sample.num_failures >= desk.config.fleet_rules.max_failures:
         if is_asked:
             asking.fail(desk, sample, now)
         else:
-            rounds.sample_failed(desk, sample, round_, now)
+            rounds.sample_failed(desk, sample, round_, "no worker could generate it", now)
 
 
 def _group_asked(desk: Desk, event: e.GroupAsked, now: Seconds) -> None:
@@ -315,7 +326,7 @@ def _placing_paused(desk: Desk, event: e.PlacingPaused, now: Seconds) -> None:
 
 def _placing_resumed(desk: Desk, event: e.PlacingResumed, now: Seconds) -> None:
     desk.state.paused = False
-    desk.place_due = True
+    desk.place_due = desk.hosts_due = True
 
 
 def _rules_changed(desk: Desk, event: e.RulesChanged, now: Seconds) -> None:
@@ -381,22 +392,32 @@ def _give_up_waiting(desk: Desk, wait: Wait, now: Seconds) -> None:  # noqa: C90
             devices.window_over(desk, key, now)
         case "balance":
             balancing.balance(desk, now)
+        case "turn" | "episode":
+            what = "its environment's move" if name == "turn" else "it"
+            episodes.over_time(desk, desk.samples[key], f"{what} took too long", now)  # type: ignore[index]
+        case "host_drain":
+            episodes.drain_is_over(desk, key, now)
         case _:
             assert_never(name)
 
 
 Handler = Callable[[Desk, Any, Seconds], None]
 HANDLERS: Mapping[type, Handler] = {
+    e.CallMade: episodes.call_made,
     e.DrainRequested: _drain_requested,
     e.DriverResumed: _driver_resumed,
     e.DutyChanged: _duty_changed,
     e.EngineBack: _engine_back,
     e.EngineDown: _engine_down,
+    e.EpisodeEnded: episodes.episode_ended,
     e.FleetReported: hearing.fleet_reported,
     e.GroupAsked: _group_asked,
     e.GroupRejected: _group_rejected,
     e.GroupsTaken: _groups_taken,
     e.GroupWithdrawn: asking.withdraw,
+    e.HostDrainRequested: episodes.drain,
+    e.HostJoined: episodes.host_joined,
+    e.HostLeft: episodes.host_left,
     e.LeaseEnded: _lease_ended,
     e.MicroBatchTrained: _micro_batch_trained,
     e.PlacingPaused: _placing_paused,

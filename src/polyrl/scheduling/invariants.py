@@ -5,7 +5,7 @@ does not hold is a bug of the scheduler, whatever the environment did.
 """
 
 from polyrl.errors import LawViolation
-from polyrl.ids import Seconds, Version, show_sample
+from polyrl.ids import SampleId, Seconds, Version, show_sample
 from polyrl.scheduling.core.desk import ON_DESK, Desk
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.scheduling.core.samples import ASKED, NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
@@ -15,6 +15,7 @@ from polyrl.scheduling.rules.tail_batching import num_extra
 from polyrl.scheduling.scheduler import Scheduler
 
 LEASED = ("leased", "stopping")
+RUNNING = ("unhosted", "playing", "waiting", *LEASED)
 
 
 def check(scheduler: Scheduler, now: Seconds) -> None:
@@ -33,6 +34,7 @@ def check(scheduler: Scheduler, now: Seconds) -> None:
     _check_queue(desk, desk.asked, "what was asked")
     _check_leases(desk)
     _check_fleet(desk, now)
+    _check_hosts(desk, now)
     _check_scoring(desk)
     _check_prompts(desk)
     _check_sums(desk)
@@ -52,37 +54,41 @@ def _check_desk(desk: Desk) -> None:
 
 
 def _check_sample(desk: Desk, sample: TrackedSample) -> None:
-    name = f"sample {show_sample(sample.id)}"
+    """Check a sample. Messages are made only for a law that is broken: this runs for every sample after every event."""
     group = desk.groups.get(sample.group)
     if group is None:
-        raise LawViolation(f"{name} has no group")
-    _law(0 <= sample.num_tokens <= desk.config.max_new_tokens, f"{name} has {sample.num_tokens} tokens")
-    leased = sample.state in LEASED
-    _law(leased == (sample.lease != NO_LEASE), f"{name} is {sample.state} with lease {sample.lease}")
-    if leased:
-        worker = desk.seats.get(sample.worker)
-        _law(worker is not None, f"{name} is leased to an empty seat {sample.worker}")
-        _law(sample.version != NO_VERSION, f"{name} is leased and written by no version")
-    if sample.num_tokens and sample.state != "discarded":
-        oldest = oldest_version(group.step, desk.config.max_staleness)
-        _law(sample.version >= oldest, f"{name} of step {group.step} has tokens of version {sample.version}")
+        raise LawViolation(f"{_name(sample)} has no group")
+    if not 0 <= sample.num_tokens <= desk.config.max_new_tokens:
+        raise LawViolation(f"{_name(sample)} has {sample.num_tokens} tokens")
+    state = sample.state
+    leased = state in LEASED
+    if leased != (sample.lease != NO_LEASE):
+        raise LawViolation(f"{_name(sample)} is {state} with lease {sample.lease}")
+    if leased and sample.worker not in desk.seats:
+        raise LawViolation(f"{_name(sample)} is leased to an empty seat {sample.worker}")
+    if leased and sample.version == NO_VERSION:
+        raise LawViolation(f"{_name(sample)} is leased and written by no version")
+    oldest = oldest_version(group.step, desk.config.max_staleness)
+    if sample.num_tokens and state != "discarded" and sample.version < oldest:
+        raise LawViolation(f"{_name(sample)} of step {group.step} has tokens of version {sample.version}")
     waits_for_stop = ("hand_over", sample.lease) in desk.deadlines.entries
-    _law(
-        waits_for_stop == (sample.state == "stopping"),
-        f"{name} is {sample.state}, hand-over deadline: {waits_for_stop}",
-    )
+    if waits_for_stop != (state == "stopping"):
+        raise LawViolation(f"{_name(sample)} is {state}, hand-over deadline: {waits_for_stop}")
+
+
+def _name(sample: TrackedSample) -> str:
+    return f"sample {show_sample(sample.id)}"
 
 
 def _check_group(desk: Desk, group: TrackedGroup) -> None:
     name = f"group {group.id}"
     samples = [desk.samples[one] for one in group.sample_ids()]
-    kept = [one for one in samples if one.kept]
-    scored = sum(one.state == "scored" for one in kept)
-    alive = sum(one.state != "discarded" for one in kept)
+    kept = [one.state for one in samples if one.kept]
+    scored, alive = kept.count("scored"), len(kept) - kept.count("discarded")
     _law(group.id in desk.rounds[group.step].groups, f"{name} is not in its round")
     _law(group.num_scored == scored, f"{name} counts {group.num_scored} scored, has {scored}")
     _law(group.need <= alive, f"{name} needs {group.need} samples, {alive} can still be trained")
-    running = sum(one.state in ("waiting", *LEASED) for one in samples)
+    running = sum([one.state in RUNNING for one in samples])
     if group.state == "open":
         _law(group.num_generated < group.need, f"{name} has {group.num_generated} answers and is still open")
         _law(running > 0, f"{name} is open and nothing of it runs or waits")
@@ -132,11 +138,18 @@ def _check_queue(desk: Desk, round_: Round, name: str) -> None:
     samples = [desk.samples[one] for group in round_.groups for one in desk.groups[group].sample_ids()]
     waiting = [one for one in samples if one.state == "waiting"]
     _law(round_.num_waiting == len(waiting), f"{name} counts {round_.num_waiting} waiting, has {len(waiting)}")
-    leased = sum(one.state in LEASED for one in samples)
+    leased = sum([one.state in LEASED for one in samples])
     _law(round_.num_leased == leased, f"{name} counts {round_.num_leased} leased, has {leased}")
+    unhosted = [one.id for one in samples if one.state == "unhosted"]
+    _law(round_.num_unhosted == len(unhosted), f"{name} counts {round_.num_unhosted} unhosted, has {len(unhosted)}")
+    without_host = frozenset(one for waiting in round_.unhosted.values() for one in waiting)
+    _law(without_host.issuperset(unhosted), f"{name} has episodes that wait in no queue for a host")
+    playing = sum(one.state == "playing" for one in samples)
+    _law(round_.num_playing == playing, f"{name} counts {round_.num_playing} playing, has {playing}")
     queued = frozenset(round_.fresh) | frozenset(one for _, one in round_.resumed)
     for one in waiting:
-        _law(one.num_failures > 0 or one.id in queued, f"sample {show_sample(one.id)} waits in no queue")
+        if not one.num_failures and one.id not in queued:
+            raise LawViolation(f"{_name(one)} waits in no queue")
     failed = [one.id for one in waiting if one.num_failures]
     _law(sorted(round_.failed) == failed, f"{name} has other samples that failed and wait than it says")
 
@@ -153,7 +166,8 @@ def _check_leases(desk: Desk) -> None:
     for worker in desk.seats.values():
         _law(list(worker.leases) == sorted(worker.leases), f"leases of {worker.name} are out of order")
         for lease in worker.leases:
-            _law(desk.leases[lease].worker == worker.seat, f"lease {lease} is not at {worker.name}")
+            if desk.leases[lease].worker != worker.seat:
+                raise LawViolation(f"lease {lease} is not at {worker.name}")
 
 
 def _check_fleet(desk: Desk, now: Seconds) -> None:
@@ -188,6 +202,37 @@ def _check_fleet(desk: Desk, now: Seconds) -> None:
             expected = worker.duty in ("to_training", "to_generating")
             _law(switching == expected, f"{name} is {worker.duty}, switch deadline: {switching}")
         _law(worker.since <= now, f"{name} is paid beyond now")
+
+
+def _check_hosts(desk: Desk, now: Seconds) -> None:
+    hosts, waits = desk.hosts, desk.deadlines.entries
+    _law(hosts.by_name == {host.name: seat for seat, host in hosts.seats.items()}, "hosts' names and seats differ")
+    played = {one.id: one.host for one in desk.samples.values() if one.host >= 0}
+    by_host = {one: host.seat for host in hosts.seats.values() for one in host.episodes}
+    _law(by_host == played, "what hosts play is not what samples say")
+    for host in hosts.seats.values():
+        _law(len(host.episodes) <= host.slots, f"host {host.name} plays more episodes than it has places")
+        _law((("host_drain", host.seat) in waits) == host.draining, f"host {host.name} drains without a deadline")
+        _law(host.since <= now, f"host {host.name} is paid beyond now")
+    if any(domain.environment for domain in desk.config.domains):
+        for sample in desk.samples.values():
+            _check_episode(desk, sample)
+    else:
+        _law(not played, "a host plays, and no domain has an environment")
+
+
+def _check_episode(desk: Desk, sample: TrackedSample) -> None:
+    group, waits, state = desk.groups[sample.group], desk.deadlines.entries, sample.state
+    is_hosted = sample.host >= 0
+    is_episode = group.step != ASKED and bool(desk.environment_of(group.domain))
+    if is_hosted != (is_episode and state in RUNNING[1:]):
+        raise LawViolation(f"{_name(sample)} is {state} at host {sample.host}")
+    if (("episode", sample.id) in waits) != is_hosted:
+        raise LawViolation(f"{_name(sample)} is played and never given up, or the other way round")
+    if (("turn", sample.id) in waits) != (state == "playing"):
+        raise LawViolation(f"{_name(sample)} is {state}, and its environment's move is waited for, or not")
+    if is_hosted and sample.call_start > sample.num_tokens:
+        raise LawViolation(f"{_name(sample)} has fewer tokens than before its call")
 
 
 def _pulls_from_itself(seats: dict[int, Worker], worker: Worker) -> bool:
@@ -257,10 +302,14 @@ def _check_sums(desk: Desk) -> None:
 
 
 def _check_rest(desk: Desk) -> None:
-    due = desk.scores_due or desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due
+    due = desk.scores_due or desk.place_due or desk.rounds_due or desk.pulls_due or desk.devices_due or desk.hosts_due
     _law(not due, "something was left undone at the end of an event")
     if desk.state.paused:
         return
+    for round_ in desk.rounds.values() if desk.hosts.seats else ():
+        for domain in sorted({desk.groups[desk.samples[one].group].domain for one in _unhosted(desk, round_)}):
+            room = desk.hosts.choose(desk.environment_of(domain))
+            _law(room is None, f"an episode of domain {domain} waits although a host has room for it")
     for round_ in (desk.asked, *desk.rounds.values()):
         is_asked = round_ is desk.asked
         oldest = Version(0) if is_asked else oldest_version(round_.step, desk.config.max_staleness)
@@ -272,3 +321,8 @@ def _check_rest(desk: Desk) -> None:
             others = failures.others(desk, desk.groups[sample.group])
             room = any(one.credit > 0 and not one.is_doubtful for one in others)
             _law(not room, "a sample that failed waits although a worker that never did has room for it")
+
+
+def _unhosted(desk: Desk, round_: Round) -> list[SampleId]:
+    ids = [one for group in round_.groups for one in desk.groups[group].sample_ids()]
+    return [one for one in ids if desk.samples[one].state == "unhosted"]

@@ -21,7 +21,7 @@ from polyrl.scheduling.core.events import Event
 from polyrl.scheduling.core.ledger import Ledger
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.handlers import HANDLERS
-from polyrl.scheduling.parts import devices, leases, membership, rounds, scoring, steps
+from polyrl.scheduling.parts import devices, episodes, leases, membership, rounds, scoring, steps
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Scheduler:
 
     @property
     def rules(self) -> int:
-        """Which of our rules it decides by."""
+        """The version of the rules that it decides by; journals of older versions are replayed with theirs."""
         return self.desk.state.rules
 
     def adopt(self, rules: int) -> None:
@@ -90,19 +90,23 @@ class Scheduler:
             scoring.start_waiting(desk, now)
         if desk.failed_wait:
             desk.place_due = True
-        if desk.place_due or desk.rounds_due or desk.devices_due or desk.pulls_due:
+        if desk.place_due or desk.rounds_due or desk.devices_due or desk.pulls_due or desk.hosts_due:
             self._pursue(now)
         return desk.commands
 
     def _pursue(self, now: Seconds) -> None:
         """Do what has become possible."""
         desk = self.desk
-        while desk.rounds_due or desk.place_due or desk.devices_due or desk.pulls_due:
+        while desk.rounds_due or desk.place_due or desk.devices_due or desk.pulls_due or desk.hosts_due:
             if desk.rounds_due:
                 desk.rounds_due = False
                 opened = rounds.open_requested(desk, now)
                 if opened:
                     steps.rounds_opened(desk, opened, now)
+            if desk.hosts_due:
+                desk.hosts_due = False
+                episodes.host_waiting(desk, now)
+                desk.rounds_due = bool(desk.state.requested) and rounds.may_open_next(desk)
             if desk.place_due:
                 desk.place_due = False
                 leases.place_waiting(desk, now)

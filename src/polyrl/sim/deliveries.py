@@ -31,7 +31,7 @@ class Deliveries:
         self._stamp = 0
 
     def add(self, name: WorkerName) -> None:
-        """A remote machine is on the network."""
+        """Put a remote machine on the network."""
         self._flows.set_node(name, self._network.worker_egress_gbps, self._network.worker_ingress_gbps)
 
     def start(self, machine: Machine, command: PullWeights) -> None:
@@ -62,7 +62,7 @@ class Deliveries:
                 self._agenda.later(0.0, lambda machine=machine, failed=failed: self._send(machine, failed))
 
     def set_alarm(self) -> None:
-        """After a change: find out anew when the next pull ends."""
+        """Compute again, after a change, when the next pull ends."""
         if not self._changed:
             return
         self._changed = False

@@ -224,7 +224,7 @@ class FleetModel:
     # When engines change next
 
     def set_alarms(self) -> None:
-        """After an event: find out anew when the engines and the network that it touched change next."""
+        """Compute again, after an event, when the engines and the network that it touched change next."""
         touched, self._touched = self._touched, {}
         for machine in touched.values():
             machine.change_stamp += 1

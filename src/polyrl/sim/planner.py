@@ -31,7 +31,7 @@ from polyrl.sim.supply import read_supply_trace
 
 DEFAULT_STEPS = 14
 _MIN_WARMUP = 4
-"""Steps for the seeding window to settle. One that was never met before takes about as many."""
+"""Steps for the seeding window to settle; a window for a fleet size not seen before takes about as many."""
 _MILLION = 1e6
 _HOUR_S = 3600.0
 _WORTH_NAMING = 0.01
@@ -109,7 +109,7 @@ def choices(workers: Sequence[int], factors: Sequence[float], staleness: Sequenc
 
 
 def steps_in_period(factor: float) -> int:
-    """After how many steps short and long rounds repeat: each short one puts off a share of `factor - 1`."""
+    """Return after how many steps short and long rounds repeat: each short round defers a share of `factor - 1`."""
     return 1 if factor <= 1.0 else 1 + round(1.0 / (factor - 1.0)) if factor < 2.0 else 2
 
 

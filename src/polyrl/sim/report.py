@@ -255,7 +255,7 @@ def _speed_rows(result: Result) -> Iterable[tuple[str, str, str]]:
     )
     if time.short_mean is not None and time.long_mean is not None:
         yield "  short and long", f"{show_seconds(time.short_mean)} / {show_seconds(time.long_mean)}", "means"
-    yield "rollout time", show_seconds(rollout.mean), "from a round's opening to its last sample"
+    yield "rollout time", show_seconds(rollout.mean), "from a round's opening to its last reward"
     yield "tokens a second", f"{result.throughput_tok_s:,.0f}", "trained, with their prompts"
 
 

@@ -315,7 +315,7 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def _check_waits(self) -> None:
-        """A time limit below what is waited for ends nothing but the run."""
+        """Refuse a time limit that is shorter than what it limits: the run could only fail."""
         rules = self.fleet_rules
         for limit, key, takes, what in (
             (rules.heartbeat_timeout_s, "heartbeat_timeout_s", self.fleet.heartbeat_s, "fleet.heartbeat_s"),

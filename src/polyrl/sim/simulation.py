@@ -89,7 +89,7 @@ class Simulation:
         """Natural lengths of all samples started: prompts that were deferred are in it twice."""
         self.num_natural = 0
         self.natural_tokens = 0
-        """Natural lengths of every prompt once an epoch: what a run would train that trains every answer."""
+        """Natural lengths with every prompt counted once an epoch: what a run that discards nothing would train."""
         self.watch: Callable[[bytes], None] | None = None
         """Gets every record of the journal."""
         self._groups: dict[GroupId, tuple[int, int, int, Step]] = {}
@@ -239,6 +239,8 @@ class Simulation:
                 self._check_laws()
             case c.AddAsked() | c.CloseAsked():
                 raise LawViolation(f"nobody here asks for anything: {command}")
+            case c.PlayEpisode() | c.AnswerCall() | c.StopEpisode() | c.ReleaseHost() | c.ForgetHost():
+                raise LawViolation(f"no scenario has an environment yet: {command}")
             case _:
                 assert_never(command)
 

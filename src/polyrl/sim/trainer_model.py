@@ -55,7 +55,7 @@ class TrainerModel:
         self._soon()
 
     def reopen(self, step: Step) -> None:
-        """It rejected a group: how many there will be is said again."""
+        """Reopen a round whose group was rejected: the number of its groups will be announced again."""
         self._closed.pop(step, None)
 
     def end_data(self, step: Step) -> None:

@@ -114,7 +114,7 @@ def teach(model: Qwen3ForCausalLM, task: ArithmeticTask, seed: int, num_steps: i
 
 
 def _batches(task: ArithmeticTask, seed: int, num_steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As many batches as there are steps: tokens, and the answers' tokens alone as targets."""
+    """Yield a batch for each step: tokens, and targets that are the answers' tokens only."""
     draws = random.Random(seed)
     num_done = num_drawn = 0
     while True:

@@ -45,7 +45,7 @@ from polyrl.telemetry.timeline import Span, Timeline
 _SAMPLES_A_CHECK = 4
 """Events between two checks of the laws, one for so many open samples: a check looks at each of them."""
 _QUIET = (TokensArrived, WorkerReported, FleetReported, RewardFinished)
-"""Frequent, and when nothing is asked for in answer nobody does anything else than before."""
+"""Frequent events. When no command follows, no worker has changed what it does."""
 
 
 class Life(Struct):
@@ -114,56 +114,56 @@ class Account(Struct):
 def read_account(path: Path | str, *, verify: bool = False) -> Account:
     """Tell a run again. Raises JournalError if there is no run, or its journal is damaged before its end."""
     files = find_begun(Path(path))
-    teller = _Teller(verify=verify)
+    teller: _Teller | None = None
     for file in files:
         is_last = file == files[-1]
         try:
             header, records = open_journal(file)
-            teller.open(header)
+            if teller is None:
+                teller = _Teller(header, verify=verify)
+            else:
+                teller.go_on(header)
             for record in records:
                 if not teller.hear(record, file):
                     return teller.account()
         except CutShort as cut:
-            if not is_last or teller.scheduler is None:
+            if not is_last or teller is None:
                 raise
             teller.cut_short = str(cut)
+    if teller is None:
+        raise UserError("there is no journal")
     return teller.account()
 
 
 class _Teller:
     """A scheduler that hears it all again, and somebody who watches its fleet."""
 
-    def __init__(self, *, verify: bool) -> None:
-        self.scheduler: Scheduler | None = None
+    def __init__(self, header: JournalHeader, *, verify: bool) -> None:
+        """`header` is that of the first journal."""
+        self._scheduler = resume_scheduler(header, None)
         self.cut_short = ""
         self._verify = verify
-        self._header: JournalHeader | None = None
+        self._header = header
         self._difference = ""
         self._broken: list[str] = []
         self._lines: list[StepLine] = []
         self._num_records = 0
         self._unchecked = 0
         self._num_checks = 0
-        self._watcher = _Watcher()
-        self._paid_before: dict[WorkerName, tuple[float, float]] = {}
         self._away: list[tuple[Seconds, Seconds]] = []
-        self._trainer_gone: list[tuple[Seconds, Seconds]] = []
-        self._trainer_left_at: Seconds | None = None
-
-    def open(self, header: JournalHeader) -> None:
-        self.scheduler = resume_scheduler(header, self.scheduler)
-        if self._header is not None:
-            return
-        self._header = header
-        ledger = self.scheduler.ledger
+        ledger = self._scheduler.ledger
         self._paid_before = {name: (line.paid_s, line.usd) for name, line in ledger.workers.items()}
         self._trainer_gone, self._trainer_left_at = [(0.0, ledger.trainer_gone_s)], ledger.trainer_left_at
-        self._watcher.take_over(self.scheduler.desk.seats.values(), self.scheduler.ledger)
+        self._watcher = _Watcher()
+        self._watcher.take_over(self._scheduler.desk.seats.values(), ledger)
+
+    def go_on(self, header: JournalHeader) -> None:
+        """Go on with the next journal of the run."""
+        self._scheduler = resume_scheduler(header, self._scheduler)
 
     def hear(self, record: Record, file: Path) -> bool:
         """Take a record in. False: nothing behind it can be believed."""
-        assert self.scheduler is not None
-        commands = self.scheduler.handle(record.event, record.now)
+        commands = self._scheduler.handle(record.event, record.now)
         self._num_records += 1
         if digest_commands(commands) != record.commands_digest:
             self._difference = (
@@ -171,10 +171,10 @@ class _Teller:
             )
             return False
         if commands or self._watcher.misses or not isinstance(record.event, _QUIET):
-            self._watcher.look(self.scheduler.desk.seats, record.event, commands, record.now, self.scheduler.ledger)
+            self._watcher.look(self._scheduler.desk.seats, record.event, commands, record.now, self._scheduler.ledger)
         if isinstance(record.event, DriverResumed) and record.event.away_s > 0:
             self._away.append((record.now - record.event.away_s, record.now))
-        self._watch_trainer(record.event, record.now, self.scheduler.ledger.started_at or 0.0)
+        self._watch_trainer(record.event, record.now, self._scheduler.ledger.started_at or 0.0)
         trained = [command.line for command in commands if isinstance(command, ReportStep)]
         self._lines += trained
         return not self._verify or self._check(file, record, at_once=bool(trained))
@@ -189,27 +189,23 @@ class _Teller:
             self._trainer_left_at = None
 
     def _check(self, file: Path, record: Record, *, at_once: bool) -> bool:
-        assert self.scheduler is not None
         self._unchecked += 1
-        if not at_once and self._unchecked * _SAMPLES_A_CHECK < len(self.scheduler.desk.samples):
+        if not at_once and self._unchecked * _SAMPLES_A_CHECK < len(self._scheduler.desk.samples):
             return True
         return self._check_now(f"{file}: record {record.number}", record.now)
 
     def _check_now(self, where: str, now: Seconds) -> bool:
-        assert self.scheduler is not None
         self._unchecked = 0
         self._num_checks += 1
         try:
-            invariants.check(self.scheduler, now)
+            invariants.check(self._scheduler, now)
         except LawViolation as violation:
             self._broken.append(f"{where}: {violation}")
             return False
         return True
 
     def account(self) -> Account:
-        scheduler, header = self.scheduler, self._header
-        if scheduler is None or header is None:
-            raise UserError("there is no journal")
+        scheduler, header = self._scheduler, self._header
         ledger = scheduler.ledger
         started_at = 0.0 if ledger.started_at is None else ledger.started_at
         now = max(started_at, scheduler.now)
@@ -313,7 +309,7 @@ class _Watcher:
         self.timeline.mark(life.worker, None, life.ended_at)
 
     def end(self, now: Seconds) -> None:
-        """The account ends here. Who is still missed is not known to have lived on."""
+        """End the account. Nobody knows whether a worker that is still missed lived on."""
         for seat, (since, _) in self.misses.items():
             self._by_seat[seat].missed_since = since
         self.timeline.end(now)

@@ -14,7 +14,7 @@ class Repeats:
         self._times: Counter[str] = Counter()
 
     def again(self, kind: str) -> str | None:
-        """It happened once more. Returns what the line about it ends with; None if it is not worth a line."""
+        """Count one more occurrence. Return the suffix of its log line, or None if it should not be logged."""
         if len(self._times) >= _MAX_KINDS and kind not in self._times:
             self._times.clear()
         self._times[kind] += 1

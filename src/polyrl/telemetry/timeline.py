@@ -26,7 +26,7 @@ class Timeline:
         self._open: dict[str, tuple[Seconds, str]] = {}
 
     def mark(self, name: str, activity: str | None, now: Seconds) -> None:
-        """From now on the machine does this; None: it is gone."""
+        """Mark what the machine does from now on; None: it is gone."""
         before = self._open.get(name)
         if before is not None:
             if before[1] == activity:

@@ -25,7 +25,7 @@ class _Validated(msgspec.Struct, frozen=True):
 
 
 def note(run_dir: Path, version: int, rates: Mapping[str, float]) -> None:
-    """Raises UserError if the disk does not take it; the one before is whole then."""
+    """Write down a version's validation. Raises UserError if that fails; the file then stays as it was."""
     path = run_dir / _FILE_NAME
     try:
         write_whole(path, msgspec.json.encode(_Validated(version, dict(rates))))

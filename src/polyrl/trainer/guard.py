@@ -7,8 +7,9 @@ weights, or none, differs by several nats. Older weights may differ more: for we
 bound is k + 1 times as large.
 
 Rules kept here: a step comes out as if the samples beyond the bound had never arrived (step.py trains it again without
-them). A segment answers for its own tokens only. Where our own model gives NaN no worker is to blame: that gradient
-moves nothing (optimizer.py). Our own log-probabilities are those of the step's starting weights.
+them). With one training sequence, its whole episode is left out. A segment answers for its own tokens only. Where our
+own model gives NaN no worker is to blame: that gradient moves nothing (optimizer.py). Our own log-probabilities are
+those of the step's starting weights.
 
 Left out: with one update, samples that are masked. The pass that trains computes no log-probabilities for them.
 """
@@ -40,12 +41,12 @@ class MismatchGuard:
         self._excess: list[Tensor] = []
         """The mean difference of each segment, divided by its bound."""
         self._numbers: list[int] = []
-        """The number of the sample that each segment belongs to."""
+        """The number of the episode that each segment belongs to."""
         self.is_over = not bound
         """Whether no more samples are compared."""
 
     def look(self, ours: Tensor, theirs: Tensor, samples: Sequence[TrainSample], numbers: Sequence[int]) -> None:
-        """Compare samples, given their numbers within the step. Does not wait for the device."""
+        """Compare samples, given the numbers of their episodes within the step. Does not wait for the device."""
         if self.is_over or not samples:
             return
         segments = [(number, *segment) for number, one in enumerate(samples) for segment in _segments(one, self._step)]
@@ -64,7 +65,7 @@ class MismatchGuard:
         self._names += [segment[3] for segment in segments]
 
     def found(self, peers: Peers = ALONE) -> tuple[frozenset[int], dict[str, float]]:
-        """Return the numbers of the samples beyond the bound; and their workers, each with the mean difference of its
+        """Return the numbers of the episodes beyond the bound; and their workers, each with the mean difference of its
         worst segment, in nats per token, divided by its versions behind + 1. Ranks exchange their findings."""
         numbers: set[int] = set()
         named: dict[str, float] = {}
@@ -85,6 +86,6 @@ class MismatchGuard:
 def _segments(sample: TrainSample, step: int) -> list[tuple[int, int, str]]:
     """Return tokens, age and worker of each segment. A sample of unknown writers is one segment without a name."""
     segments = [(one.num_tokens, max(0, step - one.version), one.worker) for one in sample.written_by if one.num_tokens]
-    if sum(segment[0] for segment in segments) != len(sample.answer):
-        return [(len(sample.answer), 0, "")]
+    if sum(segment[0] for segment in segments) != sample.num_drawn:
+        return [(sample.num_drawn, 0, "")]
     return segments

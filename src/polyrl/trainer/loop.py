@@ -15,22 +15,22 @@ Left out: starting processes (run/training), computing rewards, and showing the 
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
-from polyrl.client import Fleet, Group, RoundOver, Sample
+from polyrl.client import Fleet, Group, RoundOver
 from polyrl.config.recipe import Recipe, TrainSection
 from polyrl.errors import UserError
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.trainer.batch import TrainGroup as TrainedGroup
-from polyrl.trainer.batch import TrainSample, TrainSegment, is_zero_variance, shaped_reward
+from polyrl.trainer.batch import TrainSample, first_sequences, is_zero_variance, shaped_reward
 from polyrl.trainer.devices import Devices
+from polyrl.trainer.reports import RejectedGroups, StepReport, make_report
+from polyrl.trainer.sequences import train_samples
 from polyrl.trainer.step import Steps, StepStats
 from polyrl.weights.server import Offer
 
@@ -45,8 +45,14 @@ _PAST_LINE_TIMEOUT_S = 10.0
 
 Prompts = Callable[[int, int], "np.ndarray[tuple[int], np.dtype[np.int32]]"]
 """Returns the tokens of a prompt, given its domain and its number."""
-RejectedGroups = dict[int, list[float]]
-"""The rewards of groups rejected because all their rewards are equal, by group id."""
+
+
+class Arrived(NamedTuple):
+    """A group of the round that is worth training on."""
+
+    group: Group
+    samples: list[TrainSample]
+    """Its training sequences."""
 
 
 class NothingCameError(UserError):
@@ -79,37 +85,6 @@ class Safety(Protocol):
     async def data_ended(self, step: int) -> None: ...
 
     async def finish(self) -> None: ...
-
-
-class StepReport(NamedTuple):
-    """Everything known about a step when it is over."""
-
-    step: int
-    stats: StepStats
-    line: StepLine | None
-    """The manager's account of the step. None before it arrives, or when the manager no longer has it."""
-    rewards: list[float]
-    """The rewards of all samples that arrived, including those of groups rejected for equal rewards."""
-    lengths: list[int]
-    """The number of answer tokens of each trained sample, in the same order as `prompt_lengths`."""
-    prompt_lengths: list[int]
-    tokens_by_age: dict[int, int]
-    """Trained answer tokens, by the number of versions between the weights that wrote them and the step's own."""
-    num_mixed: int
-    """The number of trained samples that more than one version wrote."""
-    num_filtered: int
-    """The number of groups rejected because all their rewards are equal."""
-    seconds: dict[str, float]
-    """Keys: total, generate, train, idle (training's turn, but nothing to train); save and publish once known."""
-    parts: Mapping[str, float] = {}
-    """The mean of each named part of the reward, over the samples that reached this process and have that part."""
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self, enc_hook=float)  # some numbers are numpy scalars
-
-    @staticmethod
-    def decode(data: bytes) -> "StepReport":
-        return msgspec.msgpack.decode(data, type=StepReport)
 
 
 class LoopListener(Protocol):
@@ -227,7 +202,7 @@ class Loop:
                 "train": self._devices.trained_s - trained_before,
                 "idle": max(0.0, idle_s),  # work that began in a turn may end after it
             }
-            report = _report(stats, batches, filtered, self._rejected, seconds)
+            report = make_report(stats, batches, filtered, self._rejected, seconds)
             save_s = await self._make_safe(report, batches)
             await self._fleet.step_done(step)
             publish_s = await self._publish(step + 1)
@@ -255,7 +230,7 @@ class Loop:
     async def _train_round(self, step: int) -> tuple[list[list[list[TrainSample]]], RejectedGroups]:
         """Train on the round's groups as they arrive. Return them by micro-batch, and the groups rejected for equal
         rewards, including those that an earlier process rejected."""
-        waiting: list[Group] = []
+        waiting: list[Arrived] = []
         batches: list[list[list[TrainSample]]] = []
         filtered = {} if self._safety is None else await self._safety.rejected_before(step)
         groups = self._teaching(step, filtered)
@@ -270,7 +245,7 @@ class Loop:
             batches.append(await self._micro_batch(step, waiting))
         return batches, filtered
 
-    async def _teaching(self, step: int, filtered: RejectedGroups) -> AsyncIterator[Group]:
+    async def _teaching(self, step: int, filtered: RejectedGroups) -> AsyncIterator[Arrived]:
         """Yield the groups of the round that are worth training on. Others are rejected, and the scheduler replaces
         them: groups with equal rewards, which go to `filtered`, and groups that suspects wrote."""
         async for group in self._fleet.round(step):
@@ -278,14 +253,16 @@ class Loop:
                 why = f"log-probabilities of {', '.join(suspects)} are too far from the trainer's"
                 self._suspected.update(suspects)
                 await self._fleet.reject(group, why, workers=suspects)
-            elif self._teaches_nothing(group):
+                continue
+            samples = self._train_samples(group)
+            if self._teaches_nothing(samples):
                 rewards = filtered[group.id] = [one.reward for one in group.samples]
-                self._rejected.append(self._train_samples(group))
+                self._rejected.append(samples)
                 if self._safety is not None:  # first, since a rejected group is not delivered again
                     await self._safety.rejected(step, group.id, rewards)
                 await self._fleet.reject(group, ZERO_VARIANCE)
             else:
-                yield group
+                yield Arrived(group, samples)
 
     def _suspects(self, group: Group) -> list[str]:
         """Return the group's workers that were too far off recently. The manager gives up one named three times."""
@@ -315,41 +292,28 @@ class Loop:
                 self._recipe.algorithm.max_mismatch,
             )
 
-    def _teaches_nothing(self, group: Group) -> bool:
+    def _teaches_nothing(self, samples: list[TrainSample]) -> bool:
+        """Return whether a group has nothing to train on, or is to be filtered for equal rewards."""
         algorithm, cap = self._recipe.algorithm, self._recipe.rollout.max_new_tokens
-        return algorithm.zero_variance == "filter" and is_zero_variance(
-            [shaped_reward(one.reward, len(one.tokens), algorithm, cap) for one in group.samples]
-        )
+        rewards = [shaped_reward(one.reward, num, algorithm, cap) for one, num in first_sequences([samples])]
+        return not samples or (algorithm.zero_variance == "filter" and is_zero_variance(rewards))
 
-    def _is_enough(self, groups: list[Group]) -> bool:
-        num_samples = sum(len(group.samples) for group in groups)
-        num_tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
+    def _is_enough(self, waiting: Sequence[Arrived]) -> bool:
+        num_samples = sum(len(one.group.samples) for one in waiting)
+        num_tokens = sum(_size(sample) for one in waiting for sample in one.samples)
         return is_micro_batch(num_samples, num_tokens, self._recipe.train, self._steps.device_type)
 
-    async def _micro_batch(self, step: int, groups: list[Group]) -> list[list[TrainSample]]:
-        batch = [self._train_samples(group) for group in groups]
+    async def _micro_batch(self, step: int, arrived: Sequence[Arrived]) -> list[list[TrainSample]]:
+        batch = [one.samples for one in arrived]
         await self._devices.until_my_turn()  # a group taken earlier would count as being trained
-        await self._fleet.take(*groups)
+        await self._fleet.take(*(one.group for one in arrived))
         await self._devices.train(lambda: self._steps.add(batch))
         await self._fleet.micro_batch_done(step)
-        await self._events.groups_trained(step, len(groups))
+        await self._events.groups_trained(step, len(arrived))
         return batch
 
     def _train_samples(self, group: Group) -> list[TrainSample]:
-        prompt = self._prompts(group.origin.domain, group.origin.prompt)
-        return [
-            TrainSample(
-                prompt=prompt,
-                answer=sample.tokens.astype(np.int32),
-                logprobs=sample.logprobs.astype(np.float32),
-                reward=sample.reward,
-                group=group.id,
-                finish=sample.finish,
-                written_by=_segments(sample),
-                parts=sample.parts,
-            )
-            for sample in group.samples
-        ]
+        return train_samples(group, lambda: self._prompts(group.origin.domain, group.origin.prompt))
 
     async def _publish(self, version: int) -> float:
         """Publish a version. Return how many seconds that took."""
@@ -386,56 +350,13 @@ def is_micro_batch(num_samples: int, num_tokens: int, train: TrainSection, devic
     return num_samples >= least
 
 
-def _report(
-    stats: StepStats,
-    batches: list[list[list[TrainSample]]],
-    filtered: RejectedGroups,
-    rejected: Sequence[TrainedGroup],
-    seconds: dict[str, float],
-) -> StepReport:
-    samples = [sample for batch in batches for group in batch for sample in group]
-    rewards = [one.reward for one in samples]
-    rewards += [reward for group in sorted(filtered) for reward in filtered[group]]  # whatever their order of arrival
-    return StepReport(
-        stats.step,
-        stats,
-        None,
-        rewards,
-        [len(one.answer) for one in samples],
-        [len(one.prompt) for one in samples],
-        _tokens_by_age(stats.step, samples),
-        sum(len({each.version for each in one.written_by}) > 1 for one in samples),
-        len(filtered),
-        seconds,
-        _means_of_parts([*samples, *(sample for group in rejected for sample in group)]),
-    )
+def _size(sample: TrainSample) -> int:
+    """Return the tokens that a sequence brings to a micro-batch. The prompt of an answer is not counted; that of an
+    episode's sequence may be a long conversation."""
+    return len(sample.answer) if sample.episode is None and sample.drawn is None else sample.num_tokens
 
 
-def _means_of_parts(samples: Iterable[TrainSample]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.parts.items():
-            found.setdefault(name, []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
-
-
-def _segments(sample: Sample) -> tuple[TrainSegment, ...]:
-    ends = [segment.from_token for segment in sample.segments[1:]] + [len(sample.tokens)]
-    return tuple(
-        TrainSegment(segment.version, end - segment.from_token, segment.engine, segment.worker)
-        for segment, end in zip(sample.segments, ends, strict=True)
-    )
-
-
-def _tokens_by_age(step: int, samples: Iterable[TrainSample]) -> dict[int, int]:
-    ages: Counter[int] = Counter()
-    for sample in samples:
-        for each in sample.written_by:
-            ages[step - each.version] += each.num_tokens
-    return dict(sorted(ages.items()))
-
-
-async def _in_order(groups: AsyncIterator[Group]) -> AsyncIterator[Group]:
+async def _in_order(groups: AsyncIterator[Arrived]) -> AsyncIterator[Arrived]:
     """Yield all groups in the order of their ids, so that floating-point sums do not depend on the order of arrival."""
-    for group in sorted([group async for group in groups], key=lambda one: one.id):
-        yield group
+    for one in sorted([one async for one in groups], key=lambda one: one.group.id):
+        yield one

@@ -39,8 +39,8 @@ def by_writer(apart: torch.Tensor, samples: Sequence[TrainSample], step: int) ->
         names = [f"{segment.engine or 'unknown'}/{step - segment.version}" for segment in sample.written_by]
         numbers = [labels.setdefault(name, len(labels)) for name in names]
         mark = np.repeat(np.array(numbers, np.int64), [segment.num_tokens for segment in sample.written_by])
-        if len(mark) != len(sample.answer):  # the writers of this sample are unknown
-            mark = np.full(len(sample.answer), -1, np.int64)
+        if len(mark) != sample.num_drawn:  # the writers of this sample are unknown
+            mark = np.full(sample.num_drawn, -1, np.int64)
         marks.append(mark)
     if not labels:
         return {}

@@ -71,7 +71,7 @@ class Policy:
         compile_layers: bool = False,
         divided: Divided | None = None,
     ) -> None:
-        """With `divided`, the sharded model is trained, and `loaded` is the engine's own copy."""
+        """`divided` is the sharded model to train; `loaded` is then the engine's own copy."""
         self.loaded = loaded
         self._divided = divided
         self.model: Any = (loaded.model if divided is None else divided.model).eval()

@@ -1,6 +1,7 @@
 """Packs samples into micro-batches by tokens: no padding, every sample whole, no attention across samples.
 
-A sample that is longer than a pack gets a pack of its own.
+A sample here is a training sequence (batch.py). One that is longer than a pack gets a pack of its own. Tokens that an
+environment gave have rows, which later tokens attend to, and nothing is predicted for them.
 
 Several ranks run passes together. In each pass every rank has one pack, all with about the same number of tokens, since
 each layer waits for the slowest rank. A rank left without a pack gets a *spare* one, of the shortest sample, which
@@ -20,7 +21,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Pack(NamedTuple):
-    """The rows of several samples, one row per token, and which rows predict answer tokens."""
+    """The rows of several sequences, one row per token, and which rows predict drawn tokens."""
 
     samples: tuple[int, ...]
     """The indices of the packed samples among those given, in the order of their rows."""
@@ -29,13 +30,13 @@ class Pack(NamedTuple):
     lengths: tuple[int, ...]
     """The number of rows of each sample."""
     predicting: Ints
-    """The rows whose next token belongs to an answer."""
+    """The rows whose next token was drawn."""
     targets: Ints
-    """The answer token that each of these rows predicts."""
+    """The drawn token that each of these rows predicts."""
     sample: Ints
-    """The index, within the pack, of the sample that each target belongs to."""
-    num_answer_tokens: Ints
-    """The number of answer tokens of each sample."""
+    """The index, within the pack, of the sequence that each target belongs to."""
+    num_drawn_tokens: Ints
+    """The number of drawn tokens of each sequence."""
 
 
 class RankWork(NamedTuple):
@@ -103,12 +104,16 @@ def pack(samples: Sequence[TrainSample], members: Sequence[int]) -> Pack:
     lengths: list[int] = []
     first = 0
     for member in members:
-        prompt, answer = samples[member].prompt, samples[member].answer
+        prompt, answer, drawn = samples[member].prompt, samples[member].answer, samples[member].drawn
         num = len(prompt) + len(answer) - 1
         tokens += [prompt, answer[:-1]]
         positions.append(np.arange(num))
-        predicting.append(np.arange(first + len(prompt) - 1, first + num))
-        targets.append(answer)
+        if drawn is None:
+            predicting.append(np.arange(first + len(prompt) - 1, first + num))
+            targets.append(answer)
+        else:
+            predicting.append(drawn.astype(np.int64) + (first + len(prompt) - 1))
+            targets.append(answer[drawn])
         lengths.append(num)
         first += num
     counts = np.array([len(one) for one in targets], np.int64)

@@ -21,7 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ from polyrl.config.recipe import AlgorithmConfig
 from polyrl.errors import UserError
 from polyrl.scheduling.rules.order import mix64
 from polyrl.trainer import mismatch
-from polyrl.trainer.batch import TrainGroup, TrainSample, check_samples, without
+from polyrl.trainer.batch import TrainGroup, TrainSample, check_samples, first_sequences, without
 from polyrl.trainer.critic import Critic, explained_variance, value_losses
 from polyrl.trainer.guard import MismatchGuard
 from polyrl.trainer.model import Policy, Scorer, Scores, is_about_memory
@@ -53,13 +53,14 @@ class Added(NamedTuple):
 
     num_groups: int = 0
     num_samples: int = 0
+    """Episodes count once, however many training sequences they have."""
     num_masked: int = 0
     """Samples that count in their group's advantages but are not trained on."""
     num_packs: int = 0
     num_tokens: int = 0
     """Tokens that went through the model, prompts included."""
     num_trained_tokens: int = 0
-    """Answer tokens in the loss."""
+    """Drawn tokens in the loss."""
 
     def plus(self, other: "Added") -> "Added":
         return Added(*(a + b for a, b in zip(self, other, strict=True)))
@@ -146,21 +147,19 @@ class StepAccumulator:
             raise RuntimeError("no step was begun")
         groups = [group for group in groups if self._knows(group)]
         check_samples(groups)
-        first, self._num_came = self._num_came, self._num_came + sum(map(len, groups))
+        first, self._num_came = self._num_came, self._num_came + len(first_sequences(groups))
         if not self._config.has_several_updates:
             self._came += groups
         return self._take_in(groups, first)
 
     def _take_in(self, groups: Sequence[TrainGroup], first: int) -> Added:
-        """Train groups, or hold them back. `first` is the number of their first sample within the step."""
+        """Train groups, or hold them back. `first` is the number of their first episode within the step."""
         with self._within_memory(self._of_tokens(self._max_tokens)):
             if self._config.has_several_updates:
                 groups = self._preparation.look_at(groups, self._guard, first)
-            prepared = self._preparation.prepare(groups)
-        number = count(first)
-        ready = [[one._replace(number=next(number)) for one in group] for group in prepared]
-        num_masked = sum(one.is_masked for group in ready for one in group)
-        added = Added(len(groups), sum(map(len, groups)), num_masked)
+            ready = self._preparation.prepare(groups, first)
+        masked = [one.is_masked for group in ready for one in group if one.is_first]
+        added = Added(len(groups), len(masked), sum(masked))
         if self._holds_back:
             self._held += ready
         else:
@@ -305,9 +304,9 @@ class StepAccumulator:
         for part in make_parts(samples, passes, self._peers.rank):
             with self._within_memory(self._of_tokens(len(part.pack.tokens))):
                 self._train_part(part, [ready[number] for number in part.pack.samples])
-        num_tokens = sum(len(one.answer) for one in samples)
+        num_tokens = sum(one.num_drawn for one in samples)
         self._num_open_tokens += num_tokens
-        self._num_open_samples += len(ready)
+        self._num_open_samples += sum(one.is_first for one in ready)
         num_packs = sum(bool(members) for each in passes for members in each)
         return Added(num_packs=num_packs, num_tokens=sum(rows), num_trained_tokens=num_tokens)
 
@@ -320,7 +319,8 @@ class StepAccumulator:
             whose, numbers = [one.sample for one in ready], [one.number for one in ready]
             self._guard.look(self._ours(batch), batch.behaviour_logprobs, whose, numbers)
         losses = self._policy_losses(batch, tally)
-        weights = aggregation.token_weights(batch.sample, batch.num_tokens, config)
+        lengths = self._send(np.array([one.num_episode_tokens for one in ready], np.int64))
+        weights = aggregation.token_weights(batch.sample, lengths, config)
         if part.is_spare:
             weights = torch.zeros_like(losses)
         told = {"actor/pg_loss": _weighed(losses, weights)}
@@ -379,7 +379,7 @@ class StepAccumulator:
             behaviour_logprobs=behaviour,
             advantages=self._send(np.concatenate([one.gains for one in ready if one.gains is not None])),
             sample=self._send(pack.sample),
-            num_tokens=self._send(pack.num_answer_tokens),
+            num_tokens=self._send(pack.num_drawn_tokens),
         )
 
     def _old(self, samples: Sequence[TrainSample], behaviour: Tensor, present: Tensor) -> Tensor:

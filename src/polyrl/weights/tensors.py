@@ -2,9 +2,9 @@
 
     layout_of   the places of a model's tensors in the serving dtype; tensors that share memory appear once
     snapshot    cast a model's tensors, and copy them into the bytes of a version
-    load_into   copy the bytes of a version into a model's tensors, in place: all of them, or those that changed
+    pair_up     a model's tensors, each with the version's: all of them, or those that changed
 
-Rules kept here: everything is checked before the first byte is written, so a model is loaded whole or left alone
+Rules kept here: everything is checked before anything is paired or written, so a model is loaded whole or left alone
 (BadTensors). A dtype is never converted on loading: an engine computes with the dtype that the manifest states.
 """
 
@@ -106,38 +106,23 @@ def source_of(entry: TensorEntry, state: Mapping[str, Tensor]) -> Tensor:
     return tensor
 
 
-def load_into(
-    state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None = None
-) -> tuple[str, ...]:
-    """Copy a version's tensors into a model's, in place, and return their names.
-
-    `changed` restricts it to these tensors and those tied to them. Raises BadTensors before anything is written, if a
-    tensor is missing or has another shape or dtype.
-    """
-    plan = _plan(state, layout, view, changed)
-    with torch.no_grad():
-        for entry, destinations in plan:
-            for destination in destinations:
-                destination.copy_(entry_tensor(entry, view), non_blocking=True)
-    _wait({one.device for _, destinations in plan for one in destinations})
-    return tuple(entry.name for entry, _ in plan)
-
-
 def pair_up(
     state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return a model's tensors, each with the version's tensor for it: `load_into` without the copying."""
-    plan = _plan(state, layout, view, changed)
-    return [(one, entry_tensor(entry, view)) for entry, destinations in plan for one in destinations]
+    """Return a model's tensors, each with the version's tensor that belongs into it.
 
-
-def _plan(
-    state: Mapping[str, Tensor], layout: Layout, view: View, changed: Collection[str] | None
-) -> list[tuple[TensorEntry, list[Tensor]]]:
+    `changed` restricts it to these tensors and those tied to them. Raises BadTensors if a tensor is missing or has
+    another shape or dtype, also for one that is not in `changed`.
+    """
     if memoryview(view).nbytes != layout.num_bytes:
         raise BadTensors(f"{memoryview(view).nbytes} bytes of weights; expected {layout.num_bytes}")
     plan = [(entry, _destinations(entry, state, layout)) for entry in layout.tensors]
-    return plan if changed is None else [one for one in plan if one[0].name in changed]
+    return [
+        (one, entry_tensor(entry, view))
+        for entry, destinations in plan
+        if changed is None or entry.name in changed
+        for one in destinations
+    ]
 
 
 def _destinations(entry: TensorEntry, state: Mapping[str, Tensor], layout: Layout) -> list[Tensor]:

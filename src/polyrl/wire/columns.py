@@ -49,7 +49,7 @@ class BadColumns(ValueError):
 
 
 class Columns(NamedTuple):
-    """The rows of a frame, by lease: so many cells after `offsets` tokens, up to this byte of the column of cells."""
+    """The rows of a frame, a list a column. `ends` are the bytes at which each row's cells end."""
 
     leases: list[int]
     offsets: list[int]
@@ -84,6 +84,11 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def unpack_tokens(packed: bytes) -> list[int]:
     return np.frombuffer(packed, TOKEN_IDS).tolist()
+
+
+def view_tokens(packed: bytes) -> Any:
+    """Token ids, without a copy."""
+    return np.frombuffer(packed, TOKEN_IDS)
 
 
 def pack_column(kind: str, numbers: Sequence[int]) -> bytes:
@@ -149,7 +154,7 @@ def check_cells(cells: bytes, vocabulary: Vocabulary) -> None:
 
 
 def why_no_ids(tokens: "np.ndarray[Any, Any]", size: int) -> str:
-    """Why some of these, of which there is at least one, are no ids of a vocabulary of this size; or empty."""
+    """Return why some of these tokens, at least one, are not ids of a vocabulary of this size; empty if all are."""
     least, most = int(_least(tokens)), int(_most(tokens))
     if least >= 0 and most < size:
         return ""

@@ -56,6 +56,24 @@ class JoinReply(Struct, frozen=True, kw_only=True):
     """Hexadecimal: with it, those of one run know each other where weights are fetched."""
 
 
+class HostJoinRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A host that wants to play an environment's episodes."""
+
+    name: Annotated[str, Meta(pattern=WORKER_NAME)]
+    protocol: Annotated[int, Meta(ge=0)]
+    environment: Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
+    slots: Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+    """Episodes that it plays at once."""
+    price_usd_per_hour: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+
+
+class HostJoinReply(Struct, frozen=True, kw_only=True):
+    host: str
+    session: str
+    """The session that it dials its connection with, now and after every break."""
+    heartbeat_interval_s: float
+
+
 class NameReply(Struct, frozen=True, kw_only=True):
     """Whether a worker that is about to start will be let in under a name."""
 
@@ -99,7 +117,7 @@ class RunRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RunReply(Struct, frozen=True, kw_only=True):
     session: str
     fresh: bool
-    """It was opened just now. Otherwise it went on from where it was."""
+    """Whether the run was opened by this request; otherwise it was there already, and goes on."""
     published: int
     """The newest version; -1 is none."""
     last_requested: int
@@ -141,6 +159,19 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     """The number of tokens so far of the samples that it runs."""
 
 
+class HostStatus(Struct, frozen=True, kw_only=True):
+    name: str
+    environment: str
+    connected: bool
+    draining: bool
+    playing: int
+    """Episodes that it plays."""
+    slots: int
+    price_usd_per_hour: float
+    last_heard_s: float
+    usd: float
+
+
 class RoundStatus(Struct, frozen=True, kw_only=True):
     step: int
     kind: str
@@ -157,6 +188,10 @@ class RoundStatus(Struct, frozen=True, kw_only=True):
     """The length of the longest running sample."""
     longest_on: str = ""
     """The worker that runs it."""
+    episodes_unhosted: int = 0
+    """Episodes that wait for a host."""
+    episodes_playing: int = 0
+    """Episodes whose environment has the move."""
 
 
 class WaitStatus(Struct, frozen=True, kw_only=True):
@@ -222,6 +257,7 @@ class Status(Struct, frozen=True, kw_only=True):
     """Where answers end."""
     rewards: RewardsStatus | None = None
     """None: the trainer has not reported."""
+    hosts: tuple[HostStatus, ...] = ()
 
 
 class HealthReply(Struct, frozen=True, kw_only=True):

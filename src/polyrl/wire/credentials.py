@@ -1,8 +1,8 @@
 """Access tokens with a scope, made once a run, kept in files that only their owner reads.
 
-Three scopes. `worker` may join and stream; `generate` may ask for answers (docs/guides/serve.md); `admin` may do all of
-that and everything else: open a run, submit rounds, read samples, drain. A token is compared in constant time, and
-never logged or printed.
+Four scopes. `worker` may join and stream; `host` may play episodes; `generate` may ask for answers
+(docs/guides/serve.md); `admin` may do all of that and everything else: open a run, submit rounds, read samples, drain.
+A token is compared in constant time, and never logged or printed.
 
 A client finds its token, in this order: `--token-file`, the environment variable POLYRL_TOKEN.
 """
@@ -18,9 +18,14 @@ from typing import Literal
 from polyrl.disk import write_whole
 from polyrl.errors import UserError
 
-Scope = Literal["worker", "generate", "admin"]
+Scope = Literal["worker", "host", "generate", "admin"]
 TOKEN_VARIABLE = "POLYRL_TOKEN"
-TOKEN_FILES: dict[Scope, str] = {"worker": "worker.token", "generate": "generate.token", "admin": "admin.token"}
+TOKEN_FILES: dict[Scope, str] = {
+    "worker": "worker.token",
+    "host": "host.token",
+    "generate": "generate.token",
+    "admin": "admin.token",
+}
 _TOKEN_BYTES = 32
 _MIN_TOKEN_CHARACTERS = 16
 
@@ -70,7 +75,7 @@ def read_token_file(path: Path) -> str:
 
 
 def find_token(token_file: str | None, options: str = "--token-file") -> str:
-    """The token that a client is to use. Raises UserError that says where it may come from: `options`, for example."""
+    """Return the client's token. `options` are the command-line options that the UserError for a missing one names."""
     if token_file is not None:
         return read_token_file(Path(token_file))
     token = os.environ.get(TOKEN_VARIABLE, "").strip()

@@ -157,7 +157,10 @@ class Dialer:
             raise self._unreachable(error) from error
 
     def _refusal(self, status: int, said: str | None, headers: Mapping[str, str]) -> UserError | Unreachable:
-        """`said`: by a manager, or None. A server's failure may be that of a proxy whose manager is away."""
+        """Return the error for a refused request. `said` is the manager's line; None if the reply is not a manager's.
+
+        A 5xx counts as unreachable: it may come from a proxy whose manager is down.
+        """
         if status == 503 and (share := _share_in(headers)) is not None:
             return Starting(f"{self.url}: the manager starts again: {share:.0%} of its run is read", share)
         if status == 423 and said is not None:

@@ -25,7 +25,7 @@ from polyrl.scheduling.core.events import Duty, RewardOutcome
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.wire.imposed import ImposedLengths
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_WORKER_FRAME_BYTES = 16 << 20
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 MAX_REPLACED = 64
@@ -53,7 +53,7 @@ class Frame(Struct, frozen=True, array_like=True, gc=False):
     """The base of all frames: how they are written down."""
 
 
-def _make_plain(said: Struct, *fields: str) -> None:
+def make_plain(said: Struct, *fields: str) -> None:
     for field in fields:
         text = getattr(said, field)
         if not text.isprintable():
@@ -106,7 +106,7 @@ class Hello(Frame, frozen=True, tag="hello"):
     """With `draining`: how long its machine stays."""
 
     def __post_init__(self) -> None:
-        _make_plain(self, "draining", "down")
+        make_plain(self, "draining", "down")
 
 
 class Ended(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -118,7 +118,7 @@ class Ended(Struct, frozen=True, array_like=True, gc=False, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if self.detail:
-            _make_plain(self, "detail")
+            make_plain(self, "detail")
 
 
 class NewTokens(Frame, frozen=True, tag="tokens", forbid_unknown_fields=True):
@@ -156,33 +156,33 @@ class InstallFailed(Frame, frozen=True, tag="install_failed"):
     reason: PeerText
 
     def __post_init__(self) -> None:
-        _make_plain(self, "reason")
+        make_plain(self, "reason")
 
 
 class Down(Frame, frozen=True, tag="down"):
-    """Its engine died, and is being started again. The leases that it had end by themselves."""
+    """The worker's engine died, and is being started again. Its leases end by themselves."""
 
     reason: PeerText
 
     def __post_init__(self) -> None:
-        _make_plain(self, "reason")
+        make_plain(self, "reason")
 
 
 class Back(Frame, frozen=True, tag="back"):
-    """Its engine is there again, and runs what it ran at its start."""
+    """The worker's engine is back, and runs the version that it ran at its start."""
 
     version: HeldVersion
     """-1 is nothing."""
 
 
 class Leaving(Frame, frozen=True, tag="leaving"):
-    """It wants to hand everything over and go."""
+    """The worker wants to hand everything over and leave."""
 
     reason: PeerText
     notice_s: NoticeSeconds = 0.0
 
     def __post_init__(self) -> None:
-        _make_plain(self, "reason")
+        make_plain(self, "reason")
 
 
 class Goodbye(Frame, frozen=True, tag="goodbye"):
@@ -191,7 +191,7 @@ class Goodbye(Frame, frozen=True, tag="goodbye"):
     """It can never serve this run, and says why."""
 
     def __post_init__(self) -> None:
-        _make_plain(self, "reason")
+        make_plain(self, "reason")
 
 
 class OnDuty(Frame, frozen=True, tag="turned"):
@@ -228,9 +228,12 @@ class Order(Struct, frozen=True, array_like=True, gc=False):
     so_far: bytes
     """Packed ids of the tokens that are there already."""
     max_tokens: int
-    """The sample ends at this many tokens in all."""
+    """It ends at this many tokens, with those of `so_far`."""
     seed: int
     sampling: Sampling
+    num_before: int = 0
+    """Drawn tokens of the sample that are part of the prompt, as an episode's earlier answers are. Offsets count them,
+    `max_tokens` does not."""
 
 
 class Orders(Frame, frozen=True, tag="generate"):
@@ -263,14 +266,14 @@ class PullOrder(Frame, frozen=True, tag="pull"):
 
 
 class ChangeDuty(Frame, frozen=True, tag="turn"):
-    """To a local worker: its devices are to do this. Answered by OnDuty, also when they do already."""
+    """Tell a local worker what its devices are to do. Answered by OnDuty, even if they do so already."""
 
     duty: Duty
     why: str
 
 
 class Release(Frame, frozen=True, tag="release"):
-    """It may go: nothing of it is missed. `rejoin`: it was given up and may join anew."""
+    """The worker may go: nothing more is wanted from it. `rejoin`: it was given up, and may join anew."""
 
     why: str
     rejoin: bool = False
@@ -288,10 +291,13 @@ class TrainerHello(Frame, frozen=True, tag="trainer"):
     """The first frame on every connection. The run's settings came when it was opened (control.RunRequest)."""
 
 
-class PromptPayload(Struct, frozen=True, array_like=True, gc=False):
+class PromptPayload(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
     group: Natural
     tokens: bytes
+    """Empty for a group of episodes: environments make their prompts."""
     sampling: Sampling
+    task: bytes = b""
+    """For a group of episodes: a row of the data, as JSON; empty where the environment brings its own tasks."""
 
 
 class RequestRound(Frame, frozen=True, tag="request_round"):
@@ -333,7 +339,7 @@ class Rejected(Frame, frozen=True, tag="rejected"):
     """The workers whose tokens it is rejected for. A worker that is named again and again is given up."""
 
     def __post_init__(self) -> None:
-        _make_plain(self, "reason")
+        make_plain(self, "reason")
         force_setattr(self, "workers", tuple(plain(name)[:_MAX_TEXT] for name in self.workers))
 
 
@@ -343,7 +349,7 @@ class MicroBatchDone(Frame, frozen=True, tag="micro_batch_done"):
 
 
 class RestartStep(Frame, frozen=True, tag="restart_step"):
-    """It has lost what it made of the step: groups that were taken are to be delivered again."""
+    """The trainer lost its work on the step: groups that were taken are to be delivered again."""
 
     seq: Natural
     step: Natural
@@ -377,7 +383,7 @@ class RewardsTold(Frame, frozen=True, tag="rewards"):
     """The reason of the last answer without a reward."""
 
     def __post_init__(self) -> None:
-        _make_plain(self, "function", "why")
+        make_plain(self, "function", "why")
 
 
 class Published(Frame, frozen=True, tag="published"):
@@ -418,7 +424,7 @@ class Opened(Frame, frozen=True, tag="opened"):
 
 
 class Segment(Struct, frozen=True, array_like=True, gc=False):
-    """From this token on, that version wrote."""
+    """The version and the worker that wrote the tokens from `from_token` on."""
 
     from_token: int
     version: int
@@ -429,8 +435,20 @@ class Segment(Struct, frozen=True, array_like=True, gc=False):
     """The kind of engine that the worker says it has."""
 
 
+class CallPayload(Struct, frozen=True, array_like=True, gc=False):
+    """A call of an episode. Its prompt is the first `kept` tokens of what call `base` was given and answered with, and
+    then `tokens`; its answer is the sample's tokens from `start` to `end`."""
+
+    base: int
+    kept: int
+    tokens: bytes
+    start: int
+    end: int
+    finish: str
+
+
 class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
-    """An answer with all that is known of it."""
+    """An answer, or an episode, with all that is known of it."""
 
     sample: int
     cells: bytes
@@ -441,6 +459,8 @@ class SamplePayload(Struct, frozen=True, array_like=True, gc=False):
     """The parts of the reward, by name."""
     is_kept: bool = False
     """Cells, segments and finish are left out: the trainer has them from ScoreThese on the same connection."""
+    calls: tuple[CallPayload, ...] = ()
+    """An episode's; empty for a single answer."""
 
 
 class Origin(Struct, frozen=True, array_like=True, gc=False):

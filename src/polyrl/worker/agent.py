@@ -287,7 +287,7 @@ class WorkerAgent:
             await asyncio.sleep(next(self._waits))
 
     async def _live_until_break(self) -> Left | None:
-        """None: dial again."""
+        """Join and stay connected. Return why the worker leaves; None: dial again."""
         try:
             if self._session is None:
                 await self._join()
@@ -427,7 +427,7 @@ class WorkerAgent:
         if lease in self._book:
             return
         so_far = columns.unpack_tokens(order.so_far)
-        self._book.open(lease, len(so_far))
+        self._book.open(lease, order.num_before + len(so_far))
         prompt = columns.unpack_tokens(order.prompt)
         max_tokens, sampling = order.max_tokens, order.sampling
         if sampling.imposed is not None:
@@ -441,7 +441,7 @@ class WorkerAgent:
         self._engine.generate(Job(lease, SampleId(order.sample), prompt, so_far, max_tokens, order.seed, sampling))
 
     async def _stop(self, aborted: Iterable[LeaseId], handed_over: Iterable[LeaseId] = ()) -> None:
-        """To its end, also when the connection breaks: what has left the book is never asked for again."""
+        """Stop leases, even if the connection breaks meanwhile: leases that left the book are never asked for again."""
         await finish(asyncio.gather(*map(self._abort, aborted), *map(self._hand_over, handed_over)))
 
     async def _abort(self, lease: LeaseId) -> None:

@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Its one token was drawn here. The last of a prompt, alone in its chunk, is prefilled."""
+        """Whether the chunk is one token that was drawn here. A prompt's last token, alone in a chunk, is prefilled."""
         return self.count == 1 and self.start >= self.member.num_given
 
 
@@ -111,7 +111,7 @@ class Batching:
         return self._cache.num_blocks_for(num_tokens) <= self._cache.num_blocks
 
     def add(self, member: Member) -> None:
-        """It waits from now on. It must have fewer than `max_total` tokens, and these must fit the cache alone."""
+        """Queue a member. It must have fewer than `max_total` tokens, and these must fit into an empty cache."""
         self._cache.extend_keys(member.keys, member.tokens)
         member.tail = self._cache.tail_key(member.keys, member.tokens)
         member.num_given = len(member.tokens)
@@ -198,7 +198,7 @@ class Batching:
                 self._send_back(next(reversed(self._running.values())))
 
     def _send_back(self, member: Member) -> None:
-        """From running to the front of the queue."""
+        """Move a running member to the front of the queue."""
         del self._running[member.lease]
         self._cache.release(member.blocks)
         member.num_computed = member.num_published = 0
@@ -219,7 +219,7 @@ class Batching:
     def _admit(self, prefilling: list[Member], budget: int) -> list[Chunk]:
         """Begin with those that wait, as far as places, blocks and the budget go."""
         chunks: list[Chunk] = []
-        under_way = {key for member in prefilling for key in (*member.keys[member.num_published :], member.tail)}
+        under_way = {key for member in prefilling for key in _keys_to_come(member, member.num_published)}
         for member in self._waiting.values():
             if not budget or self.num_running == self._max_running:
                 break
@@ -234,7 +234,7 @@ class Batching:
                 self.copies.append((copied, member.blocks[len(cached)]))
                 member.num_computed = start
             self._running[member.lease] = member
-            under_way.update((*member.keys[len(cached) :], member.tail))
+            under_way.update(_keys_to_come(member, len(cached)))
             chunks.append(_chunk(member, count))
             budget -= count
         for chunk in chunks:
@@ -242,7 +242,7 @@ class Batching:
         return chunks
 
     def _find(self, member: Member) -> tuple[list[int], int | None, bytes | None]:
-        """Blocks that it can share, one that it can copy, and the key of what it would need next."""
+        """Return the cached blocks that a member can share, one that it can copy, and the key of the next it lacks."""
         usable = member.keys[: (len(member.tokens) - 1) // self._cache.block_tokens]
         cached = self._cache.find(usable)
         if len(cached) < len(usable):
@@ -269,6 +269,15 @@ class Batching:
         member.num_published = len(cached)
         member.num_computed = len(cached) * cache.block_tokens
         return cache.extend(member.blocks, len(member.tokens))
+
+
+def _keys_to_come(member: Member, num_known: int) -> list[bytes]:
+    """Return the keys of what a member computes and others may wait for.
+
+    Its tail is one of them only if it draws more than one token: a tail is forgotten with the last member that has it.
+    """
+    keys = member.keys[num_known:]
+    return [*keys, member.tail] if member.max_total > len(member.tokens) + 1 else keys
 
 
 def _chunk(member: Member, count: int) -> Chunk:

@@ -9,7 +9,7 @@ MAX_SLOTS = 4096
 
 
 class BuiltinConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """None, where the device decides (`fit`)."""
+    """Settings of the builtin engine. None: chosen by the device (`fit`)."""
 
     model: str
     """A Hugging Face directory."""

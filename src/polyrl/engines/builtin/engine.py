@@ -139,7 +139,7 @@ class BuiltinEngine:
         return runners.make(loaded, self._config, self._cache, self._max_context, self._fit.invariant_tokens)
 
     async def close(self) -> None:
-        """A load that is under way ends first; the event loop goes on meanwhile."""
+        """Close the engine. A load that is under way ends first; the event loop is not blocked meanwhile."""
         await finish_first(self._close())
 
     async def _close(self) -> None:

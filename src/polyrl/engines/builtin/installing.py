@@ -82,7 +82,8 @@ def load_base(folder: str, dtype: str) -> Base:
 
 
 def stage_adapter(loaded: Loaded, copy: HostCopy, base: Base, *, changed_only: bool) -> StagedTensors:
-    """A version that changes the base. `changed_only`: the model is such a version already. Raises NotOfThisModel."""
+    """Merge an adapter version with the base. `changed_only`: stage only the tensors that it changes, because the model
+    already runs an adapter of the same layout. Raises NotOfThisModel."""
     model = dict(loaded.model.named_parameters())
     try:
         with _beside(next(iter(model.values()))):

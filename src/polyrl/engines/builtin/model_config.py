@@ -201,7 +201,7 @@ def why_another(ours: Any, theirs: Any) -> str:
 
 
 def _plain_rope(value: Any) -> Any:
-    """Without what is said twice; of some families there is one for each type of layer."""
+    """Return the rope settings without duplicates; some families have one for each type of layer."""
     if not isinstance(value, dict):
         return value
     return {key: _plain_rope(one) for key, one in value.items() if key not in _ROPE_ALIASES}

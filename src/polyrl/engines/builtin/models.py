@@ -161,7 +161,7 @@ def find_tokenizer(folder: str) -> Any:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """None when there is none. Raises EngineError for one that cannot be used."""
+    """Load the tokenizer; None if the directory has none. Raises EngineError for one that cannot be used."""
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:

@@ -175,7 +175,7 @@ class Runner:
             self._decoder.reach(num_positions)
 
     def _made_up(self, numbers: Numbers, value: int = 0) -> torch.Tensor:
-        """To a number of rows that `round_rows` allows, in the last dimension."""
+        """Pad the last dimension to a number of rows that `round_rows` allows."""
         missing = round_rows(numbers.shape[-1]) - numbers.shape[-1]
         if missing > 0:
             numbers = np.pad(numbers, [*[(0, 0)] * (numbers.ndim - 1), (0, missing)], constant_values=value)

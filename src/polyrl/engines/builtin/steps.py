@@ -56,7 +56,7 @@ class StepRunner(Protocol):
         ...
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """From block to block of the cache; all are read before one is written."""
+        """Copy blocks of the cache to others; all are read before any is written."""
         ...
 
     def change_weights(self, write: Callable[[], None] | None) -> None:

@@ -89,7 +89,7 @@ class ServedEngine:
 
     @property
     def is_attached(self) -> bool:
-        """Its server ran before, and goes on afterwards."""
+        """Whether the server was started by somebody else, and goes on afterwards."""
         return not self._keeper.is_ours
 
     @property
@@ -181,7 +181,7 @@ class ServedEngine:
         return self._keeper.trouble
 
     def stats(self) -> EngineStats:
-        """Its own figures are a moment old, so they are held against what we know."""
+        """Return the server's figures, which are a moment old, corrected by what is known here."""
         load, num = self._keeper.load, len(self._answers)
         slots = 0 if self._facts is None else self._facts.slots
         num_waiting = max(min(load.num_waiting, num), num - slots)
@@ -286,7 +286,7 @@ class ServedEngine:
             answer.end.set_result(error)
 
     def _take(self, answer: ServedAnswer, part: AnswerPart) -> AnswerEnd | None:
-        """Tell of new tokens; how the answer has ended, if it has."""
+        """Pass new tokens on. Return how the answer ended, or None if it goes on."""
         self._heard_at = time.monotonic()
         if answer.server is not self._keeper.server:
             raise EngineError("it comes from a server that is down")  # of which version, nobody can say any more
@@ -326,7 +326,7 @@ class ServedEngine:
         await finish(self._free(answer, answer.task))
 
     async def _free(self, answer: ServedAnswer, task: asyncio.Task[None]) -> None:
-        """Until its server has let go of it, it counts as running."""
+        """Free a sample's slot once the server has let go of it; until then it counts as running."""
         await self._until_over(answer, task)
         task.cancel()
         await asyncio.wait([task])

@@ -30,11 +30,11 @@ Part = TypeVar("Part")
 
 
 class ServerUnreachable(EngineError):
-    """It is not there, or went away in the middle."""
+    """The server cannot be reached, or broke off in the middle."""
 
 
 class ServerAnswered(EngineError):
-    """It answered, and the answer is an error."""
+    """The server answered with an error."""
 
     def __init__(self, path: str, status: int, said: str) -> None:
         super().__init__(f"{path} answered {status}: {said}")
@@ -197,7 +197,7 @@ def read_gauges(page: str, prefix: str) -> dict[str, list[float]]:
 
 
 _EVERY_S = 0.025
-"""Half of what a worker gathers tokens for before it sends them."""
+"""Half of a worker's flush interval."""
 _MANY = 4
 _MANY_EVERY_S = 0.05
 _READ_S = 0.008

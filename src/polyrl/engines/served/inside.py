@@ -330,7 +330,7 @@ def wrap(sampler: Any, how: Callable[[DrawTokens], DrawTokens]) -> None:
 
 
 def of_sampler(original: DrawTokens) -> DrawTokens:
-    """Its `sample` gives log-probabilities beside the tokens, and divides the logits in place."""
+    """Wrap a sampler whose `sample` returns log-probabilities beside the tokens, and divides the logits in place."""
 
     def sample(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> tuple[Any, Any]:
         told = _of_policy(logits, sampling_metadata.temperature) if _truncates(sampling_metadata) else None
@@ -354,7 +354,7 @@ def _of_policy(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def of_newer_sampler(original: DrawTokens) -> DrawTokens:
-    """Its `sample` gives logits beside the tokens, which its caller makes log-probabilities of."""
+    """Wrap a sampler whose `sample` returns logits beside the tokens; its caller makes log-probabilities of them."""
 
     def sample(self: Any, logits: torch.Tensor, rows: Any, requests: Any, numbers: Any, *args: Any, **more: Any) -> Any:
         tokens, processed = original(self, logits, rows, requests, numbers, *args, **more)

@@ -33,7 +33,7 @@ _LOAD_EVERY_S = 1.0
 _LOOKS = 3
 """Samples that wait in this many looks in a row are held back; in fewer, they have just come."""
 _SILENCE_S = 60.0
-"""A server that tells no figures for so long hangs."""
+"""A server whose metrics cannot be read for so long is taken to hang."""
 _LONGEST_PAUSE_S = 30.0
 _MAX_DEATHS = 5
 """In a row, without a token in between."""
@@ -103,7 +103,7 @@ class Keeper:
         await self._end_process(gently=True)
 
     def give_up(self, server: Server, why: str) -> None:
-        """It must not be used any more."""
+        """End the life of this server, which must not be used any more; the next one may follow."""
         if self.server is server and self._broken is not None and not self._broken.done():
             self._broken.set_result(why)
 

@@ -107,7 +107,7 @@ class ServerProcess:
         return f"was ended by signal {-code}"
 
     async def stop(self) -> None:
-        """It and all that it started. SIGTERM first, SIGKILL for who does not hear it."""
+        """End the server and all that it started: by SIGTERM, then by SIGKILL."""
         if not self.has_ended:
             _signal(self.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -181,7 +181,7 @@ def members(group: int) -> list[int]:
 
 
 def _unwrapped(error: str) -> str:
-    """Without the bracket that closes before the error begins, as in `python -m`'s own."""
+    """Remove a closing bracket without an opening one, as `python -m`'s own errors have it."""
     return error[:-1] if error.endswith(")") and error.count(")") > error.count("(") else error
 
 
@@ -197,12 +197,12 @@ def tail(log: Path, num: int) -> list[str]:
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without what would have another environment's Python find our modules; then what the server needs."""
+    """Return our environment without the variables that lead another Python to our modules, plus the server's own."""
     ours = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     return {**ours, **more}
 
 
 def _on_its_own() -> None:
-    """In the child, before it becomes the server."""
+    """Prepare the child, before it becomes the server."""
     os.setpgid(0, 0)
     end_with_parent()

@@ -76,7 +76,7 @@ class ServedConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def num_slots(self) -> int | None:
-        """None: the server's own number, which is one for GPUs."""
+        """Samples that run at once; None: the server's own default, which is meant for GPUs."""
         return _CPU_SLOTS if self.slots is None and self.is_on_cpu else self.slots
 
     def cpu_context(self, model_context: int | None) -> int:
@@ -176,7 +176,7 @@ class WeightLoading(Protocol):
         ...
 
     async def pause(self) -> None:
-        """When this returns no token is written any more. Running samples keep their place."""
+        """Stop generation. No token is written after it returns; running samples keep their place."""
         ...
 
     async def put(self, staged: Any) -> None:
@@ -211,12 +211,14 @@ class Server(Protocol):
         ...
 
     def stream(self, request: str, asked: ServerRequest) -> AbstractAsyncContextManager[EventStream[AnswerPart]]:
-        """Its last part has an end. Entering and reading raise EngineError when the server fails, JobRefused when it
-        will not."""
+        """Generate. The last part has an end.
+
+        Entering and reading raise EngineError when the server fails, JobRefused when it refuses the request.
+        """
         ...
 
     async def abort(self, request: str) -> None:
-        """The server is told. Its stream then ends; if not, the request had not come to it yet."""
+        """Tell the server to abort. The stream then ends, unless the request has not reached the server yet."""
         ...
 
     async def load(self) -> ServerLoad: ...

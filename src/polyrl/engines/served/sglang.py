@@ -92,7 +92,7 @@ class SglangServer:
             kv_tokens, context = config.cpu_kv_tokens, config.cpu_context(model.max_context)
             flags += ["--device", "cpu", "--dtype", "float32", "--disable-cuda-graph", "--disable-overlap-schedule"]
             flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            # What others take of the memory while it loads counts as its own. Its cache has a size of its own, below.
+            # SGLang counts memory that others take while it loads as its own. The size of its cache is set below.
             flags += ["--mem-fraction-static", "0.8", "--sleep-on-idle"]
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.threads)}
         if kv_tokens is not None:

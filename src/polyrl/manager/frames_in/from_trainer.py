@@ -10,7 +10,7 @@ from typing import assert_never
 
 from polyrl.errors import Refused
 from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
-from polyrl.manager import frames_out
+from polyrl.manager import frames_out, to_hosts
 from polyrl.manager.journal import PromptsSupplied, RewardKept, VersionOffered
 from polyrl.manager.lobby import Lobby
 from polyrl.manager.peers.link import Link
@@ -19,6 +19,7 @@ from polyrl.manager.run import Run
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e
 from polyrl.wire import frames
+from polyrl.wire.host_frames import MAX_TASK_BYTES
 
 log = logging.getLogger("polyrl.manager")
 
@@ -122,8 +123,12 @@ def _supply(run: Run, frame: frames.SupplyPrompts) -> None:
     groups = run.desk.groups
     wanted = tuple(one for one in frame.prompts if one.group in groups and one.group not in run.payload.prompts)
     for prompt in wanted:
-        if len(prompt.tokens) % 4 or not 0 < len(prompt.tokens) <= 4 * _MAX_PROMPT_TOKENS:
+        is_episode = bool(run.desk.environment_of(groups[GroupId(prompt.group)].domain))
+        least = 0 if is_episode else 1  # environments make their prompts
+        if len(prompt.tokens) % 4 or not least <= len(prompt.tokens) <= 4 * _MAX_PROMPT_TOKENS:
             raise Refused("prompt", f"group {prompt.group}: a prompt of {len(prompt.tokens) / 4:g} tokens")
+        if len(prompt.task) > MAX_TASK_BYTES:
+            raise Refused("task", f"group {prompt.group}: a task of {len(prompt.task)} bytes")
     if wanted:
         run.note_grants()
         run.lobby.journal.add_note(PromptsSupplied(wanted))
@@ -132,6 +137,7 @@ def _supply(run: Run, frame: frames.SupplyPrompts) -> None:
         run.payload.prompts[group] = prompt
         for lease in run.no_prompt_yet.pop(group, ()):
             frames_out.order(run, lease)
+        to_hosts.play_waiting(run, group)
 
 
 def _scored(run: Run, frame: frames.Scored) -> None:

@@ -12,13 +12,14 @@ from polyrl.errors import Refused
 from polyrl.ids import LeaseId, SampleId, group_of, show_sample
 from polyrl.manager import frames_out
 from polyrl.manager.frames_in import stride
-from polyrl.manager.payload import append_cells, without_rows
+from polyrl.manager.payload import SampleTokens, append_cells, without_rows
 from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
 from polyrl.scheduling.core.fleet import Worker
 from polyrl.wire import columns, frames
 from polyrl.wire.columns import CELL_BYTES, TOKEN_IDS, BadColumns
+from polyrl.wire.control import AnswerRules
 
 log = logging.getLogger("polyrl.manager")
 
@@ -192,21 +193,33 @@ def _check_ends(
 
 def _why_no_end(run: Run, sample: SampleId, ended: frames.Ended) -> str:
     """Return why an answer with these tokens cannot have ended so; empty where it can."""
-    if ended.num_tokens == 0:
+    text = run.payload.tokens_of(sample)
+    call = text.calls[-1] if text.calls else None
+    num_tokens = ended.num_tokens - (0 if call is None else call.start)
+    if num_tokens <= 0:
         return "an answer without a token"
     rules, prompt = run.answers, run.payload.prompts.get(group_of(sample))
     if rules is None or prompt is None:
         return ""
-    if ended.reason == "length":
-        most = min(frames_out.max_tokens(run, sample), rules.max_context - len(prompt.tokens) // TOKEN_IDS.itemsize)
-        if ended.num_tokens >= most:
-            return ""
-        return f"an answer cut off after {ended.num_tokens} tokens; the cap is {most}: is its engine's context shorter?"
-    sampling = prompt.sampling
-    if sampling.stop or sampling.imposed is not None:  # a stop string, or an imposed length: not for us to judge
+    if ended.reason == "length" or call is not None:
+        num_prompt = len(prompt.tokens) // TOKEN_IDS.itemsize
+        most = min(frames_out.max_tokens(run, sample), rules.max_context - num_prompt)
+        most = most if call is None else call.max_tokens
+        if num_tokens > most and call is not None:
+            return f"an answer of {num_tokens} tokens; the cap of its call is {most}"
+        if ended.reason == "length" and num_tokens < most:
+            return f"an answer cut off after {num_tokens} tokens; the cap is {most}: is its engine's context shorter?"
+    return "" if ended.reason == "length" else _why_no_stop(text, prompt.sampling, rules)
+
+
+def _why_no_stop(text: SampleTokens, sampling: frames.Sampling, rules: AnswerRules) -> str:
+    """Return why an answer cannot have stopped with its last token; empty where it can."""
+    stop_ids = (*sampling.stop_ids, *(text.calls[-1].stop_ids if text.calls else ()))
+    stop = sampling.stop or (text.calls and text.calls[-1].stop)
+    if stop or sampling.imposed is not None:  # a stop string, or an imposed length: not for us to judge
         return ""
-    last = int.from_bytes(run.payload.tokens_of(sample).cells[-CELL_BYTES:][:4], "little")
-    if last in sampling.stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
+    last = int.from_bytes(text.cells[-CELL_BYTES:][:4], "little")
+    if last in stop_ids or (last in rules.end_ids and not sampling.ignore_eos):
         return ""
     return f"an answer that stopped with token id {last}, which ends none"
 
@@ -217,7 +230,10 @@ def _ended(run: Run, session: WorkerSession, worker: Worker, ended: frames.Ended
         run.lobby.refused["late_lease"] += 1
         return
     if ended.reason == "stop" or ended.reason == "length":
-        run.payload.tokens_of(sample.id).finish = ended.reason
+        text = run.payload.tokens_of(sample.id)
+        text.finish = ended.reason
+        if text.calls:
+            text.calls[-1].close(ended.num_tokens, ended.reason)
         run.tell(e.SampleFinished(sample.lease, ended.num_tokens))
     else:
         if ended.reason != "handed_over" or sample.state != "stopping":

@@ -131,7 +131,7 @@ class Door:
         self._addresses.pop(connection, None)
 
     def work(self, connection: Accepted) -> None:
-        """Note that a request on it was let in: nobody takes its place until that is answered."""
+        """Note that a request was let in: the connection is not cut to make room until the request is answered."""
         if self._idle.pop(connection, True) is None:
             address = self._addresses[connection]
             its = self._idle_at[address]

@@ -14,7 +14,7 @@ from collections import deque
 
 from aiohttp import ClientConnectionResetError, WSCloseCode, web
 
-from polyrl.wire import frames
+from polyrl.wire import frames, host_frames
 
 _FRAME_BYTES = 256
 """Roughly what a frame takes in a queue, beside the payload it refers to."""
@@ -25,13 +25,16 @@ _LAST_WORDS_S = 5.0
 _BROKEN = (ConnectionError, ClientConnectionResetError, RuntimeError)
 
 
+AnyFrame = frames.ToWorker | frames.ToTrainer | host_frames.ToHost
+
+
 class Link:
     def __init__(self, socket: web.WebSocketResponse, max_queued_bytes: int, seen_at: str = "") -> None:
         """`seen_at`: the peer's address, without its port."""
         self._socket = socket
         self.seen_at = seen_at
         self._max_queued_bytes = max_queued_bytes
-        self._queue: deque[frames.ToWorker | frames.ToTrainer] = deque()
+        self._queue: deque[AnyFrame] = deque()
         self._num_queued_bytes = 0
         self._wake = asyncio.Event()
         self._closing: tuple[int, str] | None = None
@@ -39,7 +42,7 @@ class Link:
         """When a connection that is closing is cut, whatever is still queued."""
         self.is_too_slow = False
 
-    def send(self, frame: frames.ToWorker | frames.ToTrainer) -> None:
+    def send(self, frame: AnyFrame) -> None:
         """Queue a frame. The objects it refers to must not change any more."""
         if self._closing is not None:
             return
@@ -111,7 +114,7 @@ class Link:
         sending.result()
 
 
-def _held_bytes(frame: frames.ToWorker | frames.ToTrainer) -> int:
+def _held_bytes(frame: AnyFrame) -> int:
     """Return the bytes that only this frame keeps in memory."""
     if isinstance(frame, frames.Orders):
         return sum(_FRAME_BYTES + len(order.so_far) for order in frame.orders)

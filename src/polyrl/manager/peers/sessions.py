@@ -6,23 +6,27 @@ the peer dials again, each side says what it holds, and the missing part is made
 from_trainer.py).
 """
 
-from polyrl.ids import Incarnation, WorkerName
+from polyrl.ids import HostName, Incarnation, WorkerName
 from polyrl.manager.frames_in.stride import Stride
 from polyrl.manager.peers.link import Link
+from polyrl.scheduling.core.hosts import FIRST_EPISODES
 from polyrl.telemetry.repeats import Repeats
-from polyrl.wire import frames
+from polyrl.wire import frames, host_frames
 from polyrl.wire.columns import ANY_ID, Vocabulary, in_pieces
-from polyrl.wire.control import AnswerRules, JoinRequest
+from polyrl.wire.control import AnswerRules, HostJoinRequest, JoinRequest
 
 _ACK_EVERY_S = 1.0
 _ACK_EVERY_FRAMES = 16
-"""Of frames without the end of an answer. A worker keeps a lease until its end is acknowledged."""
+"""How often frames without an end of an answer are acknowledged; ends are acknowledged at once, since a worker keeps a
+lease until then."""
 _MOST_SMALL_FRAMES = 600
 """Frames other than tokens and replies, at once: as many wait in the sockets after ten minutes without a manager (more
 when workers report more than once a second)."""
 _SMALL_FRAMES_A_BEAT = 8
 """Such frames from then on, or that many a second if beats are rarer. An honest worker sends a Report, and seldom
 another."""
+_HOST_FRAMES_A_SECOND = 50.0
+"""Frames of a host for each of its episodes: an environment of a few microseconds makes fewer calls than that."""
 _LATE_ROWS_A_FRAME = 256
 _LATE_TOKENS_A_FRAME = 4096
 """Late rows and tokens that count as one small frame. An honest worker goes on with an aborted sample until it hears of
@@ -143,6 +147,54 @@ class WorkerSession:
 
 def _order_bytes(order: frames.Order) -> int:
     return len(order.prompt) + len(order.so_far)
+
+
+class HostSession:
+    """The session of a host, in one of its lives."""
+
+    def __init__(self, key: str, incarnation: Incarnation, facts: HostJoinRequest) -> None:
+        self.key, self.incarnation, self.facts = key, incarnation, facts
+        self.name = HostName(facts.name)
+        self.link: Link | None = None
+        self.greeted = False
+        """Whether it has said HostHello on its present connection."""
+        self.heard_at = 0.0
+        self.failures = Repeats()
+        self._gathered: list[host_frames.ToHost] = []
+        self._over: list[host_frames.HeldEpisode] = []
+        self._num_small = 0.0
+        """Its frames, less an allowance that grows with time."""
+        self._counted_at = 0.0
+
+    def connect(self, link: Link) -> None:
+        if self.link is not None:
+            self.link.close("it connected again")
+        self.link = link
+        self.greeted = False
+        self._gathered, self._over = [], []  # of the connection before: this one is told all anew
+
+    def may_say(self, now: float, num_episodes: int) -> bool:
+        """Count a frame. Returns False when there are far too many: calls of an episode wait for each other."""
+        num = max(FIRST_EPISODES, num_episodes)
+        passed_s = max(0.0, now - self._counted_at)
+        self._counted_at = now
+        self._num_small = max(0.0, self._num_small - passed_s * _HOST_FRAMES_A_SECOND * num) + 1.0
+        return self._num_small <= _MOST_SMALL_FRAMES + 4 * num
+
+    def say(self, frame: host_frames.ToHost) -> None:
+        self._gathered.append(frame)
+
+    def stop(self, sample: int, attempt: int) -> None:
+        self._over.append(host_frames.HeldEpisode(sample, attempt))
+
+    def flush(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        if self._over:
+            gathered.append(host_frames.StopPlaying(tuple(self._over)))
+            self._over = []
+        if self.link is not None and self.greeted:
+            for frame in gathered:
+                self.link.send(frame)
 
 
 class TrainerSession:

@@ -18,9 +18,9 @@ import aiohttp
 from aiohttp import WebSocketError, WSMsgType, web
 
 from polyrl.errors import Refused
-from polyrl.manager.frames_in import from_trainer, from_workers
+from polyrl.manager.frames_in import from_hosts, from_trainer, from_workers
 from polyrl.manager.peers.link import Link
-from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
+from polyrl.manager.peers.sessions import HostSession, TrainerSession, WorkerSession
 from polyrl.manager.service import Service
 from polyrl.wire import frames
 
@@ -34,6 +34,7 @@ _FAREWELL_S = 1.0
 _CLOSE_S = 5.0
 
 FindModule = Callable[[str], ModuleType]
+AnySession = WorkerSession | TrainerSession | HostSession
 
 
 class PlainInlet(web.WebSocketResponse):
@@ -89,7 +90,7 @@ class Streams:
         await socket.close()
         return socket
 
-    async def run(self, request: web.Request, session: WorkerSession | TrainerSession) -> web.StreamResponse:
+    async def run(self, request: web.Request, session: AnySession) -> web.StreamResponse:
         """Serve a connection until it ends."""
         service, settings = self._service, self._service.settings.stream
         socket = self._inlet(request, session)
@@ -108,10 +109,7 @@ class Streams:
             link.close("no Hello came", code=1008)
         finally:
             socket.keep()
-            if isinstance(session, WorkerSession):
-                service.post(lambda _: from_workers.gone(session, link))
-            else:
-                service.post(lambda lobby: from_trainer.gone(lobby, session, link))
+            _post_gone(service, session, link)
             link.close("the connection is over")
             self._links.discard(link)
             await pump
@@ -119,12 +117,12 @@ class Streams:
                 service.count_refusal("slow_reader")
         return socket
 
-    async def _receive(self, socket: "Inlet | PlainInlet", session: WorkerSession | TrainerSession, link: Link) -> None:
+    async def _receive(self, socket: "Inlet | PlainInlet", session: AnySession, link: Link) -> None:
         """Hand frames on until the connection ends. Raises TimeoutError where no Hello comes."""
         service = self._service
         async with asyncio.timeout(self._hello_timeout_s):
             message = await socket.receive()
-        hearer = from_workers.said if isinstance(session, WorkerSession) else from_trainer.said
+        hearer = _HEARERS[type(session)]
         socket.give_to(partial(service.hear, hearer, session, link))
         while message.type is WSMsgType.BINARY:  # the first, and those that were not taken for want of room
             if not service.hear(hearer, session, link, message.data):
@@ -137,7 +135,7 @@ class Streams:
         elif isinstance(message.data, WebSocketError):
             service.count_refusal("frame")  # too large, or no WebSocket frame at all; the peer was told
 
-    def _inlet(self, request: web.Request, session: WorkerSession | TrainerSession) -> "Inlet | PlainInlet":
+    def _inlet(self, request: web.Request, session: AnySession) -> "Inlet | PlainInlet":
         if isinstance(session, TrainerSession):
             return (PlainInlet if self._fast is None else self._fast.Inlet)(frames.MAX_TRAINER_FRAME_BYTES)
         if self._fast is None:
@@ -149,6 +147,24 @@ class Streams:
             _abort(request)
 
         return self._fast.Inlet(frames.MAX_WORKER_FRAME_BYTES, self._unfinished, cut)
+
+
+_HEARERS: dict[type, Any] = {
+    WorkerSession: from_workers.said,
+    TrainerSession: from_trainer.said,
+    HostSession: from_hosts.said,
+}
+
+
+def _post_gone(service: Service, session: AnySession, link: Link) -> None:
+    """Tell the owner that a connection is over."""
+    match session:
+        case WorkerSession():
+            service.post(lambda _: from_workers.gone(session, link))
+        case HostSession():
+            service.post(lambda _: from_hosts.gone(session, link))
+        case TrainerSession():
+            service.post(lambda lobby: from_trainer.gone(lobby, session, link))
 
 
 def _abort(request: web.Request) -> None:

@@ -29,7 +29,7 @@ _LONGEST_WINDOW = 64
 
 
 class TokenDecoder(Protocol):
-    """What a `Reader` needs of a model."""
+    """The part of a model that a `Reader` needs."""
 
     end_ids: frozenset[int]
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from polyrl.ids import GroupId, LeaseId, PromptId, SampleId, Seconds, Step, Version, WorkerName
+from polyrl.ids import GroupId, HostName, LeaseId, PromptId, SampleId, Seconds, Step, Version, WorkerName
 from polyrl.scheduling.core.ledger import DiscardCause, StepLine
 
 RoundKind = Literal["short", "long"]
@@ -144,7 +144,7 @@ class Score(CommandStruct, frozen=True, tag=True):
 
 
 class CancelScore(CommandStruct, frozen=True, tag=True):
-    """Its sample is no longer wanted. Only tells."""
+    """Stop scoring: the sample is no longer wanted. No event answers it."""
 
     sample: SampleId
     attempt: int
@@ -175,6 +175,48 @@ class CloseRound(CommandStruct, frozen=True, tag=True):
 
     step: Step
     num_groups: int
+    why: str
+
+
+class PlayEpisode(CommandStruct, frozen=True, tag=True):
+    """Begin an episode. Ends in EpisodeEnded or HostLeft; each CallMade is answered by AnswerCall."""
+
+    host: HostName
+    sample: SampleId
+    attempt: int
+    why: str
+
+
+class AnswerCall(CommandStruct, frozen=True, tag=True):
+    """All tokens of the episode's present call are there. Ends in CallMade, EpisodeEnded or HostLeft."""
+
+    host: HostName
+    sample: SampleId
+    attempt: int
+
+
+class StopEpisode(CommandStruct, frozen=True, tag=True):
+    """Its host is to give the episode up. It is over when this is said; nothing need be answered."""
+
+    host: HostName
+    sample: SampleId
+    attempt: int
+    why: str
+    num_tokens: int = -1
+    """The episode is over time, and scored with these drawn tokens. -1: it is not scored."""
+
+
+class ReleaseHost(CommandStruct, frozen=True, tag=True):
+    """A drained host owes nothing more: let it go. Ends in HostLeft."""
+
+    host: HostName
+    why: str
+
+
+class ForgetHost(CommandStruct, frozen=True, tag=True):
+    """A host is given up: close its connection, refuse its news. Only tells."""
+
+    host: HostName
     why: str
 
 
@@ -239,6 +281,11 @@ Command = (
     | DeliverGroup
     | DropGroup
     | CloseRound
+    | PlayEpisode
+    | AnswerCall
+    | StopEpisode
+    | ReleaseHost
+    | ForgetHost
     | AddAsked
     | CloseAsked
     | EndData

@@ -22,9 +22,12 @@ WaitName = Literal[
     "reward",
     "seed",
     "balance",
+    "turn",
+    "episode",
+    "host_drain",
 ]
 Wait = tuple[WaitName, int]
-"""The name of a wait, and its object: a worker's seat, a lease, a sample or a step."""
+"""The name of a wait, and its object: a seat of a worker or a host, a lease, a sample or a step."""
 
 
 class Deadlines:

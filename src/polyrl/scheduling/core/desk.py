@@ -14,6 +14,7 @@ from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version
 from polyrl.scheduling.core.commands import Command, RoundKind
 from polyrl.scheduling.core.deadlines import Deadlines, Wait
 from polyrl.scheduling.core.fleet import FleetState
+from polyrl.scheduling.core.hosts import HostsState
 from polyrl.scheduling.core.ledger import Ledger, StepLine
 from polyrl.scheduling.core.parameters import SchedulerConfig
 from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
@@ -39,7 +40,7 @@ RULES = 2
          a worker whose engine dies many times without an answer between is given up (membership.py)
 """
 
-ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths")
+ON_DESK = ("samples", "groups", "rounds", "asked", "ledger", "scoring", "budgets", "lengths", "hosts")
 """Fields of the state that the desk has too, as the same objects: code asks the desk. Seats are those of the fleet."""
 
 
@@ -60,7 +61,7 @@ class TrainerClock(Struct):
     validating_since: Seconds | None = None
 
     def skip(self, seconds: Seconds, now: Seconds) -> None:
-        """It stood still for so long: what was going on before goes on now."""
+        """Skip the time in which the driver stood still: activities go on as before."""
 
         def later(moment: Seconds | None) -> Seconds | None:
             return None if moment is None else min(now, moment + seconds)
@@ -86,6 +87,7 @@ class State(Struct):
     parallelism: ParallelismState = field(default_factory=ParallelismState)
     scaling: ScalingState = field(default_factory=ScalingState)
     fleet: FleetState = field(default_factory=FleetState)
+    hosts: HostsState = field(default_factory=HostsState)
     samples: dict[SampleId, TrackedSample] = {}
     groups: dict[GroupId, TrackedGroup] = {}
     rounds: dict[Step, Round] = {}
@@ -145,10 +147,11 @@ class Desk:
         self.commands: list[Command] = []
         self.before: Seconds = -math.inf
         """When the event before the one in hand came."""
-        # What every event touches, one look-up nearer. It is reached here, and never through the state (ON_DESK).
+        # Objects that every event touches, one look-up nearer: reached here, and never through the state (ON_DESK).
         self.samples, self.groups, self.rounds = state.samples, state.groups, state.rounds
         self.asked, self.seats, self.ledger = state.asked, state.fleet.seats, state.ledger
         self.scoring, self.budgets, self.lengths = state.scoring, state.budgets, state.lengths
+        self.hosts = state.hosts
         self.num_domains = len(config.domains)
         self.plans_parallelism, self.num_rewards = config.parallelism.enabled, config.rewards.slots
         self.max_new_tokens, self.as_finished = config.max_new_tokens, config.rewards.as_finished
@@ -156,8 +159,10 @@ class Desk:
         """Answers wait for their rewards and a place is free."""
         self.failed_wait = any(round_.failed for round_ in (state.asked, *state.rounds.values()))
         """Samples that a worker failed wait: who may have them can change with any event."""
+        self.hosts_due = False
+        """Episodes wait and a host may have room."""
         self.place_due = False
-        """Samples wait and a worker may have credit."""
+        """Samples may be waiting while a worker has credit."""
         self.rounds_due = False
         """A requested round may be able to open."""
         self.pulls_due = False
@@ -171,6 +176,10 @@ class Desk:
         self.budgets.config, self.num_rewards = self.config.rewards, self.config.rewards.slots
         self.router.config = self.config.routing
 
+    def environment_of(self, domain: int) -> str:
+        """Return the environment whose episodes the samples of a domain are; empty for single answers."""
+        return self.config.domains[domain].environment
+
     def round_of(self, sample: TrackedSample) -> Round:
-        """Where a sample is counted."""
+        """Return the round, or the asked groups, that a sample belongs to."""
         return self.asked if sample.group in self.asked.groups else self.rounds[self.groups[sample.group].step]

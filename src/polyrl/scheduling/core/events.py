@@ -9,8 +9,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from polyrl.ids import GroupId, Incarnation, LeaseId, SampleId, Seconds, Step, Version, WorkerName
-from polyrl.scheduling.core.ledger import DiscardCause
+from polyrl.ids import GroupId, HostName, Incarnation, LeaseId, SampleId, Seconds, Step, Version, WorkerName
+from polyrl.scheduling.core.ledger import DiscardCause, EpisodeOutcome
 from polyrl.scheduling.core.parameters import SchedulerConfig
 
 LeaseEnd = Literal["handed_over", "engine_failed", "refused"]
@@ -172,6 +172,60 @@ class RewardFinished(EventStruct, frozen=True, tag=True):
     cpu_s: Seconds = 0.0
 
 
+# Episodes
+
+
+class HostJoined(EventStruct, frozen=True, tag=True):
+    """A process that plays an environment's episodes is there."""
+
+    host: HostName
+    incarnation: Incarnation
+    environment: str
+    slots: int
+    """Episodes that it plays at once."""
+    price_usd_per_hour: float = 0.0
+
+
+class HostLeft(EventStruct, frozen=True, tag=True):
+    """The driver knows that it is gone, or takes it for gone: its episodes begin again elsewhere."""
+
+    host: HostName
+    incarnation: Incarnation
+    reason: str
+
+
+class HostDrainRequested(EventStruct, frozen=True, tag=True):
+    """It is to play its episodes to their end, get no others, and go."""
+
+    host: HostName
+    incarnation: Incarnation
+    reason: str
+
+
+class CallMade(EventStruct, frozen=True, tag=True):
+    """An environment asks the policy. The driver holds no complete answer to it."""
+
+    sample: SampleId
+    attempt: int
+    start: int
+    """Drawn tokens of the episode before this call: those beyond it are thrown away, unless they are the beginning of
+    this very answer."""
+    num_tokens: int
+    """Drawn tokens with the beginning of this answer, where there is one."""
+    end: int
+    """The call ends at this many tokens of the episode."""
+
+
+class EpisodeEnded(EventStruct, frozen=True, tag=True):
+    """An environment is done with an episode: it has a reward, or failed."""
+
+    sample: SampleId
+    attempt: int
+    outcome: EpisodeOutcome
+    num_tokens: int
+    """Drawn tokens that the environment received. Those of a call that it no longer waited for are thrown away."""
+
+
 # Asked beside the trainer
 
 
@@ -324,6 +378,11 @@ Event = (
     | VersionPublished
     | VersionReplaced
     | RoundRequested
+    | CallMade
+    | EpisodeEnded
+    | HostJoined
+    | HostLeft
+    | HostDrainRequested
     | GroupAsked
     | SampleStopped
     | GroupWithdrawn

@@ -30,7 +30,7 @@ _GAIN_DOWN = 0.3
 _GAIN_UP = 0.03
 """How much an observation moves its bin. Prefilling and pauses only ever add time, so a shorter one tells more."""
 MAX_DEPARTED = 1000
-"""Names that are remembered after they went."""
+"""The number of departed workers whose names are remembered."""
 NUM_ACCUSERS = 2
 _FIXED_SHARE = 0.5
 """The share of a decode step's time taken as fixed, beyond the smallest and largest number of samples seen."""
@@ -117,7 +117,7 @@ class Worker(Struct):
     held_back_at: int = -1
     """Samples that its engine ran at its last report, if it held others back then; otherwise -1."""
     has_progressed: bool = False
-    """It brought tokens since its last report."""
+    """Whether it brought tokens since its last report."""
     num_preemptions: int = 0
     leases: dict[LeaseId, SampleId] = {}
     last_tokens_at: Seconds = 0.0
@@ -127,7 +127,7 @@ class Worker(Struct):
     earned: int = UNBOUNDED
     """Samples that it is trusted with at once, whatever number of slots it claims (credit.py)."""
     has_stalled: bool = False
-    """All samples of its name have, and it has brought no answer since."""
+    """Whether all samples of a worker of this name stalled, and none has been answered since."""
     num_granted: int = 0
     """Leases given to it since it last brought tokens."""
     down: bool = False
@@ -161,12 +161,12 @@ class Worker(Struct):
 
     @property
     def owes(self) -> bool:
-        """Its going now would be a loss: as far as we know, it has not handed everything over."""
+        """Whether leaving now counts as a loss: as far as we know, it has not handed everything over."""
         return self.state != "draining" or bool(self.leases) or self.unheard
 
     @property
     def is_doubtful(self) -> bool:
-        """It failed samples and has brought no answer since."""
+        """Whether it failed samples and has brought no answer since."""
         return bool(self.failed_groups) or self.num_faults > 0
 
     @property

@@ -19,15 +19,29 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from polyrl.ids import Seconds, Step, WorkerName
+from polyrl.ids import HostName, Seconds, Step, WorkerName
 
 Activity = Literal["starting", "pulling", "generating", "idle", "draining", "training", "validating"]
 DiscardCause = Literal[
-    "speculation", "deferral", "preemption", "filtered", "reward_failed", "failed", "refused", "not_taken", "withdrawn"
+    "speculation",
+    "deferral",
+    "preemption",
+    "filtered",
+    "reward_failed",
+    "failed",
+    "refused",
+    "not_taken",
+    "withdrawn",
+    "environment_lost",
+    "abandoned",
 ]
+"""`environment_lost`: drawn for an episode that took another way when it was begun again. `abandoned`: drawn for a call
+that its environment no longer waited for."""
+EpisodeOutcome = Literal["scored", "failed", "timed_out"]
 
 OTHERS = WorkerName("(others)")
 """The line of all workers that went long ago; no worker can have this name."""
+OTHER_HOSTS = HostName("(others)")
 NUM_LENGTH_BINS = 24
 """Bin b holds answers of 2^(b-1) up to 2^b - 1 tokens."""
 
@@ -84,6 +98,18 @@ class WorkerLine(Struct):
         return sum(self.seconds.values())
 
 
+class HostLine(Struct):
+    """What became of a host's time."""
+
+    price_usd_per_hour: float
+    seconds: float = 0.0
+    episode_seconds: float = 0.0
+    """Seconds times the number of episodes that it played meanwhile."""
+    usd: float = 0.0
+    num_joins: int = 0
+    num_losses: int = 0
+
+
 class Ledger(Struct):
     prompts_started: int = 0
     prompts_trained: int = 0
@@ -112,6 +138,11 @@ class Ledger(Struct):
     """How long there was none, until another process went on in its place."""
     ended_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
     trained_by_bin: list[int] = field(default_factory=lambda: [0] * NUM_LENGTH_BINS)
+    episodes_begun: int = 0
+    episodes_ended: dict[str, int] = {}
+    """By outcome. Episodes that were stopped, or lost with their host, are in neither."""
+    num_calls: int = 0
+    hosts: dict[HostName, HostLine] = {}
 
     def discard(self, cause: DiscardCause, num_tokens: int) -> None:
         """A sample ends untrained."""
@@ -150,6 +181,16 @@ class Ledger(Struct):
         others.num_joins += line.num_joins
         others.num_losses += line.num_losses
 
+    def fold_host(self, host: HostName) -> None:
+        """Keep of a host that left long ago what it adds to the sums."""
+        line = self.hosts.pop(host)
+        others = self.hosts.setdefault(OTHER_HOSTS, HostLine(0.0))
+        others.seconds += line.seconds
+        others.episode_seconds += line.episode_seconds
+        others.usd += line.usd
+        others.num_joins += line.num_joins
+        others.num_losses += line.num_losses
+
     def trainer_left(self, at: Seconds) -> None:
         if self.trainer_left_at is None and self.started_at is not None:
             self.trainer_left_at = max(at, self.started_at)
@@ -167,7 +208,8 @@ class Ledger(Struct):
 
     def usd(self, now: Seconds) -> float:
         """All dollars up to `now`, as far as activities have been settled."""
-        return self.trainer_usd(now) + sum(line.usd for line in self.workers.values())
+        workers = sum(line.usd for line in self.workers.values())
+        return self.trainer_usd(now) + workers + sum(line.usd for line in self.hosts.values())
 
 
 def length_bin(num_tokens: int) -> int:

@@ -18,6 +18,7 @@ from polyrl.scheduling.rules.seeding import SeedingConfig
 
 __all__ = [
     "DomainData",
+    "EnvironmentRules",
     "FleetRules",
     "HandBackConfig",
     "ParallelismConfig",
@@ -127,12 +128,30 @@ class HandBackConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"last_share: {self.last_share:g} is below first_share = {self.first_share:g}")
 
 
-class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DomainData(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A domain's data set and its share of every step."""
 
     name: Annotated[str, Meta(max_length=256)]
     prompts_per_step: AtLeastOne
     num_prompts: AtLeastOne
+    environment: Annotated[str, Meta(max_length=256)] = ""
+    """The environment whose episodes its samples are; hosts say which one they play. Empty: a sample is one answer."""
+
+
+class EnvironmentRules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long we wait for an environment, and how often an episode is begun; docs/concepts/episodes.md."""
+
+    turn_timeout_s: Positive = 600.0
+    """From an answer to the next call, or to the end."""
+    episode_timeout_s: Positive = 3600.0
+    timeout_reward: Annotated[float, Meta(ge=-1e9, le=1e9)] = 0.0
+    """The reward of an episode that took too long after it was answered at least once: the policy may be the cause."""
+    max_attempts: AtLeastOne = 3
+    """An episode that fails this often leaves its group."""
+    host_timeout_s: Positive = 10.0
+    """A host that is not heard of for so long is lost, and its episodes begin again elsewhere."""
+    drain_timeout_s: Positive = 600.0
+    """A host that is drained may play its episodes to their end for so long."""
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,6 +175,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     fleet_rules: FleetRules = FleetRules()
     weight_delivery: WeightDeliveryConfig = WeightDeliveryConfig()
     scaling: ScalingConfig = ScalingConfig()
+    environments: EnvironmentRules = EnvironmentRules()
 
     def __post_init__(self) -> None:
         rounds, num_prompts = self.rounds, sum(domain.prompts_per_step for domain in self.domains)
@@ -176,4 +196,5 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             fleet_rules=fleet_rules,
             weight_delivery=other.weight_delivery,
             scaling=other.scaling,
+            environments=other.environments,
         )

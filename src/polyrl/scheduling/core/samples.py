@@ -10,6 +10,9 @@
 
     asked:   open -> forgotten       when all its samples are generated, or it is withdrawn (asking.py)
 
+    episode: unhosted -> playing -> waiting -> leased -> playing ... -> scored      (episodes.py)
+             its host is lost, or it failed -> unhosted
+
 `open`: its samples race. `claimed`: enough of them have ended, its place in the step is sure. `ready`: all are scored.
 `delivered`: given to the trainer. `taken`: the trainer said so. Samples and groups of a step are forgotten when the
 step is trained; what remains of them is in the ledger.
@@ -23,7 +26,9 @@ from msgspec import Struct
 from polyrl.ids import GroupId, LeaseId, PromptId, SampleId, Seconds, Step, Version, sample_id
 from polyrl.scheduling.core.commands import RoundKind
 
-SampleState = Literal["waiting", "leased", "stopping", "generated", "scoring", "scored", "discarded"]
+SampleState = Literal[
+    "unhosted", "playing", "waiting", "leased", "stopping", "generated", "scoring", "scored", "discarded"
+]
 GroupState = Literal["open", "claimed", "ready", "delivered", "taken"]
 
 NO_LEASE = LeaseId(0)
@@ -57,6 +62,16 @@ class TrackedSample(Struct, gc=False):
     """The seat of the worker that last brought tokens of it, of those that no longer have it."""
     seen_tokens: int = -1
     """Its tokens at the last look for stalled leases; -1 when there was none under its present lease."""
+    host: int = -1
+    """The seat of the host that plays it, if it is an episode and one does. `attempt` is how often it was begun."""
+    call_start: int = 0
+    """Its tokens before its present call, or its last one."""
+    call_end: int = 0
+    """Its present call ends at this many tokens."""
+    num_faults: int = 0
+    """How often it ended as a failure of its environment."""
+    failed_at: int = -1
+    """The seat of the host where it last failed."""
 
 
 class TrackedGroup(Struct, gc=False):
@@ -117,8 +132,15 @@ class Round(Struct):
     """The seconds that the parallelism planner expects, if it plans."""
     farthest: int = 0
     """The most tokens of a sample of it that ended or was stopped; kept when parallelism is planned."""
+    written_at: Seconds | None = None
+    """When the last lease of it ended; kept when parallelism is planned."""
     failed: list[SampleId] = []
     """Waiting samples that a worker failed, first come first served: not everybody gets them (failures.py)."""
+    unhosted: dict[int, list[SampleId]] = {}
+    """By domain, episodes that wait for a host, last one first out. Samples that stopped waiting are skipped."""
+    num_unhosted: int = 0
+    num_playing: int = 0
+    """Episodes whose host has the move."""
 
     @classmethod
     def of_asked(cls) -> "Round":
@@ -127,4 +149,4 @@ class Round(Struct):
 
     @property
     def is_generating(self) -> bool:
-        return self.num_waiting > 0 or self.num_leased > 0
+        return self.num_waiting > 0 or self.num_leased > 0 or self.num_unhosted > 0 or self.num_playing > 0

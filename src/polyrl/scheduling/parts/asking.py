@@ -79,7 +79,7 @@ def withdraw(desk: Desk, event: GroupWithdrawn, now: Seconds) -> None:
 
 
 def fail(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
-    """No worker could generate it: who asked for several answers gets none."""
+    """Close a group that no worker could generate: a client that asked for several answers gets none."""
     _discard(desk, sample.group, "failed", "no worker could generate it", now)
 
 

@@ -13,7 +13,7 @@ from polyrl.scheduling.rules.migration import Candidate
 
 _MIN_SPAN_S = 0.05
 _MAX_GRANTED = 0.1
-"""A span in which a worker got more new samples than this share tells of prefilling, not of decoding."""
+"""A span says nothing about decoding if more than this share of the samples were new: it has prefills in it."""
 _PLATEAU_GROWTH = 20
 """A plateau that holds grows by one part in this many, at every report."""
 

@@ -48,7 +48,7 @@ def _raise(desk: Desk, worker: Worker, earned: int) -> None:
 
 
 def halve(desk: Desk, worker: Worker) -> None:
-    """It did not do what it was trusted with."""
+    """Halve the credit of a worker that did not do what it was trusted with."""
     if desk.state.rules and not worker.local:
         worker.earned = max(1, worker.capacity // 2)
         desk.router.update(worker)

@@ -41,8 +41,8 @@ def has_failed(desk: Desk, worker: Worker, sample: TrackedSample, reason: LeaseE
 
 def is_inherited(desk: Desk, sample: TrackedSample, reason: LeaseEnd) -> bool:
     """Whether the tokens that a worker was to go on from may be what it refused: it writes none before it refuses."""
-    asked = sample.group in desk.asked.groups  # these were shown already
-    return reason == "refused" and sample.num_tokens > 0 and not asked and desk.state.rules > 0
+    shown = sample.group in desk.asked.groups or sample.host >= 0  # a client, or an environment, has seen them
+    return reason == "refused" and sample.num_tokens > 0 and not shown and desk.state.rules > 0
 
 
 def rejected(desk: Desk, worker: Worker) -> bool:

@@ -17,9 +17,12 @@ from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.events import (
     EngineBack,
     EngineDown,
+    EpisodeEnded,
     Event,
     FleetReported,
     GroupRejected,
+    HostJoined,
+    HostLeft,
     SampleFinished,
     TimePassed,
     VersionReplaced,
@@ -33,6 +36,7 @@ MS_A_TICK = 10
 """The unit of `FleetReported.heard_ago`, in milliseconds."""
 _WAITS = ("heartbeat", "unheard", "stall", "switch", "drain", "notice")
 """Reasons for which a worker may end all its leases at once."""
+_WAITS_OF_SAMPLES = ("hand_over", "turn", "episode", "host_drain")
 
 
 def fleet_reported(desk: Desk, event: FleetReported, now: Seconds) -> None:
@@ -95,7 +99,7 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
     match event:
         case TimePassed():
             waits = desk.deadlines.entries
-            if any(name == "hand_over" and at <= now for (name, _), at in waits.items()):
+            if any(name in _WAITS_OF_SAMPLES and at <= now for (name, _), at in waits.items()):
                 return list(desk.seats)
             return [seat for seat in desk.seats if any(waits.get((name, seat), now + 1.0) <= now for name in _WAITS)]
         case WorkerLeft() | EngineDown() | EngineBack():
@@ -107,7 +111,12 @@ def concerned(desk: Desk, event: Event, now: Seconds) -> Sequence[int] | None:
         case SampleFinished():  # whoever failed where this one did not may be given up
             sample = desk.leases.get(event.lease)
             return None if sample is None else desk.groups[sample.group].failed_on or None
-        case VersionReplaced():
+        case VersionReplaced() | HostLeft() | HostJoined():
             return list(desk.seats)
+        case EpisodeEnded():  # a host may be given up for it, and with it all of its calls
+            sample = desk.samples.get(event.sample)
+            if sample is not None and sample.failed_at >= 0:
+                return list(desk.seats)
+            return None if sample is None or sample.worker < 0 else [sample.worker]
         case _:
             return None

@@ -13,7 +13,7 @@ from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.fleet import Worker, settle
 from polyrl.scheduling.core.ledger import DiscardCause
 from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedGroup, TrackedSample
-from polyrl.scheduling.parts import failures
+from polyrl.scheduling.parts import failures, hosting
 from polyrl.scheduling.rules.staleness import oldest_version
 
 _ANY_VERSION = Version(0)
@@ -96,13 +96,13 @@ def _first_waiting(samples: dict[SampleId, TrackedSample], round_: Round) -> Tra
 
 
 def _waits_here(sample: TrackedSample) -> bool:
-    """In `fresh` or `resumed`: samples that failed wait elsewhere."""
+    """Whether the sample waits in `fresh` or `resumed`: samples that failed wait elsewhere."""
     return sample.state == "waiting" and not sample.num_failures
 
 
 def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round, worker: Worker, now: Seconds) -> None:
     state = desk.state
-    seat = worker.seat
+    seat, num_tokens = worker.seat, sample.num_tokens
     if not worker.leases:
         settle(worker, desk.ledger, now)
         worker.last_tokens_at = now
@@ -114,6 +114,8 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     sample.lease = lease
     sample.worker = seat
     sample.seen_tokens = -1
+    had_it = sample.host >= 0 and sample.writer == seat and num_tokens == sample.call_start
+    """The worker answered the episode's last call, and has what it computed then."""
     sample.target = -1
     version = sample.version
     if version == NO_VERSION or worker.version < version:
@@ -128,10 +130,10 @@ def _grant(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round
     group.prefix_worker = seat
     if not worker.local and state.clock.first_remote_at is None and round_ is not desk.asked:
         state.clock.first_remote_at = now
-    num_tokens = sample.num_tokens
-    if num_tokens:
+    if num_tokens and not had_it:
         desk.ledger.tokens_reprefilled += num_tokens
-    desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, desk.max_new_tokens, why))
+    end = desk.max_new_tokens if sample.host < 0 else sample.call_end
+    desk.commands.append(Generate(worker.name, lease, sample.id, num_tokens, end, why))
 
 
 def skip_numbers(desk: Desk) -> None:
@@ -180,6 +182,8 @@ def end_lease(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) ->
     sample.lease = NO_LEASE
     sample.worker = -1
     round_.num_leased -= 1
+    if desk.plans_parallelism:
+        round_.written_at = now
     if not worker.local and round_ is not desk.asked:
         desk.state.clock.last_remote_at = now
     if worker.state == "draining":
@@ -203,15 +207,21 @@ def requeue(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds, caus
     worker = end_lease(desk, sample, round_, now)
     if sample.num_tokens > sample.moved_at:
         sample.writer = worker.seat
-    sample.state = "waiting"
-    round_.num_waiting += 1
     round_.num_moves += 1
     desk.ledger.count_move(cause)
-    if cause == "lost" and not desk.config.fleet_rules.migrate and round_ is not desk.asked:  # it was shown already
+    is_shown = round_ is desk.asked or sample.host >= 0  # a client, or an environment, has seen some of it
+    if cause == "lost" and not desk.config.fleet_rules.migrate and not is_shown:
         desk.ledger.discard_tokens("preemption", sample.num_tokens)
         sample.num_tokens = 0
         sample.version = NO_VERSION
     sample.moved_at = sample.num_tokens
+    wait(desk, sample, round_)
+
+
+def wait(desk: Desk, sample: TrackedSample, round_: Round) -> None:
+    """Have a sample wait for a worker, from the tokens that it has."""
+    sample.state = "waiting"
+    round_.num_waiting += 1
     if sample.num_failures:
         round_.failed.append(sample.id)
     elif sample.num_tokens:
@@ -249,6 +259,7 @@ def discard_sample(
     desk: Desk, sample: TrackedSample, round_: Round, cause: DiscardCause, why: str, now: Seconds
 ) -> None:
     """End a sample untrained, wherever it stands; abort it if it runs. Scoring is cancelled by the caller's part."""
+    hosting.stop(desk, sample, round_, why, now)
     if sample.state == "waiting":
         stop_waiting(round_, sample)
     elif sample.lease != NO_LEASE:

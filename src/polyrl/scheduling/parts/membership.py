@@ -96,7 +96,7 @@ def heard_from(desk: Desk, worker: Worker, now: Seconds, ago_s: Seconds = 0.0) -
 
 
 def _was_there(desk: Desk, worker: Worker, now: Seconds) -> None:
-    """It did not go while we were away: it is paid for all of it, and gets samples and weights again."""
+    """Note that a worker stayed while the driver was away: it is paid for that, and gets samples and weights again."""
     worker.unheard = False
     desk.deadlines.clear(("unheard", worker.seat))
     settle(worker, desk.ledger, now)
@@ -311,7 +311,7 @@ def _refresh_state(desk: Desk, worker: Worker, now: Seconds) -> None:
 
 
 def refresh_all(desk: Desk, now: Seconds) -> None:
-    """A step is over: what counts as active may have changed for everyone."""
+    """Update the states of all workers at the end of a step: which versions may write has changed."""
     for worker in desk.seats.values():
         _refresh_state(desk, worker, now)
 

@@ -42,6 +42,7 @@ def step_trained(desk: Desk, round_: Round, now: Seconds) -> None:
     _note(desk, round_, local)
     if round_.farthest > 0:
         desk.state.round_lengths[round_.kind].observe(round_.farthest, finished=True)
+    _note_rewards(desk, round_)
     _hear_preemptions(desk, round_, local)
     plan = _plan(desk, desk.planner.next_kind(desk.state.tail), local)
     if plan is None or plan.tp == local[0].num_devices or any(worker.leases for worker in local):
@@ -58,6 +59,15 @@ def _note(desk: Desk, round_: Round, local: list[Worker]) -> None:
     state.num_samples_by_kind[round_.kind] = round_.num_planned
     if state.home_tp == 0:
         state.home_tp = local[0].num_devices
+
+
+def _note_rewards(desk: Desk, round_: Round) -> None:
+    """Learn how long the round waited for rewards after its last sample: the mean, recent rounds counting most."""
+    if round_.closed_at is None or round_.written_at is None:
+        return
+    waited_s = max(0.0, round_.closed_at - round_.written_at)
+    known = desk.state.parallelism.rewards_s_by_kind
+    known[round_.kind] = (known.get(round_.kind, waited_s) + waited_s) / 2.0
 
 
 def _plan(desk: Desk, kind: RoundKind, local: list[Worker]) -> ParallelismPlan | None:
@@ -94,7 +104,8 @@ def _work(desk: Desk, kind: RoundKind, local: list[Worker]) -> RoundShape | None
     num_samples = desk.state.parallelism.num_samples_by_kind.get(kind, 0)
     if num_samples == 0 or desk.state.lengths_by_kind[kind].num_observed < _MIN_OBSERVED:
         return None
-    return RoundShape(num_samples, desk.config.prompt_tokens, desk.config.max_new_tokens, local[0].slots)
+    rewards_s = desk.state.parallelism.rewards_s_by_kind.get(kind, 0.0)
+    return RoundShape(num_samples, desk.config.prompt_tokens, desk.config.max_new_tokens, local[0].slots, rewards_s)
 
 
 def _progress(desk: Desk, kind: RoundKind) -> RoundProgress:

@@ -23,7 +23,7 @@ from polyrl.scheduling.core.commands import (
 from polyrl.scheduling.core.desk import Desk
 from polyrl.scheduling.core.ledger import DiscardCause, length_bin
 from polyrl.scheduling.core.samples import Round, TrackedGroup, TrackedSample
-from polyrl.scheduling.parts import leases, scoring
+from polyrl.scheduling.parts import hosting, leases, scoring
 from polyrl.scheduling.rules.order import mix64
 from polyrl.scheduling.rules.staleness import newest_step
 from polyrl.scheduling.rules.tail_batching import PlannedPrompt, RoundPlan
@@ -55,7 +55,7 @@ def may_open_next(desk: Desk) -> bool:
         return False
     if state.requested[0] > newest_step(state.published, desk.config.max_staleness):
         return False
-    return not any(round_.num_waiting for round_ in desk.rounds.values())
+    return not any(round_.num_waiting or round_.num_unhosted for round_ in desk.rounds.values())
 
 
 def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
@@ -79,6 +79,8 @@ def _open(desk: Desk, step: Step, plan: RoundPlan, now: Seconds) -> Round:
     ledger.num_deferrals += plan.num_passed_over
     planned = [_add_group(desk, round_, choice, plan.num_samples) for choice in plan.choices]
     round_.fresh.reverse()
+    for waiting in round_.unhosted.values():
+        waiting.reverse()
     desk.commands.append(OpenRound(step, plan.kind, tuple(planned), plan.why))
     desk.place_due = True
     return round_
@@ -105,8 +107,12 @@ def _add_group(desk: Desk, round_: Round, choice: PlannedPrompt, num_samples: in
     kept = _designated(desk, group)
     for index, sample in enumerate(group.sample_ids()):
         desk.samples[sample] = TrackedSample(sample, group_id, index in kept)
-        round_.fresh.append(sample)
-    round_.num_waiting += num_samples
+    if desk.environment_of(choice.domain):
+        for sample in group.sample_ids():
+            hosting.queue(desk, desk.samples[sample], round_)
+    else:
+        round_.fresh += group.sample_ids()
+        round_.num_waiting += num_samples
     desk.ledger.samples_started += num_samples
     if choice.first_deferred_step < 0:
         desk.ledger.prompts_started += 1
@@ -129,13 +135,7 @@ def sample_generated(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
     group = desk.groups[sample.group]
     round_ = desk.rounds[group.step]
     leases.end_lease(desk, sample, round_, now)
-    sample.state = "generated"
-    num_tokens = sample.num_tokens
-    leases.note_length(desk, sample, round_, finished=num_tokens < desk.max_new_tokens)
-    desk.ledger.ended_by_bin[length_bin(num_tokens)] += 1
-    group.num_generated += 1
-    round_.num_generated += 1
-    round_.ended_tokens += num_tokens
+    _count_generated(desk, sample, group, round_)
     if not sample.kept:
         leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
     elif desk.as_finished:
@@ -144,6 +144,33 @@ def sample_generated(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
         _claim(desk, group, round_, now)
     if not desk.as_finished:
         score_if_generated(desk, round_)
+
+
+def episode_scored(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
+    """An episode has ended, with its environment's reward."""
+    group = desk.groups[sample.group]
+    round_ = desk.rounds[group.step]
+    _count_generated(desk, sample, group, round_)
+    if sample.kept:
+        sample.state = "scored"
+        group.num_scored += 1
+    else:
+        leases.discard_sample(desk, sample, round_, "speculation", "only designated samples are trained", now)
+    if group.state == "open" and group.num_generated >= group.need:
+        _claim(desk, group, round_, now)
+    else:
+        _deliver_if_complete(desk, group, round_, now)
+    score_if_generated(desk, round_)
+
+
+def _count_generated(desk: Desk, sample: TrackedSample, group: TrackedGroup, round_: Round) -> None:
+    sample.state = "generated"
+    num_tokens = sample.num_tokens
+    leases.note_length(desk, sample, round_, finished=num_tokens < desk.max_new_tokens)
+    desk.ledger.ended_by_bin[length_bin(num_tokens)] += 1
+    group.num_generated += 1
+    round_.num_generated += 1
+    round_.ended_tokens += num_tokens
 
 
 def score_if_generated(desk: Desk, round_: Round) -> None:
@@ -157,13 +184,13 @@ def score_if_generated(desk: Desk, round_: Round) -> None:
                 scoring.score(desk, sample, group)
 
 
-def sample_failed(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> None:
-    """No worker could generate it: drop it, and let its group go on without it if that makes sense."""
-    _drop_sample(desk, sample, round_, "failed", "no worker could generate it", now)
+def sample_failed(desk: Desk, sample: TrackedSample, round_: Round, why: str, now: Seconds) -> None:
+    """Drop a sample that cannot be had; its group goes on without it if enough samples are left."""
+    _drop_sample(desk, sample, round_, "failed", why, now)
 
 
 def group_refused(desk: Desk, group: TrackedGroup, round_: Round, why: str, now: Seconds) -> None:
-    """No worker will generate any of it."""
+    """Drop a group that every worker refuses."""
     drop_group(desk, group, round_, "refused", why, now)
     score_if_generated(desk, round_)
 
@@ -174,7 +201,7 @@ def _claim(desk: Desk, group: TrackedGroup, round_: Round, now: Seconds) -> None
     round_.num_open[group.domain] -= 1
     designated = desk.config.rounds.tail_batching == "designated"
     for sample in _samples(desk, group):
-        running = sample.state in ("waiting", "leased", "stopping")
+        running = sample.state in ("unhosted", "playing", "waiting", "leased", "stopping")
         if running and not (designated and sample.kept):
             leases.discard_sample(desk, sample, round_, "speculation", "its group has enough answers", now)
     _defer_if_full(desk, round_, group.domain, now)

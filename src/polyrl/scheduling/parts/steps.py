@@ -11,6 +11,7 @@ from polyrl.ids import Seconds, Step
 from polyrl.scheduling.core.commands import AdviseFleet, ReportStep
 from polyrl.scheduling.core.desk import Desk, TrainerClock
 from polyrl.scheduling.core.fleet import settle
+from polyrl.scheduling.core.hosts import settle_host
 from polyrl.scheduling.core.ledger import StepLine
 from polyrl.scheduling.core.samples import Round
 from polyrl.scheduling.parts import devices, membership, reshaping, rounds
@@ -121,6 +122,8 @@ def step_trained(desk: Desk, step: Step, now: Seconds) -> None:
         return
     for worker in desk.seats.values():
         settle(worker, desk.ledger, now)
+    for host in desk.hosts.seats.values():
+        settle_host(host, desk.ledger, now)
     kept_before = desk.ledger.tokens_kept
     num_groups, num_samples, longest = rounds.train_taken(desk, round_, now)
     times = _measure(desk, now)

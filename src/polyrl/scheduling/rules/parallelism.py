@@ -16,7 +16,8 @@ Rules kept here:
 
 The prediction is a lock-step fluid: at token t a copy runs its share of the samples that earlier rounds of the kind
 still ran at t, for as long as such rounds lasted; what exceeds its slots or its KV cache waits its turn. How far
-samples ran counts those that were stopped as it counts those that ended: a race that closes early is over early.
+samples ran counts those that were stopped as it counts those that ended: a race that closes early is over early. To it
+is added how long recent rounds of the kind waited for rewards after their last sample, at any width.
 
 Left out: prefill, queueing inside an engine, and whether to plan at all (`enabled` is read by the caller).
 """
@@ -66,6 +67,8 @@ class RoundShape(msgspec.Struct, frozen=True):
     cap: int
     slots: int = 1 << 30
     """Samples that one copy runs at once."""
+    rewards_s: Seconds = 0.0
+    """Seconds from the end of the last sample to the round's closing, at any width."""
 
 
 class RoundProgress(msgspec.Struct, frozen=True):
@@ -157,6 +160,8 @@ class ParallelismState(msgspec.Struct):
     """Predicted seconds of the last round of each kind, by the widths that come into question."""
     num_samples_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
     """The number of samples in the last round of each kind."""
+    rewards_s_by_kind: dict[str, Seconds] = msgspec.field(default_factory=dict)
+    """Seconds that recent rounds of each kind waited for rewards after their last sample."""
     min_tp_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
     """Widths that preemptions have shown to be too narrow are not planned again."""
     watches: dict[str, PreemptionWatch] = msgspec.field(default_factory=dict)
@@ -188,7 +193,7 @@ def round_time_s(
     if capacity <= 0:
         return math.inf
     share = work.num_samples / replicas
-    total = 0.0
+    total = work.rewards_s
     for low, high in pairwise(_grid(work.cap)):
         alive, lasts = progress.runs(low), progress.lasts(low, work.num_samples)
         if alive <= 0.0 or lasts <= 0.0:

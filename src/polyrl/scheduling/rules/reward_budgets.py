@@ -102,7 +102,7 @@ class RewardBudgets(msgspec.Struct):
         return self.config.t_min_s if known is None else known
 
     def retry(self, num_attempts: int) -> Retry:
-        """After an infrastructure failure, the `num_attempts`-th: run the reward again, or drop the sample."""
+        """Decide, after the `num_attempts`-th infrastructure failure, to run the reward again or drop the sample."""
         if num_attempts < self.config.max_attempts:
             return Retry(
                 again=True, why=f"attempt {num_attempts} of {self.config.max_attempts} failed outside the answer"

@@ -62,7 +62,7 @@ class StepTimes(msgspec.Struct, frozen=True):
     """Active workers, averaged over the step's time."""
     workers_now: int
     num_reserved: int
-    """Workers' worth of engines that the trainer's own devices are while they seed."""
+    """How many workers the trainer's own devices stand for while they seed."""
 
 
 class SeedWindow(msgspec.Struct, frozen=True):

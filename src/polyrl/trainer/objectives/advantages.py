@@ -1,12 +1,12 @@
-"""Advantages: how much better a sample is than others.
+"""Advantages: how much better a sample is than others. A sample that is an episode of several calls is compared once.
 
 Most functions compare the samples of a group. They need only the rewards of the group; a group of one has nothing to
 compare with, so its advantage is zero. `reinforce_plus_plus` compares all samples of the step, so nothing is trained
 before the last one arrives. Its mean and standard deviation (n - 1) are over trained tokens: advantages in the loss
 have mean 0 and standard deviation 1, however long the answers are.
 
-With the KL penalty in the reward, an answer pays for all of its tokens, as in verl and TRL. With `reinforce_plus_plus`
-a token pays for itself and for the tokens after it, as in its paper (2501.03262) and in verl.
+With the KL penalty in the reward, a sample pays for all of its drawn tokens, as in verl and TRL. With
+`reinforce_plus_plus` a token pays for itself and for the tokens after it, as in its paper (2501.03262) and in verl.
 """
 
 import torch

@@ -1,11 +1,14 @@
 """From token losses to one number: a weight for each token now, one denominator when all samples are known.
 
-| aggregation           | a token's weight       | denominator                    |
-|-----------------------|------------------------|--------------------------------|
-| token-mean            | 1                      | tokens                         |
-| seq-mean-token-sum    | 1                      | samples                        |
-| seq-mean-token-mean   | 1 / its sample's tokens | samples                        |
-| fixed                 | 1                      | samples x fixed_tokens         |
+| aggregation         | a token's weight        | denominator            | averages over                       |
+|---------------------|-------------------------|------------------------|-------------------------------------|
+| token-mean          | 1                       | tokens                 | drawn tokens                        |
+| seq-mean-token-sum  | 1                       | samples                | samples, each the sum of its tokens |
+| seq-mean-token-mean | 1 / its sample's tokens | samples                | samples, each the mean of its tokens |
+| fixed               | 1                       | samples x fixed_tokens | samples, each its sum / fixed_tokens |
+
+An episode is one sample, however many calls and training sequences it has: its tokens are the drawn tokens of all of
+them, and it counts once. Tokens that an environment gave count nowhere.
 
 A token's weight is known as soon as its sample is. So gradients of weighted sums can be accumulated while the round
 still runs, and divided once. Only trained samples count: a masked sample is in no denominator.
@@ -19,7 +22,8 @@ Tensor = torch.Tensor
 
 
 def token_weights(sample: Tensor, num_tokens: Tensor, config: AlgorithmConfig) -> Tensor | None:
-    """Return each token's weight, (tokens,), from its sample's index and the tokens per sample. None: all are 1."""
+    """Return each token's weight, (tokens,), from the index of its sequence, and for each sequence the drawn tokens of
+    its whole sample. None: all are 1."""
     if config.aggregation != "seq-mean-token-mean":
         return None
     return num_tokens.float().reciprocal().index_select(0, sample)

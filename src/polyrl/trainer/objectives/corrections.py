@@ -3,9 +3,9 @@
 With w = p_old / p_engine of a token, its loss is multiplied by a weight without a gradient:
 
     tis-token       min(w, high)
-    tis-sequence    min(product of w over the sample, high), for all its tokens
+    tis-sequence    min(product of w over the training sequence, high), for all its tokens
     icepop          w where low <= w <= high, otherwise 0
-    sequence-mask   1 where the geometric mean of w over the sample is within low and high, otherwise 0
+    sequence-mask   1 where the geometric mean of w over the training sequence is within low and high, otherwise 0
 
 Only the policy loss is weighted, not KL and entropy. A token of weight 0 still counts in the denominators: these are
 known as soon as its sample is, and say how much was drawn.

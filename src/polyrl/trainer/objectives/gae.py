@@ -4,7 +4,8 @@ With V_t the value before token t, and 0 after the last token (also when an answ
 
     d_t = r_t + gamma V_(t+1) - V_t        A_t = d_t + gamma lambda A_(t+1)        return_t = A_t + V_t
 
-The advantages of a sample depend on that sample alone.
+The advantages of a sample depend on that sample alone. The tokens of an episode are its drawn ones, call by call: the
+value after a call's last token is that before the next call's first.
 """
 
 from typing import Any

@@ -4,7 +4,8 @@ With r = p / p_old and clip(r) = r clamped to between 1 - low and 1 + high:
 
     ppo_clip   max(-A r, -A clip(r)); for A < 0 at most -A c, with dual clip c
     gspo       the same with s, the geometric mean of a sample's r, in place of r. A token's s has the gradient of its
-               own log p only (GSPO-token): with one A per sample this is GSPO, and a token keeps its own weight
+               own log p only (GSPO-token): with one A per sample this is GSPO, and a token keeps its own weight. The
+               mean is over a training sequence: an episode of several sequences has a ratio for each
     cispo      -A [clip(r)] log p, without a gradient through the brackets: clipped tokens still contribute, with a
                bounded weight
 """
@@ -21,7 +22,7 @@ _MAX_LOG_RATIO = 20.0
 
 
 def mean_of_samples(numbers: Tensor, batch: TokenBatch) -> Tensor:
-    """Return, for each token, the mean over its sample."""
+    """Return, for each token, the mean over its training sequence."""
     sums = torch.zeros(len(batch.num_tokens), dtype=numbers.dtype, device=numbers.device)
     means = sums.index_add(0, batch.sample, numbers) / batch.num_tokens
     return means.index_select(0, batch.sample)

@@ -25,7 +25,8 @@ Tensor = torch.Tensor
 
 
 class TokenBatch(NamedTuple):
-    """The input of a loss: the answer tokens of whole samples, one after the other. All of them are trained on."""
+    """The input of a loss: the drawn tokens of whole training sequences, one after the other. All are trained on. A
+    sample is one sequence; an episode of several calls may be several, which need not be in the same batch."""
 
     logprobs: Tensor
     """(tokens,) float32, by the current weights; the only field with a gradient."""
@@ -36,23 +37,23 @@ class TokenBatch(NamedTuple):
     advantages: Tensor
     """The advantage of each token."""
     sample: Tensor
-    """(tokens,) int64: the index of each token's sample, from 0."""
+    """(tokens,) int64: the index of each token's sequence, from 0."""
     num_tokens: Tensor
-    """(samples,) int64: the number of answer tokens of each sample."""
+    """(sequences,) int64: the number of drawn tokens of each sequence."""
 
 
 class RewardBatch(NamedTuple):
-    """The input of a batch advantage: all samples of the step, group by group."""
+    """The input of a batch advantage: all samples of the step, group by group. An episode of several calls is one."""
 
     rewards: Tensor
-    """(samples,) float64: the reward, minus the KL of the whole answer if the reward pays for it."""
+    """(samples,) float64: the reward, minus the KL of all drawn tokens if the reward pays for it."""
     group: Tensor
     """(samples,) int64: the index of each sample's group, from 0."""
     num_tokens: Tensor
-    """(samples,) int64: the number of trained answer tokens; 0 for a masked sample, which only its siblings use."""
+    """(samples,) int64: the number of trained tokens; 0 for a masked sample, which only its siblings use."""
     to_come: Tensor
-    """(tokens,) float64, for all answer tokens, sample by sample: the reward, minus the KL of this token and the later
-    ones."""
+    """(tokens,) float64, for all drawn tokens, sample by sample and call by call: the reward, minus the KL of this
+    token and the later ones."""
     is_trained: Tensor
     """(tokens,) int64: 1, or 0 for the tokens of a masked sample."""
 

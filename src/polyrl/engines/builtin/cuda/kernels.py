@@ -216,7 +216,7 @@ def attend(
     return flash(query, its_keys, its_values, rows, contexts, scale, window)
 
 
-# What writes to the cache is an operation of its own that says so: compiled as part of the rest, the cache was copied.
+# Writing to the cache is a custom operation that declares the mutation: compiled with the rest, it copied the cache.
 
 
 @torch.library.custom_op("polyrl::write_and_gather", mutates_args=("keys", "values"))
@@ -374,7 +374,7 @@ def _pick_kernel(
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """As sampling.draw without truncation: (tokens, log-probabilities)."""
+    """Return (tokens, log-probabilities), as sampling.draw does without truncation."""
     num, vocab = logits.shape
     stretches = triton.cdiv(vocab, STRETCH)
     best = torch.empty((num, stretches), dtype=torch.float32, device=logits.device)
@@ -417,7 +417,7 @@ def note(
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """As sampling.uniforms, on the device: integers of 64 bits wrap around as they should."""
+    """Compute sampling.uniforms on the device; the 64-bit integers wrap around, as that requires."""
     bits = _mix(_mix(seeds) + positions * _signed(sampling.GAMMA))
     return _shift(bits, 11).double() * 2.0**-53
 
@@ -430,7 +430,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
-    """To the right, with zeros from the left: torch shifts the sign in."""
+    """Shift right, with zeros from the left; torch's own shift copies the sign bit."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 

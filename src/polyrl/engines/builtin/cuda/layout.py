@@ -109,7 +109,7 @@ def lay_out(
 
 
 def _made_up(its: StepLayout, nowhere: int, shape: GraphShape | None) -> StepLayout:
-    """With more contexts, which belong to no piece, and in a shape with empty pieces too."""
+    """Pad the layout: with contexts that belong to no piece and, to fill a graph's shape, with empty pieces."""
     num_more = _MORE_CONTEXTS if shape is None else shape.contexts - len(its.blocks)
     its = its._replace(
         blocks=np.pad(its.blocks, (0, num_more), constant_values=nowhere), within=np.pad(its.within, (0, num_more))

@@ -63,7 +63,7 @@ class Memory:
             self._is_there = False
 
     def close(self) -> None:
-        """No tensor of it may be used after that."""
+        """Free the memory. None of its tensors may be used afterwards."""
         self.give_back()
         if self._address:
             _ask(driver.cuMemAddressFree(self._address, self._num_bytes))
@@ -117,7 +117,7 @@ class BlockedKeysAndValues:
         self._memory.give_back()
 
     def close(self) -> None:
-        """After `detach`, for good."""
+        """Free the addresses for good, after `detach`."""
         self._memory.close()
 
 

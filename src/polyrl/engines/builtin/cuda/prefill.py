@@ -68,7 +68,7 @@ class Prefill:
         return came_up
 
     def _capture(self, its: StepLayout, shape: GraphShape) -> _Graph:
-        """From these inputs, which stay where they are."""
+        """Capture a graph that reads these inputs, whose addresses stay."""
         began = time.monotonic()
         inputs = self._send(its)
         captured = self._capturing.capture(lambda: self._model(*inputs))
@@ -84,7 +84,7 @@ class Prefill:
 
 
 def _numbers(its: StepLayout) -> "list[np.ndarray[Any, Any]]":
-    """In the order of `_flat`."""
+    """Return the layout's arrays in the order of `_flat`."""
     return [its.tokens, its.positions, its.cells, its.blocks, its.within, its.first_rows, its.first_contexts]
 
 

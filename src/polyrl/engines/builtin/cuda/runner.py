@@ -144,7 +144,7 @@ class CudaRunner:
         self._prefilling.forget_graphs()
 
     def change_weights(self, write: Callable[[], None] | None) -> None:
-        """Nothing is derived from them: graphs read them where they are."""
+        """Write new weights in place. Nothing is derived from them: graphs read them where they are."""
         if write is None:
             return
         if self._offloading is None or not self._offloading.is_away:
@@ -300,7 +300,7 @@ class CudaRunner:
         return next(one for one in self._sizes if one >= num)
 
     def _captured(self, graphs: dict[int, Captured], size: int, step: Callable[[int], Tensor | None]) -> Captured:
-        """Before the rows are set: it runs with rows of its own."""
+        """Return the graph of a size, captured if needed. Call it before the rows are set: a capture sets its own."""
         if size not in graphs:
             began = time.monotonic()
             self._tables[:size].fill_(self._num_blocks)

@@ -1,0 +1,376 @@
+"""A host's life: start the environment, join, play the episodes that the manager gives, come back after a break, leave.
+
+    join -> connect -> HostHello/HostWelcome -> Play in; calls out, answers in; ends out ... -> drained -> goodbye
+     ^        ^                                            |
+     |        +-------------- the connection broke --------+     episodes go on; their open calls are said again
+     +----------------------- we were given up ------------+     episodes are over
+
+Rules kept here: nothing inbound is needed. A call stays open while the manager is away, however long that takes, and so
+does the request of the environment that made it. The end of an episode is said until the manager has it on file. An
+exception of an environment is the failure of its episode, and of no other.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from polyrl.errors import UserError, one_line
+from polyrl.hosts.calls import CallMemory
+from polyrl.hosts.episode import (
+    CallLimits,
+    DrawnAnswer,
+    Episode,
+    EpisodeEnd,
+    EpisodeFailed,
+    NoRoom,
+    PlayedEnvironment,
+)
+from polyrl.ids import SampleId, show_sample
+from polyrl.telemetry.repeats import Repeats
+from polyrl.wire import columns, frames, host_frames
+from polyrl.wire.control import HostJoinReply, HostJoinRequest
+from polyrl.wire.dial import Dialer, NameTaken, Patience, SessionOver, Unreachable, pauses
+from polyrl.wire.host_frames import HeldEpisode
+
+log = logging.getLogger("polyrl.hosts")
+
+_WELCOME_S = 10.0
+_NO_CONTEXT = 1 << 31
+
+
+class HostOptions(NamedTuple):
+    name: str
+    environment: str = ""
+    """What the run calls the environment; empty: its own name."""
+    slots: int = 16
+    """Episodes that are played at once."""
+    price_usd_per_hour: float = 0.0
+    give_up_after_s: float = 600.0
+    """A manager that cannot be reached for this long is given up."""
+    name_patience_s: float = 30.0
+    """How long another host may hold our name: one that died is given up sooner."""
+    drain_deadline_s: float = 600.0
+    """After a signal, episodes may go on for so long."""
+
+
+class HostOver(Exception):
+    """The host's life is over; the message says why. `ok`: as it should be."""
+
+    def __init__(self, why: str, *, ok: bool) -> None:
+        super().__init__(why)
+        self.ok = ok
+
+
+class PlayedEpisode(Episode):
+    """An attempt at an episode that the manager gave us. Its calls go to the manager."""
+
+    def __init__(self, agent: "HostAgent", order: host_frames.EpisodeOrder, max_context: int) -> None:
+        super().__init__(
+            f"{show_sample(SampleId(order.sample))}-{order.attempt}",
+            index=order.index,
+            seed=order.seed,
+            max_context=max_context or _NO_CONTEXT,
+            task=_task(order.task),
+            attempt=order.attempt - 1,
+        )
+        self.key = HeldEpisode(order.sample, order.attempt)
+        self._agent = agent
+        self._memory = CallMemory()
+        self.open_call: host_frames.MakeCall | None = None
+        self._answer: asyncio.Future[host_frames.CallAnswer] | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that were answered."""
+        return self._memory.num_calls
+
+    async def draw(self, prompt: Sequence[int], limits: CallLimits) -> DrawnAnswer:
+        number = self._memory.num_calls
+        if number >= host_frames.MAX_CALLS:
+            raise NoRoom(f"an episode of {number} calls; expected at most {host_frames.MAX_CALLS}")
+        grown = self._memory.grow(prompt)
+        packed = columns.pack_tokens(grown.tokens)
+        call = host_frames.MakeCall(
+            *(*self._key, number, grown.base, grown.kept, packed),
+            limits.max_tokens or 0,
+            limits.stop_ids,
+            limits.stop,
+        )
+        self._answer = asyncio.get_running_loop().create_future()
+        self.open_call = call
+        try:
+            await self._agent.send(call)
+            answer = await self._answer
+        finally:
+            self.open_call = self._answer = None
+        if answer.no_room:
+            raise NoRoom(answer.no_room)
+        cells = columns.view_cells(answer.cells)
+        tokens: list[int] = cells["token"].tolist()
+        self._memory.add(prompt, tokens)
+        return DrawnAnswer(tokens, cells["logprob"].tolist(), "stop" if answer.finish == "stop" else "length")
+
+    @property
+    def _key(self) -> tuple[int, int]:
+        return self.key.sample, self.key.attempt
+
+    def answered(self, answer: host_frames.CallAnswer) -> None:
+        """Take an answer. One that is not waited for was sent twice."""
+        if self._answer is not None and not self._answer.done() and answer.number == self._memory.num_calls:
+            self._answer.set_result(answer)
+
+
+def _task(task: bytes) -> Mapping[str, Any] | None:
+    return msgspec.json.decode(task, type=dict[str, Any]) if task else None
+
+
+class HostAgent:
+    """A host. `run` lives its life; `drain` may be called from a signal handler."""
+
+    def __init__(self, environment: PlayedEnvironment, dialer: Dialer, options: HostOptions) -> None:
+        self._environment, self._dialer, self._options = environment, dialer, options
+        self._playing: dict[HeldEpisode, tuple[PlayedEpisode, asyncio.Task[None]]] = {}
+        self._ended: dict[HeldEpisode, host_frames.EndEpisode] = {}
+        """Ends that are not on file yet."""
+        self._session: HostJoinReply | None = None
+        self._session_before = ""
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._welcomed = False
+        self._draining = ""
+        self._over: asyncio.Future[HostOver] | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+        self._patience = Patience(options.give_up_after_s)
+        self._waits = pauses()
+        self._failures = Repeats()
+
+    # Life
+
+    async def run(self) -> HostOver:
+        """Returns how it ended; the environment is closed."""
+        self._over = asyncio.get_running_loop().create_future()
+        await self._environment.start()
+        async with self._dialer:
+            life = asyncio.create_task(self._live())
+            try:
+                done, _ = await asyncio.wait((life, self._over), return_when=asyncio.FIRST_COMPLETED)
+                return life.result() if life in done else self._over.result()
+            finally:
+                life.cancel()
+                self._stop_all()
+                await asyncio.wait((life,), timeout=2.0)
+                await self._environment.close()
+
+    def drain(self, reason: str) -> None:
+        """Play the episodes that are there to their end, then leave; asked twice, leave at once."""
+        if self._draining:
+            self._leave("asked twice to leave", ok=False)
+            return
+        self._draining = reason
+        log.info("draining: %s; %d episodes are played to their end", reason, len(self._playing))
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._options.drain_deadline_s, lambda: self._leave("the drain deadline has passed", ok=False))
+        if not self._playing and self._socket is None:
+            self._leave(reason, ok=True)
+        else:
+            self._send_soon(frames.Leaving(reason))
+
+    def _leave(self, why: str, *, ok: bool) -> None:
+        if self._over is not None and not self._over.done():
+            self._over.set_result(HostOver(why, ok=ok))
+
+    async def _live(self) -> HostOver:
+        try:
+            while True:
+                try:
+                    if self._session is None:
+                        await self._join()
+                    await self._stay_connected()
+                    self._waits = pauses()
+                    self._patience.renew()
+                except SessionOver:
+                    log.info("the manager has given us up; joining again")
+                    self._session = None
+                    self._stop_all()
+                except NameTaken as error:
+                    if self._patience.away_s > self._options.name_patience_s:
+                        return HostOver(str(error), ok=False)
+                    await asyncio.sleep(next(self._waits))
+                except Unreachable as error:
+                    if self._patience.is_over(error):
+                        return HostOver(f"{error}; given up after {self._options.give_up_after_s:.0f} s", ok=False)
+                    log.info("%s; trying again", error)
+                    await asyncio.sleep(next(self._waits))
+        except HostOver as over:
+            return over
+        except UserError as error:
+            return HostOver(str(error), ok=False)
+
+    async def _join(self) -> None:
+        options = self._options
+        request = HostJoinRequest(
+            name=options.name,
+            protocol=frames.PROTOCOL,
+            environment=options.environment or self._environment.name,
+            slots=options.slots,
+            price_usd_per_hour=options.price_usd_per_hour,
+        )
+        self._session = await self._dialer.post("/v1/hosts/join", request, HostJoinReply, self._session_before)
+        self._session_before = self._session.session
+        self._patience.renew()
+        log.info("joined %s as %s", self._dialer.url, self._session.host)
+
+    async def _stay_connected(self) -> None:
+        assert self._session is not None
+        path, session = "/v1/host", self._session.session
+        self._socket = socket = await self._dialer.stream(path, session, frames.MAX_TRAINER_FRAME_BYTES)
+        beat = asyncio.create_task(self._beat(socket, self._session.heartbeat_interval_s))
+        try:
+            held = (*self._playing, *(one for one in self._ended if one not in self._playing))
+            await socket.send_bytes(frames.encode(host_frames.HostHello(held, self._draining)))
+            async with asyncio.timeout(_WELCOME_S):
+                await self._welcome(socket)
+            async for message in socket:
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    break
+                await self._hear(_decode(self._dialer.url, message.data))
+        except TimeoutError as error:
+            raise Unreachable(f"{self._dialer.url}: no welcome within {_WELCOME_S:g} s") from error
+        except (aiohttp.ClientError, ConnectionError, OSError) as error:
+            log.info("the connection to the manager broke: %s", error)
+        finally:
+            beat.cancel()
+            self._welcomed, self._socket = False, None
+            await socket.close()
+
+    async def _welcome(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Drop what is over, and say again what is open."""
+        message = await socket.receive()
+        if message.type is not aiohttp.WSMsgType.BINARY:
+            raise Unreachable(f"{self._dialer.url}: it closed the connection")
+        frame = _decode(self._dialer.url, message.data)
+        if not isinstance(frame, host_frames.HostWelcome):
+            await self._hear(frame)
+            return
+        wanted = frozenset(frame.held)
+        for key in [one for one in (*self._playing, *self._ended) if one not in wanted]:
+            self._forget(key)
+        self._welcomed = True
+        self._patience.renew()
+        for episode, _ in list(self._playing.values()):
+            if episode.open_call is not None:
+                await self.send(episode.open_call)
+        for ended in list(self._ended.values()):
+            await self.send(ended)
+
+    async def _beat(self, socket: aiohttp.ClientWebSocketResponse, interval_s: float) -> None:
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError, OSError):
+            while True:
+                await asyncio.sleep(interval_s)
+                if self._welcomed:
+                    await socket.send_bytes(frames.encode(host_frames.HostReport(len(self._playing))))
+
+    async def send(self, frame: host_frames.FromHost) -> None:
+        """Send a frame now; without a connection, the next one begins with all that is open."""
+        if self._socket is None or self._socket.closed or not self._welcomed:
+            return
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError, OSError):
+            await self._socket.send_bytes(frames.encode(frame))
+
+    def _send_soon(self, frame: host_frames.FromHost) -> None:
+        self._keep(self.send(frame))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    # Episodes
+
+    async def _hear(self, frame: host_frames.ToHost) -> None:
+        match frame:
+            case host_frames.Play():
+                for order in frame.episodes:
+                    self._begin(order, frame.max_context)
+            case host_frames.CallAnswer():
+                found = self._playing.get(HeldEpisode(frame.sample, frame.attempt))
+                if found is not None:
+                    found[0].answered(frame)
+            case host_frames.StopPlaying():
+                for key in frame.episodes:
+                    self._forget(key)
+            case frames.Release():
+                await self._released(frame)
+            case host_frames.HostWelcome():
+                pass
+
+    async def _released(self, release: frames.Release) -> None:
+        if release.rejoin and not self._draining:
+            raise SessionOver(release.why)
+        await self.send(frames.Goodbye(release.why))
+        raise HostOver(release.why, ok=not release.in_anger)
+
+    def _begin(self, order: host_frames.EpisodeOrder, max_context: int) -> None:
+        key = HeldEpisode(order.sample, order.attempt)
+        if key in self._playing or key in self._ended:
+            return  # said twice
+        try:
+            episode = PlayedEpisode(self, order, max_context)
+        except msgspec.DecodeError as error:
+            self._end(key, _failed(key, 0, f"its task is not a row of JSON: {error}"))
+            return
+        self._playing[key] = episode, asyncio.create_task(self._play(episode))
+
+    async def _play(self, episode: PlayedEpisode) -> None:
+        key, began = episode.key, time.monotonic()
+        try:
+            end = await self._environment.play(episode)
+            frame = host_frames.EndEpisode(
+                *(key.sample, key.attempt, "scored", episode.num_calls, float(end.reward)),
+                _with_turns(end),
+                end.why[:300],
+            )
+        except EpisodeFailed as error:
+            frame = _failed(key, episode.num_calls, str(error))
+        except Exception as error:  # noqa: BLE001  whatever an environment raises is the failure of its episode
+            frame = _failed(key, episode.num_calls, one_line(error))
+        if frame.outcome == "failed" and (often := self._failures.again(frame.why)) is not None:
+            log.warning(
+                "episode %s failed after %.1f s: %s%s", episode.name, time.monotonic() - began, frame.why, often
+            )
+        self._end(key, frame)
+
+    def _end(self, key: HeldEpisode, frame: host_frames.EndEpisode) -> None:
+        self._playing.pop(key, None)
+        self._ended[key] = frame
+        self._send_soon(frame)
+
+    def _forget(self, key: HeldEpisode) -> None:
+        self._ended.pop(key, None)
+        found = self._playing.pop(key, None)
+        if found is not None:
+            found[1].cancel()
+
+    def _stop_all(self) -> None:
+        for key in (*self._playing, *self._ended):
+            self._forget(key)
+
+
+def _failed(key: HeldEpisode, num_calls: int, why: str) -> host_frames.EndEpisode:
+    return host_frames.EndEpisode(key.sample, key.attempt, "failed", num_calls, why=why[:1000])
+
+
+def _with_turns(end: EpisodeEnd) -> dict[str, float]:
+    return {**end.parts, "turns": float(end.num_turns)} if end.num_turns and "turns" not in end.parts else end.parts
+
+
+def _decode(url: str, data: bytes) -> host_frames.ToHost:
+    try:
+        return host_frames.decode_to_host(data)
+    except frames.NO_FRAME as error:
+        raise UserError(f"{url}: what it sent is no frame of this PolyRL: {error}") from error

@@ -1,0 +1,104 @@
+"""The scheduler's commands to hosts, carried out: frames for the host that each concerns.
+
+Rules kept here: no opinions. A host that is not connected is told when it dials again, from the state (from_hosts.py).
+"""
+
+import logging
+
+from polyrl.errors import LawViolation
+from polyrl.ids import GroupId, SampleId, show_sample
+from polyrl.manager.calls import OPEN, num_received
+from polyrl.manager.journal import EpisodeKept
+from polyrl.manager.peers.sessions import HostSession
+from polyrl.manager.run import Run
+from polyrl.scheduling.core import commands as c
+from polyrl.scheduling.rules.order import mix64
+from polyrl.wire import host_frames
+
+log = logging.getLogger("polyrl.manager")
+
+HostCommand = c.PlayEpisode | c.AnswerCall | c.StopEpisode | c.ReleaseHost | c.ForgetHost
+
+
+def carry_out(run: Run, command: HostCommand) -> None:
+    session = run.lobby.host(command.host)
+    match command:
+        case c.PlayEpisode():
+            if session is not None:
+                play(run, session, command.sample, command.attempt)
+        case c.AnswerCall():
+            number = len(run.payload.tokens_of(command.sample).calls) - 1
+            if session is not None:
+                answer(run, session, command.sample, command.attempt, number)
+        case c.StopEpisode():
+            if session is not None:
+                session.stop(command.sample, command.attempt)
+            if command.num_tokens >= 0:
+                _score_over_time(run, command)
+        case c.ReleaseHost():
+            if session is not None:
+                session.say(host_frames.Release(command.why))
+        case c.ForgetHost():
+            run.lobby.forget_host(command.host, command.why)
+
+
+def play(run: Run, session: HostSession, sample: SampleId, attempt: int) -> None:
+    """Tell a host to begin an episode, once its task is there."""
+    group = run.desk.groups[run.desk.samples[sample].group]
+    prompt = run.payload.prompts.get(group.id)
+    if prompt is None:
+        run.no_task_yet.setdefault(group.id, []).append(sample)
+        return
+    rules = run.answers
+    seed = mix64(run.desk.config.seed, group.domain, group.prompt, group.epoch) >> 1
+    order = host_frames.EpisodeOrder(sample, attempt, group.prompt, seed, prompt.task)
+    max_context = 0 if rules is None else rules.max_context
+    session.say(host_frames.Play((order,), max_context, run.desk.max_new_tokens))
+
+
+def play_waiting(run: Run, group: GroupId) -> None:
+    """Begin the episodes that waited for their task."""
+    for sample_id in run.no_task_yet.pop(group, ()):
+        sample = run.desk.samples.get(sample_id)
+        host = None if sample is None else run.desk.hosts.seats.get(sample.host)
+        session = None if host is None else run.lobby.host(host.name)
+        if sample is not None and session is not None:
+            play(run, session, sample.id, sample.attempt)
+
+
+def answer(run: Run, session: HostSession, sample: SampleId, attempt: int, number: int) -> None:
+    """Send the answer to a call that is whole."""
+    text = run.payload.tokens_of(sample)
+    record = text.calls[number]
+    if record.end == OPEN:
+        raise LawViolation(f"call {number} of episode {show_sample(sample)} is answered and not whole")
+    cells = bytes(text.cells[record.start * 8 : record.end * 8])
+    session.say(host_frames.CallAnswer(sample, attempt, number, cells, record.finish))
+    run.lobby.dirty_hosts[session.name] = session
+    run.lobby.is_urgent = True
+
+
+def keep_episode(
+    run: Run, sample: SampleId, num_calls: int, num_tokens: int, reward: float, parts: dict[str, float]
+) -> None:
+    """Note an episode's end: its reward, and the tokens that its environment received."""
+    text = run.payload.tokens_of(sample)
+    is_cut = text.num_tokens > num_tokens
+    if is_cut:
+        text.cut(num_calls, num_tokens)
+    else:
+        del text.calls[num_calls:]
+    text.reward, text.parts = reward, parts
+    text.finish = text.calls[-1].finish
+    run.note_grants()
+    run.lobby.journal.add_note(EpisodeKept(sample, num_calls, num_tokens, is_cut, text.finish, text.reward, text.parts))
+
+
+def _score_over_time(run: Run, command: c.StopEpisode) -> None:
+    calls = run.payload.tokens_of(command.sample).calls
+    num_calls = sum(one.end != OPEN and one.end <= command.num_tokens for one in calls)
+    if num_received(calls, num_calls) != command.num_tokens:
+        raise LawViolation(f"episode {show_sample(command.sample)} has other calls than the scheduler says")
+    reward = run.desk.config.environments.timeout_reward
+    log.warning("episode %s is over time, and scored with %g: %s", show_sample(command.sample), reward, command.why)
+    keep_episode(run, command.sample, num_calls, command.num_tokens, reward, {})

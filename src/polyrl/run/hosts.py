@@ -1,0 +1,179 @@
+"""Hosts of a run: a check of the environments before it begins, and the processes that `[environments]` asks for.
+
+Rules kept here: an environment's code runs in a host's process, never in the trainer's, and in the Python that the
+recipe names. A host that ends, or is no longer heard of, is started again; one that ends at once again and again is
+not, and a line says so.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from msgspec import structs
+from rich.text import Text
+
+from polyrl.client import Fleet
+from polyrl.config.dump import inline
+from polyrl.config.recipe import DomainSection, Recipe
+from polyrl.errors import EXIT_BAD_INPUT, UserError
+from polyrl.run import processes
+from polyrl.run.processes import ManagerAddress
+
+log = logging.getLogger("polyrl.train")
+
+_CHECK_TIMEOUT_S = 300.0
+"""An environment's package may load a data set."""
+_LOOK_EVERY_S = 0.5
+_QUICK_S = 20.0
+_MAX_QUICK_ENDS = 5
+"""A host that ends this often within `_QUICK_S` of its start is not started again."""
+_HUNG_FACTOR = 3.0
+"""A host that is not heard of for so many times `host_timeout_s` hangs, and is killed."""
+
+
+def check(recipe: Recipe) -> Recipe:
+    """Start each environment once, and return the recipe with the number of tasks that it has. Raises UserError."""
+    if not any(domain.environment for domain in recipe.data.all_domains):
+        return recipe
+    found = [_check_domain(recipe, domain) for domain in recipe.data.all_domains]
+    data = recipe.data
+    if data.domains:
+        data = structs.replace(data, domains=tuple(found))
+    else:
+        data = structs.replace(data, num_prompts=found[0].num_prompts)
+    return structs.replace(recipe, data=data)
+
+
+def _check_domain(recipe: Recipe, domain: DomainSection) -> DomainSection:
+    if not domain.environment:
+        return domain
+    argv = [*_polyrl(recipe), *_environment(recipe, domain), "--check"]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, env=os.environ, check=False
+        )
+    except FileNotFoundError as error:
+        raise UserError(f"environments.python: {argv[0]} cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"environment {domain.environment}: it was not ready within {_CHECK_TIMEOUT_S:.0f} s"
+        ) from error
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise UserError(f"environment {domain.environment}: {said[-1] if said else f'exit code {done.returncode}'}")
+    try:
+        num_tasks = json.loads(done.stdout.splitlines()[-1])["num_tasks"]
+    except (ValueError, KeyError, IndexError) as error:
+        raise UserError(f"environment {domain.environment}: expected an account of it, got {done.stdout!r}") from error
+    if num_tasks is None or domain.source or (domain.num_prompts or num_tasks + 1) <= num_tasks:
+        return domain
+    return structs.replace(domain, num_prompts=num_tasks)
+
+
+def _polyrl(recipe: Recipe) -> list[str]:
+    place = recipe.environments.python
+    if not place:
+        return [sys.executable, "-m", "polyrl"]
+    inside = Path(place) / "bin" / "python"
+    return [str(inside if inside.exists() else place), "-m", "polyrl"]
+
+
+def _environment(recipe: Recipe, domain: DomainSection) -> list[str]:
+    """Return the arguments that name an environment and its settings."""
+    modules = ["--modules", recipe.modules] if recipe.modules else []
+    settings = [f"{key}={inline(value)}" for key, value in domain.environment_args.items()]
+    return ["env", domain.environment, "--model", recipe.model.path, *modules, *settings]
+
+
+def arguments(recipe: Recipe, domain: DomainSection, run_dir: Path, url: str, name: str) -> list[str]:
+    """Return the arguments of `polyrl` for a host of this run."""
+    wanted = recipe.environments
+    trust = ["--ca", recipe.manager.ca] if recipe.manager.ca else []
+    price = ["--price", f"{wanted.price_usd_per_hour:g}"] if wanted.price_usd_per_hour else []
+    return [
+        *_environment(recipe, domain),
+        *("--join", url, "--token-file", str(run_dir / "host.token"), *trust),
+        *("--name", name, "--as", recipe.environment_of(domain), "--slots", str(wanted.slots), *price),
+    ]
+
+
+class HostProcess:
+    """One host, started again when it ends or hangs."""
+
+    def __init__(self, name: str, command: list[str], log_file: Path) -> None:
+        self.name = name
+        self._command, self._log_file = command, log_file
+        self.process: Process | None = None
+        self.is_given_up = False
+        self._started_at = 0.0
+        self._num_quick = 0
+
+    async def start(self) -> None:
+        self._started_at = time.monotonic()
+        with self._log_file.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True, preexec_fn=processes.terminate_with_parent,
+            )  # fmt: skip
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._started_at
+
+    async def look(self, say: Callable[[str | Text], None]) -> None:
+        """Start it again if it has ended."""
+        if self.process is None or self.process.returncode is None or self.is_given_up:
+            return
+        code, how = self.process.returncode, processes.show_end(self.process.returncode, self._log_file)
+        self._num_quick = self._num_quick + 1 if self.age_s < _QUICK_S else 0
+        self.is_given_up = code == EXIT_BAD_INPUT or self._num_quick >= _MAX_QUICK_ENDS
+        what = "it is not started again" if self.is_given_up else "it is started again, and its episodes go on"
+        say(Text(f"{self.name} {how}; {what}", style="yellow"))
+        if not self.is_given_up:
+            await asyncio.sleep(min(5.0, 0.2 * 2**self._num_quick))
+            await self.start()
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+
+
+@asynccontextmanager
+async def started(recipe: Recipe, run_dir: Path, address: ManagerAddress) -> AsyncIterator[dict[str, HostProcess]]:
+    """Run the hosts that `[environments]` asks for."""
+    hosts: dict[str, HostProcess] = {}
+    try:
+        for domain in recipe.data.all_domains if recipe.environments.processes else ():
+            for number in range(recipe.environments.processes) if domain.environment else ():
+                name = f"host-{number}" if len(recipe.data.all_domains) == 1 else f"host-{domain.name}-{number}"
+                command = [*_polyrl(recipe), *arguments(recipe, domain, run_dir, address.url, name)]
+                hosts[name] = HostProcess(name, command, run_dir / "logs" / f"{name}.log")
+                await hosts[name].start()
+        yield hosts
+    finally:
+        running = [one.process for one in hosts.values() if one.process is not None]
+        await asyncio.gather(*(processes.stop(one, timeout_s=5.0) for one in running))
+
+
+async def keep(recipe: Recipe, fleet: Fleet, hosts: dict[str, HostProcess], say: Callable[[str | Text], None]) -> None:
+    """Keep the hosts alive, until cancelled: start those again that have ended, and kill those that hang."""
+    patience_s = _HUNG_FACTOR * recipe.environments.host_timeout_s
+    while hosts:
+        for host in hosts.values():
+            await host.look(say)
+        with suppress(UserError):
+            there = {one.name for one in (await fleet.status()).hosts if one.connected}
+            for host in hosts.values():
+                if host.name not in there and host.age_s > max(patience_s, _QUICK_S) and not host.is_given_up:
+                    log.warning("%s is not heard of; it is killed", host.name)
+                    host.kill()
+        await asyncio.sleep(_LOOK_EVERY_S)

@@ -1,0 +1,82 @@
+"""The hosts of environments: which episodes each one plays, and what it costs.
+
+A host takes a *seat* when it joins: a number never used again. It has places for as many episodes as its `slots`, holds
+no weights, and is paid from joining to leaving. Its driver says when it is gone.
+
+What a host claims is believed as it shows: it begins with few episodes, gets one more with every call that it makes,
+and half as many with every failure. A host that fails episodes which others play to their end is given up.
+"""
+
+from msgspec import Struct
+
+from polyrl.ids import HostName, Incarnation, SampleId, Seconds
+from polyrl.scheduling.core.ledger import HostLine, Ledger
+
+FIRST_EPISODES = 8
+
+
+class Host(Struct):
+    seat: int
+    name: HostName
+    incarnation: Incarnation
+    environment: str
+    slots: int
+    since: Seconds
+    """Up to here its time is in the ledger."""
+    episodes: dict[SampleId, None] = {}
+    draining: bool = False
+    earned: int = FIRST_EPISODES
+    """Episodes that it is trusted with."""
+    num_faults: int = 0
+    """Episodes that it failed and another host played to their end, since it last did so itself."""
+
+    @property
+    def capacity(self) -> int:
+        return min(self.slots, self.earned)
+
+    @property
+    def has_room(self) -> bool:
+        return not self.draining and len(self.episodes) < self.capacity
+
+
+class HostsState(Struct):
+    seats: dict[int, Host] = {}
+    by_name: dict[HostName, int] = {}
+    last_incarnations: dict[HostName, Incarnation] = {}
+    """The newest life of every name that is there."""
+    next_seat: int = 1
+
+    def find(self, name: HostName, incarnation: Incarnation) -> Host | None:
+        """Return the host in that very life; None for news of the dead."""
+        seat = self.by_name.get(name)
+        if seat is None or self.seats[seat].incarnation != incarnation:
+            return None
+        return self.seats[seat]
+
+    def choose(self, environment: str, failed_at: int = -1) -> Host | None:
+        """Return the host with the smallest share of its places taken, rather not the one where the episode failed;
+        None when all are full."""
+        able = [one for one in self.seats.values() if one.environment == environment and one.has_room]
+        return min(
+            able, key=lambda one: (one.seat == failed_at, len(one.episodes) / one.capacity, one.seat), default=None
+        )
+
+
+def settle_host(host: Host, ledger: Ledger, now: Seconds) -> None:
+    """Write the seconds since the last time into the ledger. Call it before the number of its episodes changes."""
+    seconds = now - host.since
+    if seconds <= 0.0:
+        return
+    line = ledger.hosts[host.name]
+    line.seconds += seconds
+    line.episode_seconds += seconds * len(host.episodes)
+    line.usd += seconds * line.price_usd_per_hour / 3600
+    host.since = now
+
+
+def host_line(ledger: Ledger, name: HostName, price_usd_per_hour: float) -> HostLine:
+    line = ledger.hosts.get(name)
+    if line is None:
+        line = ledger.hosts[name] = HostLine(price_usd_per_hour)
+    line.price_usd_per_hour = price_usd_per_hour
+    return line

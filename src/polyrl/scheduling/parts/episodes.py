@@ -1,0 +1,285 @@
+"""Episodes: samples that an environment plays at a host, and that workers write call by call.
+
+    unhosted --a host has room--> playing --call--> waiting --> leased --answered--> playing --> ... --> scored
+                                     |                                                 |
+             <------- its host is lost, or it failed and may be begun again -----------+
+
+Rules kept here:
+- An episode holds a place at its host from its beginning to its end, and a place at a worker only during a call.
+- Its drawn tokens are kept when its host is lost: the driver answers the calls of the next attempt from them, for as
+  long as their prompts are the same, and says at the first that differs from which token on they are in vain.
+- A failure of the environment is never a zero: the episode is begun again, and in the end leaves its group.
+- An episode that is over time is scored with `timeout_reward` if it has an answer: the policy may be the cause, and an
+  episode that is dropped is an exit that it learns. Without an answer it cannot be, and the episode has failed.
+"""
+
+from polyrl.ids import Seconds
+from polyrl.scheduling.core.commands import Abort, AnswerCall, ForgetHost, PlayEpisode, ReleaseHost
+from polyrl.scheduling.core.desk import Desk
+from polyrl.scheduling.core.events import CallMade, EpisodeEnded, HostDrainRequested, HostJoined, HostLeft
+from polyrl.scheduling.core.hosts import Host, host_line, settle_host
+from polyrl.scheduling.core.ledger import DiscardCause, EpisodeOutcome
+from polyrl.scheduling.core.samples import NO_LEASE, NO_VERSION, Round, TrackedSample
+from polyrl.scheduling.parts import hosting, leases, rounds
+
+MAX_HOST_LOSSES = 10
+"""An episode whose hosts were lost this often is the likely cause, and leaves its group."""
+_MAX_NAMES = 1000
+"""Names of hosts that are remembered, beyond those that are there."""
+
+# Hosts
+
+
+def host_joined(desk: Desk, event: HostJoined, now: Seconds) -> None:
+    hosts = desk.hosts
+    if event.incarnation <= hosts.last_incarnations.get(event.host, -1):
+        desk.ledger.late_news += 1
+        return
+    former = hosts.seats.get(hosts.by_name.get(event.host, -1))
+    if former is not None:
+        _lose(desk, former, "another process joined under its name", now)
+    host = Host(hosts.next_seat, event.host, event.incarnation, event.environment, max(1, event.slots), now)
+    hosts.next_seat += 1
+    hosts.seats[host.seat] = host
+    hosts.by_name[host.name] = host.seat
+    hosts.last_incarnations[host.name] = host.incarnation
+    line = host_line(desk.ledger, host.name, event.price_usd_per_hour)
+    line.num_joins += 1
+    _forget_names(desk)
+    desk.hosts_due = True
+
+
+def host_left(desk: Desk, event: HostLeft, now: Seconds) -> None:
+    host = desk.hosts.find(event.host, event.incarnation)
+    if host is None:
+        desk.ledger.late_news += 1
+        return
+    _lose(desk, host, event.reason, now)
+
+
+def drain(desk: Desk, event: HostDrainRequested, now: Seconds) -> None:
+    host = desk.hosts.find(event.host, event.incarnation)
+    if host is None or host.draining:
+        desk.ledger.late_news += host is None
+        return
+    host.draining = True
+    desk.deadlines.set(("host_drain", host.seat), now + desk.config.environments.drain_timeout_s)
+    if not host.episodes:
+        desk.commands.append(ReleaseHost(host.name, event.reason))
+
+
+def drain_is_over(desk: Desk, seat: int, now: Seconds) -> None:
+    """Give up a host that was drained and still plays."""
+    host = desk.hosts.seats[seat]
+    why = "it was drained, and its episodes took too long"
+    desk.commands.append(ForgetHost(host.name, why))
+    _lose(desk, host, why, now)
+
+
+def _lose(desk: Desk, host: Host, why: str, now: Seconds) -> None:
+    settle_host(host, desk.ledger, now)
+    host.draining = False  # it is not released: it is gone
+    if host.episodes:
+        desk.ledger.hosts[host.name].num_losses += 1
+    for sample_id in list(host.episodes):
+        sample = desk.samples[sample_id]
+        round_ = desk.round_of(sample)
+        _take_back(desk, sample, round_, why, now)
+        hosting.leave(desk, sample, now)
+        if sample.attempt - sample.num_faults >= MAX_HOST_LOSSES:
+            _give_up(desk, sample, round_, "all of its hosts were lost", now)
+        else:
+            hosting.queue(desk, sample, round_)
+    desk.deadlines.clear(("host_drain", host.seat))
+    del desk.hosts.seats[host.seat]
+    del desk.hosts.by_name[host.name]
+
+
+def _forget_names(desk: Desk) -> None:
+    """Keep few names of hosts that left: a peer could join under one new name after the other for ever."""
+    hosts, lines = desk.hosts, desk.ledger.hosts
+    if len(lines) <= _MAX_NAMES + len(hosts.by_name):
+        return
+    name = next(one for one in lines if one not in hosts.by_name and one in hosts.last_incarnations)
+    desk.ledger.fold_host(name)
+    del hosts.last_incarnations[name]
+
+
+# Episodes
+
+
+def host_waiting(desk: Desk, now: Seconds) -> None:
+    """Begin episodes for which a host has room, those of earlier rounds first."""
+    if desk.state.paused:
+        return
+    for round_ in desk.rounds.values():
+        for domain in round_.unhosted if round_.num_unhosted else ():
+            _host_domain(desk, round_, domain, now)
+
+
+def _host_domain(desk: Desk, round_: Round, domain: int, now: Seconds) -> None:
+    waiting, environment = round_.unhosted[domain], desk.environment_of(domain)
+    while waiting:
+        sample = desk.samples.get(waiting[-1])
+        if sample is None or sample.state != "unhosted":
+            waiting.pop()
+            continue
+        host = desk.hosts.choose(environment, sample.failed_at)
+        if host is None:
+            return
+        waiting.pop()
+        round_.num_unhosted -= 1
+        _begin(desk, sample, round_, host, now)
+
+
+def _begin(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
+    settle_host(host, desk.ledger, now)
+    host.episodes[sample.id] = None
+    sample.host = host.seat
+    sample.attempt += 1
+    desk.ledger.episodes_begun += 1
+    desk.deadlines.set(("episode", sample.id), now + desk.config.environments.episode_timeout_s)
+    _play(desk, sample, round_, now)
+    why = "a host has room" if sample.attempt == 1 else f"attempt {sample.attempt}"
+    desk.commands.append(PlayEpisode(host.name, sample.id, sample.attempt, why))
+
+
+def _play(desk: Desk, sample: TrackedSample, round_: Round, now: Seconds) -> None:
+    """Give the move to the episode's host."""
+    sample.state = "playing"
+    round_.num_playing += 1
+    desk.deadlines.set(("turn", sample.id), now + desk.config.environments.turn_timeout_s)
+
+
+def _find(desk: Desk, event: CallMade | EpisodeEnded) -> TrackedSample | None:
+    """Return the episode that the news is of; None if another attempt is under way, or none."""
+    sample = desk.samples.get(event.sample)
+    if sample is None or sample.host < 0 or sample.attempt != event.attempt:
+        desk.ledger.late_news += 1
+        return None
+    return sample
+
+
+def call_made(desk: Desk, event: CallMade, now: Seconds) -> None:
+    sample = _find(desk, event)
+    if sample is None:
+        return
+    start = max(0, event.start)
+    num_tokens = max(start, event.num_tokens)
+    if sample.state != "playing" or num_tokens >= min(event.end, desk.max_new_tokens):
+        desk.ledger.late_news += 1
+        return
+    round_ = desk.round_of(sample)
+    if sample.version != NO_VERSION:  # what nobody was ever given has no tokens
+        leases.note_tokens(desk, sample, num_tokens)
+    _cut(desk, sample, num_tokens, "environment_lost")
+    sample.call_start = min(start, sample.num_tokens)
+    sample.call_end = min(event.end, desk.max_new_tokens)
+    sample.moved_at = sample.num_tokens
+    sample.target = sample.writer
+    round_.num_playing -= 1
+    desk.deadlines.clear(("turn", sample.id))
+    desk.ledger.num_calls += 1
+    host = desk.hosts.seats[sample.host]
+    if host.earned < host.slots:
+        host.earned += 1
+        desk.hosts_due = True
+    leases.wait(desk, sample, round_)
+    desk.place_due = desk.devices_due = True
+
+
+def call_answered(desk: Desk, sample: TrackedSample, now: Seconds) -> None:
+    """The policy has answered a call: its host has the move."""
+    round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
+    worker = leases.end_lease(desk, sample, round_, now)
+    sample.writer = worker.seat
+    sample.num_failures = 0
+    sample.call_start = sample.num_tokens
+    _play(desk, sample, round_, now)
+    desk.commands.append(AnswerCall(host.name, sample.id, sample.attempt))
+
+
+def episode_ended(desk: Desk, event: EpisodeEnded, now: Seconds) -> None:
+    sample = _find(desk, event)
+    if sample is None:
+        return
+    round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
+    _take_back(desk, sample, round_, "its environment ended the episode", now)
+    hosting.leave(desk, sample, now)
+    if event.outcome == "failed" or min(event.num_tokens, sample.num_tokens) <= 0:
+        _failed(desk, sample, round_, host, now)
+        return
+    _cut(desk, sample, event.num_tokens, "abandoned")
+    host.num_faults = 0
+    _blame(desk, sample, host, now)
+    _scored(desk, sample, event.outcome, now)
+
+
+def _blame(desk: Desk, sample: TrackedSample, host: Host, now: Seconds) -> None:
+    """Hold it against the host where the episode failed that another one played it to its end."""
+    guilty = desk.hosts.seats.get(sample.failed_at)
+    sample.failed_at = -1
+    if guilty is None or guilty is host:
+        return
+    guilty.num_faults += 1
+    if guilty.num_faults >= desk.config.environments.max_attempts and not guilty.draining:
+        why = f"it failed {guilty.num_faults} episodes in a row that others played to their end"
+        desk.commands.append(ForgetHost(guilty.name, why))
+        _lose(desk, guilty, why, now)
+
+
+def over_time(desk: Desk, sample: TrackedSample, why: str, now: Seconds) -> None:
+    """An episode, or its environment's move, took too long."""
+    round_, host = desk.round_of(sample), desk.hosts.seats[sample.host]
+    num_tokens = sample.call_start  # what complete calls have drawn
+    _take_back(desk, sample, round_, why, now)
+    hosting.leave(desk, sample, now, stop=why, num_tokens=num_tokens or -1)
+    if num_tokens <= 0:
+        _failed(desk, sample, round_, host, now)
+    else:
+        _cut(desk, sample, num_tokens, "abandoned")
+        _scored(desk, sample, "timed_out", now)
+
+
+def _take_back(desk: Desk, sample: TrackedSample, round_: Round, why: str, now: Seconds) -> None:
+    """Take an episode out of its call, or out of its host's hands. Its tokens stay."""
+    if sample.state == "waiting":
+        leases.stop_waiting(round_, sample)
+    elif sample.lease != NO_LEASE:
+        lease = sample.lease
+        worker = leases.end_lease(desk, sample, round_, now)
+        desk.commands.append(Abort(worker.name, lease, why, sample.id, sample.num_tokens))
+    else:
+        round_.num_playing -= 1
+    sample.num_failures = 0
+
+
+def _cut(desk: Desk, sample: TrackedSample, num_tokens: int, cause: DiscardCause) -> None:
+    """Throw the tokens beyond `num_tokens` away."""
+    desk.ledger.discard_tokens(cause, max(0, sample.num_tokens - num_tokens))
+    sample.num_tokens = min(sample.num_tokens, num_tokens)
+    if sample.num_tokens == 0:
+        sample.version = NO_VERSION
+
+
+def _scored(desk: Desk, sample: TrackedSample, outcome: EpisodeOutcome, now: Seconds) -> None:
+    ended = desk.ledger.episodes_ended
+    ended[outcome] = ended.get(outcome, 0) + 1
+    rounds.episode_scored(desk, sample, now)
+
+
+def _failed(desk: Desk, sample: TrackedSample, round_: Round, host: Host, now: Seconds) -> None:
+    ended = desk.ledger.episodes_ended
+    ended["failed"] = ended.get("failed", 0) + 1
+    sample.num_faults += 1
+    sample.failed_at = host.seat
+    host.earned = max(1, host.earned // 2)
+    if sample.num_faults >= desk.config.environments.max_attempts:
+        _give_up(desk, sample, round_, "its environment failed", now)
+    else:
+        hosting.queue(desk, sample, round_)
+
+
+def _give_up(desk: Desk, sample: TrackedSample, round_: Round, why: str, now: Seconds) -> None:
+    hosting.queue(desk, sample, round_)  # where it is counted until it is dropped
+    rounds.sample_failed(desk, sample, round_, why, now)

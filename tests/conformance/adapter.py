@@ -1,0 +1,73 @@
+"""What the suite asks of a trainer. Another trainer takes part with a class of these methods."""
+
+import tomllib
+from fractions import Fraction
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import Struct, convert
+
+FIXED_TOKENS = 100
+"""The divisor of aggregation `fixed`."""
+
+
+class CaseCall(Struct, frozen=True):
+    saw: list[int]
+    drew: list[int]
+    finish: str = "stop"
+
+
+class CaseSequence(Struct, frozen=True):
+    tokens: list[int]
+    trained: str
+    """A 1 for each token that is trained, a 0 for context."""
+
+
+class CaseEpisode(Struct, frozen=True):
+    calls: list[CaseCall]
+    reward: float = 0.0
+    group: int = 0
+    failed: bool = False
+    """It ended without a reward, for a reason that the policy cannot have caused."""
+    sequences: list[CaseSequence] | None = None
+    advantages: dict[str, float] = {}
+    weights: dict[str, str] = {}
+    """For each aggregation, what the loss of each of its drawn tokens is multiplied with, all in all."""
+
+
+class Case(Struct, frozen=True):
+    name: str
+    bug: str
+    wrong: str
+    """What goes wrong where the case fails."""
+    episodes: list[CaseEpisode]
+    mean_reward: float | None = None
+
+
+class ConformingTrainer(Protocol):
+    """All methods take the episodes of a step, and answer for each of them in order; None for one that failed."""
+
+    def sequences(self, episodes: list[CaseEpisode]) -> list[list[CaseSequence] | None]:
+        """Return the sequences that the trainer runs its model on, in the order of their first calls."""
+        ...
+
+    def advantages(self, name: str, episodes: list[CaseEpisode]) -> list[float | None]:
+        """Return the advantage that all drawn tokens of the episode have."""
+        ...
+
+    def weights(self, aggregation: str, episodes: list[CaseEpisode]) -> list[list[list[float]] | None]:
+        """Return, for each sequence and each of its tokens, the derivative of the step's loss by the token's loss."""
+        ...
+
+    def mean_reward(self, episodes: list[CaseEpisode]) -> float:
+        """Return the mean reward that is told of the step."""
+        ...
+
+
+def read_cases() -> list[Case]:
+    found = tomllib.loads((Path(__file__).parent / "cases.toml").read_text())
+    return convert(found["case"], list[Case])
+
+
+def exact(text: str) -> float:
+    return float(Fraction(text))

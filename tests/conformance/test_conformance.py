@@ -1,0 +1,72 @@
+"""Every case of cases.toml, for the trainer that CONFORMANCE_TRAINER names as module:class; without it, for ours."""
+
+import os
+from importlib import import_module
+
+import pytest
+from tests.conformance.adapter import Case, ConformingTrainer, exact, read_cases
+from tests.conformance.ours import PolyrlTrainer
+
+CASES = read_cases()
+CLOSE = 5e-6
+"""How far an advantage may be from the figure of the case: trainers divide by a deviation plus some small number."""
+
+
+def all_of(has: str) -> "pytest.MarkDecorator":
+    chosen = [case for case in CASES if any(getattr(one, has) for one in case.episodes)]
+    return pytest.mark.parametrize("case", chosen, ids=[case.name for case in chosen])
+
+
+@pytest.fixture(scope="module")
+def trainer() -> ConformingTrainer:
+    named = os.environ.get("CONFORMANCE_TRAINER")
+    if named is None:
+        return PolyrlTrainer()
+    module, _, name = named.partition(":")
+    return getattr(import_module(module), name)()
+
+
+@all_of("sequences")
+def test_each_drawn_token_is_trained_once_in_its_own_context(trainer: ConformingTrainer, case: Case):
+    expected = [one.sequences for one in case.episodes]
+    assert trainer.sequences(case.episodes) == expected, case.wrong
+
+
+@all_of("advantages")
+def test_episodes_are_compared_each_once(trainer: ConformingTrainer, case: Case):
+    for name in dict.fromkeys(name for one in case.episodes for name in one.advantages):
+        expected = [None if one.failed else one.advantages[name] for one in case.episodes]
+        found = trainer.advantages(name, case.episodes)
+        assert [one is None for one in found] == [one is None for one in expected], case.wrong
+        for mine, its in zip(found, expected, strict=True):
+            assert mine is None or mine == pytest.approx(its, abs=CLOSE), f"{name}: {case.wrong}"
+
+
+@all_of("weights")
+def test_an_episode_has_its_weight_whatever_its_turns(trainer: ConformingTrainer, case: Case):
+    for aggregation in dict.fromkeys(name for one in case.episodes for name in one.weights):
+        found = trainer.weights(aggregation, case.episodes)
+        masks = trainer.sequences(case.episodes)
+        for one, its_weights, its_masks in zip(case.episodes, found, masks, strict=True):
+            if one.failed:
+                assert its_weights is None
+                continue
+            weight = exact(one.weights[aggregation])
+            assert its_weights is not None and its_masks is not None
+            for weights, mask in zip(its_weights, its_masks, strict=True):
+                expected = [weight if bit == "1" else 0.0 for bit in mask.trained]
+                assert weights == pytest.approx(expected, rel=1e-6), f"{aggregation}: {case.wrong}"
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if one.mean_reward is not None], ids=lambda case: case.name)
+def test_the_mean_reward_is_over_episodes(trainer: ConformingTrainer, case: Case):
+    assert trainer.mean_reward(case.episodes) == pytest.approx(case.mean_reward, abs=CLOSE), case.wrong
+
+
+def test_every_case_expects_something_and_has_a_name_of_its_own():
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert any(one.sequences or one.advantages or one.weights for one in case.episodes), case.name
+        for one in case.episodes:
+            trained = None if one.sequences is None else sum(each.trained.count("1") for each in one.sequences)
+            assert trained in (None, sum(len(call.drew) for call in one.calls)), case.name

@@ -1,0 +1,279 @@
+"""Episodes over a live manager: real sockets, a real host agent, emulated workers; deaths between any two calls."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from tests.integration.live import MODEL, Live, honest_worker, manager, play_round, run, trainer, until
+
+from polyrl.client import Group, Prompt
+from polyrl.hosts.agent import HostAgent, HostOptions, PlayedEpisode
+from polyrl.hosts.episode import CallLimits, Episode, EpisodeEnd, EpisodeFailed, NoRoom
+from polyrl.ids import HostName
+from polyrl.scheduling.core.parameters import (
+    DomainData,
+    EnvironmentRules,
+    FleetRules,
+    RoundsConfig,
+    SchedulerConfig,
+)
+from polyrl.wire.dial import Dialer
+
+CONFIG = SchedulerConfig(
+    domains=(DomainData(name="d", prompts_per_step=2, num_prompts=50, environment="echo"),),
+    max_new_tokens=256,
+    rounds=RoundsConfig(samples_per_prompt=4),
+    fleet_rules=FleetRules(heartbeat_timeout_s=3.0),
+    environments=EnvironmentRules(host_timeout_s=1.0),
+)
+TURNS = 3
+
+
+def prompt_of(domain: int, prompt: int, epoch: int) -> Prompt:
+    return Prompt([], task=msgspec.json.encode({"number": prompt}))
+
+
+class EchoEnvironment:
+    """Asks three times; each prompt is all that was said, and a mark. Deterministic."""
+
+    name, num_tasks = "echo", None
+
+    def __init__(self, after_call: Callable[[Episode, int], object] | None = None) -> None:
+        self.after_call = after_call
+        self.num_begun = 0
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def play(self, episode: Episode) -> EpisodeEnd:
+        self.num_begun += 1
+        assert episode.task is not None
+        said = [5, 6, 8 + episode.task["number"]]
+        for turn in range(TURNS):
+            answer = await episode.call(said, CallLimits(max_tokens=20))
+            said = [*said, *answer.tokens, 9, 10 + turn]
+            if self.after_call is not None:
+                result = self.after_call(episode, turn)
+                if asyncio.iscoroutine(result):
+                    await result
+        return EpisodeEnd(reward=float(sum(said) % 7), num_turns=TURNS)
+
+
+@asynccontextmanager
+async def host(live: Live, environment: EchoEnvironment, name: str = "h0", slots: int = 16) -> AsyncIterator[HostAgent]:
+    agent = HostAgent(environment, Dialer(live.url, live.token("host")), HostOptions(name, slots=slots))
+    life = asyncio.create_task(agent.run())
+    try:
+        await until(lambda: HostName(name) in live.service.lobby.hosts, f"{name} joined")
+        yield agent
+    finally:
+        life.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await life
+
+
+def told(groups: list[Group]) -> dict[str, tuple[list[int], float, list[list[int]]]]:
+    """What was drawn, paid and seen, by sample."""
+    return {
+        one.name: (one.tokens.tolist(), one.reward, [call.prompt.tolist() for call in one.calls])
+        for group in groups
+        for one in group.samples
+    }
+
+
+def check(groups: list[Group]) -> None:
+    assert len(groups) == 2
+    for group in groups:
+        assert len(group.samples) == 4
+        for sample in group.samples:
+            assert len(sample.calls) == TURNS
+            said = [5, 6, 8 + group.origin.prompt]
+            at = 0
+            for turn, call in enumerate(sample.calls):
+                assert call.prompt.tolist() == said
+                assert call.start == at < call.end
+                said = [*said, *sample.tokens[call.start : call.end].tolist(), 9, 10 + turn]
+                at = call.end
+            assert at == len(sample.tokens)
+            assert sample.reward == float(sum(said) % 7)
+            assert sample.parts == {"turns": 3.0}
+
+
+async def one_round(tmp_path: Path, environment: EchoEnvironment) -> list[Group]:
+    async with (
+        manager(tmp_path) as live,
+        trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+        honest_worker(live),
+        host(live, environment),
+    ):
+        await fleet.publish(0)
+        groups = await play_round(fleet, 0)
+        ledger = live.service.lobby.need_run().scheduler.ledger
+        assert ledger.num_calls == 8 * TURNS
+        assert ledger.episodes_ended == {"scored": 8}
+        assert ledger.hosts[HostName("h0")].episode_seconds > 0
+        return groups
+
+
+def test_an_episode_of_three_calls_is_played_and_delivered_with_all_that_the_policy_saw(tmp_path):
+    groups = run(one_round(tmp_path, EchoEnvironment()))
+    check(groups)
+
+
+def test_calls_of_one_episode_draw_with_random_numbers_of_their_own(tmp_path):
+    groups = run(one_round(tmp_path, EchoEnvironment()))
+    for group in groups:
+        for sample in group.samples:
+            answers = [tuple(sample.tokens[call.start : call.end].tolist()) for call in sample.calls]
+            assert len(set(answers)) == TURNS
+
+
+def test_an_episode_whose_host_dies_between_two_calls_is_replayed_elsewhere_with_the_same_tokens(tmp_path):
+    expected = told(run(one_round(tmp_path / "quiet", EchoEnvironment())))
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path / "run") as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+        ):
+            await fleet.publish(0)
+            hung = asyncio.Event()
+            waiting = 0
+
+            async def hang(episode: Episode, turn: int) -> None:
+                nonlocal waiting
+                if turn == 1:
+                    waiting += 1
+                    await hung.wait()
+
+            round_ = asyncio.create_task(play_round(fleet, 0))
+            async with host(live, EchoEnvironment(hang), "mortal"):
+                await until(lambda: waiting == 8, "all episodes are in the middle")
+            async with host(live, EchoEnvironment(), "second"):
+                groups = await round_
+            assert told(groups) == expected
+            ledger = live.service.lobby.need_run().scheduler.ledger
+            assert ledger.hosts[HostName("mortal")].num_losses == 1
+            assert ledger.tokens_discarded == {}
+            assert ledger.num_calls == 8 * TURNS  # the first two of each were not drawn again
+
+    run(scenario(), 60.0)
+
+
+def test_an_environment_that_takes_another_way_after_its_host_died_keeps_what_agrees(tmp_path):
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+        ):
+            await fleet.publish(0)
+            waiting = 0
+
+            async def hang(episode: Episode, turn: int) -> None:
+                nonlocal waiting
+                if turn == 1:
+                    waiting += 1
+                    await asyncio.Event().wait()
+
+            class Moody(EchoEnvironment):
+                async def play(self, episode: Episode) -> EpisodeEnd:
+                    assert episode.task is not None
+                    first = await episode.call([5, 6, 8 + episode.task["number"]], CallLimits(max_tokens=20))
+                    second = await episode.call([30, 31], CallLimits(max_tokens=20))
+                    return EpisodeEnd(reward=float(len(first.tokens) + len(second.tokens)))
+
+            round_ = asyncio.create_task(play_round(fleet, 0))
+            async with host(live, EchoEnvironment(hang), "mortal"):
+                await until(lambda: waiting == 8, "all episodes are in the middle")
+            lost = sum(one.num_tokens for one in live.service.lobby.need_run().desk.samples.values())
+            async with host(live, Moody(), "second"):
+                groups = await round_
+            ledger = live.service.lobby.need_run().scheduler.ledger
+            kept = sum(sample.calls[0].end for group in groups for sample in group.samples)
+            assert ledger.tokens_discarded == {"environment_lost": lost - kept}
+            assert all(len(sample.calls) == 2 for group in groups for sample in group.samples)
+            assert all(sample.reward == len(sample.tokens) for group in groups for sample in group.samples)
+
+    run(scenario(), 60.0)
+
+
+def test_a_failed_episode_is_begun_again_and_then_leaves_its_group_and_is_never_a_zero(tmp_path):
+    class Broken(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            assert isinstance(episode, PlayedEpisode)
+            if episode.key.sample % 4 == 1:
+                self.num_begun += 1
+                raise EpisodeFailed("the sandbox is gone")
+            return await super().play(episode)
+
+    async def scenario() -> None:
+        environment = Broken()
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, environment),
+        ):
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert [len(group.samples) for group in groups] == [3, 3]
+            ledger = live.service.lobby.need_run().scheduler.ledger
+            assert ledger.episodes_ended == {"scored": 6, "failed": 6}
+            assert ledger.samples_discarded == {"failed": 2}
+
+    run(scenario(), 60.0)
+
+
+def test_an_episode_whose_tokens_are_spent_hears_so_and_can_still_be_scored(tmp_path):
+    class Endless(EchoEnvironment):
+        async def play(self, episode: Episode) -> EpisodeEnd:
+            said = [5, 6, 7]
+            with contextlib.suppress(NoRoom):
+                while True:
+                    answer = await episode.call(said, CallLimits(max_tokens=50))
+                    said += answer.tokens
+            return EpisodeEnd(reward=1.0)
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, CONFIG, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, Endless()),
+        ):
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert all(len(sample.tokens) == 256 for group in groups for sample in group.samples)
+
+    run(scenario(), 60.0)
+
+
+def test_an_environment_that_never_answers_is_scored_when_its_time_is_up(tmp_path):
+    rules = EnvironmentRules(turn_timeout_s=0.5, timeout_reward=-1.0, host_timeout_s=2.0)
+    config = msgspec.structs.replace(CONFIG, environments=rules)
+
+    async def hang(episode: Episode, turn: int) -> None:
+        if turn == 1:
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with (
+            manager(tmp_path) as live,
+            trainer(live, config, prompts=prompt_of, answers=MODEL) as fleet,
+            honest_worker(live),
+            host(live, EchoEnvironment(hang)),
+        ):
+            await fleet.publish(0)
+            groups = await play_round(fleet, 0)
+            assert all(sample.reward == -1.0 and len(sample.calls) == 2 for one in groups for sample in one.samples)
+            assert live.service.lobby.need_run().scheduler.ledger.episodes_ended == {"timed_out": 8}
+
+    run(scenario(), 60.0)
