@@ -275,6 +275,17 @@ def test_verifiers_own_renderer_sends_tokens_with_the_session_of_its_trace(sums:
     assert episode.shown(0) == "<|im_start|>user\nWhat is 5 + 2?<|im_end|>\n<|im_start|>assistant\n"
 
 
+@needs("renderers")
+def test_a_model_whose_template_is_not_the_familys_is_not_taken_for_one_of_it(tmp_path: Path):
+    from polyrl.hosts.known_families import find_family
+    from polyrl.hosts.texts import load_text
+
+    folder = save_tokenizer(tmp_path / "Qwen3-0.6B", HERMES)
+    assert find_family(folder, load_text(folder)) is None
+    with pytest.raises(UserError, match=r"^renderer qwen3: "):
+        find_family(folder, load_text(folder), "qwen3")
+
+
 @needs("verifiers")
 @pytest.mark.parametrize(
     ("args", "line"),

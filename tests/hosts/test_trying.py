@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,10 @@ GUIDE = ROOT / "docs" / "guides" / "environments.md"
 
 def env_try(*args: str, typed: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "polyrl", "env", *args]
-    return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=100, cwd=cwd, check=False)
+    given = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(
+        command, input=typed, capture_output=True, text=True, timeout=100, cwd=cwd, env=given, check=False
+    )
 
 
 def test_a_person_plays_the_class_of_the_guide_and_sees_the_conversation_and_the_reward(tmp_path: Path):
@@ -44,7 +48,9 @@ def test_an_input_that_ends_early_is_a_failure_without_a_reward():
     [
         (["try", "calcuator"], "did you mean calculator?"),
         (["try"], "expected an environment's name next"),
-        (["play", "calculator"], "got 'play', expected try"),
+        (["calculator"], "got 'calculator', expected try, play or check"),
+        (["play", "calculator"], "--join: missing"),
+        (["play", "calculator", "--join", "http://127.0.0.1:1", "--slots", "0"], "--slots: 0; expected 1 to"),
         (["try", "calculator", "larget=3"], "environment_args.larget: unknown key; did you mean largest?"),
         (["try", "calculator", "largest=0"], "environment calculator: ValueError: largest: 0; expected a number"),
         (["try", "nobody_here:Game"], "nobody_here cannot be imported"),

@@ -7,7 +7,8 @@ are rendered, answered and remembered one request at a time, so that a conversat
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from polyrl.hosts import bodies, replies
 from polyrl.hosts.bodies import ChatBody, CompletionBody, FrontRefusal, GenerateBody, Limiter
@@ -30,13 +31,20 @@ class Answering:
     """Answers the requests of one episode."""
 
     def __init__(
-        self, episode: Episode, text: ModelText | None, family: KnownFamily | None, limiter: Limiter, model: str
+        self,
+        episode: Episode,
+        text: ModelText | None,
+        family: KnownFamily | None,
+        limiter: Limiter,
+        model: str,
+        chat_options: Mapping[str, Any],
     ) -> None:
         self._episode = episode
         self._text = text
         self._family = family
         self._limiter = limiter
         self._model = model
+        self._chat_options = chat_options
         self._chat: Chat | None = None
         self._completed: dict[str, list[int]] = {}
         """Prompt and answer of each completion that was cut off or had a stop string, and their tokens."""
@@ -88,7 +96,7 @@ class Answering:
             from polyrl.hosts.chats import Chat
 
             self._chat = Chat(model, self._family)
-        chat, options = self._chat, body.chat_template_kwargs or {}
+        chat, options = self._chat, {**self._chat_options, **(body.chat_template_kwargs or {})}
         prompt = await model.in_thread(lambda: chat.prompt(messages, tools or None, options))
         drawn = await self._call(prompt.tokens, limits)
         message = self._message(model, drawn, limits, tools, only_one=body.parallel_tool_calls is False)

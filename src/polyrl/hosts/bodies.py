@@ -22,6 +22,23 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 512
 _LARGEST_TOKEN = (1 << 31) - 1
 
+_HARMLESS: Mapping[str, object] = {
+    "n": 1,
+    "best_of": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "bad_words": [],
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "guided_json": None,
+    "guided_regex": None,
+}
+"""Fields that would change the answer, and the value at which they do not."""
+
 FrontToken = Annotated[int, Meta(ge=0, le=_LARGEST_TOKEN)]
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 _StopText = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -60,6 +77,13 @@ class _Sampled(Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
 
 
 class GenerateParams(_Sampled, kw_only=True):
@@ -120,12 +144,8 @@ class Limiter:
 
     def limits(self, body: _Sampled, max_tokens: int | None = None) -> CallLimits:
         """Raises FrontRefusal for fields that would change the answer."""
-        _refuse(body, "n", None, 1)
-        _refuse(body, "best_of", None, 1)
-        _refuse(body, "presence_penalty", None, 0)
-        _refuse(body, "frequency_penalty", None, 0)
-        _refuse(body, "repetition_penalty", None, 1)
-        _refuse(body, "logit_bias", None, {})
+        for field, fine in _HARMLESS.items():
+            _refuse(body, field, None, fine)
         self._warn(body)
         stop = () if body.stop is None else (body.stop,) if isinstance(body.stop, str) else body.stop
         most = body.max_tokens if max_tokens is None else max_tokens

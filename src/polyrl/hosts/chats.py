@@ -8,8 +8,9 @@ what is new (a bridge). Any other messages are rendered whole: their prompt begi
 
 Rules kept here: a bridge is taken only if the model's template, given the text as it was sampled, writes the same text
 and the same new tokens: so a prompt is never another one than the template's, but for how drawn text is cut into
-tokens. A template that changes earlier answers (one that drops old thoughts) gets no bridge. What the template adds
-after an answer, be its end drawn or cut off, is new and never trained.
+tokens. A template that changes earlier answers (one that drops old thoughts) gets no bridge, unless the package
+`renderers` knows the model and has one (known_families.py). What the template adds after an answer, be its end drawn or
+cut off, is new and never trained.
 Left out: the shapes of requests and replies (front.py, bodies.py), and tool calls in text (tools.py).
 """
 
@@ -99,10 +100,19 @@ class Chat:
         answer = {"role": "assistant", "content": before.sampled}
         messages = [*before.messages, answer, *new]
         old = [*before.prompt, *before.drawn.tokens]
+        added = self._difference(before, messages, tools, settings)
+        if added is not None:
+            return [*old, *added], messages
         if self._family is not None:
             known = self._family.bridge(list(before.prompt), before.drawn.tokens, new, tools, settings)
             if known is not None and known[: len(old)] == old:
                 return known, messages
+        return None
+
+    def _difference(
+        self, before: _Remembered, messages: ChatMessages, tools: ChatTools | None, settings: dict[str, Any]
+    ) -> list[int] | None:
+        """Return the tokens that the template writes after an answer; None where it writes the answer differently."""
         begun = self._template.render(before.messages, settings, tools=tools)
         given = self._template.render(before.messages, settings, tools=tools, with_answer_begun=False)
         whole = self._template.render(messages, settings, tools=tools)
@@ -110,8 +120,7 @@ class Chat:
         end = self._end_of(before)
         if tail is None or not tail.startswith(end):
             return None
-        added = self._tokens_at_the_end(whole, end, tail[len(end) :])
-        return None if added is None else ([*old, *added], messages)
+        return self._tokens_at_the_end(whole, end, tail[len(end) :])
 
     def _end_of(self, before: _Remembered) -> str:
         """Return the text of the token that ended an answer; empty for one that was cut off, or had a stop string."""

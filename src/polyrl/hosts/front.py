@@ -19,7 +19,8 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from aiohttp import web
 
@@ -35,7 +36,9 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 MAX_OPEN_CALLS = 256
-"""Calls of one episode that wait at once; and answers that are kept for a client that asks again."""
+"""Calls of one episode that wait at once."""
+MAX_KEPT_ANSWERS = 16
+"""Answers of an episode that are kept for a client that asks again."""
 _MAX_SESSION = 256
 _ENDED = 410
 _JSON = "application/json"
@@ -103,10 +106,11 @@ class OpenEpisode:
             raise
 
     def _make_place(self) -> None:
-        if sum(not task.done() for task in self._calls.values()) >= MAX_OPEN_CALLS:
+        done = [key for key, task in self._calls.items() if task.done()]
+        if len(self._calls) - len(done) >= MAX_OPEN_CALLS:
             raise FrontRefusal(f"{MAX_OPEN_CALLS} calls of this episode are waiting already; expected fewer at once")
-        while len(self._calls) >= MAX_OPEN_CALLS:
-            del self._calls[next(key for key, task in self._calls.items() if task.done())]
+        for key in done[:-MAX_KEPT_ANSWERS]:
+            del self._calls[key]
 
     async def _answer(self, path: str, raw: bytes) -> tuple[bytes, bool]:
         try:
@@ -136,8 +140,11 @@ class HostFront:
         family: KnownFamily | None = None,
         model: str = "policy",
         sampling: Sampling | None = None,
+        chat_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """`chat_options` are arguments of the chat template, such as `enable_thinking`; a request may give others."""
         self.text = text
+        self._chat_options = dict(chat_options or {})
         self.model = model
         self.max_context = max_context
         self._family = family
@@ -177,7 +184,8 @@ class HostFront:
 
     def open(self, episode: Episode, session: str = "") -> OpenEpisode:
         """Make an episode reachable, by a base URL of its own and by its session. Raises SessionTaken."""
-        made = OpenEpisode(self, episode, Answering(episode, self.text, self._family, self._limiter, self.model))
+        answering = Answering(episode, self.text, self._family, self._limiter, self.model, self._chat_options)
+        made = OpenEpisode(self, episode, answering)
         if session:
             self.join(session, made)
         self._by_secret[made.secret] = made

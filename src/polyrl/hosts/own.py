@@ -67,6 +67,8 @@ class HostParts(NamedTuple):
     family: KnownFamily | None = None
     folder: str = ""
     """The model's directory, if there is one."""
+    chat_options: Mapping[str, Any] = {}
+    """Arguments of the chat template, for example `enable_thinking`."""
 
 
 class OwnEnvironment:
@@ -128,7 +130,8 @@ class OwnEnvironment:
             thread.end()
 
     async def _play_turns(self, one: Any, episode: Episode, thread: EpisodeThread) -> EpisodeEnd:
-        transcript = Transcript(self._text(), family=self._parts.family, tools=getattr(one, "tools", None) or ())
+        parts, tools = self._parts, getattr(one, "tools", None) or ()
+        transcript = Transcript(self._text(), family=parts.family, tools=tools, chat_options=parts.chat_options)
         limits = _limits_of(one)
         max_turns = self._max_turns or int(getattr(one, "max_turns", MAX_TURNS))
         transcript.say(_messages(await _run(one.begin, thread, _task_of(episode), episode.seed), "begin"))

@@ -4,7 +4,7 @@ With a chat template it is a chat (chats.py). Without one, as for a small model 
 the tokens of what was said and of what was drawn, in order, and the token that ended an answer stays where it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyrl.hosts.episode import CallLimits, DrawnAnswer, EpisodeFailed
@@ -18,9 +18,15 @@ class Transcript:
     """`say`, `prompt`, `hear`, and again."""
 
     def __init__(
-        self, text: ModelText, *, family: KnownFamily | None = None, tools: Sequence[dict[str, Any]] = ()
+        self,
+        text: ModelText,
+        *,
+        family: KnownFamily | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        chat_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._text = text
+        self._chat_options = dict(chat_options or {})
         self._tools = list(tools)
         self._tokens: list[int] = []
         self._unsaid = ""
@@ -42,7 +48,7 @@ class Transcript:
     def _prompt(self) -> list[int]:
         if self._chat is not None:
             try:
-                self._last = self._chat.prompt(self.messages, self._tools or None, {})
+                self._last = self._chat.prompt(self.messages, self._tools or None, self._chat_options)
             except ChatRefused as error:
                 raise EpisodeFailed(str(error)) from error
             return self._last.tokens
