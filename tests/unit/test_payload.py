@@ -13,7 +13,7 @@ from tests.unit.played import SMALL_FILES, Manager, cells, kept, tokens_frame
 from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, Step, parse_sample, sample_id
 from polyrl.journal.files import LIVE_FOLDER, PAYLOAD, segments
-from polyrl.manager.journal import Granted, PromptsSupplied, RewardKept
+from polyrl.manager.notes import Granted, PromptsSupplied, RewardKept
 from polyrl.manager.payload import Payload, SampleTokens, append_cells
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.service import Service
@@ -326,7 +326,8 @@ def test_a_run_that_an_older_version_wrote_goes_on(tmp_path):
     field that is added to a command, or to what one holds, is left out where it has its default."""
     shutil.copytree(OLD_RUN, tmp_path / "run" / LIVE_FOLDER)
     expected = msgspec.msgpack.decode((OLD_RUN / "kept.msgpack").read_bytes())
-    expected = {name: [*one, {}, False] if name.startswith("sample") else one for name, one in expected.items()}
+    later = {"sample": ({}, False, []), "prompt": (b"",)}  # the defaults of fields that came since
+    expected = {name: [*one, *later.get(name.split()[0], ())] for name, one in expected.items()}
     service = Service(tmp_path / "run", SMALL_FILES)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(kept(service))) == expected
     service.close()

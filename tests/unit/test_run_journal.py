@@ -14,7 +14,8 @@ from polyrl.errors import JournalError, UserError
 from polyrl.ids import Step
 from polyrl.journal.files import EVENTS, LIVE_FOLDER, PAYLOAD, open_journals, segments
 from polyrl.journal.records import replay
-from polyrl.manager.journal import AnyNote, Granted, PromptsSupplied, Recovered, RewardKept, RunJournal, RunOpened
+from polyrl.manager.journal import Recovered, RunJournal
+from polyrl.manager.notes import AnyNote, Granted, PromptsSupplied, RewardKept, RunOpened
 from polyrl.manager.settings import FsyncPolicy, JournalSettings
 from polyrl.scheduling.core import commands as c
 from polyrl.scheduling.core import events as e

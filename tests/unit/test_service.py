@@ -15,8 +15,8 @@ from tests.unit.played import Line
 
 import polyrl.manager
 from polyrl.manager import asking, opening
-from polyrl.manager.journal import RunOpened
 from polyrl.manager.lobby import Lobby
+from polyrl.manager.notes import RunOpened
 from polyrl.manager.peers.link import Link
 from polyrl.manager.service import Service
 from polyrl.manager.settings import JournalSettings, ManagerSettings

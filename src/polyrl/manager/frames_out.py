@@ -12,7 +12,7 @@ from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds, Step, Version, WorkerName, group_of, index_of, show_sample
 from polyrl.manager import to_hosts
 from polyrl.manager.calls import prompt_of
-from polyrl.manager.journal import Granted
+from polyrl.manager.notes import Granted
 from polyrl.manager.payload import SampleTokens
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.relay_addresses import reachable

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 from polyrl.errors import Refused, shorten
 from polyrl.ids import HostName, Incarnation, Seconds, WorkerName
 from polyrl.journal.records import CAVEAT
-from polyrl.manager.journal import AnyNote, HostOpened, RunJournal, SessionOpened
+from polyrl.manager.journal import RunJournal
+from polyrl.manager.notes import AnyNote, HostOpened, SessionOpened
 from polyrl.manager.peers.sessions import HostSession, WorkerSession
 from polyrl.manager.settings import ManagerSettings
 from polyrl.scheduling.core import events as e

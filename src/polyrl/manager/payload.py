@@ -12,7 +12,7 @@ from msgspec import structs
 from polyrl.ids import GroupId, SampleId, Step, group_of
 from polyrl.manager.calls import CallRecord, payload_of
 from polyrl.manager.frames_in.stride import Stride
-from polyrl.manager.journal import VersionOffered
+from polyrl.manager.notes import VersionOffered
 from polyrl.manager.peers.link import Link
 from polyrl.wire import columns
 from polyrl.wire.columns import CELL_BYTES

@@ -18,7 +18,7 @@ import numpy as np
 from polyrl.errors import JournalError
 from polyrl.ids import GroupId, SampleId, group_of
 from polyrl.manager.calls import CallRecord
-from polyrl.manager.journal import (
+from polyrl.manager.notes import (
     AnyNote,
     CallKept,
     EpisodeKept,

@@ -12,8 +12,8 @@ from typing import Any
 from polyrl.errors import JournalError
 from polyrl.ids import Incarnation, Seconds, show_sample
 from polyrl.manager.frames_out import carry_out
-from polyrl.manager.journal import HostOpened, RunOpened, SessionOpened
 from polyrl.manager.lobby import Lobby
+from polyrl.manager.notes import HostOpened, RunOpened, SessionOpened
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.manager.peers.sessions import HostSession, TrainerSession, WorkerSession

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from polyrl.ids import GroupId, LeaseId, SampleId, Seconds
-from polyrl.manager.journal import Granted, RunOpened, VersionOffered
 from polyrl.manager.lobby import Lobby
+from polyrl.manager.notes import Granted, RunOpened, VersionOffered
 from polyrl.manager.payload import Payload, SampleTokens
 from polyrl.manager.peers.sessions import TrainerSession, WorkerSession
 from polyrl.scheduling.core import commands as c

@@ -8,7 +8,7 @@ import logging
 from polyrl.errors import LawViolation
 from polyrl.ids import GroupId, SampleId, show_sample
 from polyrl.manager.calls import OPEN, num_received
-from polyrl.manager.journal import EpisodeKept
+from polyrl.manager.notes import EpisodeKept
 from polyrl.manager.peers.sessions import HostSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import commands as c

@@ -18,7 +18,8 @@ from polyrl.ids import GroupId, SampleId, group_of, show_sample
 from polyrl.journal.files import find_begun, open_journal
 from polyrl.journal.framing import CutShort
 from polyrl.journal.records import resume_scheduler
-from polyrl.manager.journal import RewardKept, read_payload
+from polyrl.manager.journal import read_payload
+from polyrl.manager.notes import RewardKept
 from polyrl.manager.payload import Payload
 from polyrl.manager.payload_reader import PayloadReader
 from polyrl.scheduling.core import commands as c

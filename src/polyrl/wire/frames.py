@@ -291,7 +291,7 @@ class TrainerHello(Frame, frozen=True, tag="trainer"):
     """The first frame on every connection. The run's settings came when it was opened (control.RunRequest)."""
 
 
-class PromptPayload(Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
+class PromptPayload(Struct, frozen=True, array_like=True, gc=False):
     group: Natural
     tokens: bytes
     """Empty for a group of episodes: environments make their prompts."""

@@ -13,8 +13,8 @@ from polyrl.errors import Refused, plain
 from polyrl.ids import Seconds, show_sample
 from polyrl.manager import to_hosts
 from polyrl.manager.calls import OPEN, CallRecord, grown_prompt, num_received, prompt_of, remember_prompt
-from polyrl.manager.journal import CallKept
 from polyrl.manager.lobby import Lobby
+from polyrl.manager.notes import CallKept
 from polyrl.manager.payload import SampleTokens
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import HostSession

@@ -11,8 +11,8 @@ from typing import assert_never
 from polyrl.errors import Refused
 from polyrl.ids import GroupId, SampleId, Step, Version, WorkerName
 from polyrl.manager import frames_out, to_hosts
-from polyrl.manager.journal import PromptsSupplied, RewardKept, VersionOffered
 from polyrl.manager.lobby import Lobby
+from polyrl.manager.notes import PromptsSupplied, RewardKept, VersionOffered
 from polyrl.manager.peers.link import Link
 from polyrl.manager.peers.sessions import TrainerSession
 from polyrl.manager.run import Run

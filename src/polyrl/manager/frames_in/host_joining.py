@@ -11,8 +11,8 @@ import secrets
 from polyrl.errors import Refused
 from polyrl.ids import HostName
 from polyrl.manager.frames_in.joining import is_key
-from polyrl.manager.journal import HostOpened
 from polyrl.manager.lobby import Lobby
+from polyrl.manager.notes import HostOpened
 from polyrl.manager.peers.sessions import HostSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e

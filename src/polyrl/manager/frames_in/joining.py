@@ -15,8 +15,8 @@ import time
 
 from polyrl.errors import Refused
 from polyrl.ids import Seconds, Version, WorkerName
-from polyrl.manager.journal import SessionOpened
 from polyrl.manager.lobby import Lobby
+from polyrl.manager.notes import SessionOpened
 from polyrl.manager.peers.sessions import WorkerSession
 from polyrl.manager.run import Run
 from polyrl.scheduling.core import events as e
