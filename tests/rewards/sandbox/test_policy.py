@@ -16,7 +16,7 @@ from polyrl.rewards.sandbox.languages import check_installed, find_language
 from polyrl.rewards.sandbox.program import SandboxLimits
 from polyrl.rewards.sandbox.seccomp import filter_for
 
-LAYOUT = policy.Layout(
+LAYOUT = policy.MachineLayout(
     bwrap="/usr/bin/bwrap",
     python="/home/me/python/bin/python3",
     prefix="/home/me/python",
