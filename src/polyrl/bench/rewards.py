@@ -53,7 +53,7 @@ def measure(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def fresh_command(layout: policy.Layout) -> list[str]:
+def fresh_command(layout: policy.MachineLayout) -> list[str]:
     """Return the command of a fresh interpreter behind the same mounts and namespaces."""
     unshared = [f"--unshare-{one}" for one in ("user", "pid", "net", "ipc", "uts")]
     words = [layout.bwrap, *unshared, "--die-with-parent", "--new-session", "--clearenv", *policy.mounts(layout)]

@@ -1,13 +1,15 @@
 """The mathematics reward: 1 if math-verify finds the text's last answer equal to the expected one, otherwise 0.
 
-Rules kept here: an answer in which nothing can be parsed is wrong and scores 0. An expected answer that cannot be
-parsed is a fault of the data, and the reward fails. math-verify's own time limits are off, because it counts a
-comparison that it cuts short as wrong. Instead, a comparison gets a limit of CPU time (9^9^9^9 exceeds it), and beyond
-that there is no reward; the process survives and need not be restarted. The first answer imports the library.
+Rules kept here: thoughts before `</think>` do not count, and of several boxed answers the last one does; math-verify
+would take all of them together. An answer in which nothing can be parsed is wrong and scores 0. An expected answer that
+cannot be parsed is a fault of the data, and the reward fails. math-verify's own time limits are off, because it counts
+a comparison that it cuts short as wrong. Instead, a comparison gets a limit of CPU time (9^9^9^9 exceeds it), and
+beyond that there is no reward; the process survives and need not be restarted. The first answer imports the library.
 """
 
 import importlib.util
 import logging
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,6 +23,10 @@ from polyrl.rewards.reward import RewardFailed, RewardInput, RewardTimedOut
 if importlib.util.find_spec("math_verify") is None:
     raise ImportError("math-verify is missing: pip install 'polyrl[train]'")
 
+_BOXED = "\\boxed{"
+_FULL_STOP = re.compile(r"(\d)\.(\s*\})")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;! ]|\{,\})(?=\d{3}(?!\d))")
+"""What separates thousands."""
 _AGAIN_S = 0.5
 """The interval of further interrupts, in case the library catches the first one."""
 
@@ -37,12 +43,22 @@ def score(given: RewardInput, *, limit_s: float = 5.0) -> float:
     expected = _read_expected(given.expected)
     try:
         with _limited(limit_s):
-            answer = parse(given.answer, parsing_timeout=None)  # type: ignore[arg-type]  none is what turns it off
+            said = last_answer(given.answer)
+            answer = parse(said, parsing_timeout=None)  # type: ignore[arg-type]  none is what turns it off
             if not answer:
                 return 0.0
             return 1.0 if verify(expected, answer, timeout_seconds=None, raise_on_error=True) else 0.0
     except _TooLong:
         raise RewardTimedOut(f"the answer could not be compared in {limit_s:g} s of CPU time") from None
+
+
+def last_answer(text: str) -> str:
+    """Return the part of an answer that is compared, in the form that math-verify reads."""
+    said = text.rpartition("</think>")[2].replace("\\fbox{", _BOXED)
+    boxed = said.rfind(_BOXED)
+    if boxed >= 0:
+        said = said[boxed:]
+    return _THIN_SPACE.sub("", _FULL_STOP.sub(r"\1\2", said))
 
 
 @contextmanager

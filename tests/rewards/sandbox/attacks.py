@@ -142,6 +142,14 @@ RESOURCES = {
         """,
         *ENDED,
     ),
+    "core dumps for the host's handler": attack(
+        """
+        import resource
+        if resource.getrlimit(resource.RLIMIT_CORE) != (1, 1): print("ESCAPED")
+        try: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); print("ESCAPED")
+        except (OSError, ValueError): pass
+        """
+    ),
     "raise the limits again": attack(
         """
         import resource
@@ -362,7 +370,8 @@ X86_CALLS = {
     "swapon": "167, b'/tmp/a', 0",
     "open_by_handle_at": "304, -100, buffer, 0", "name_to_handle_at": "303, -100, b'/', buffer, buffer, 0",
     "personality": "135, 0x0040000", "syslog": "103, 3, buffer, 100", "fsopen": "430, b'tmpfs', 0",
-    "open_tree": "428, -100, b'/', 1", "a call that no list has": "460, 0, 0, 0", "vsock": "41, 40, 1, 0",
+    "open_tree": "428, -100, b'/', 1", "seccomp": "317, 1, 0, 0",
+    "a call that no list has": "460, 0, 0, 0", "vsock": "41, 40, 1, 0",
     "netlink": "41, 16, 3, 0", "packets": "41, 17, 3, 0", "crypto sockets": "41, 38, 5, 0",
     "quotactl": "179, 0, 0, 0, 0",
     "sethostname": "170, b'a', 1", "settimeofday": "164, buffer, 0", "iopl": "172, 3", "acct": "163, 0",

@@ -99,6 +99,17 @@ def test_a_killed_zygote_costs_no_program_its_verdict_and_is_replaced():
     in_sandbox(body, size=1)
 
 
+def test_output_that_is_too_long_when_the_program_is_gone_costs_no_zygote():
+    async def body(sandbox: Sandbox) -> None:
+        flood = Program(source="import os\nfor _ in range(9): os.write(1, bytes(32768))", cases=(InputCase(output=""),))
+        for _ in range(5):
+            assert (await sandbox.run(flood)).outcome == "failed"
+            assert (await sandbox.run(honest(2))).outcome == "passed"
+        assert sandbox.pool.num_replaced == 0
+
+    in_sandbox(body, size=1)
+
+
 def test_a_sandbox_leaves_nothing_behind():
     async def body(sandbox: Sandbox) -> None:
         assert (await sandbox.run(honest(2))).outcome == "passed"

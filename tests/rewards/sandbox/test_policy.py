@@ -16,7 +16,7 @@ from polyrl.rewards.sandbox.languages import check_installed, find_language
 from polyrl.rewards.sandbox.program import SandboxLimits
 from polyrl.rewards.sandbox.seccomp import filter_for
 
-LAYOUT = policy.Layout(
+LAYOUT = policy.MachineLayout(
     bwrap="/usr/bin/bwrap",
     python="/home/me/python/bin/python3",
     prefix="/home/me/python",
@@ -68,6 +68,11 @@ def test_the_filter_looks_at_arguments():
         assert run_filter(program, 56, 0x11 | flag) == EPERM
     assert run_filter(program, 41, 1) == ALLOW
     assert [run_filter(program, 41, family) for family in (2, 10, 16, 17, 38, 40)] == [0x00050061] * 6
+    assert run_filter(program, 302, 0, 4, 0x7F0000000000, 0) == EPERM
+    assert run_filter(program, 302, 0, 4, 0x1000, 0) == EPERM
+    assert run_filter(program, 302, 0, 4, 0, 0x1000) == ALLOW
+    assert run_filter(program, 302, 0, 7, 0x1000, 0) == ALLOW
+    assert run_filter(program, 160, 4, 0x1000) == EPERM
     assert run_filter(program, 16, 0, 0x5412) == EPERM
     assert run_filter(program, 16, 0, 0x5401) == ALLOW
     assert run_filter(program, 0x40000000 | 1) == KILL

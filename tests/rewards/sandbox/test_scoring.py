@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import psutil
 import pytest
 
 from polyrl.config.rewards import WeightedReward
@@ -90,3 +91,21 @@ def test_answers_are_scored_in_processes_of_the_pool():
 def test_a_recipe_may_name_it_and_its_arguments_are_checked():
     check_functions({"rewards.functions.0": WeightedReward(function=CODE, args={"cpu_s": 2.0})})
     check_functions({"a": WeightedReward(function="polyrl.rewards.unsafe_no_sandbox:score", args={"cpu_s": 2.0})})
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_sandboxes_end_with_the_process_that_opened_them():
+    """The pool kills its processes without asking them."""
+
+    async def body() -> list[psutil.Process]:
+        pool = RewardPool(1, 60.0)
+        try:
+            await pool.score(CODE, given("print(5)", "5"), {"sandboxes": 2})
+            return psutil.Process(pool.pids[0]).children(recursive=True)
+        finally:
+            await pool.close()
+
+    inside = asyncio.run(body())
+    assert len(inside) == 6, "bubblewrap, its process 1 and the zygote, twice"
+    _, alive = psutil.wait_procs(inside, timeout=5.0)
+    assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]

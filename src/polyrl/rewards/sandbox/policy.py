@@ -32,7 +32,7 @@ _START = (
 )
 
 
-class Layout(Struct, frozen=True, kw_only=True):
+class MachineLayout(Struct, frozen=True, kw_only=True):
     """The facts about this machine that the walls depend on."""
 
     bwrap: str
@@ -74,7 +74,7 @@ def look_at_system() -> tuple[dict[str, str], tuple[str, ...]]:
     return links, there
 
 
-def command(layout: Layout, pipes: Pipes, settings: dict[str, Any]) -> list[str]:
+def command(layout: MachineLayout, pipes: Pipes, settings: dict[str, Any]) -> list[str]:
     """Return the command line that starts a zygote."""
     uid = "0" if layout.is_root else str(_PROGRAM_ID)
     words = [layout.bwrap, *(f"--unshare-{one}" for one in _NAMESPACES), "--unshare-cgroup-try"]
@@ -88,7 +88,7 @@ def command(layout: Layout, pipes: Pipes, settings: dict[str, Any]) -> list[str]
     return [*words, str(pipes.control), json.dumps(settings)]
 
 
-def mounts(layout: Layout) -> list[str]:
+def mounts(layout: MachineLayout) -> list[str]:
     """Return the options that make the file system. Its root is a small folder in memory, closed at the end."""
     words: list[str] = []
     for link, target in layout.links.items():
@@ -108,7 +108,7 @@ def mounts(layout: Layout) -> list[str]:
     return [*words, "--proc", "/proc", "--perms", "0755", "--dir", HOME, "--remount-ro", "/"]
 
 
-def settings_of(layout: Layout, limits: SandboxLimits, seccomp: bytes) -> dict[str, Any]:
+def settings_of(layout: MachineLayout, limits: SandboxLimits, seccomp: bytes) -> dict[str, Any]:
     """Return what a zygote is told at its start; nothing of it is secret."""
     return {
         "is_unsafe": False,

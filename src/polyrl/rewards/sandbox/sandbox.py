@@ -190,13 +190,13 @@ class BlockingSandbox:
         self._runner.close()
 
 
-def look(folders: tuple[str, ...] = (), bwrap: str | None = None) -> policy.Layout:
+def look(folders: tuple[str, ...] = (), bwrap: str | None = None) -> policy.MachineLayout:
     """Look at this machine. Raises UserError where bubblewrap is missing."""
     found = shutil.which("bwrap" if bwrap is None else bwrap)
     if found is None:
         raise UserError(MISSING)
     links, present = policy.look_at_system()
-    return policy.Layout(
+    return policy.MachineLayout(
         bwrap=found,
         python=os.path.realpath(sys.executable),
         prefix=os.path.realpath(sys.base_prefix),

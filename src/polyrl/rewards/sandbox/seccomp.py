@@ -30,7 +30,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217), "request_key": (249, 218), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "io_setup": (206, 0), "io_destroy": (207, 1), "io_submit": (209, 2),
     "io_cancel": (210, 3), "io_getevents": (208, 4), "vmsplice": (278, 75), "remap_file_pages": (216, 234),
-    "modify_ldt": (154, None), "uselib": (134, None),
+    "seccomp": (317, 277), "modify_ldt": (154, None), "uselib": (134, None),
     # the machine itself
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "create_module": (174, None), "get_kernel_syms": (177, None),
@@ -50,16 +50,18 @@ _NAMESPACES: dict[str, tuple[int | None, int | None]] = {
 """The calls that the zygote needs to set a program's namespaces up, and that the program is refused."""
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _IOCTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29)
+_PRLIMIT, _SETRLIMIT = (302, 261), (160, 164)
 _LAST_KNOWN = 456
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020080
 """All CLONE_NEW* flags of clone(2)."""
+_RLIMIT_CORE = 4
 _AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
 
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _LOAD, _RETURN, _EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT = 0x20, 0x06, 0x15, 0x25, 0x35, 0x45
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _THIRD = 0, 4, 16, 24, 32
 """Offsets in the kernel's seccomp_data. Arguments have 64 bits; the lower half comes first on both machines."""
 
 _Instruction = tuple[int, int, int, int]
@@ -86,12 +88,25 @@ def filter_for(*, is_program: bool, machine: str | None = None) -> bytes:
     if is_program:
         program += _when(_EQUAL, _CLONE3[index], _ERRNO | _ENOSYS)  # its flags lie in memory, which no filter sees
         program += _argument(_CLONE[index], _FIRST, _when(_ANY_BIT, _NEW_NAMESPACES, _ERRNO | _EPERM))
+        program += _argument(_SETRLIMIT[index], _FIRST, _when(_EQUAL, _RLIMIT_CORE, _ERRNO | _EPERM))
+        program += _argument(_PRLIMIT[index], _SECOND, _CORE_IS_SET)
     for family in (_SOCKET, _SOCKETPAIR):
         program += _argument(family[index], _FIRST, _unless(_EQUAL, _AF_UNIX, _ERRNO | _EAFNOSUPPORT))
     typing = [*_when(_EQUAL, _TIOCSTI, _ERRNO | _EPERM), *_when(_EQUAL, _TIOCLINUX, _ERRNO | _EPERM)]
     program += _argument(_IOCTL[index], _SECOND, typing)
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *one) for one in program)
+
+
+_CORE_IS_SET: list[_Instruction] = [
+    (_EQUAL, 0, 5, _RLIMIT_CORE),
+    (_LOAD, 0, 0, _THIRD),  # the new limit's address, in two halves; none if the limit is only read
+    (_EQUAL, 0, 2, 0),
+    (_LOAD, 0, 0, _THIRD + 4),
+    (_EQUAL, 1, 0, 0),
+    (_RETURN, 0, 0, _ERRNO | _EPERM),
+]
+"""A limit of 1 keeps the machine's core-dump handler, which runs as root outside, from being started; 0 does not."""
 
 
 def _when(test: int, value: int, verdict: int) -> list[_Instruction]:

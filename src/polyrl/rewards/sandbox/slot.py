@@ -108,7 +108,7 @@ class Slot:
     """One zygote. `start` it, `run` programs one after the other, `close` it."""
 
     def __init__(
-        self, layout: policy.Layout | None, settings: dict[str, Any], seccomp: bytes, cgroup: Cgroup | None
+        self, layout: policy.MachineLayout | None, settings: dict[str, Any], seccomp: bytes, cgroup: Cgroup | None
     ) -> None:
         self._layout, self._settings, self._seccomp, self._cgroup = layout, settings, seccomp, cgroup
         self._process: subprocess.Popen[bytes] | None = None
@@ -209,7 +209,7 @@ class Slot:
 
     # Starting
 
-    async def _start_safe(self, layout: policy.Layout) -> None:
+    async def _start_safe(self, layout: policy.MachineLayout) -> None:
         info, info_far = os.pipe()
         block_far, block = os.pipe()
         seccomp, seccomp_far = os.pipe()
@@ -268,7 +268,7 @@ class Slot:
             said += data
         return int(found[1])
 
-    def _map_users(self, layout: policy.Layout) -> None:
+    def _map_users(self, layout: policy.MachineLayout) -> None:
         folder = f"/proc/{self._init}"
         if not layout.is_root:
             _write(f"{folder}/setgroups", "deny")

@@ -164,7 +164,7 @@ def _limit(job: dict[str, Any], settings: dict[str, Any]) -> None:
         resource.RLIMIT_DATA: memory + _SLACK_BYTES,
         resource.RLIMIT_FSIZE: settings["disk_bytes"],
         resource.RLIMIT_NOFILE: settings["open_files"],
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # 0 would still start a handler that the machine pipes core dumps to
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_STACK: _STACK_BYTES,

@@ -13,20 +13,20 @@ _SOCKET_KB = 416
 """What both directions of a Unix socket hold with the buffers that the kernel gives by default."""
 
 
-class Usage(NamedTuple):
+class TreeUsage(NamedTuple):
     cpu_s: float
     memory_bytes: int
     num_processes: int
 
 
-def usage_of_namespace() -> Usage:
+def usage_of_namespace() -> TreeUsage:
     """Count every process of this pid namespace, and of those below it, but process 1 and this one."""
     own = ("1", str(os.getpid()))
     found = _usage([int(name) for name in os.listdir("/proc") if name.isdigit() and name not in own])
     return found._replace(memory_bytes=found.memory_bytes + (max(0, _num_sockets() - 1) * _SOCKET_KB << 10))
 
 
-def usage_of_session(leader: int) -> Usage:
+def usage_of_session(leader: int) -> TreeUsage:
     """Count the processes of a session. Without a namespace of its own, a process can leave it."""
     found = []
     for name in os.listdir("/proc"):
@@ -48,7 +48,7 @@ def queued_s(pid: int) -> float:
         return 0.0
 
 
-def _usage(pids: list[int]) -> Usage:
+def _usage(pids: list[int]) -> TreeUsage:
     cpu_s, memory_kb, num = 0.0, 0, 0
     own_kb = _own_kb()
     for pid in pids:
@@ -64,7 +64,7 @@ def _usage(pids: list[int]) -> Usage:
         num += int(fields[17])
         memory_kb += max(0, _kb(status, b"RssAnon:") - own_kb)
         memory_kb += _kb(status, b"RssShmem:") + _kb(status, b"VmPTE:")
-    return Usage(cpu_s, memory_kb << 10, num)
+    return TreeUsage(cpu_s, memory_kb << 10, num)
 
 
 def _own_kb() -> int:

@@ -13,7 +13,7 @@ import socket
 import time
 from typing import Any, NamedTuple
 
-from polyrl.rewards.sandbox.inside.counting import Usage, queued_s, usage_of_namespace, usage_of_session
+from polyrl.rewards.sandbox.inside.counting import TreeUsage, queued_s, usage_of_namespace, usage_of_session
 
 _TICK_S = 0.02
 
@@ -63,11 +63,11 @@ def watch(pid: int, control: socket.socket, bounds: Bounds, settings: dict[str, 
     return Watched(reason, status, cpu_s, time.monotonic() - began)
 
 
-def _usage(pid: int, settings: dict[str, Any]) -> Usage:
+def _usage(pid: int, settings: dict[str, Any]) -> TreeUsage:
     return usage_of_session(pid) if settings["is_unsafe"] else usage_of_namespace()
 
 
-def _exceeded(usage: Usage, passed_s: float, queued: float, bounds: Bounds, processes: int) -> str:
+def _exceeded(usage: TreeUsage, passed_s: float, queued: float, bounds: Bounds, processes: int) -> str:
     if usage.cpu_s > bounds.cpu_s:
         return "cpu"
     if passed_s - queued > bounds.wall_s or passed_s > bounds.longest_s:

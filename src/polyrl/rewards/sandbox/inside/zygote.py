@@ -60,6 +60,8 @@ def main() -> None:
 def _serve_one(control: socket.socket, own: int, settings: dict[str, Any]) -> bool:
     """Run one program. False: the host is gone, or nothing can be forked any more."""
     data, given, _, _ = socket.recv_fds(control, MESSAGE_BYTES, NUM_DESCRIPTORS)
+    if data == END_IT:  # the program had already ended
+        return True
     if len(data) != BOUNDS.size or len(given) != NUM_DESCRIPTORS:
         return False
     if own >= 0:
