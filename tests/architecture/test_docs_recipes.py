@@ -30,6 +30,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "validation": r.ValidationSection,
     "rewards": r.RewardsSection,
     "rewards.functions": r.WeightedReward,
+    "environments": r.EnvironmentsSection,
     "fleet": r.FleetSection,
     "manager": r.ManagerSection,
     "weights": r.WeightsSection,
