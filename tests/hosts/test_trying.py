@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,11 @@ def test_a_model_of_characters_plays_without_a_chat_template(tmp_path: Path):
     ended = env_try("try", "treasure", "style=letters", "--model", str(folder), "--tokens", "30", "--json")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["turns"] >= 1
+
+
+def test_the_recipe_of_the_guide_can_be_read():
+    from polyrl.config import build
+    from polyrl.config.recipe import Recipe
+
+    (recipe,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert build(tomllib.loads(recipe), Recipe).data.environment == "textarena"
